@@ -6,6 +6,7 @@
 
 #include <functional>
 
+#include "comm/nonzero_blocks.h"
 #include "comm/one_bit.h"
 #include "comm/quantized.h"
 #include "comm/secondary_shard.h"
@@ -267,7 +268,7 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
   for (i64 m = 0; m < nodes; ++m) equal.push_back(static_cast<int>(m * L + rank % L));
   const Group node(ranks, local, "node"), across(ranks, equal, "across");
   MemoryLedger ledger;
-  QuantizedReduceScatter op(*node, *across, ranks.device, ledger, Tag::Comm, n + 5, format);
+  QuantizedReduceScatter op(L > 1 ? &*node : nullptr, *across, ranks.device, ledger, Tag::Comm, n + 5, format);
   // Of three gradients the second one travels.
   LocoErrors errors(op, ledger, Tag::GradAccum, {n + 2, n, 3}, {.decay = 0.75f, .reset_period = 2});
   const i64 taken = ledger.num_allocations();
@@ -379,6 +380,61 @@ inline void exercise_one_bit(const Ranks& ranks, i64 n, int salt) {
       "memory of the 1-bit all-reduce");
 }
 
+// Vectors of which one block in `one_in` is not zero, other ones on each rank: the bits of dense sums, and as many
+// bytes as there are blocks; none where the dense collective sends less.
+inline void exercise_nonzero_blocks(const Ranks& ranks, i64 blocks, int one_in, i64 room, DType type, int salt) {
+  constexpr i64 kBlock = NonzeroBlocks::kBlock;
+  const Group c(ranks);
+  const i64 P = ranks.size(), rank = ranks.rank(), n = blocks * kBlock;
+  MemoryLedger ledger;
+  NonzeroBlocks op(*c, ranks.device, ledger, Tag::Buckets, n, 4, room);
+  const i64 taken = ledger.num_allocations();
+  const auto is_set = [&](i64 q, i64 b) { return (b * 7 + q * 3 + salt) % one_in == 0; };
+  const auto vector_of = [&](i64 q) {
+    Floats x = inputs(static_cast<int>(q), P * n, type, salt);
+    for (i64 b = 0; b < P * blocks; ++b) {
+      if (!is_set(q, b)) std::fill_n(x.begin() + b * kBlock, kBlock, 0.0f);
+    }
+    return x;
+  };
+  Array source(ranks.device, type, P * n), target(ranks.device, DType::F32, n);
+  source.set(vector_of(rank));
+  Floats want(static_cast<size_t>(n));
+  for (const bool accumulate : {false, true}) {
+    c->reset_counts();
+    i64 most = 0;  // of a rank
+    for (i64 q = 0; q < P; ++q) {
+      i64 of_rank = 0;
+      for (i64 b = 0; b < P * blocks; ++b) of_rank += is_set(q, b);
+      most = std::max(most, of_rank);
+      const Floats x = vector_of(q);
+      for (i64 i = 0; i < n; ++i) want[i] = q > 0 || accumulate ? want[i] + x[rank * n + i] : x[rank * n + i];
+    }
+    const bool saves = op.saves(source, P * blocks, "t.sparse");
+    const i64 told = sent(*c, "t.sparse"), bytes = most * (4 + kBlock * dtype_bytes(type));
+    require(P > 1 || !saves, "one rank sends nothing");
+    require(saves || P == 1 || bytes * one_in >= n * dtype_bytes(type), "what is little is sent as such");
+    if (!saves) return;
+    op.reduce_scatter(source, target, accumulate, "t.sparse");
+    const Floats got = target.get();
+    for (i64 i = 0; i < n; ++i)
+      require(same_bits(got[i], want[i]) || (got[i] == 0 && want[i] == 0), fmt::format("sparse sums, element {}", i));
+    // Exchanges have room for the rank that has most in each of them.
+    const i64 now = sent(*c, "t.sparse") - told;
+    require(now >= (P - 1) * bytes && (room < P * blocks || now == (P - 1) * bytes), "bytes of sparse sums");
+  }
+  Floats full(static_cast<size_t>(P * n)), all(full.size());
+  for (i64 q = 0; q < P; ++q) {
+    const Floats x = vector_of(q);
+    std::copy_n(x.begin() + q * n, n, all.begin() + q * n);
+  }
+  std::copy_n(all.begin() + rank * n, n, full.begin() + rank * n);
+  std::replace(full.begin(), full.begin() + rank * n, 0.0f, 5.0f);
+  source.set(full);
+  if (op.all_gather(source, blocks, "t.sparse")) require_same(source.get(), all, "sparse all-gather");
+  require(ledger.num_allocations() == taken, "allocations of sparse collectives");
+}
+
 inline void exercise_compressed(const Ranks& ranks, i64 big = 3001) {
   int salt = 1000;
   const i64 P = ranks.size();
@@ -396,6 +452,12 @@ inline void exercise_compressed(const Ranks& ranks, i64 big = 3001) {
       }
       exercise_quantized_reduce_scatter(ranks, nodes, 43, type, {8, 16}, true, salt += 10);
       exercise_secondary_shard(ranks, nodes, 37, type, other = !other, salt += 10);
+    }
+  }
+  for (const DType type : {DType::F32, DType::BF16, DType::F16}) {
+    for (const i64 room : {i64{1}, 6 * P, i64{1000}}) {
+      exercise_nonzero_blocks(ranks, 40, 16, room, type, ++salt);
+      exercise_nonzero_blocks(ranks, 9, 2, room, type, ++salt);
     }
   }
   for (const i64 n : {i64{0}, i64{1}, i64{7}, i64{8}, i64{9}, 8 * P + 1, i64{1000}, big}) {

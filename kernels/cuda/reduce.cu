@@ -113,6 +113,24 @@ __global__ void max_abs_kernel(i64* result, const T* x, i64 n, bool wide) {
   if (thread_index() == 0) atomic_max(result, found);
 }
 
+// A warp for each row.
+template <class T>
+__global__ void nonzero_rows_kernel(u8* flags, const T* x, i64 R, i64 C, bool wide) {
+  constexpr int P = kPack<T>;
+  const i64 warps = i64{grid_size().x} * kWarps, lane = thread_index() % kWarp;
+  for (i64 r = i64{block_index().x} * kWarps + thread_index() / kWarp; r < R; r += warps) {
+    u32 any = 0;
+    for (i64 c = lane * P; c < C; c += kWarp * P) {
+      float pack[P];
+      load_some(pack, x + r * C + c, C - c, wide);
+      DS_UNROLL
+      for (int j = 0; j < P; ++j) any |= std::bit_cast<u32>(pack[j]) & 0x7FFFFFFFu;
+    }
+    const u32 found = warp_ballot(any != 0);
+    if (lane == 0) flags[r] = found != 0 ? 1 : 0;
+  }
+}
+
 // Each block leaves its sum in `partials`. Squares are integers below 2^50, rounded once: adding 2^52 leaves the
 // integer, rounded to even, in the low bits of the mantissa.
 template <class T>
@@ -235,6 +253,17 @@ void max_abs(TensorView result, TensorView x, Stream& stream) noexcept {
            result.as<i64>(), x.as<T>(), n, all_aligned(16, {x.data}));
   });
   c.check(cudaGetLastError(), "max_abs");
+}
+
+void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
+  Context& c = context(stream);
+  const i64 R = x.dim(0), C = x.dim(1);
+  if (R == 0) return;
+  with_work_type(x.dtype, [&]<class T>(T) {
+    launch(nonzero_rows_kernel<T>, over(num_blocks(R * kWarp, c)), c.stream(), flags.as<u8>(), x.as<T>(), R, C,
+           C % kPack<T> == 0 && all_aligned(16, {x.data}));
+  });
+  c.check(cudaGetLastError(), "nonzero_rows");
 }
 
 void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& stream) noexcept {

@@ -32,6 +32,15 @@ void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, 
   }
 }
 
+void nonzero_rows(TensorView flags, TensorView x, Stream&) noexcept {
+  const i64 R = x.dim(0), C = x.dim(1);
+  for (i64 r = 0; r < R; ++r) {
+    bool any = false;
+    for (i64 c = 0; c < C; ++c) any = any || get(x, r * C + c) != 0;
+    flags.as<u8>()[r] = any ? 1 : 0;
+  }
+}
+
 void max_abs(TensorView result, TensorView x, Stream&) noexcept {
   i64& largest = *result.as<i64>();
   for (i64 i = 0; i < x.numel(); ++i) {

@@ -62,14 +62,14 @@ void QuantizedAllGather::finish(TensorView full) {
   decode_gathered(comm_, device_, format_, wire_.data(), full);
 }
 
-QuantizedReduceScatter::QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device,
+QuantizedReduceScatter::QuantizedReduceScatter(Communicator* node, Communicator& across, Device& device,
                                                MemoryLedger& ledger, Tag tag, i64 max_elems, CodeFormat format)
     : node_(node), across_(across), device_(device), format_(format), max_elems_(max_elems) {
   check_format(format);
   const i64 L = local_size(), M = num_nodes(), slice = CodedSlice{format, max_elems}.bytes();
   if (L > 1) {
-    node_send_ = node.allocate(ledger, tag, L * M * slice);
-    node_receive_ = node.allocate(ledger, tag, L * M * slice);
+    node_send_ = node->allocate(ledger, tag, L * M * slice);
+    node_receive_ = node->allocate(ledger, tag, L * M * slice);
   }
   if (M > 1) {
     across_send_ = across.allocate(ledger, tag, M * slice);
@@ -102,7 +102,7 @@ void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accu
       ops.quantize(slice.codes(node_send_.data(), l * M, M), slice.scales(node_send_.data(), l * M, M),
                    for_each_node(source, l), for_each_node(lost, l), format_, feedback, stream);
     }
-    node_.all_to_all(node_send_.data(), node_receive_.data(), M * slice.bytes(), tag).wait();
+    node_->all_to_all(node_send_.data(), node_receive_.data(), M * slice.bytes(), tag).wait();
     for (i64 m = 0; m < M; ++m) {
       const TensorView sum = M > 1 ? fp32_of(partial_).rows(m * n, n) : target;
       ops.dequantize_fold(sum, slice.codes(node_receive_.data(), m, L, M), slice.scales(node_receive_.data(), m, L, M),

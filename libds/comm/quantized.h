@@ -60,10 +60,11 @@ class LocoErrors;
 // biases) is the caller's to reduce exactly instead, and so is padding: a source is P slices of equal size.
 class QuantizedReduceScatter {
  public:
-  // For slices of up to `max_elems` elements. `node`: the ranks of this node in the order of their numbers; `across`:
-  // those with our number, in the order of their nodes. All outlive it. Collective over both. Takes 2 (P + nodes) coded
+  // For slices of up to `max_elems` elements. `node`: the ranks of this node in the order of their numbers, null if
+  // this one is alone in it; `across`: those with our number, in the order of their nodes. All outlive it. Collective
+  // over both. Takes 2 (P + nodes) coded
   // slices, and one fp32 slice for each node.
-  QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device, MemoryLedger& ledger, Tag tag,
+  QuantizedReduceScatter(Communicator* node, Communicator& across, Device& device, MemoryLedger& ledger, Tag tag,
                          i64 max_elems, CodeFormat format = {.bits = 4});
 
   // source [P*n] work dtype; target [n] fp32 = (accumulate ? target : 0) + the sum; it may not lie in source. errors,
@@ -74,10 +75,10 @@ class QuantizedReduceScatter {
 
  private:
   friend LocoErrors;
-  i64 local_size() const noexcept { return node_.size(); }
+  i64 local_size() const noexcept { return node_ != nullptr ? node_->size() : 1; }
   i64 num_nodes() const noexcept { return across_.size(); }
 
-  Communicator& node_;
+  Communicator* const node_;
   Communicator& across_;
   Device& device_;
   const CodeFormat format_;

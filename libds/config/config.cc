@@ -140,15 +140,23 @@ void resolve_zero(Config& c, Reader& r) {
                                c.zero.stage));
 }
 
-// ZeRO++ changes how stage 3 gathers. replicas: of data parallelism.
+// What travels as codes, and ZeRO++, which changes how stage 3 gathers. replicas: of data parallelism.
 void check_zeropp(const Config& c, i64 replicas, Reader& r) {
   constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
                              kCodes = "zero_optimization.zero_quantized_weights",
-                             kGradients = "zero_optimization.zero_quantized_gradients";
+                             kGradients = "zero_optimization.zero_quantized_gradients",
+                             kWire = "communication_data_type";
   constexpr std::string_view kLoco = "zero_optimization.zeropp_loco_param",
                              kFrozen = "zero_optimization.zero_quantized_nontrainable_weights";
-  if (c.zero.loco.enabled && !c.zero.quantized_gradients && !r.broken(kGradients))
-    r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true", kGradients));
+  const int bits = c.gradient_code_bits();
+  if (c.zero.loco.enabled && bits == 0 && !r.any_broken({kGradients, kWire}))
+    r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true, or {} \"int8\" or \"int4\"",
+                               kGradients, kWire));
+  if (c.zero.quantized_gradients && c.communication_data_type == WireType::Int8)
+    r.error(kWire, fmt::format("\"int8\" contradicts {}, whose codes have 4 bits", kGradients));
+  if (c.zero.quantized_gradients && c.grad_accum_dtype != DType::F32)
+    r.error(kGradients, "sums what codes say in fp32: data_types.grad_accum_dtype cannot be in 16 bits",
+            Errc::Unavailable);
   if (c.zero.stage != 3 && !r.broken(kStage)) {
     const std::string why =
         fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage);
@@ -156,14 +164,12 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
     if (c.zero.quantized_weights) r.error(kCodes, why);
     if (c.zero.quantized_nontrainable_weights) r.error(kFrozen, why);
     if (c.zero.quantized_gradients)
-      r.error(kGradients, fmt::format("is of stage 3, and this is ZeRO stage {}", c.zero.stage));
+      r.error(kGradients,
+              fmt::format("is of stage 3, and this is ZeRO stage {}; {} \"int4\" is of all", c.zero.stage, kWire));
     return;
   }
-  if (c.zero.quantized_gradients && c.sequence_parallel_size > 1)
-    r.error(kGradients, "is not supported with sequence_parallel_size yet", Errc::Unavailable);
-  if (c.zero.quantized_gradients && c.grad_accum_dtype != DType::F32)
-    r.error(kGradients, "sums what codes say in fp32: data_types.grad_accum_dtype cannot be in 16 bits",
-            Errc::Unavailable);
+  if (bits > 0 && c.zero.hpz_partition_size > 1 && c.sequence_parallel_size > 1)
+    r.error(kNear, "is not supported with sequence_parallel_size where gradients travel as codes", Errc::Unavailable);
   if (c.zero.hpz_partition_size > 1 && replicas > 0 && replicas % c.zero.hpz_partition_size != 0 && !r.broken(kNear))
     r.error(kNear, fmt::format("{} does not divide the {} data-parallel ranks", c.zero.hpz_partition_size, replicas));
 }

@@ -55,6 +55,10 @@ inline constexpr std::array kEnumNames<DType> = {
     EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)}, EnumName{"fp16", u8(DType::F16)},
     EnumName{"bfp16", u8(DType::BF16)}};  // as DeepSpeed spelt bf16 at first
 template <>
+inline constexpr std::array kEnumNames<WireType> = {
+    EnumName{"fp32", u8(WireType::F32)},  EnumName{"bf16", u8(WireType::BF16)}, EnumName{"fp16", u8(WireType::F16)},
+    EnumName{"int8", u8(WireType::Int8)}, EnumName{"int4", u8(WireType::Int4)}, EnumName{"bfp16", u8(WireType::BF16)}};
+template <>
 inline constexpr std::array kEnumNames<ReduceOrder> = {EnumName{"boundary", u8(ReduceOrder::Boundary)},
                                                        EnumName{"micro", u8(ReduceOrder::Micro)}};
 template <>
@@ -366,7 +370,7 @@ constexpr Key kKeys[] = {
     harmless("prescale_gradients", "[false]", "gradients are summed in fp32, and the mean is taken once, after the sum"),
     harmless("gradient_predivide_factor", "[1]", "gradients are summed in fp32, and the mean is taken once, after the sum"),
     effect("gradient_allreduce_op", slot_of<&C::gradient_reduce>),
-    not_yet("sparse_gradients", "[false]"),
+    effect("sparse_gradients", slot_of<&C::sparse_gradients>),
 
     // ZeRO.
     effect("zero_optimization.stage", slot_of<&C::zero, &ZeroConfig::stage>, {0, 3}),

@@ -62,7 +62,7 @@ bool precision_takes(const Config& c, std::string_view path) {
 void resolve_precision(Config& c, Reader& r) {
   resolve_auto(c, r);
   if (c.fp16.enabled && c.bf16.enabled) r.error(kBf16, "fp16 and bf16 exclude each other");
-  if (!r.given(kWire)) c.communication_data_type = c.work_dtype();
+  if (!r.given(kWire)) c.communication_data_type = wire_type_of(c.work_dtype());
   resolve_states(c, r);
   const struct {
     std::string_view key, of;
@@ -94,9 +94,8 @@ void check_precision(const Config& c, Reader& r) {
   if (sums != c.work_dtype())
     return r.error(kSums, fmt::format("\"{}\": sums are in fp32, or in the type of the parameters, {}",
                                       dtype_text(sums), dtype_text(c.work_dtype())));
-  if (c.communication_data_type != sums && !r.broken(kWire))
-    r.error(kWire, fmt::format("\"{}\": sums that are kept in {} travel in it, too",
-                               dtype_text(c.communication_data_type), dtype_text(sums)));
+  if (c.communication_data_type != wire_type_of(sums) && !r.broken(kWire))
+    r.error(kWire, fmt::format("sums that are kept in {0} travel in {0}, too", dtype_text(sums)));
   if (c.zero.offload_optimizer.device == OffloadDevice::Server)
     r.error(key, "a server of states has fp32 masters, and takes sums in fp32", Errc::Unavailable);
   const auto is_muon = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };

@@ -51,8 +51,8 @@ class StageModel {
     MeshShape mesh = plan_.mesh;
     std::string_view axis = std::string_view(name).substr(0, dot), collective = std::string_view(name).substr(dot + 1);
     if (axis == "hpz") axis = "dp", mesh.dp = near_ranks();  // ranks of dp side by side
-    if (axis == "qgz") axis = "dp";                          // the slower of its two hops, with what both send
     if (collective == "one_bit") collective = "all_gather";  // and as much before it
+    if (collective == "sparse_gather") collective = "all_gather";
     const Group group = group_of(mesh, axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
     DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", name,
@@ -97,8 +97,10 @@ class StageModel {
     double gather = sent("dp.all_gather", gathers);
     if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
       gather += sent(near->first, near->second);
-    if (const auto coded = plan_.traffic.find("qgz.all_to_all"); coded != plan_.traffic.end())
-      gather += sent(coded->first, coded->second);
+    for (const char* name : {"dp.all_to_all", "dp.sparse_gather"}) {  // of two hops the slower one, with what both send
+      if (const auto found = plan_.traffic.find(name); found != plan_.traffic.end())
+        gather += sent(found->first, found->second);
+    }
     const double all = reduce + gather;
     double forward = 0, backward = 0;
     for (const pipeline::Costs& c : time_.chunks) {
@@ -168,8 +170,8 @@ class StageModel {
     rest["pp.send"].calls -= streams.calls;
     rest["pp.send"].bytes -= streams.bytes;
     for (const auto& [name, count] : rest) {
-      if (name == "hpz.all_gather" || name == "qgz.all_to_all") continue;  // counted with other gathers and reductions
-      if (name.starts_with("outer.")) continue;                            // of the last step, if it meets
+      if (name == "hpz.all_gather") continue;    // counted with other gathers and reductions
+      if (name.starts_with("outer.")) continue;  // of the last step, if it meets
       if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
     }
     // Fragments of DiLoCo meet once in sync_every steps.

@@ -189,6 +189,9 @@ void dequantize_fold(TensorView dst, TensorView codes, TensorView scales, bool a
 }
 
 void max_abs(TensorView, TensorView x, Stream& stream) noexcept { count(stream, {"max_abs", x.dtype, 0, x.bytes()}); }
+void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
+  count(stream, {"nonzero_rows", x.dtype, 0, bytes_of({flags, x})});
+}
 void sum_squares(TensorView, TensorView x, TensorView, Stream& stream) noexcept {
   count(stream, {"sum_squares", x.dtype, 0, x.bytes()});
 }
@@ -249,6 +252,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .dequantize = dequantize,
                                   .dequantize_fold = dequantize_fold,
                                   .max_abs = max_abs,
+                                  .nonzero_rows = nonzero_rows,
                                   .sum_squares = sum_squares,
                                   .sum = sum,
                                   .judge = judge,

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <map>
 #include <tuple>
 
 #include "model/models.h"
@@ -100,9 +102,9 @@ std::vector<DpSplit> zeropp_splits(const Config& config) {
   std::vector<DpSplit> splits;
   if (!ds::trains(config.use) || config.zero.stage != 3) return splits;
   const int inner = narrow<int>(config.zero.hpz_partition_size);
-  if (inner > 1 || config.zero.quantized_gradients)
-    splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
-  if (config.zero.quantized_gradients)
+  if (inner == 1) return splits;
+  splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
+  if (config.gradient_code_bits() > 0)
     splits.push_back({.name = "across", .inner = inner, .along = DpSplit::Along::Outer});
   return splits;
 }
@@ -213,6 +215,38 @@ std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& g
   return coded;
 }
 
+// The units of the look-up of tokens. A matrix has at most as many rows that are not zero as there are tokens.
+std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::ShardsPlan& shards) {
+  constexpr i64 kBlock = NonzeroBlocks::kBlock;
+  const i64 together = shards.grads.accumulates_locally() ? plan.micro_batches : 1, tokens = plan.B * plan.T * together;
+  const zero::Layout& layout = shards.grad_layout;
+  std::map<i64, i64> blocks;  // by unit
+  const auto add = [&](i64 unit, i64 rows, i64 cols, i64 most_rows) {
+    // Rows may begin within a block.
+    blocks[unit] += std::min(rows * cols / kBlock + 2, std::min(rows, most_rows) * ((cols - 1) / kBlock + 2));
+  };
+  for (const i64 unit : {RunPlan::kSharedUnit, RunPlan::unit_of(0)}) {
+    const std::span<const model::ParamRow> rows = plan.grad_rows[unit];
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const i64 param = layout.units()[unit].first_param + static_cast<i64>(r);
+      for (const zero::MatrixTile& tile : layout.tiles_of(param)) add(tile.unit, tile.rows, tile.cols, tokens);
+      const zero::RowPlace& place = layout.rows()[param];
+      if (place.segment < 0 || layout.segments()[place.segment].unit != unit) continue;
+      if (layout.segments()[place.segment].persistent) continue;
+      const bool matrix = rows[r].shape.size() == 2;
+      add(unit, matrix ? rows[r].shape[0] : 1, matrix ? rows[r].shape[1] : rows[r].numel(), matrix ? tokens : 1);
+    }
+  }
+  std::vector<zero::SparseUnit> units;
+  for (const auto& [unit, most] : blocks) {
+    // Of a tied matrix the sum has its use by the head in it.
+    const i64 sums = unit == RunPlan::kSharedUnit ? std::numeric_limits<i64>::max() / most
+                                                  : layout.num_ranks() * (plan.micro_batches / together);
+    units.push_back({.unit = unit, .of_rank = most, .of_sum = most * sums});
+  }
+  return units;
+}
+
 // What the ranks of a group have of a model.
 zero::ShardsPlan make_shards(const Config& config, const model::Model& model, const RunPlan& plan, size_t group,
                              zero::LayoutOptions options, std::vector<StateSet> states,
@@ -254,8 +288,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .micro_batches = plan.micro_batches,
       .reduce_each_micro = plan.reduce_each_micro,
       .keeps_own = averages,
-      .coded = z.stage == 3 && z.quantized_gradients && group == 0};
-  if (shards.grads.coded && z.loco.enabled)
+      .code_bits = group == 0 ? config.gradient_code_bits() : 0};
+  if (shards.grads.code_bits > 0 && z.loco.enabled)
     shards.grads.loco = {.decay = static_cast<float>(z.loco.err_beta), .reset_period = z.loco.reset_period};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
@@ -278,6 +312,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
     }
   }
   std::ranges::sort(shards.grads.open);
+  if (config.sparse_gradients && group == 0 && plan.embeds) shards.grads.sparse = sparse_units(plan, shards);
   shards.buckets = zero::plan_buckets(shards.grad_layout, shards.grads);
   for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
     if (u != plan.head_use() || plan.shared_grads() == u) shards.gathered_grads.push_back(u);
@@ -420,10 +455,13 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   // Ranks of tp have copies of some rows beside parts of others, and two stages have a tied matrix beside other rows: a
   // block of codes with both would say another thing of the copies on each rank.
   const DilocoConfig& diloco = config.optimizer.diloco;
-  const bool codes_zero = config.zero.stage == 3 &&
-                          (z.quantized_weights || z.quantized_nontrainable_weights || z.quantized_gradients),
+  const bool codes_gradients = plan.trains() && config.gradient_code_bits() > 0,
+             codes_zero =
+                 (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights)) || codes_gradients,
              codes_outer = diloco.workers > 1 && diloco.outer_gradient_bits < 32;
-  if (((codes_zero || codes_outer) && plan.mesh.tp > 1) || (codes_outer && plan.mesh.pp > 1 && plan.tied()))
+  // Below stage 3 vectors are beside matrices, whose gradients are of another size.
+  if (((codes_zero || codes_outer) && plan.mesh.tp > 1) || (codes_outer && plan.mesh.pp > 1 && plan.tied()) ||
+      (codes_gradients && z.stage < 3))
     options.block = std::max(options.block, zero::kCodeBlock);
   if (plan.trains() && z.quantized_nontrainable_weights) check_coded_layers(plan, model.splits.size() + 1, options);
   for (size_t g = 0; g <= model.splits.size(); ++g)
@@ -623,7 +661,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.mesh = mesh;
   plan.coord = coord;
   plan.work = config.work_dtype();
-  plan.wire = config.communication_data_type;
+  plan.wire = config.wire_dtype();
   plan.B = config.batch.micro;
   plan.sequence_length = config.data.seq_length;
   plan.T = plan.sequence_length / mesh.sp;

@@ -63,9 +63,6 @@ class BucketSlots {
 
 namespace {
 
-constexpr CodeFormat kGradientCodes{.bits = 4, .block = kCodeBlock};
-constexpr std::string_view kGradientTag = "qgz.all_to_all";
-
 // Whether a rank has accumulators of all elements, or of the slices that it owns.
 bool accumulates_all(const Layout& layout, const GradOptions& options) {
   return !layout.states().shard_optimizer || options.accumulates_locally() || options.keeps_own;
@@ -136,6 +133,8 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
       comm_(comm),
       reduce_tag_(options.axis + ".reduce_scatter"),
       gather_tag_(options.axis + ".all_gather"),
+      coded_tag_(options.axis + ".all_to_all"),
+      sparse_tag_(options.axis + ".sparse_gather"),
       device_(device),
       ledger_(ledger),
       ops_(device.ops()),
@@ -192,15 +191,23 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
         as_fp32(tier(device, ledger, Tag::GradAccum, layout.shard_elems() * width, layout.largest_slice() * width));
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
-  if (options.coded) {
+  if (!options.sparse.empty()) {
     i64 most = 0;
+    for (const SparseUnit& u : options.sparse) {
+      for (const Segment& s : layout.segments_of(u.unit)) most = std::max(most, s.persistent ? 0 : s.slice);
+    }
+    // At stage 0 sums travel, too.
+    const i64 of_sums = layout.states().shard_optimizer ? 0 : width;
+    nonzero_.emplace(comm, device, ledger, Tag::Buckets, most, std::max(of_sums, dtype_bytes(options.wire)));
+  }
+  if (options.code_bits > 0) {
+    coded_.emplace(near, across != nullptr ? *across : comm, device, ledger, Tag::Buckets, layout.largest_slice(),
+                   CodeFormat{.bits = options.code_bits, .block = kCodeBlock});
     std::vector<i64> slices;
     for (const Segment& s : layout.segments()) {
       errors_of_.push_back(slices.size());
-      if (!s.persistent) slices.push_back(s.slice);
+      if (coded(s)) slices.push_back(s.slice);
     }
-    for (const i64 n : slices) most = std::max(most, n);
-    coded_.emplace(*near, *across, device, ledger, Tag::Buckets, most, kGradientCodes);
     if (options.loco) {
       errors_.emplace(*coded_, ledger, Tag::GradAccum, std::move(slices), *options.loco);
       error_numbers_ = device_buffer(device, ledger, Tag::GradAccum, 2 * 4);
@@ -309,18 +316,27 @@ void GradStore::accumulate(i64 unit, bool continues, bool back) {
   if (back) ops_.cast(fresh, all, stream_);
 }
 
+const SparseUnit* GradStore::sparse(const Segment& s) const noexcept {
+  const auto found = std::ranges::lower_bound(options_.sparse, s.unit, {}, &SparseUnit::unit);
+  return !s.persistent && found != options_.sparse.end() && found->unit == s.unit ? &*found : nullptr;
+}
+
+TensorView GradStore::fresh(const Segment& s) const noexcept {
+  return TensorView::of(fresh_.as<char>().data() + (unit_base_[s.unit] + s.offset) * dtype_bytes(options_.wire),
+                        options_.wire, {s.slice * layout_.num_ranks()});
+}
+
 void GradStore::reduce(size_t bucket, bool continues) {
   segments_.clear();
-  if (coded_) reduce_coded(bucket, continues);
   std::vector<TierLease>& landing = landing_[slot_[bucket]];
-  const i64 bytes = dtype_bytes(options_.wire);
   for (const i64 unit : buckets_[bucket].units) {
     for (const Segment& s : layout_.segments_of(unit)) {
-      if (coded_ && !s.persistent) continue;
-      landing.push_back(lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
-                              continues ? LeaseTo::Write : LeaseTo::Fill));
-      segments_.push_back({static_cast<char*>(fresh_.data()) + (unit_base_[unit] + s.offset) * bytes,
-                           landing.back().values(), s.slice});
+      if (coded(s)) {
+        reduce_coded(s, continues);
+      } else if (sparse(s) == nullptr || !reduce_sparse(s, continues)) {
+        landing.push_back(owned_slice(s, continues));
+        segments_.push_back({fresh(s).data, landing.back().values(), s.slice});
+      }
     }
   }
   summed_[bucket] = options_.reduce_each_micro;
@@ -328,18 +344,17 @@ void GradStore::reduce(size_t bucket, bool continues) {
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
 }
 
-void GradStore::reduce_coded(size_t bucket, bool continues) {
-  for (const i64 unit : buckets_[bucket].units) {
-    for (const Segment& s : layout_.segments_of(unit)) {
-      if (s.persistent) continue;
-      const TierLease sum = lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
-                                  continues ? LeaseTo::Write : LeaseTo::Fill);
-      coded_->run(TensorView::of(fresh_.as<char>().data() + (unit_base_[unit] + s.offset) * dtype_bytes(options_.wire),
-                                 options_.wire, {s.slice * layout_.num_ranks()}),
-                  TensorView::of(sum.data(), DType::F32, {s.slice}), continues, kGradientTag,
-                  errors_ ? &*errors_ : nullptr, errors_of_[static_cast<size_t>(&s - layout_.segments().data())]);
-    }
-  }
+void GradStore::reduce_coded(const Segment& s, bool continues) {
+  const TierLease sum = owned_slice(s, continues);
+  coded_->run(fresh(s), TensorView::of(sum.data(), DType::F32, {s.slice}), continues, coded_tag_,
+              errors_ ? &*errors_ : nullptr, errors_of_[static_cast<size_t>(&s - layout_.segments().data())]);
+}
+
+bool GradStore::reduce_sparse(const Segment& s, bool continues) {
+  if (!nonzero_->saves(fresh(s), sparse(s)->of_rank, sparse_tag_)) return false;
+  const TierLease sum = owned_slice(s, continues);
+  nonzero_->reduce_scatter(fresh(s), TensorView::of(sum.data(), DType::F32, {s.slice}), continues, sparse_tag_);
+  return true;
 }
 
 void GradStore::set_loss_scale(float scale) noexcept {
@@ -389,6 +404,11 @@ void GradStore::gather(std::span<const i64> wanted) {
   for (const i64 unit : wanted) {
     for (const Segment& s : layout_.segments_of(unit)) {
       char* const begin = sums_.as<char>().data() + sums_base_[&s - layout_.segments().data()] * width;
+      const SparseUnit* const mostly_zero = sparse(s);
+      if (mostly_zero != nullptr &&
+          nonzero_->all_gather(TensorView::of(begin, options_.sums, {s.slice * layout_.num_ranks()}),
+                               mostly_zero->of_sum, sparse_tag_))
+        continue;
       gathered_.push_back({begin, s.slice * width});
     }
   }

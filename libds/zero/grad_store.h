@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/nonzero_blocks.h"
 #include "comm/quantized.h"
 #include "device/device.h"
 #include "zero/layout.h"
@@ -41,6 +42,12 @@ struct Bucket {
 // Elements of a bucket whose sums are kept in 16 bits, unless a unit alone has more.
 inline constexpr i64 kMostNarrowBucket = i64{1} << 22;
 
+// Of a unit: 64-element blocks that are not zero, at most, in a gradient of one rank, and in the slice of a sum.
+struct SparseUnit {
+  i64 unit = 0;
+  i64 of_rank = 0, of_sum = 0;
+};
+
 struct GradOptions {
   std::string axis = "dp";                    // of the ranks: names what they send
   DType work = DType::F32;                    // dtype of the parameters
@@ -54,8 +61,9 @@ struct GradOptions {
   i64 micro_batches = 1;                      // per step
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
   bool keeps_own = false;                     // stage 0, 1: steps may leave the gradients of ranks apart
-  bool coded = false;                         // stage 3: what is in slices travels in 4 bits (ZeRO++'s qgZ)
-  std::optional<LocoOptions> loco = {};       // coded: what codes lose is added to what comes next
+  int code_bits = 0;                          // what is in slices travels as codes of 8 or 4 bits; 0: in `wire`
+  std::optional<LocoOptions> loco = {};       // what codes lose is added to what comes next
+  std::vector<SparseUnit> sparse = {};        // units of which blocks that are zero do not travel, ascending
 
   bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
@@ -75,8 +83,9 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 class GradStore {
  public:
   // `tier`: where accumulators of the slices that this rank owns stay; empty: device memory. At stage 0, where each
-  // rank has all, they stay there. near, across: of coded gradients, ranks side by side, perhaps one, which are summed
-  // first, and those with the same number among them. They travel when a bucket is full, and nothing runs beside it.
+  // rank has all, they stay there. near, across: of coded gradients, ranks side by side, which are summed first, and
+  // those with the same number among them; null: all ranks send to each other. Coded and sparse gradients travel when a
+  // bucket is full, and nothing runs beside it.
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {},
             Communicator* near = nullptr, Communicator* across = nullptr);
@@ -128,7 +137,16 @@ class GradStore {
  private:
   void accumulate(i64 unit, bool continues, bool back);
   void reduce(size_t bucket, bool continues);
-  void reduce_coded(size_t bucket, bool continues);
+  bool coded(const Segment& s) const noexcept { return coded_ && !s.persistent && sparse(s) == nullptr; }
+  const SparseUnit* sparse(const Segment& s) const noexcept;
+  void reduce_coded(const Segment& s, bool continues);
+  bool reduce_sparse(const Segment& s, bool continues);
+  // The fresh gradient of a segment, with its padding.
+  TensorView fresh(const Segment& s) const noexcept;
+  TierLease owned_slice(const Segment& s, bool continues) const {
+    return lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
+                 continues ? LeaseTo::Write : LeaseTo::Fill);
+  }
   void wait(size_t slot);
   // The array of all sums, where a rank has such.
   TierArray& sums() const noexcept { return sums_array_ ? *sums_array_ : *owned_; }
@@ -137,7 +155,7 @@ class GradStore {
 
   const Layout& layout_;
   Communicator& comm_;
-  std::string reduce_tag_, gather_tag_;
+  std::string reduce_tag_, gather_tag_, coded_tag_, sparse_tag_;
   Device& device_;
   MemoryLedger& ledger_;
   const OpTable& ops_;
@@ -147,8 +165,9 @@ class GradStore {
   std::optional<QuantizedReduceScatter> coded_;
   std::optional<LocoErrors> errors_;  // of the segments that coded_ reduces, in their order
   std::vector<size_t> errors_of_;     // by segment: which of them
-  Buffer error_numbers_;              // [2] fp32 for rank_local(): calls, and error_scale_
-  float error_scale_ = 1;             // loss scale of what errors_ has
+  std::optional<NonzeroBlocks> nonzero_;
+  Buffer error_numbers_;   // [2] fp32 for rank_local(): calls, and error_scale_
+  float error_scale_ = 1;  // loss scale of what errors_ has
   Buffer fresh_, staging_;
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them

@@ -48,8 +48,8 @@ void measure(Communicator& c, Device& device, i64 largest) {
   for (i64 n = 1 << 16; n <= largest; n *= 8) {
     const i64 slice = n / P;
     QuantizedAllGather gather(c, device, ledger, Tag::Comm, slice);
-    QuantizedReduceScatter one_node(c, *alone, device, ledger, Tag::Comm, slice),
-        many_nodes(*alone, c, device, ledger, Tag::Comm, slice);
+    QuantizedReduceScatter one_node(&c, *alone, device, ledger, Tag::Comm, slice),
+        many_nodes(nullptr, c, device, ledger, Tag::Comm, slice);
     OneBitAllReduce one_bit(c, device, ledger, Tag::Comm, n);
     const TensorView full = TensorView::of(weights.data(), DType::BF16, {slice * P}),
                      own = TensorView::of(shard.data(), DType::BF16, {slice}),

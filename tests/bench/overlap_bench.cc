@@ -44,8 +44,8 @@ int main(int argc, char** argv) {
   const Arrangement& one = *all.front();
   std::printf(
       "%s, 2 ranks of 1 thread, %ld micro-batches, %s on the wire; link: %.0f us, %.0f MB/s; medians of %d turns\n\n",
-      argv[1], one.config().batch.accumulation, std::string(dtype_name(one.config().communication_data_type)).c_str(),
-      latency_us, mb_per_s, turns);
+      argv[1], one.config().batch.accumulation, std::string(dtype_name(one.config().wire_dtype())).c_str(), latency_us,
+      mb_per_s, turns);
   std::printf("%-8s %12s %12s %14s %14s %9s %16s\n", "", "no link ms", "on link ms", "no overlap ms", "overlap ms",
               "hidden", "of the possible");
   for (size_t i = 0; i < all.size(); i += 3) {

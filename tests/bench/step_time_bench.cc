@@ -71,7 +71,7 @@ Config config_of(const Case& k) {
   c.batch = {.train = k.micro * k.accumulation * dp, .micro = k.micro, .accumulation = k.accumulation};
   c.data.seq_length = k.seq;
   c.bf16.enabled = k.bf16;
-  c.communication_data_type = k.bf16 ? DType::BF16 : DType::F32;
+  c.communication_data_type = k.bf16 ? WireType::BF16 : WireType::F32;
   c.zero.stage = k.stage;
   c.zero.overlap_comm = true;
   c.reduce_order = k.stage >= 2 ? ReduceOrder::Micro : k.order;

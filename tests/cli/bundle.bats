@@ -49,6 +49,7 @@ needs_root() {
 }
 
 @test "the package is what its manifest says, and the same when it is made again" {
+  slow_only
   cd "$ROOT$BUNDLE"
   run -0 sha256sum --quiet --check MANIFEST
   assert_equal "$(find . -type f ! -name MANIFEST | wc -l)" "$(wc -l <MANIFEST)"

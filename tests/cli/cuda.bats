@@ -83,6 +83,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 }
 
 @test "choices of autotuning are kept in a file, and taken from it without timing" {
+  slow_only
   need_sim
   tuned() { on_sim ds-train cfg.json --quiet --set device=cuda --set cuda.autotune=true --set cuda.autotune_file="$PWD/tuned" "$@"; }
   run -0 tuned --out strict --set deterministic=true --set reduce_order=micro
@@ -102,7 +103,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 @test "memory of the host that the system does not lock is said, with the key; what it locks changes no loss" {
   need_sim
   on_sim ds-train cfg.json --out plain --quiet --set device=cuda
-  for section in offload_optimizer offload_param; do
+  for section in offload_optimizer ${DS_SLOW:+offload_param}; do
     pinned=(--set device=cuda --set zero_optimization.stage=3
       --set "zero_optimization.$section={\"device\": \"cpu\", \"pin_memory\": true}")
     DS_SIM_LOCKED_BYTES=8192 run -4 --separate-stderr on_sim ds-train cfg.json --out run "${pinned[@]}"

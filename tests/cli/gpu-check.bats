@@ -90,6 +90,7 @@ marked() { # processes that are left of the folder
 }
 
 @test "steps on the simulator" {
+  slow_only
   need_sim
   program bin/ncu <<'END'
 while [[ $1 == -* ]]; do

@@ -208,6 +208,7 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
 }
 
 @test "--fit puts into files of a measured disk what does not fit otherwise" {
+  slow_only
   mkdir disk
   ds-offload bench --path disk --size 16MiB --params 0 --loops 1 --block-size 1MiB --queue-depth 4 --json >disk.json
   local -a search=(cfg.json -n 2 --device cpu --peak 1e11 --bandwidth 1e10 --link 1e10 --set zero_optimization.sub_group_size=1024 --most 100000)
@@ -259,6 +260,7 @@ PY
 }
 
 @test "--fit for GPUs puts into host memory and files what they make room for" {
+  slow_only
   mkdir disk
   ds-offload bench --path disk --size 16MiB --params 100000 --loops 1 --block-size 1MiB --queue-depth 4 --json >disk.json
   local -a search=(cfg.json -n 2 --device cuda --set bf16.enabled=true --fit 1GiB --disk disk.json --json --most 100000)

@@ -102,7 +102,7 @@ refuses() {
   assert_equal "$(grep -c '^ds-train: error: --set ' <<<"$stderr")" 2
   run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set seed=-3
   assert_equal "$(grep -c '^ds-train.*error: ' <<<"$stderr")" 1
-  run -4 --separate-stderr ds-launch -n 2 ds-train cfg.json --set sparse_gradients=true
+  run -4 --separate-stderr ds-launch -n 2 ds-train cfg.json --set torch_autocast.enabled=true
   assert_equal "$(grep -c '^ds-train.*error: ' <<<"$stderr")" 1
 }
 

@@ -267,9 +267,8 @@ PYTHON
   assert_equal "$(losses broken)" "$(losses whole)"
 }
 
-# With DS_SLOW=1 alone.
 @test "inputs of layers that are more than the limit of memory leaves wait in a file" {
-  [[ -n ${DS_SLOW-} ]] || skip "it is in the slow set"
+  slow_only
   cat >long.json <<'JSON'
 {"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 128, "n_embd": 32, "n_layer": 150, "n_head": 1},
  "data": {"train": "text.txt", "seq_length": 128}, "bf16": {"enabled": true}, "train_batch_size": 256,
@@ -337,9 +336,8 @@ JSON
   cmp inside.safetensors memory.safetensors
 }
 
-# With DS_SLOW=1 alone.
 @test "a model whose one layer does not fit in the limit of memory trains in tiles inside it" {
-  [[ -n ${DS_SLOW-} ]] || skip "it is in the slow set"
+  slow_only
   cat >wide.json <<'JSON'
 {"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 1536, "n_layer": 1, "n_head": 12},
  "data": {"train": "text.txt", "seq_length": 32}, "bf16": {"enabled": true}, "train_batch_size": 2,

@@ -31,6 +31,8 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
 @test "every optimizer resumes bit for bit at another layout, and merges with its states" {
   for row in "${optimizers[@]}"; do
     IFS='|' read -r type params states <<<"$row"
+    # DS_SLOW=1: the others, too.
+    [[ -n ${DS_SLOW-} || $row == *@(nesterov|Muon|Lamb|8bit|bf16)* ]] || continue
     with_optimizer "$type" "$params" >o.json
     rm -rf whole half
     ds-launch -n 2 ds-train o.json --out whole --quiet --steps 8
@@ -71,6 +73,7 @@ refused() { # config out what
   for made in cfg lion lamb momentum sgd; do
     for other in cfg lion lamb momentum sgd; do
       [[ $made != "$other" ]] || continue
+      [[ -n ${DS_SLOW-} || $made$other == @(cfglion|lionlamb|lambmomentum|momentumsgd|sgdcfg) ]] || continue
       refused $other.json $made "and is updated by"
       refused $other.json $made-sharded "and is updated by"
     done

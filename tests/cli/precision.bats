@@ -21,7 +21,7 @@ without_masters=(
     IFS='|' read -r name set <<<"$row"
     read -ra set <<<"$set"
     ds-launch -n 2 ds-train cfg.json --out "$name" --quiet --steps 8 "${set[@]}"
-    for other in zero_optimization.stage=3 zero_optimization.offload_optimizer.device=cpu \
+    for other in ${DS_SLOW:+zero_optimization.stage=3 zero_optimization.offload_optimizer.device=cpu} \
       zero_optimization.offload_optimizer.device=nvme; do
       rm -rf half
       ds-launch -n 2 ds-train cfg.json --out half --quiet --steps 4 "${set[@]}"

@@ -121,6 +121,7 @@ ordinary() { # optimizer where
 
 # DS_SLOW=1: stage 2 too.
 @test "beside a GPU (the simulator): killed and gone on with, a run has the losses of one that was not" {
+  slow_only
   sim=$DS_BIN/../lib/libds_cuda_sim.so
   [[ -e $sim ]] || skip "this build has no CUDA"
   export DS_CUDA_PLUGIN=$sim
@@ -600,6 +601,7 @@ PYTHON
 }
 
 @test "a server that is busy while a run ends and another begins serves that" {
+  slow_only
   serve --shm
   sed -i 's/"steps": 12/"steps": 2000/' cfg.json
   ds-train cfg.json --out whole --quiet

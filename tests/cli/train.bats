@@ -71,7 +71,7 @@ reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[
     assert_equal "$(reduced "$precision-fp32.json")" $((2 * $(reduced "$precision-fp16.json")))
   done
   run -2 --separate-stderr ds-train cfg.json --check --set communication_data_type=fp8
-  [[ $stderr == *'communication_data_type: must be one of "fp32", "bf16", "fp16"'* ]]
+  [[ $stderr == *'communication_data_type: must be one of "fp32", "bf16", "fp16", "int8", "int4"'* ]]
 }
 
 @test "a whole run on the least instruction set" {

@@ -9,3 +9,6 @@ until_true() { # seconds command...: within so many seconds
     sleep 0.05
   done
 }
+
+# What takes long, and is tried when an issue is done: scripts/test --slow.
+slow_only() { [[ -n ${DS_SLOW-} ]] || skip "it is in the slow set"; }

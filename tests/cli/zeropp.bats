@@ -61,6 +61,42 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   assert_output --regexp '"compression":\{"gradient_error":[0-9.e-]+,"gradient_error_across":'
 }
 
+@test "gradients in 8 and 4 bits train at every stage, and resume bit for bit with what they lost" {
+  local stage more
+  for stage in ${DS_SLOW:+0 2} 1 3; do
+    for more in communication_data_type=int8 "communication_data_type=int4 --set bf16.enabled=true"; do
+      # shellcheck disable=SC2086
+      resumes_bit_for_bit 4 5 --set zero_optimization.stage=$stage --set $more --set zero_optimization.zeropp_loco_param={}
+    done
+  done
+  run ds-launch -n 4 ds-train cfg.json --check --json --set communication_data_type=int8
+  assert_success
+  assert_output --regexp '"dp.all_to_all": [0-9]{4}'
+  # Which sequences are cut over ranks changes nothing.
+  ds-launch -n 2 ds-train cfg.json --out sp --quiet --set communication_data_type=int8 --set sequence_parallel_size=2
+  assert_equal "$(losses sp | wc -l)" 12
+}
+
+@test "sparse gradients of embeddings: the losses of dense ones, fewer bytes, and no more than predicted" {
+  local stage sent dense most
+  bytes_of() { grep -o '"dp.[a-z_]*":[0-9]*' "$1/metrics.jsonl" | awk -F: '{ sum += $2 } END { print sum }'; }
+  for stage in 0 1 3; do
+    set -- --set model.vocab_size=8192 --set model.tie_word_embeddings=false --set zero_optimization.stage=$stage
+    ds-launch -n 2 ds-train cfg.json --out dense --quiet "$@"
+    ds-launch -n 2 ds-train cfg.json --out sparse --quiet "$@" --set sparse_gradients=true
+    assert_equal "$(losses sparse)" "$(losses dense)"
+    merged dense dense.safetensors
+    merged sparse sparse.safetensors
+    cmp dense.safetensors sparse.safetensors
+    sent=$(bytes_of sparse) dense=$(bytes_of dense)
+    assert [ $((sent * 5)) -lt $((dense * 4)) ]
+    ds-launch -n 2 ds-train cfg.json --check --json "$@" --set sparse_gradients=true >check.json
+    most=$(grep -o '"dp.sparse_gather": [0-9]*' check.json | cut -d' ' -f2)
+    for sent in $(grep -o '"dp.sparse_gather":[0-9]*' sparse/metrics.jsonl | cut -d: -f2); do assert [ "$sent" -le "$most" ]; done
+    rm -rf dense sparse
+  done
+}
+
 @test "evaluation and generation take coded weights, and no second shards" {
   sed -i 's/"stage": 3/"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": true, "zero_hpz_partition_size": 2/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out run --quiet --set data.split=0.1
@@ -78,6 +114,14 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $codes=true
   refused 2 "ZeRO stage 0 keeps whole parameters" --set zero_optimization.stage=0 --set $near=2
   refused 2 "must be an integer, 1 to" --set $near=0
+  refused 2 "communication_data_type: \"int8\" contradicts zero_optimization.zero_quantized_gradients" \
+    --set zero_optimization.zero_quantized_gradients=true --set communication_data_type=int8
+  refused 2 "communication_data_type \"int4\" is of all" --set zero_optimization.zero_quantized_gradients=true \
+    --set zero_optimization.stage=1
+  refused 2 "says nothing without zero_optimization.zero_quantized_gradients true, or communication_data_type" \
+    --set zero_optimization.zeropp_loco_param={}
+  refused 2 "communication_data_type: sums that are kept in bf16 travel in bf16, too" --set bf16.enabled=true --set data_types.grad_accum_dtype=bf16 \
+    --set communication_data_type=int8
   local frozen=zero_optimization.zero_quantized_nontrainable_weights
   refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $frozen=true
   refused 2 "of no layer all that is gathered is frozen" --set $frozen=true

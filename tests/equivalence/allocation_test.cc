@@ -105,7 +105,7 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
     for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
       Config c = tiny_config(model, ranks, 2, stage);
       c.bf16.enabled = bf16;
-      c.communication_data_type = c.work_dtype();
+      c.communication_data_type = wire_type_of(c.work_dtype());
       c.zero.reduce_bucket_size = 9000;
       expect_no_allocation(c, ranks, std::string(family_name(model.family)));
     }
@@ -123,7 +123,7 @@ TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
     c.model.intermediate = 100;  // matrices large enough for 8-bit states
     c.data.seq_length = 12;
     c.bf16.enabled = bf16;
-    c.communication_data_type = c.work_dtype();
+    c.communication_data_type = wire_type_of(c.work_dtype());
     c.tensor_parallel.tp_size = tp;
     c.optimizer.type = type;
     c.optimizer.momentum = 0.9;
@@ -146,7 +146,7 @@ TEST_P(Strategy, NorDoesOneThatIsCompressed) {
     if (stage > (type == OptimizerType::AdamW ? 3 : type == OptimizerType::ZeroOneAdam ? 0 : 1)) continue;
     Config c = tiny_config(tiny_gpt2(), 2, 2, stage);
     c.bf16.enabled = bf16;
-    c.communication_data_type = c.work_dtype();
+    c.communication_data_type = wire_type_of(c.work_dtype());
     c.optimizer.type = type;
     c.optimizer.bias_correction = false;
     c.optimizer.lr = 1e-4, c.optimizer.beta2 = 0.9;
@@ -167,7 +167,7 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   const auto config = [&, stage = stage, bf16 = bf16](int ranks, i64 pp, i64 tp, i64 sp) {
     Config c = tiny_config(tiny_llama(), narrow<int>(ranks / (pp * tp * sp)), 4, stage);
     c.bf16.enabled = bf16;
-    c.communication_data_type = c.work_dtype();
+    c.communication_data_type = wire_type_of(c.work_dtype());
     c.data.seq_length = 12;
     c.pipeline.stages = pp;
     c.tensor_parallel.tp_size = tp;

@@ -40,6 +40,16 @@ const Method kMethods[] = {
        c.zero.quantized_weights = c.zero.quantized_gradients = true;
        c.zero.loco.enabled = true;
      }},
+    {"codes of 8 bits", 0,
+     [](Config& c) {
+       c.communication_data_type = WireType::Int8;
+       c.zero.loco.enabled = true;
+     }},
+    {"codes of 4 bits beside sparse gradients", 2,
+     [](Config& c) {
+       c.communication_data_type = WireType::Int4;
+       c.sparse_gradients = true;
+     }},
     {"DiLoCo in 8 bits", 1, [](Config& c) { c.optimizer.diloco.outer_gradient_bits = 8; }, 2},
     {"DiLoCo in 4 bits", 0, [](Config& c) { c.optimizer.diloco.outer_gradient_bits = 4; }, 2},
     {"DiLoCo over ZeRO++", 3,

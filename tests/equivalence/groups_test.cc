@@ -105,7 +105,7 @@ Hooks with_experts(const Arrangement& a, Hooks hooks = {}) {
 Config config(const Layout& l, bool bf16) {
   Config c = config_of(tiny_gpt2(), l);
   c.bf16.enabled = bf16;
-  c.communication_data_type = c.work_dtype();
+  c.communication_data_type = wire_type_of(c.work_dtype());
   c.gradient_clipping = 0.5;
   return c;
 }

@@ -124,7 +124,7 @@ Config config_of(const Lent& a) {
   Config c = config_of(model, a.layout, a.micro_batches * a.layout.dp);
   c.data.seq_length = 8;
   c.bf16.enabled = a.type == DType::BF16;
-  c.communication_data_type = a.wire;
+  c.communication_data_type = wire_type_of(a.wire);
   c.reduce_order = a.order;
   c.loss_norm = a.norm;
   c.zero.reduce_bucket_size = c.zero.allgather_bucket_size = a.bucket;

@@ -179,7 +179,7 @@ Config config_of(const Case& a, const Layout& layout, i64 micro_batches) {
   c.bf16.enabled = a.type == DType::BF16;
   c.fp16.enabled = a.type == DType::F16;
   c.fp16.initial_scale_power = 8;
-  c.communication_data_type = a.type;
+  c.communication_data_type = wire_type_of(a.type);
   c.reduce_order = a.order;
   c.loss_norm = a.norm;
   c.optimizer.lr = 1e-3;

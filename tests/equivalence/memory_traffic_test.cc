@@ -56,7 +56,7 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
           Config c = tiny_config(config, static_cast<int>(P), m, stage);
           c.bf16.enabled = work == DType::BF16;
           c.fp16 = {.enabled = work == DType::F16, .loss_scale = 256};
-          c.communication_data_type = wire;
+          c.communication_data_type = wire_type_of(wire);
           c.reduce_order = order;
           const Trace t = train_threads(c, static_cast<int>(P), 2);
           const bool boundary = order == ReduceOrder::Boundary;
@@ -110,7 +110,7 @@ INSTANTIATE_TEST_SUITE_P(MemoryAndTraffic, Ranks, ::testing::Values(1, 2, 4, 8))
 TEST(Persistence, PartOfAUnitStaysWholeAndTheRestIsGathered) {
   Config c = tiny_config(tiny_llama(), 2, 3, 3);
   c.bf16.enabled = true;
-  c.communication_data_type = DType::BF16;
+  c.communication_data_type = WireType::BF16;
   c.zero.param_persistence_threshold = 1280;
   const Trace t = train_threads(c, 2, 2);
   expect_planned(t, 2);

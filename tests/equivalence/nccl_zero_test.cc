@@ -44,7 +44,7 @@ TEST_P(DeviceStages, TrainAsOverHostMemory) {
   for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
     Config c = tiny_config(model, ranks, 2, stage);
     c.bf16.enabled = bf16;
-    c.communication_data_type = c.work_dtype();
+    c.communication_data_type = wire_type_of(c.work_dtype());
     c.zero.reduce_bucket_size = 9000;
     c.zero.allgather_bucket_size = 9000;
     const Trace want = train_threads(c, ranks, kSteps), got = train_over(backend, c, ranks);

@@ -165,7 +165,7 @@ TEST(OffloadInputs, ChangeNoBit) {
                             {.sp = 2, .stage = 3}}) {
       Config c = config_of(model, l);
       c.bf16.enabled = l.stage == 2;
-      c.communication_data_type = c.work_dtype();
+      c.communication_data_type = wire_type_of(c.work_dtype());
       Config all = c;
       all.activation_checkpointing = {};
       const Trace want = train_threads(all, l.ranks(), kSteps);

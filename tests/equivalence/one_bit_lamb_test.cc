@@ -18,7 +18,7 @@ TEST(OneBitLamb, StageOneIsStageZero) {
       c.optimizer.lr = 5e-3;
       if (half) {
         c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 20};
-        c.communication_data_type = DType::F16;
+        c.communication_data_type = WireType::F16;
         ParamGroupConfig slow;
         static_cast<UpdateConfig&>(slow) = c.optimizer;
         slow.lr /= 2, slow.weight_decay = 0, slow.params = {"*mlp*"};

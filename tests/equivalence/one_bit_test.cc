@@ -78,7 +78,7 @@ TEST(OneBitAdam, StageOneIsStageZero) {
             c.optimizer.freeze_step = 3;
             c.bf16.enabled = work == 1;
             if (work == 2) c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 20};
-            c.communication_data_type = c.work_dtype();
+            c.communication_data_type = wire_type_of(c.work_dtype());
             c.reduce_order = order;
             if (accumulation == 3) {  // groups have messages of their own
               ParamGroupConfig slow, frozen;
@@ -143,7 +143,7 @@ TEST(OneBitAdam, AnOverflowChangesNothing) {
     Config c = one_bit(tiny_gpt2(), {.dp = 2, .stage = stage});
     c.optimizer.type = type;
     c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 8};
-    c.communication_data_type = DType::F16;
+    c.communication_data_type = WireType::F16;
     c.optimizer.freeze_step = freeze;
     std::vector<std::vector<float>> before(2);
     const auto all_of = [](engine::Engine& engine) {

@@ -15,7 +15,7 @@ class Optimizers : public ::testing::TestWithParam<OptimizerCase> {
     Config c = config_of(model, l, 4);
     if (GetParam().rounds_states) c.model.intermediate = 100;  // matrices of 4800 elements: no multiple of a block
     c.bf16.enabled = bf16;
-    c.communication_data_type = c.work_dtype();
+    c.communication_data_type = wire_type_of(c.work_dtype());
     c.gradient_clipping = 1;
     GetParam().choose(c.optimizer);
     return c;
@@ -188,7 +188,7 @@ TEST(OwnMasters, TakeTheBytesThatTheyAreSaidToTake) {
           Config c = config_of(of_four_heads(tiny_gpt2()), {.dp = 2, .stage = stage}, 4);
           (work == DType::BF16 ? c.bf16.enabled : c.fp16.enabled) = true;
           c.fp16.initial_scale_power = 8;
-          c.communication_data_type = work;
+          c.communication_data_type = wire_type_of(work);
           c.reduce_order = order;
           if (sums) c.grad_accum_dtype = work;
           (work == DType::BF16 ? c.bf16.bf16_master_weights_and_grads : c.fp16.fp16_master_weights_and_grads) = masters;
@@ -244,7 +244,7 @@ TEST(NarrowStates, AreUntouchedByASkippedStep) {
                              }};
     Config c = tiny_config(tiny_gpt2(), 1, 1, 0);
     c.fp16.enabled = true;
-    c.communication_data_type = DType::F16;
+    c.communication_data_type = WireType::F16;
     if (coded) {
       c.optimizer.type = OptimizerType::AdamW8bit;
     } else {

@@ -313,7 +313,7 @@ TEST(Copies, StayEqualBitForBit) {
                               {.pp = 2, .tp = 2, .sp = 2, .stage = stage}}) {
         Config config = config_of(model, l);
         config.bf16.enabled = (l.pp + stage) % 2 == 0;
-        config.communication_data_type = config.work_dtype();
+        config.communication_data_type = wire_type_of(config.work_dtype());
         Copies copies;
         Hooks hooks;
         hooks.after_step = [&](engine::Engine& engine, i64 step) {
@@ -353,7 +353,7 @@ Trace train_planted(const Layout& l, const MeshCoord& where, float value) {
   c.fp16.enabled = true;
   c.fp16.initial_scale_power = 8;
   c.fp16.hysteresis = 1;
-  c.communication_data_type = DType::F16;
+  c.communication_data_type = WireType::F16;
   Hooks hooks;
   hooks.before_step = [&](engine::Engine& engine, i64 step) {
     plants = step == 2 && engine.mesh().coord() == where;

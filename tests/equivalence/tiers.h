@@ -22,7 +22,7 @@ inline Config tier_config(const Layout& l, const OptimizerCase& optimizer, DType
   c.bf16.enabled = work == DType::BF16;
   c.fp16.enabled = work == DType::F16;
   c.fp16.initial_scale_power = 8;
-  c.communication_data_type = c.work_dtype();
+  c.communication_data_type = wire_type_of(c.work_dtype());
   c.gradient_clipping = 0.5;
   optimizer.choose(c.optimizer);
   return c;

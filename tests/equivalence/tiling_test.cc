@@ -24,7 +24,7 @@ Config config_for(const ModelConfig& model, const Layout& l, DType work = DType:
   Config c = config_of(model, l, l.dp == 3 ? 6 : 4);
   c.bf16.enabled = work == DType::BF16;
   c.fp16.enabled = work == DType::F16;
-  c.communication_data_type = c.work_dtype();
+  c.communication_data_type = wire_type_of(c.work_dtype());
   return c;
 }
 

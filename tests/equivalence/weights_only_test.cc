@@ -63,7 +63,7 @@ TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
         Config c = config_of(deep, l, 4);
         c.bf16.enabled = work == DType::BF16;
         c.fp16.enabled = work == DType::F16;
-        c.communication_data_type = work;
+        c.communication_data_type = wire_type_of(work);
         const std::string what = fmt::format("{} {} {}", family_name(model.family), l.name(), dtype_name(work));
         const Seen trainer = look(c, l.ranks(), ConfigUse::Train), eval = look(c, l.ranks(), ConfigUse::Evaluate),
                    writer = look(c, l.ranks(), ConfigUse::Generate);

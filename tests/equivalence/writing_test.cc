@@ -37,7 +37,7 @@ void expect_texts_as_alone(const ModelConfig& model, const Layout& l, DType work
   Config c = config_of(model, l, 4);
   c.bf16.enabled = work == DType::BF16;
   c.fp16.enabled = work == DType::F16;
-  c.communication_data_type = work;
+  c.communication_data_type = wire_type_of(work);
   c.use = ConfigUse::Generate;
   const std::string what = fmt::format("{} {} {}", family_name(model.family), l.name(), dtype_name(work));
   with_engines(c, l.ranks(), [&](engine::Engine& engine) {
@@ -106,7 +106,7 @@ TEST(Writing, KeepsWhatWindowsSee) {
     Config c = config_of(model, {}, 4);
     c.data.seq_length = 400;
     c.bf16.enabled = work == DType::BF16;
-    c.communication_data_type = work;
+    c.communication_data_type = wire_type_of(work);
     c.use = ConfigUse::Generate;
     with_engines(c, 1, [&](engine::Engine& engine) {
       const std::vector<std::vector<i32>> given = {std::vector<i32>(150, 5), {1, 2, 3}};
@@ -161,7 +161,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
                                      threads, l.name()));
             Config c = config_of(model, l, 4);
             c.bf16.enabled = work == DType::BF16;
-            c.communication_data_type = work;
+            c.communication_data_type = wire_type_of(work);
             c.use = ConfigUse::Generate;
             expect(c, l.ranks(), *ops, threads, prompts(), 1, 1, true);
             expect(c, l.ranks(), *ops, threads, prompts(), 11, 1, true);

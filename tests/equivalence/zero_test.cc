@@ -22,7 +22,7 @@ Config with_precision(Config c, const Precision& p) {
   c.bf16.enabled = p.bf16;
   c.fp16.enabled = p.fp16;
   c.fp16.initial_scale_power = 8;
-  c.communication_data_type = c.work_dtype();
+  c.communication_data_type = wire_type_of(c.work_dtype());
   return c;
 }
 
@@ -72,7 +72,7 @@ TEST(Wire, AnyTypeTrainsAlikeAtAllStages) {
     for (const DType wire : {DType::F32, DType::BF16, DType::F16}) {
       const auto configure = [&](i64 stage) {
         Config c = with_precision(tiny_config(tiny_gpt2(), 3, 2, stage), precision);
-        c.communication_data_type = wire;
+        c.communication_data_type = wire_type_of(wire);
         c.reduce_order = ReduceOrder::Micro;
         return c;
       };

@@ -31,7 +31,7 @@ TEST(SecondShards, MoveNoBit) {
       for (const bool tiles : {false, true}) {
         Config c = stage3(model, l);
         c.bf16.enabled = true;
-        c.communication_data_type = DType::BF16;
+        c.communication_data_type = WireType::BF16;
         if (tiles) c.zero.tile_size = 1500;
         const Trace want = train(c, l);
         for (int near = 2; near <= l.dp; near *= 2) {
@@ -67,7 +67,7 @@ TEST(CodedWeights, TrainNearlyAsWell) {
       Config c = stage3(model, l);
       c.zero.param_persistence_threshold = 1000;  // vectors stay whole
       c.bf16.enabled = bf16;
-      c.communication_data_type = c.work_dtype();
+      c.communication_data_type = wire_type_of(c.work_dtype());
       const Trace exact = train(c, l, 20);
       c.zero.quantized_weights = true;
       const Trace t = train(c, l, 20);
@@ -133,7 +133,7 @@ TEST(CodedGradients, TrainNearlyAsWell) {
       c.zero.param_persistence_threshold = 1000;  // vectors stay whole
       c.zero.hpz_partition_size = near;
       c.bf16.enabled = true;
-      c.communication_data_type = DType::BF16;
+      c.communication_data_type = WireType::BF16;
       const Trace exact = train(c, l, 20);
       c.zero.quantized_gradients = true;
       const Trace t = train(c, l, 20);
@@ -145,7 +145,7 @@ TEST(CodedGradients, TrainNearlyAsWell) {
       // Half a byte for each element, and scales: once to all, or to those near, and of their sums to those across.
       const double whole = static_cast<double>(sent(exact, "dp.reduce_scatter") - sent(t, "dp.reduce_scatter")),
                    hops = near == 2 ? 2.0 / 3 + 1.0 / 3 : 1;
-      EXPECT_NEAR(static_cast<double>(sent(t, "qgz.all_to_all")) / whole, hops * 0.26, 0.01) << what;
+      EXPECT_NEAR(static_cast<double>(sent(t, "dp.all_to_all")) / whole, hops * 0.26, 0.01) << what;
       Config other = c;
       other.zero.reduce_bucket_size = 1;
       other.zero.overlap_comm = false;
@@ -171,6 +171,49 @@ TEST(CodedGradients, GoWithPipelinesAndTensors) {
   }
 }
 
+// communication_data_type: at any stage, over any ranks; what is fed back is fed back there, too.
+TEST(CodedGradients, AreOfEveryStage) {
+  for (const Layout& l : {Layout{.dp = 4},
+                          {.dp = 4, .stage = 1},
+                          {.dp = 4, .stage = 2},
+                          {.dp = 4, .stage = 3},
+                          {.dp = 2, .pp = 2, .stage = 1},
+                          {.dp = 2, .tp = 2, .stage = 2},
+                          {.dp = 2, .sp = 2, .stage = 1},
+                          {.dp = 2, .sp = 2, .stage = 3}}) {
+    for (const DType work : {DType::F32, DType::BF16}) {
+      Config c = config_of(of_four_heads(tiny_gpt2()), l);
+      if (l.stage < 2 && work == DType::BF16) c.reduce_order = ReduceOrder::Boundary;
+      c.bf16.enabled = work == DType::BF16;
+      c.communication_data_type = wire_type_of(work);
+      const Trace exact = train(c, l, 20);
+      const i64 dense = sent(exact, "dp.reduce_scatter");
+      double last = 1;
+      for (const auto& [type, tolerance] : {std::pair(WireType::Int4, 0.03), std::pair(WireType::Int8, 0.004)}) {
+        c.communication_data_type = type;
+        const std::string what = fmt::format("{} {} {} bits", l.name(), dtype_name(work), c.gradient_code_bits());
+        const Trace t = train(c, l, 20);
+        expect_planned(t, 20, what);
+        double most = 0;
+        for (size_t i = 0; i < t.losses.size(); ++i) most = std::max(most, std::abs(t.losses[i] / exact.losses[i] - 1));
+        EXPECT_LT(most, tolerance) << what;
+        EXPECT_GT(most, 0) << what;
+        EXPECT_LT(most, last) << what;  // what has more bits errs less
+        last = most;
+        const double share = static_cast<double>(sent(t, "dp.all_to_all")) / static_cast<double>(dense);
+        EXPECT_LT(share * static_cast<double>(dtype_bytes(work)), c.gradient_code_bits() / 8.0 * 1.3) << what;
+        c.zero.loco.enabled = true;
+        const Trace fed = train(c, l, 20);
+        expect_planned(fed, 20, what + ", fed back");
+        EXPECT_NE(fed.losses, t.losses) << what;
+        for (size_t i = 0; i < t.losses.size(); ++i)
+          EXPECT_NEAR(fed.losses[i], exact.losses[i], tolerance * exact.losses[i]) << what;
+        c.zero.loco.enabled = false;
+      }
+    }
+  }
+}
+
 // Errors are fed back: nothing but losses and memory changes, and what is known before a run is what is counted in it.
 TEST(CodedGradients, TrainWithErrorFeedback) {
   for (const int near : {1, 2, 4}) {
@@ -187,7 +230,7 @@ TEST(CodedGradients, TrainWithErrorFeedback) {
     expect_planned(t, 20, what);
     EXPECT_EQ(t.losses.front(), plain.losses.front()) << what;
     EXPECT_NE(t.losses.back(), plain.losses.back()) << what;
-    EXPECT_EQ(sent(t, "qgz.all_to_all"), sent(plain, "qgz.all_to_all")) << what;
+    EXPECT_EQ(sent(t, "dp.all_to_all"), sent(plain, "dp.all_to_all")) << what;
     for (size_t i = 0; i < t.losses.size(); ++i)
       EXPECT_NEAR(t.losses[i], exact.losses[i], 0.03 * exact.losses[i]) << what << " step " << i;
     Config other = c;
@@ -206,7 +249,7 @@ TEST(CodedGradients, ErrorsFollowTheLossScale) {
   Config c = stage3(of_four_heads(tiny_gpt2()), l);
   c.zero.quantized_gradients = c.zero.loco.enabled = true;
   c.fp16 = {.enabled = true, .loss_scale = 4096};
-  c.communication_data_type = DType::F16;
+  c.communication_data_type = WireType::F16;
   const Trace fixed = train(c, l, 10);
   c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 12, .loss_scale_window = 2};
   const Trace growing = train(c, l, 10);
@@ -223,7 +266,7 @@ TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
   c.zero.hpz_partition_size = 2;
   c.zero.quantized_gradients = true;
   c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 24};
-  c.communication_data_type = DType::F16;
+  c.communication_data_type = WireType::F16;
   for (const bool loco : {false, true}) {
     c.zero.loco.enabled = loco;
     const Trace t = train(c, l, 20);

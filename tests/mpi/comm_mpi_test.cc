@@ -19,6 +19,7 @@
 
 #include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
+#include "../slow_set.h"
 
 namespace ds {
 namespace comm_mpi_test {
@@ -327,7 +328,7 @@ TEST_P(CommMpiSizes, PassTheCompressedExercise) {
   EXPECT_EQ(run("compressed", GetParam()), 0);
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, test::values_of<int>({1, 2, 4}, {3, 5, 6, 7, 8}));
 
 TEST_F(CommMpi, ComposedWithSharedMemoryPassesTheExercise) {
   EXPECT_EQ(run("composed", 4), 0);

@@ -24,6 +24,7 @@
 
 #include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
+#include "../slow_set.h"
 
 namespace ds {
 namespace comm_shm_test {
@@ -122,7 +123,7 @@ TEST_P(CommShmSizes, PassesTheCompressedExercise) {
   Ranks ranks(GetParam(), [&](int r) { test::exercise_compressed(*join(r, GetParam(), 60), 1001); });
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, test::values_of<int>({1, 2, 3, 5}, {4, 6, 7, 8}));
 
 TEST_F(CommShm, NamesAreGoneOnceAllHaveCome) {
   Ranks ranks(3, [&](int r) {

@@ -208,6 +208,7 @@ inline const OpTable* device_ops() {
       .dequantize = DeviceOp<&OpTable::dequantize>::run,
       .dequantize_fold = DeviceOp<&OpTable::dequantize_fold>::run,
       .max_abs = DeviceOp<&OpTable::max_abs>::run,
+      .nonzero_rows = DeviceOp<&OpTable::nonzero_rows>::run,
       .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
       .sum = DeviceOp<&OpTable::sum>::run,
       .judge = DeviceOp<&OpTable::judge>::run,

@@ -172,6 +172,32 @@ TEST(Elementwise, MaxAbsBitsOrdersNanAboveInfAboveFinite) {
   }
 }
 
+// Zeros of either sign are nothing; the least number, the last element and NaN are something.
+TEST(Elementwise, NonzeroRowsAreFound) {
+  for (const OpTable* ops : all_tables()) {
+    for (DType t : kWorkDTypes) {
+      for (const i64 R : {i64{1}, i64{7}, i64{1000}}) {
+        for (const i64 C : {i64{1}, i64{5}, i64{64}, i64{333}}) {
+          expect_same_for_any_threads(
+              [&](Stream& s) {
+                Tensor x(t, {R, C}), flags(DType::U8, {R});
+                x.fill(0.0f);
+                for (i64 i = 0; i < R * C; i += 3) x.set(i, -0.0f);
+                x.set(C - 1, t == DType::BF16 ? 0x1p-133f : t == DType::F16 ? 0x1p-24f : 0x1p-149f);
+                for (i64 r = 3; r < R; r += 3)
+                  x.set(r * C + r % C, r % 2 == 0 ? -1.0f : std::numeric_limits<float>::quiet_NaN());
+                ops->nonzero_rows(flags, x, s);
+                for (i64 r = 0; r < R; ++r)
+                  EXPECT_EQ(flags.view().as<u8>()[r], r % 3 == 0 ? 1 : 0) << describe(ops, t, C) << " row " << r;
+                return std::vector<Tensor>{};
+              },
+              describe(ops, t, C));
+        }
+      }
+    }
+  }
+}
+
 double fp64_sum_squares(const Tensor& x) {
   long double sum = 0;
   for (i64 i = 0; i < x.numel(); ++i) sum += static_cast<long double>(x.at(i)) * static_cast<long double>(x.at(i));

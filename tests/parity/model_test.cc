@@ -124,7 +124,7 @@ struct Fixture {
     c.data.seq_length = T;
     c.bf16.enabled = t == DType::BF16;
     c.fp16 = {.enabled = t == DType::F16, .loss_scale = 1024};
-    c.communication_data_type = t;
+    c.communication_data_type = wire_type_of(t);
     static_cast<UpdateConfig&>(c.optimizer) = {
         .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8f, .weight_decay = 0.1};
     c.gradient_clipping = 1.0;

@@ -29,7 +29,7 @@ int run(char** argv) {
   c.data.seq_length = T;
   c.bf16.enabled = argv[7] != nullptr && std::strcmp(argv[7], "bf16") == 0;
   c.fp16.enabled = argv[7] != nullptr && std::strcmp(argv[7], "fp16") == 0;
-  c.communication_data_type = c.work_dtype();
+  c.communication_data_type = wire_type_of(c.work_dtype());
 
   std::ifstream in(argv[3], std::ios::binary);
   const std::string bytes{std::istreambuf_iterator<char>(in), {}};

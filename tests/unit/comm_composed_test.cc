@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "../comm_exercise.h"
+#include "../slow_set.h"
 
 namespace ds {
 namespace comm_composed_test {
@@ -41,8 +42,7 @@ TEST_P(Composed, PassesTheExercise) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Composed,
-                         ::testing::Values(Layout{1, 1}, Layout{1, 3}, Layout{2, 1}, Layout{2, 2}, Layout{3, 2},
-                                           Layout{2, 3}, Layout{4, 2}),
+                         test::values_of<Layout>({{1, 1}, {2, 1}, {2, 2}, {2, 3}}, {{1, 3}, {3, 2}, {4, 2}}),
                          [](const auto& p) { return fmt::format("{}x{}", p.param.nodes, p.param.local_size); });
 
 // Sums of fp32 along the chain of nodes, and where there are enough ranks on a node those of bf16 too.

@@ -86,7 +86,7 @@ TEST(QuantizedReduceScatter, SumsOverAllRanksAndNotOverNodesAlone) {
       for (int m = 0; m < nodes; ++m) equal.push_back(m * L + rank % L);
       const Group node(r, local, "node"), across(r, equal, "across");
       MemoryLedger ledger;
-      QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n);
+      QuantizedReduceScatter op(&*node, *across, r.device, ledger, Tag::Comm, n);
       Array source(r.device, DType::F32, 6 * n), target(r.device, DType::F32, n);
       source.set(Floats(6 * n, 7.0f));  // a scale of 1, and all sums are multiples of theirs
       op.run(source, target, false, "t");
@@ -106,7 +106,7 @@ TEST(QuantizedReduceScatter, EachHopErrsByHalfAScalePerTerm) {
       for (int m = 0; m < M; ++m) equal.push_back(static_cast<int>(m * L + rank % L));
       const Group node(r, local, "node"), across(r, equal, "across");
       MemoryLedger ledger;
-      QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n, {bits, kBlock});
+      QuantizedReduceScatter op(&*node, *across, r.device, ledger, Tag::Comm, n, {bits, kBlock});
       Array source(r.device, DType::F32, P * n), target(r.device, DType::F32, n);
       source.set(test::inputs(rank, P * n, DType::F32, 5));
       op.run(source, target, false, "t");
@@ -149,7 +149,7 @@ TEST(QuantizedReduceScatter, WhatIsNotFiniteShowsInItsBlock) {
         for (int m = 0; m < nodes; ++m) equal.push_back(m * L + rank % L);
         const Group node(r, local, "node"), across(r, equal, "across");
         MemoryLedger ledger;
-        QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n, {4, 16});
+        QuantizedReduceScatter op(&*node, *across, r.device, ledger, Tag::Comm, n, {4, 16});
         LocoErrors errors(op, ledger, Tag::GradAccum, {n});
         Array source(r.device, DType::F16, 4 * n), target(r.device, DType::F32, n);
         Floats x = test::inputs(rank, 4 * n, DType::F16, 6);
@@ -176,7 +176,7 @@ TEST(QuantizedReduceScatter, LocoMakesTheMeanOverStepsExact) {
       constexpr int kSteps = 400;
       const Group node(r, {r.rank()}, "node"), across(r, {0, 1}, "across");
       MemoryLedger ledger;
-      QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n, {4, 8});
+      QuantizedReduceScatter op(&*node, *across, r.device, ledger, Tag::Comm, n, {4, 8});
       LocoErrors errors(op, ledger, Tag::GradAccum, {n});
       Array source(r.device, DType::F32, 2 * n), target(r.device, DType::F32, n);
       Floats x(2 * n, 0.02f);
@@ -217,9 +217,9 @@ TEST(Quantized, FormatsThatDoNotExistAreRefused) {
   MemoryLedger ledger;
   for (const CodeFormat format : {CodeFormat{2, 64}, CodeFormat{1, 64}, CodeFormat{8, 60}, CodeFormat{8, 0}}) {
     EXPECT_THROW(QuantizedAllGather(*self, *device, ledger, Tag::Comm, 100, format), Error);
-    EXPECT_THROW(QuantizedReduceScatter(*self, *self, *device, ledger, Tag::Comm, 100, format), Error);
+    EXPECT_THROW(QuantizedReduceScatter(&*self, *self, *device, ledger, Tag::Comm, 100, format), Error);
   }
-  QuantizedReduceScatter op(*self, *self, *device, ledger, Tag::Comm, 100);
+  QuantizedReduceScatter op(&*self, *self, *device, ledger, Tag::Comm, 100);
   EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, {100}, {.decay = 1.5f}), Error);
   EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, {100}, {.reset_period = 0}), Error);
 }
@@ -401,10 +401,16 @@ TEST(CompressedCalls, AllocateNothing) {
     const Group all(r), alone(r, {r.rank()}, "alone");
     MemoryLedger ledger;
     QuantizedAllGather gather(*all, r.device, ledger, Tag::Comm, n);
-    QuantizedReduceScatter reduce(*all, *alone, r.device, ledger, Tag::Comm, n);
+    QuantizedReduceScatter reduce(&*all, *alone, r.device, ledger, Tag::Comm, n);
     LocoErrors errors(reduce, ledger, Tag::Comm, {n});
     SecondaryShard secondary(*all, r.device, ledger, Tag::Params, 2 * n, DType::F32);
     OneBitAllReduce one_bit(*all, r.device, ledger, Tag::Optimizer, 2 * n);
+    constexpr i64 kBlocks = 100 * NonzeroBlocks::kBlock;
+    NonzeroBlocks nonzero(*all, r.device, ledger, Tag::Buckets, kBlocks, 4, 20);
+    Array mostly_zero(r.device, DType::F32, 2 * kBlocks), sums(r.device, DType::F32, kBlocks);
+    Floats ones(2 * kBlocks);
+    for (size_t i = 0; i < 70; ++i) ones[i * 150] = 1;
+    mostly_zero.set(ones);
     Array full(r.device, DType::F32, 2 * n), part(r.device, DType::F32, n);
     const auto step = [&] {
       gather.start(part, "t");
@@ -413,6 +419,8 @@ TEST(CompressedCalls, AllocateNothing) {
       secondary.gather(full, "t").wait();
       reduce.run(full, part, false, "t", &errors);
       one_bit.run(full, "t");
+      ASSERT_TRUE(nonzero.saves(mostly_zero, 0, "t"));
+      nonzero.reduce_scatter(mostly_zero, sums, false, "t");
     };
     for (int i = 0; i < 3; ++i) step();
     r.host.barrier("t");

@@ -116,9 +116,9 @@ const Wrong kWrong[] = {
     {R"("communication": {"timeout_s": 0})", kBad, "greater than 0"},
     {R"("communication": {"backend": "gloo"})", kBad,
      "one of \"auto\", \"self\", \"shm\", \"mpi\", \"shm+mpi\", \"nccl\""},
-    {R"("communication_data_type": "fp8")", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
-    {R"("communication_data_type": "none")", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
-    {R"("communication_data_type": 16)", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
+    {R"("communication_data_type": "fp8")", kBad, "one of \"fp32\", \"bf16\", \"fp16\", \"int8\", \"int4\""},
+    {R"("communication_data_type": "none")", kBad, "one of \"fp32\", \"bf16\", \"fp16\", \"int8\", \"int4\""},
+    {R"("communication_data_type": 16)", kBad, "one of \"fp32\", \"bf16\", \"fp16\", \"int8\", \"int4\""},
     // Keys that contradict each other.
     {R"("fp16": {"enabled": true}, "bf16": {"enabled": true})", kBad, "exclude each other"},
     {R"("reduce_order": "boundary", "zero_optimization": {"stage": 2})", kBad, "ZeRO stage 2"},
@@ -262,7 +262,7 @@ const Wrong kWrong[] = {
      "data_types.grad_accum_dtype: \"bf16\": sums are in fp32, or in the type of the parameters, fp32"},
     {R"("fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"})", kBad, "of the parameters, fp16"},
     {R"("bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32")",
-     kBad, "communication_data_type: \"fp32\": sums that are kept in bf16 travel in it, too"},
+     kBad, "communication_data_type: sums that are kept in bf16 travel in bf16, too"},
     {R"("bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "data_types": {"grad_accum_dtype": "fp32"})",
      kBad, "\"fp32\" contradicts bf16.bf16_master_weights_and_grads, which keeps sums in bf16"},
     {R"("bf16": {"enabled": true, "stochastic_rounding": true})", kBad,
@@ -340,7 +340,7 @@ const Wrong kWrong[] = {
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.
-    {R"("sparse_gradients": true, "stepz": 3)", kBad, "sparse_gradients"},
+    {R"("torch_autocast": {"enabled": true}, "stepz": 3)", kBad, "torch_autocast"},
 };
 
 TEST(Config, EveryMistakeIsRefusedWithItsCodeAndWords) {
@@ -461,7 +461,7 @@ TEST(Config, DefaultsAreDeepSpeeds) {
   EXPECT_EQ(c.zero.prefetch_bucket_size, 50000000);
   EXPECT_EQ(c.zero.model_persistence_threshold, std::numeric_limits<i64>::max());
   EXPECT_EQ(c.work_dtype(), DType::F32);
-  EXPECT_EQ(c.communication_data_type, DType::F32);
+  EXPECT_EQ(c.communication_data_type, WireType::F32);
   EXPECT_EQ(c.reduce_order, ReduceOrder::Boundary);
   EXPECT_EQ(c.communication.timeout_s, 300);
 }
@@ -473,13 +473,15 @@ TEST(Config, CommunicationDataTypeIsWhatDeepSpeedTakes) {
     return std::pair(c.communication_data_type,
                      Json::parse(resolved_json(c))["communication_data_type"].get<std::string>());
   };
-  EXPECT_EQ(resolved(R"("fp32")", R"(, "bf16": {"enabled": true})"), std::pair(DType::F32, std::string("fp32")));
+  EXPECT_EQ(resolved(R"("fp32")", R"(, "bf16": {"enabled": true})"), std::pair(WireType::F32, std::string("fp32")));
   for (const char* bf16 : {R"("bf16")", R"("bfp16")", R"("BFP16")"})
-    EXPECT_EQ(resolved(bf16), std::pair(DType::BF16, std::string("bf16")));
-  EXPECT_EQ(resolved(R"("FP16")"), std::pair(DType::F16, std::string("fp16")));
+    EXPECT_EQ(resolved(bf16), std::pair(WireType::BF16, std::string("bf16")));
+  EXPECT_EQ(resolved(R"("FP16")"), std::pair(WireType::F16, std::string("fp16")));
+  EXPECT_EQ(resolved(R"("INT8")", R"(, "bf16": {"enabled": true})"), std::pair(WireType::Int8, std::string("int8")));
+  EXPECT_EQ(resolved(R"("int4")"), std::pair(WireType::Int4, std::string("int4")));
   for (const char* none : {"null", R"("auto")"}) {
-    EXPECT_EQ(resolved(none).first, DType::F32);
-    EXPECT_EQ(resolved(none, R"(, "fp16": {"enabled": true})").first, DType::F16);
+    EXPECT_EQ(resolved(none).first, WireType::F32);
+    EXPECT_EQ(resolved(none, R"(, "fp16": {"enabled": true})").first, WireType::F16);
   }
 }
 
@@ -488,7 +490,7 @@ TEST(Config, DefaultsFollowOtherKeys) {
       good(R"({"train_batch_size": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}, "seed": 7,
       "steps": 50, "optimizer": {"type": "adam", "params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"}})");
   EXPECT_EQ(c.work_dtype(), DType::BF16);
-  EXPECT_EQ(c.communication_data_type, DType::BF16);
+  EXPECT_EQ(c.communication_data_type, WireType::BF16);
   EXPECT_TRUE(c.zero.overlap_comm);
   EXPECT_EQ(c.reduce_order, ReduceOrder::Micro);
   EXPECT_EQ(c.data.seed, 7);
@@ -498,7 +500,7 @@ TEST(Config, DefaultsFollowOtherKeys) {
       "fp16": {"enabled": true}, "communication_data_type": "FP32", "zero_optimization": {"stage": 3, "overlap_comm": false},
       "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}})");
   EXPECT_EQ(d.work_dtype(), DType::F16);
-  EXPECT_EQ(d.communication_data_type, DType::F32);
+  EXPECT_EQ(d.communication_data_type, WireType::F32);
   EXPECT_FALSE(d.zero.overlap_comm);
   EXPECT_EQ(d.reduce_order, ReduceOrder::Micro);
   EXPECT_EQ(d.scheduler.total_num_steps, 50);

@@ -154,7 +154,7 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         c.model.tie_embeddings = false;
         c.data.seq_length = 32;
         c.bf16.enabled = true;
-        c.communication_data_type = DType::BF16;
+        c.communication_data_type = WireType::BF16;
         c.bf16.bf16_master_weights_and_grads = narrow;
         if (narrow) c.grad_accum_dtype = DType::BF16;
         c.reduce_order = stage >= 2 ? ReduceOrder::Micro : ReduceOrder::Boundary;

@@ -262,7 +262,7 @@ TEST(OpTally, AdamWReadsAndWritesItsStates) {
   for (const bool bf16 : {false, true}) {
     Config c = tiny_config(tiny_llama(), 1, 2, 1);
     c.bf16.enabled = bf16;
-    c.communication_data_type = bf16 ? DType::BF16 : DType::F32;
+    c.communication_data_type = bf16 ? WireType::BF16 : WireType::F32;
     const i64 params = model::make_model(c.model, c.data.seq_length).num_params();
     const OpTally step = tally(c).total();
     EXPECT_EQ(of(step, "adamw"), (OpTotal{1, 0, real((bf16 ? 30 : 28) * params)}));
@@ -327,6 +327,7 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(dequantize),
                           COUNTED(dequantize_fold),
                           COUNTED(max_abs),
+                          COUNTED(nonzero_rows),
                           COUNTED(sum_squares),
                           COUNTED(sum),
                           COUNTED(judge),
@@ -382,7 +383,7 @@ TEST(OpTally, IsWhatAnEngineCalls) {
                {CheckpointGranularity::None, CheckpointGranularity::Layer, CheckpointGranularity::Selective}) {
             Config c = tiny_config(config, 1, 3, order == ReduceOrder::Micro ? 2 : 0);
             c.bf16.enabled = work == DType::BF16;
-            c.communication_data_type = wire;
+            c.communication_data_type = wire_type_of(wire);
             c.reduce_order = order;
             c.activation_checkpointing.granularity = granularity;
             c.activation_checkpointing.interval = 2;

@@ -29,7 +29,7 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
   c.model.max_positions = kPositions;
   c.data.seq_length = s;
   c.bf16.enabled = true;
-  c.communication_data_type = DType::BF16;
+  c.communication_data_type = WireType::BF16;
   c.reduce_order = ReduceOrder::Micro;
   c.batch = {.train = b * micro_batches * mesh.dp, .micro = b, .accumulation = micro_batches};
   c.pipeline = {.stages = mesh.pp, .partition = "type:Block"};

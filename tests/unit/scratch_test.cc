@@ -213,7 +213,7 @@ TEST_P(Scratch, IsWhatAnEngineHolds) {
         for (const int threads : {1, 2}) {
           Config c = tiny_config(config, 1, 2, 0);
           c.bf16.enabled = bf16;
-          c.communication_data_type = bf16 ? DType::BF16 : DType::F32;
+          c.communication_data_type = bf16 ? WireType::BF16 : WireType::F32;
           c.activation_checkpointing.granularity = granularity;
           SCOPED_TRACE(fmt::format("{} {} {} {} threads", family_name(config.family), bf16 ? "bf16" : "fp32",
                                    static_cast<int>(granularity), threads));

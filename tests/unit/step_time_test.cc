@@ -197,7 +197,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
 TEST(StepTime, OfAGpuKnowsItsHost) {
   Config c = config_of(tiny_gpt2(), {.stage = 2}, 4);
   c.bf16.enabled = true;
-  c.communication_data_type = DType::BF16;
+  c.communication_data_type = WireType::BF16;
   const i64 elems = model::make_model(c.model, c.data.seq_length).num_params();
   Machine gpu = memreport::machine_of_peaks(DType::BF16, 1e12, 1e12, 1);
   const StepTime on_device = Predicted(c, DeviceKind::Cuda)(gpu);

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <bit>
+#include <type_traits>
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
@@ -67,6 +68,23 @@ void max_abs(TensorView result, TensorView x, Stream& stream) noexcept {
     });
   });
   *result.as<i64>() = std::max<i64>(*result.as<i64>(), largest.load(std::memory_order_relaxed));
+}
+
+void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
+  const i64 C = x.dim(1);
+  with_work_type(x.dtype, [&]<class T>(T) {
+    using Bits = std::conditional_t<sizeof(T) == 4, u32, u16>;
+    for_tiles(
+        stream, x.dim(0),
+        [=, out = flags.as<u8>(), bits = x.as<const Bits>()](i64 begin, i64 end) {
+          for (i64 r = begin; r < end; ++r) {
+            Bits any = 0;
+            for (i64 c = 0; c < C; ++c) any = static_cast<Bits>(any | bits[r * C + c]);
+            out[r] = static_cast<Bits>(any << 1) != 0 ? 1 : 0;  // but for the sign
+          }
+        },
+        std::max<i64>(1, kTileElements / std::max<i64>(1, C)));
+  });
 }
 
 void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& stream) noexcept {

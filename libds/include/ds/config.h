@@ -220,7 +220,7 @@ struct ZeroConfig {
   i64 hpz_partition_size = 1;      // stage 3: data-parallel ranks that share a second shard; 1: there is none
   bool quantized_weights = false;  // stage 3: parameters that are gathered travel in 8 bits
   bool quantized_nontrainable_weights = false;  // those of layers that are frozen, as far as they are gathered
-  bool quantized_gradients = false;             // stage 3: gradients that are reduced travel in 4 bits
+  bool quantized_gradients = false;             // stage 3: as communication_data_type "int4"
   struct Loco {
     bool enabled = false;     // what codes of gradients lose is added to the next ones
     double err_beta = 0.8;    // share of old errors in new ones
@@ -245,6 +245,10 @@ struct AioConfig {
 };
 
 // When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
+enum class WireType : u8 { F32, BF16, F16, Int8, Int4 };  // Int8, Int4: codes, with a scale for each 256
+constexpr WireType wire_type_of(DType t) noexcept {
+  return t == DType::F16 ? WireType::F16 : t == DType::BF16 ? WireType::BF16 : WireType::F32;
+}
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
 enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
@@ -436,7 +440,8 @@ struct Config {
   SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                    // 0: off
   DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work type
-  DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
+  WireType communication_data_type = WireType::F32;  // of gradients on the wire; follows the work type when not given
+  bool sparse_gradients = false;                     // of gradients of embeddings what is zero does not travel
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
   GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: with LossNorm::Micro
@@ -471,6 +476,21 @@ struct Config {
   bool own_masters() const noexcept {
     return work_dtype() == DType::F32 || (fp16.enabled && fp16.fp16_master_weights_and_grads) ||
            (bf16.enabled && bf16.bf16_master_weights_and_grads);
+  }
+  // Of fresh gradients, in which they travel if not as codes of gradient_code_bits() bits; 0: they do.
+  DType wire_dtype() const noexcept {
+    switch (communication_data_type) {
+      case WireType::F32: return DType::F32;
+      case WireType::BF16: return DType::BF16;
+      case WireType::F16: return DType::F16;
+      case WireType::Int8:
+      case WireType::Int4: return work_dtype();
+    }
+    return work_dtype();
+  }
+  int gradient_code_bits() const noexcept {
+    if (zero.quantized_gradients || communication_data_type == WireType::Int4) return 4;
+    return communication_data_type == WireType::Int8 ? 8 : 0;
   }
   DType work_dtype() const noexcept { return fp16.enabled ? DType::F16 : bf16.enabled ? DType::BF16 : DType::F32; }
 };

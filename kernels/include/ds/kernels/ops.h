@@ -489,6 +489,8 @@ struct OpTable {
   // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
   // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.
   void (*max_abs)(TensorView result, TensorView x, Stream&) noexcept;
+  // flags [R] uint8 = 1 where a row of x [R,C] has an element that is not zero (NaN is none), else 0. x work dtype.
+  void (*nonzero_rows)(TensorView flags, TensorView x, Stream&) noexcept;
   // result [2] int64 (ExactSum) += the exact sum of squares of x in the units of exponent_of(max_abs [1] int64); nothing
   // if that is not finite. Terms below 2^-50 of 2^(2*exponent) are rounded each for itself, so the sum does not depend
   // on order or partition.

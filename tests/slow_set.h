@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What takes long and tries what shorter tests try, too, in more arrangements, is done when an issue is: scripts/test
+// --slow sets DS_SLOW. tests/CMakeLists.txt has a test x.slow for each program that asks.
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <vector>
+
+namespace ds::test {
+
+inline bool in_slow_set() noexcept { return std::getenv("DS_SLOW") != nullptr; }
+
+// Parameters of tests: those of every run, and in the slow set more.
+template <class T>
+auto values_of(std::vector<T> always, const std::vector<T>& in_slow) {
+  if (in_slow_set()) always.insert(always.end(), in_slow.begin(), in_slow.end());
+  return ::testing::ValuesIn(always);
+}
+
+}  // namespace ds::test
