@@ -223,7 +223,8 @@ struct MuonDirection {
 
 // Douillard et al.: "DiLoCo: Distributed Low-Communication Training of Language Models". What a worker's steps have
 // done to the parameter since all had the same one, s[0]; and the step from there by the sum of that over workers, of
-// which each has the share rest1: the momentum is torch.optim.SGD's.
+// which each has the share rest1: the momentum is torch.optim.SGD's. Of the parameter that the worker has now the share
+// beta2 stays (Douillard et al.: "Streaming DiLoCo with overlapping communication", 2025).
 struct OuterDelta {
   static constexpr int kStates = 2;
   static constexpr bool kDirection = true;
@@ -241,11 +242,11 @@ struct OuterStep {
     const V mean = k.rest1 * g;
     s[1] = k.beta1 * s[1] + mean;
     if constexpr (nesterov) {
-      w = s[0] - k.lr * (mean + k.beta1 * s[1]);
+      s[0] = s[0] - k.lr * (mean + k.beta1 * s[1]);
     } else {
-      w = s[0] - k.lr * s[1];
+      s[0] = s[0] - k.lr * s[1];
     }
-    s[0] = w;
+    w = k.beta2 * w + k.rest2 * s[0];
   }
 };
 

@@ -78,7 +78,7 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
       const double mean = rest1 * e.g;
       e.s1 = p.beta1 * e.s1 + mean;
       e.s0 -= lr * (p.rule == UpdateRule::OuterNesterov ? mean + p.beta1 * e.s1 : e.s1);
-      e.w = e.s0;
+      e.w = p.beta2 * e.w + (1 - p.beta2) * e.s0;
       break;
     }
     case UpdateRule::LambDirection: e.g = moments() + decay * e.w; break;

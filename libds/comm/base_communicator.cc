@@ -28,6 +28,11 @@ std::pmr::memory_resource* operation_memory() {
   class Pool final : public std::pmr::memory_resource {
    public:
     Pool() {
+      // The pool of libstdc++ does not survive that memory ends while it grows: so there is more than it takes here.
+      constexpr size_t kAhead = size_t{4} << 20;
+      volatile char* const ahead = static_cast<char*>(::operator new(kAhead));
+      *ahead = 0;
+      ::operator delete(const_cast<char*>(ahead));
       // Whatever classes of sizes the pool has.
       constexpr size_t kBlocks = 64;
       for (size_t bytes = 8; bytes <= 2048; bytes += bytes < 128 ? 8 : bytes < 512 ? 64 : 256) {

@@ -65,8 +65,15 @@ bool NonzeroBlocks::find(TensorView blocks, i64 first, i64 most, i64 slice_bytes
     mine_.push_back(narrow<i32>(first + b));
     ++found[b / range_];
   }
-  for (i64 r = 0; r < P; ++r) {  // likewise
-    if (r != comm_.rank()) std::copy_n(found, num_ranges_, of_all_.data() + r * num_ranges_);
+  // Likewise: of other ranks as many, and other ones, which is what takes most exchanges.
+  for (i64 r = 1, b = std::min(n, most); r < P; ++r) {
+    i32* const other = of_all_.data() + (comm_.rank() + r) % P * num_ranges_;
+    std::fill_n(other, num_ranges_, 0);
+    for (i64 left = std::min(n, most); left > 0;) {
+      const i64 at = b % n, count = std::min(left, std::min(n, (at / range_ + 1) * range_) - at);
+      other[at / range_] += narrow<i32>(count);
+      left -= count, b += count;
+    }
   }
   const AllGatherSegment all{counts_.data(), num_ranges_ * 4};
   device_.upload(counts_.as<char>().data() + comm_.rank() * all.slice_bytes, found, all.slice_bytes);

@@ -150,7 +150,7 @@ void LocoErrors::rescale(float factor) noexcept {
 i64 LocoErrors::calls() const noexcept { return gradients_.empty() ? 0 : gradients_.front().calls; }
 
 void LocoErrors::set_calls(i64 calls) noexcept {
-  for (Gradient& g : gradients_) g.calls = calls;
+  for (Gradient& g : gradients_) g.calls = calls, g.scale = 1;
 }
 
 ErrorFeedback LocoErrors::next(size_t of) noexcept {

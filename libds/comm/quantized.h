@@ -104,8 +104,11 @@ class LocoErrors {
 
   // Gradients come multiplied by `factor` from now on: the loss scale has changed.
   void rescale(float factor) noexcept;
+  // By what gradients have been rescaled since errors were last added to some: errors are without it yet.
+  float pending_scale() const noexcept { return gradients_.empty() ? 1.0f : gradients_.front().scale; }
   // Calls so far since the last reset, which are the same for all gradients between steps.
   i64 calls() const noexcept;
+  // Errors were set from outside, behind so many calls.
   void set_calls(i64 calls) noexcept;
   // fp32, of the device, gradient behind gradient; without elements where there is no such hop. Of source [P*n], and of
   // the sums of the node, by node [num_nodes*n].

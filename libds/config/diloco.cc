@@ -12,7 +12,8 @@ namespace {
 namespace diloco_key {
 constexpr std::string_view kEnabled = "diloco.enabled", kWorkers = "diloco.workers", kEvery = "diloco.sync_every",
                            kRate = "diloco.outer_lr", kFragments = "diloco.fragments",
-                           kBits = "diloco.outer_gradient_bits";
+                           kBits = "diloco.outer_gradient_bits", kOverlap = "diloco.overlap_steps",
+                           kLocal = "diloco.local_share";
 }  // namespace diloco_key
 
 bool any_group(const OptimizerConfig& o, auto&& is) {
@@ -57,6 +58,13 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
   if (const i64 units = c.model.layers + 2; model_is_sound && c.model.layers > 0 && d.fragments > units)
     r.error(kFragments,
             fmt::format("{} are more than the {} layers (embedding and head among them)", d.fragments, units));
+  if (d.overlap_steps > d.sync_every / d.fragments && !r.any_broken({kFragments, kEvery, kOverlap}))
+    r.error(kOverlap, fmt::format("{} is more than the {} steps between the meetings of two fragments", d.overlap_steps,
+                                  d.sync_every / d.fragments));
+  if (d.overlap_steps > 0 && d.workers == 1 && !r.any_broken({kWorkers, kOverlap}))
+    r.error(kOverlap, "hides messages between workers, and there is one");
+  if (d.overlap_steps == 0 && r.given(kLocal) && !r.any_broken({kLocal, kOverlap}))
+    r.warning(kLocal, fmt::format("has no effect without {}", kOverlap));
   if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 gives back what the steps between meetings have learned");
   if (c.steps > 0 && c.steps < d.sync_every && !r.any_broken({"steps", kEvery}))
     r.warning(kEvery,

@@ -596,6 +596,8 @@ constexpr Key kKeys[] = {
     effect("diloco.outer_momentum", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_momentum>, kBelowOne),
     effect("diloco.nesterov", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::nesterov>),
     effect("diloco.fragments", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::fragments>, kPositive),
+    effect("diloco.overlap_steps", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::overlap_steps>, {0, kMostCount}),
+    effect("diloco.local_share", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::local_share>, kShare),
     effect("diloco.outer_gradient_bits", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_gradient_bits>, {4, 32}),
     effect("curriculum_learning.enabled", slot_of<&C::curriculum, &CurriculumConfig::enabled>),
     not_yet("curriculum_learning.curriculum_type", R"(["seqlen"])", "lengths of sequences are what grows"),

@@ -235,7 +235,7 @@ bool Training::all_meet() const {
   const DilocoConfig& d = config_.optimizer.diloco;
   if (d.workers == 1 || step() == config_.steps || evaluation_is_due()) return true;
   if (config_.save.every > 0 && step() % config_.save.every == 0) return true;
-  return d.meets(step());
+  return d.lands(step());
 }
 
 void Training::tell_of_skipping(const StepRecord& r) {

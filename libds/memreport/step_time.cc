@@ -175,11 +175,15 @@ class StageModel {
       if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
     }
     // Fragments of DiLoCo meet once in sync_every steps.
+    const DilocoConfig& d = plan_.diloco;
+    double meetings = 0;
     for (const auto& [name, count] : plan_.meetings) {
-      const double s = seconds(name, count) / static_cast<double>(plan_.diloco.sync_every);
-      if (s > 0) time_.messages[name] += s;
-      time_.exposed += s;
+      const double s = seconds(name, count);
+      if (s > 0) time_.messages[name] += s / static_cast<double>(d.sync_every);
+      meetings += s;
     }
+    const double beside = static_cast<double>(d.fragments * d.overlap_steps) * (time_.busy() + time_.exposed);
+    time_.exposed += std::max(0.0, meetings - beside) / static_cast<double>(d.sync_every);
     // The verdict: two small sums over each axis.
     for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});
   }

@@ -67,8 +67,8 @@ std::string traffic_text(const RankGroup& g) {
   std::string text = fmt::format("sent by each of ranks {} in {} step\n", short_ranges(g.ranks),
                                  g.mean_traffic.empty() ? "a" : "the last");
   for (const Traffic& t : g.traffic)
-    text += fmt::format("  {:<20} {:>14} in {} call{}{}\n", t.name, bytes_text(t.bytes), t.calls,
-                        t.calls == 1 ? "" : "s", t.name.ends_with(".sparse_gather") ? ", at most" : "");
+    text +=
+        fmt::format("  {:<20} {:>14} in {} call{}\n", t.name, bytes_text(t.bytes), t.calls, t.calls == 1 ? "" : "s");
   if (g.traffic.empty()) text += "  nothing\n";
   if (!g.mean_traffic.empty()) text += "on average over all steps\n";
   for (const auto& [name, bytes] : g.mean_traffic) text += fmt::format("  {:<20} {:>14}\n", name, bytes_text(bytes));

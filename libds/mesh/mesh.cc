@@ -132,7 +132,7 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     const std::vector<int> dp = dp_ranks(shape_, coord_), pp = pp_ranks(shape_, coord_);
     const bool one_axis = std::ssize(dp) == shape_.world() && !over_device;
     dp_ = one_axis ? world_.get() : make_axis(dp, "dp", options, over_device);
-    outer_ = make_axis(outer_ranks(shape_, coord_), "outer", at_once, over_device);
+    outer_ = make_axis(outer_ranks(shape_, coord_), "outer", ahead, over_device);
     tp_ = make_axis(tp_ranks(shape_, coord_), "tp", at_once, over_device);
     sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
     activations_ = make_axis(pp, "activations", ahead, over_device);

@@ -113,8 +113,11 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
 std::map<std::string, CommCount> CountedUpdate::meetings() {
   std::map<std::string, CommCount> all;
   if (!update_ || update_->outer() == nullptr) return all;
-  for (i64 f = 0; f < plan_.diloco.fragments; ++f) update_->outer()->run(f);
-  (void)update_->outer_gradient_norm(plan_.diloco.sync_every);
+  for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
+    update_->outer()->send(f);
+    (void)update_->outer()->land(f);
+  }
+  (void)update_->outer_gradient_norm(plan_.diloco.sync_every + plan_.diloco.overlap_steps);
   all = outer_.counts();
   outer_.reset_counts();
   return all;

@@ -10,6 +10,13 @@ namespace {
 
 constexpr i64 kCodedElems = i64{1} << 20;  // that travel as codes at once
 
+// Of pieces one behind the other, each at a block of codes.
+i64 padded_elems(std::span<const zero::Piece> pieces) {
+  i64 n = 0;
+  for (const zero::Piece& p : pieces) n += align_up(p.count, zero::kCodeBlock);
+  return n;
+}
+
 }  // namespace
 
 OuterStep::Always::Always(Device& device, MemoryLedger& ledger)
@@ -43,9 +50,19 @@ OuterStep::OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& c
       }
     }
   }
+  if (outer.size() == 1) return;
   const int bits = narrow<int>(plan.diloco.outer_gradient_bits);
-  if (bits == 32 || outer.size() == 1) return;
   format_ = {.bits = bits, .block = zero::kCodeBlock};
+  if (plan.diloco.overlap_steps > 0) {
+    i64 most = 0;
+    for (const Fragment& f : fragments_) most = std::max(most, padded_elems(f.sums));
+    // Messages between workers are as large on all of them: of all fragments the largest.
+    travels_ = outer.allocate(ledger, Tag::Workspace, most * 4);
+    number_ = device_buffer(device, ledger, Tag::Workspace, 4);
+    if (bits < 32) wire_ = outer.allocate(ledger, Tag::Workspace, outer.size() * CodedSlice{format_, most}.bytes());
+    return;
+  }
+  if (bits == 32) return;
   i64 most = 0;
   for (const Fragment& f : fragments_) {
     for (const zero::Piece& p : f.sums) most = std::max(most, std::min(p.count, kCodedElems));
@@ -78,25 +95,68 @@ void OuterStep::pass(const Fragment& f, const UpdateParams& params) {
   }
 }
 
-void OuterStep::run(i64 fragment) {
+void OuterStep::for_each_part(const Fragment& f, FunctionRef<void(const zero::Piece&, i64)> visit) {
+  i64 at = 0;
+  for (const zero::Piece& whole : f.sums) {
+    const i64 most = combine_.most_leased(whole);
+    zero::for_each_part(whole, wire_ ? std::min(most, kCodedElems) : most,
+                        [&](const zero::Piece& part) { visit(part, at + part.segment_offset - whole.segment_offset); });
+    at += align_up(whole.count, zero::kCodeBlock);
+  }
+}
+
+void OuterStep::send(i64 fragment) {
+  if (under_way_ != kNone) land(under_way_);  // what a run that goes on with other intervals has still
+  const Fragment& f = fragments_[fragment];
+  pass(f, {.rule = UpdateRule::OuterDelta});
+  if (!travels_) return;
+  under_way_ = fragment;
+  arrived_ = false;
+  const i64 n = padded_elems(f.sums);
+  const TensorView all = TensorView::of(travels_.data(), DType::F32, {n});
+  if (n == 0) return;
+  device_.zero(all.data, all.bytes());  // what is between pieces
+  for_each_part(f, [&](const zero::Piece& part, i64 at) {
+    device_.copy(all.rows(at, part.count).data, combine_.gradient(part, zero::LeaseTo::Read).data(), part.count * 4);
+  });
+  ticket_ = wire_ ? start_coded_gather(outer_, device_, format_, wire_.data(), all, "outer.all_gather")
+                  : outer_.all_reduce(all.data, n, DType::F32, ReduceOp::Sum, "outer.all_reduce");
+}
+
+void OuterStep::arrive() {
+  if (under_way_ == kNone || std::exchange(arrived_, true)) return;
+  ticket_.wait();
+  ticket_ = {};
+  const i64 n = padded_elems(fragments_[under_way_].sums), P = outer_.size();
+  if (!wire_ || n == 0) return;
+  const CodedSlice slice{format_, n};
+  device_.ops().dequantize_fold(TensorView::of(travels_.data(), DType::F32, {n}), slice.codes(wire_.data(), 0, P),
+                                slice.scales(wire_.data(), 0, P), false, 1, format_, device_.stream());
+}
+
+bool OuterStep::land(i64 fragment) {
   const Fragment& f = fragments_[fragment];
   const DilocoConfig& d = plan_.diloco;
-  UpdateParams params{.rule = UpdateRule::OuterDelta,
-                      .beta1 = d.outer_momentum,
-                      .rest1 = 1.0 / outer_.size(),
-                      .lr = static_cast<float>(d.outer_lr)};
-  pass(f, params);
-  if (outer_.size() > 1) {
-    for (const zero::Piece& whole : f.sums) {
-      const i64 most = combine_.most_leased(whole);
-      zero::for_each_part(whole, wire_ ? std::min(most, kCodedElems) : most, [&](const zero::Piece& part) {
-        const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Write);
-        sum(TensorView::of(lease.data(), DType::F32, {part.count}));
-      });
-    }
+  if (travels_) {
+    if (under_way_ != fragment) return false;  // it was lost with a layout
+    arrive();
+    under_way_ = kNone;
+    for_each_part(f, [&](const zero::Piece& part, i64 at) {
+      device_.copy(combine_.gradient(part, zero::LeaseTo::Fill).data(), travels_.as<float>().data() + at,
+                   part.count * 4);
+    });
+  } else if (outer_.size() > 1) {
+    for_each_part(f, [&](const zero::Piece& part, i64) {
+      const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Write);
+      sum(TensorView::of(lease.data(), DType::F32, {part.count}));
+    });
   }
-  params.rule = d.nesterov ? UpdateRule::OuterNesterov : UpdateRule::OuterMomentum;
-  pass(f, params);
+  pass(f, {.rule = d.nesterov ? UpdateRule::OuterNesterov : UpdateRule::OuterMomentum,
+           .beta1 = d.outer_momentum,
+           .beta2 = travels_ ? d.local_share : 0,
+           .rest1 = 1.0 / outer_.size(),
+           .lr = static_cast<float>(d.outer_lr)});
+  return true;
 }
 
 void OuterStep::sum(TensorView x) {
@@ -120,6 +180,24 @@ OuterStep::RankLocal OuterStep::rank_local() {
     }
   });
   return own;
+}
+
+OuterStep::RankLocal OuterStep::under_way() {
+  if (!travels_) return {};
+  arrive();
+  const float number = static_cast<float>(under_way_ + 1);
+  device_.upload(number_.data(), &number, sizeof number);
+  return {{fmt::format("outer_sums.of_{}", num_fragments()),
+           TensorView::of(travels_.data(), DType::F32, {travels_.bytes() / 4})},
+          {"outer_sums.fragment", TensorView::of(number_.data(), DType::F32, {1})}};
+}
+
+void OuterStep::under_way_was_set() {
+  if (!travels_) return;
+  float number = 0;
+  device_.download(&number, number_.data(), sizeof number);
+  under_way_ = static_cast<i64>(number) - 1;
+  arrived_ = true;
 }
 
 void OuterStep::rank_local_was_set() {

@@ -24,8 +24,11 @@ class OuterStep {
 
   // Parameters were set from outside before a first update: workers have them in common.
   void begin();
-  // A fragment meets, behind the update of a step. Parameters are this rank's own: others still have to get them.
-  void run(i64 fragment);
+  // A fragment meets, behind the update of a step, and what has been sent takes effect: at once, or, where it travels
+  // beside training (overlap_steps), behind the update of a later step, as long as no other fragment meets. Without
+  // what was sent nothing happens. Parameters are this rank's own then: others still have to get them.
+  void send(i64 fragment);
+  bool land(i64 fragment);
 
   // The pieces of a fragment whose gradients lie side by side are one, in the order of accumulators.
   const std::vector<zero::Piece>& sums(i64 fragment) const noexcept { return fragments_[fragment].sums; }
@@ -36,6 +39,9 @@ class OuterStep {
   using RankLocal = std::vector<std::pair<std::string, TensorView>>;
   RankLocal rank_local();
   void rank_local_was_set();
+  // What is under way of a fragment that has met, of every worker, for which it waits; nothing without overlap_steps.
+  RankLocal under_way();
+  void under_way_was_set();
 
  private:
   struct Fragment {
@@ -54,6 +60,9 @@ class OuterStep {
   };
   void pass(const Fragment& f, const UpdateParams& params);
   void sum(TensorView x);
+  // f(part, where it is in what travels), for the sums of a fragment.
+  void for_each_part(const Fragment& f, FunctionRef<void(const zero::Piece&, i64)> visit);
+  void arrive();
   // visit(piece, its state), of all pieces.
   void for_each_lease(zero::LeaseTo access, FunctionRef<void(const zero::Piece&, const zero::StateLease&)> visit);
 
@@ -65,6 +74,13 @@ class OuterStep {
   std::vector<Fragment> fragments_;
   CodeFormat format_;
   Buffer wire_, decoded_;
+  static constexpr i64 kNone = -1;
+  // Of overlap_steps: sums of a fragment, fp32, what this worker sent and then what all did; which fragment's; [1] fp32
+  // for checkpoints: that, from 1.
+  Buffer travels_, number_;
+  i64 under_way_ = kNone;
+  bool arrived_ = false;
+  Ticket ticket_;
   std::vector<TensorView> sources_;  // scratch
   Always always_;
 };

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/update.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -222,11 +224,17 @@ void Update::states_were_set() {
 
 bool Update::outer_step(i64 step) {
   bool any = false;
-  for (i64 f = 0; outer_ && f < plan_.diloco.fragments; ++f) {
-    if (!plan_.diloco.meets(f, step)) continue;
-    outer_->run(f);
-    any = true;
+  const auto land = [&] {
+    for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
+      if (plan_.diloco.lands(f, step)) any |= outer_->land(f);
+    }
+  };
+  if (!outer_) return any;
+  if (plan_.diloco.overlap_steps > 0) land();  // before another one is under way
+  for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
+    if (plan_.diloco.meets(f, step)) outer_->send(f);
   }
+  if (plan_.diloco.overlap_steps == 0) land();
   return any;
 }
 
@@ -237,21 +245,41 @@ bool Update::has_rank_local(i64 number) const noexcept {
          });
 }
 
+// A name of the elements that this rank holds, and of the groups that they are of.
+u32 Update::elements_here() const {
+  std::vector<i64> all;
+  for (const auto& s : shards_) {
+    const zero::Layout& layout = s->plan().layout;
+    for (const zero::Piece& p : layout.held_pieces(s->plan().rank)) {
+      const i64 group = narrow<i64>(plan_.groups.of_params[static_cast<size_t>(p.param)]);
+      all.insert(all.end(), {p.param, p.begin, p.count, group});
+    }
+  }
+  return static_cast<u32>(XXH3_64bits(all.data(), all.size() * sizeof(i64)));
+}
+
 SignAverage::RankLocal Update::rank_local(i64 number) {
   SignAverage::RankLocal all;
   if (outer_ && plan_.coord.worker > 0) all = outer_->rank_local();
-  std::ranges::move(shards_.front()->grads().rank_local(), std::back_inserter(all));
+  // What has no names of parameters has that of all elements that it is of: a rank may have others in another run.
+  const std::string elements = fmt::format(".{:08x}", elements_here());
+  const auto add = [&](std::string name, const TensorView& values) { all.emplace_back(name + elements, values); };
+  if (outer_) {
+    for (auto& [name, values] : outer_->under_way()) add(name, values);
+  }
+  for (auto& [name, values] : shards_.front()->grads().rank_local()) add(name, values);
   for (const Trained& t : trained_) {
     const optim::Group& group = plan_.groups.groups[t.group];
     if (!t.average || !group.has_lost_signs(number)) continue;
     for (auto& [name, values] : t.average->rank_local(group.signs_are_of(number), group.is_apart_behind(number)))
-      all.emplace_back(fmt::format("{}@{}", name, t.group), values);
+      add(fmt::format("{}@{}", name, t.group), values);
   }
   return all;
 }
 
 void Update::rank_local_was_set(i64 number) {
   if (outer_ && plan_.coord.worker > 0) outer_->rank_local_was_set();
+  if (outer_) outer_->under_way_was_set();
   shards_.front()->grads().rank_local_was_set();
   for (const Trained& t : trained_) {
     if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
@@ -289,12 +317,12 @@ Update::NamedNorms Update::compression_norms(i64 number) {
   zero::GradStore& grads = shards_.front()->grads();
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const Trained& t : trained_) {
-      if (!t.average) continue;
+      if (!t.average || !signs) continue;
       for (const zero::Piece& piece : t.average->pieces()) visit(0, t.average->momentum(piece));
       if (const TensorView error = t.average->worker_error()) visit(1, error);
       if (const TensorView error = t.average->server_error()) visit(2, error);
     }
-    if (!codes) return;
+    if (signs) return;
     if (const TensorView error = grads.near_error(); error.numel() > 0) visit(1, error);
     if (const TensorView error = grads.across_error(); error.numel() > 0) visit(2, error);
   });
@@ -308,7 +336,7 @@ Update::NamedNorms Update::compression_norms(i64 number) {
 double Update::outer_gradient_norm(i64 step) {
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const zero::Piece& p : plan_.outer_judged) {
-      if (!plan_.diloco.meets(plan_.fragment_of(p), step)) continue;
+      if (!plan_.diloco.lands(plan_.fragment_of(p), step)) continue;
       zero::for_each_part(p, combine_.most_leased(p), [&](const zero::Piece& part) {
         const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Read);
         visit(0, TensorView::of(lease.data(), DType::F32, {part.count}));

@@ -80,6 +80,7 @@ class Update {
   double outer_gradient_norm(i64 step);
 
  private:
+  u32 elements_here() const;
   class States;
   class Matrices;
   // A group of parameters that is trained and has some here.

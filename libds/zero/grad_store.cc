@@ -365,7 +365,7 @@ void GradStore::set_loss_scale(float scale) noexcept {
 std::vector<std::pair<std::string, TensorView>> GradStore::rank_local() {
   std::vector<std::pair<std::string, TensorView>> own;
   if (!errors_) return own;
-  const float numbers[] = {static_cast<float>(errors_->calls()), error_scale_};
+  const float numbers[] = {static_cast<float>(errors_->calls()), static_cast<float>(error_scale())};
   device_.upload(error_numbers_.data(), numbers, sizeof numbers);
   const auto add = [&](const char* name, TensorView values) {
     if (values.numel() > 0) own.emplace_back(name, values);

@@ -102,10 +102,12 @@ class GradStore {
   std::vector<std::pair<std::string, TensorView>> rank_local();
   void rank_local_was_set();
   void forget_errors();
-  // What the codes of each hop have lost, fp32, perhaps without elements; gradients come multiplied by error_scale().
+  // What the codes of each hop have lost, fp32, perhaps without elements; multiplied by error_scale().
   TensorView near_error() const noexcept { return errors_ ? errors_->of_node_hop() : TensorView{}; }
   TensorView across_error() const noexcept { return errors_ ? errors_->of_across_hop() : TensorView{}; }
-  double error_scale() const noexcept { return static_cast<double>(error_scale_); }
+  double error_scale() const noexcept {
+    return static_cast<double>(error_scale_ / (errors_ ? errors_->pending_scale() : 1.0f));
+  }
 
   // Where backward writes the gradients of `unit`, by row (null: of another group, or in tiles): units come in the
   // order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit()

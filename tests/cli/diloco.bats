@@ -13,7 +13,7 @@ setup() {
 
 @test "a run resumes bit for bit between meetings, and another layout says what it begins without" {
   local more
-  for more in ${DS_SLOW:+zero_optimization.stage=0 zero_optimization.stage=3 bf16.enabled=true tensor_parallel.tp_size=2} save.async=true pipeline.stages=2 zeropp diloco.fragments=2; do
+  for more in ${DS_SLOW:+zero_optimization.stage=0 zero_optimization.stage=3 bf16.enabled=true tensor_parallel.tp_size=2} save.async=true pipeline.stages=2 zeropp diloco.overlap_steps=4 diloco.fragments=2; do
     set -- --set "$more"
     [[ $more != zeropp ]] || set -- --set zero_optimization.stage=3 --set save.async=true \
       --set zero_optimization.zero_quantized_gradients=true --set zero_optimization.zeropp_loco_param={}
@@ -21,6 +21,8 @@ setup() {
     # same.
     [[ $more != tensor* ]] || set -- "$@" --set diloco.outer_gradient_bits=4
     [[ $more != pipeline* ]] || set -- "$@" --set diloco.outer_gradient_bits=4 --set model.n_embd=192 --set model.n_head=4
+    # Saved while a fragment is under way.
+    [[ $more != *overlap* ]] || set -- "$@" --set diloco.outer_gradient_bits=8 --set save.async=true
     resumes_bit_for_bit 4 7 "$@"
   done
   ds-ckpt-merge half --verify --quiet -o again.safetensors
@@ -132,6 +134,8 @@ setup() {
   set -- --set diloco.workers=1
   refused 2 "must be 32, 8 or 4, not 16" "$@" --set diloco.outer_gradient_bits=16
   refused 2 "5 fragments do not meet in steps of their own: diloco.sync_every is 4" "$@" --set diloco.fragments=5
+  refused 2 "hides messages between workers, and there is one" "$@" --set diloco.overlap_steps=1
+  refused 2 "5 is more than the 4 steps between the meetings of two fragments" "$@" --set diloco.overlap_steps=5
   refused 2 "are more than the 4 layers" "$@" --set diloco.fragments=5 --set diloco.sync_every=9
   refused 2 "gives back what the steps between meetings have learned" "$@" --set diloco.outer_lr=0
   refused 2 "the 1-bit family averages by signs" "$@" --set optimizer.type=OneBitAdam --set zero_optimization.stage=1

@@ -289,6 +289,7 @@ PY
 }
 
 @test "--fit rearranges what cannot be on these ranks, and says why it cannot" {
+  slow_only
   refuses 2 "cannot be shared" cfg.json -n 3 --device cpu
   run -0 ds-memreport cfg.json -n 3 --device cpu --gpu h100 --fit 1GiB --write three.json --plot -
   assert_line --partial "as it is: it cannot be"

@@ -77,6 +77,42 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   assert_equal "$(losses sp | wc -l)" 12
 }
 
+@test "what codes lost is of the elements that a rank has, and follows the loss scale also in steps that send nothing" {
+  local loco="--set communication_data_type=int4 --set zero_optimization.zeropp_loco_param={}"
+  # shellcheck disable=SC2086
+  set -- $loco --set model.n_layer=4 --set pipeline.stages=2 --set zero_optimization.stage=1
+  ds-launch -n 4 ds-train cfg.json --out run --quiet --steps 4 "$@"
+  # As many elements, of other layers.
+  run --separate-stderr ds-launch -n 4 ds-train cfg.json --out run --steps 5 --resume latest "$@" \
+    --set pipeline.schedule=interleaved --set pipeline.virtual_stages=2
+  assert_success
+  [[ $stderr == *"what compression had lost there is lost"* ]] || fail "$stderr"
+  # shellcheck disable=SC2086
+  resumes_bit_for_bit 2 3 $loco --set zero_optimization.stage=0 --set fp16.enabled=true --set fp16.initial_scale_power=6 \
+    --set fp16.loss_scale_window=1 \
+    --set 'optimizer={"type":"ZeroOneAdam","params":{"lr":1e-5,"var_freeze_step":100,"var_update_scaler":1}}'
+  # Steps that average by signs have norms of those errors, and the others of codes: of two ranks there is one hop.
+  run grep -o '"gradient_error":[0-9.e-]*' whole/metrics.jsonl
+  assert_success
+  refute_output --regexp '"gradient_error":0[.]0*[1-9]'
+}
+
+@test "of wide rows, which travel in several exchanges, no more is sent than predicted" {
+  slow_only
+  head -c 200000 /dev/urandom >rnd.txt
+  cat >wide.json <<'JSON'
+{"model": {"type": "qwen3", "vocab_size": 1024, "hidden_size": 16384, "num_hidden_layers": 1, "num_attention_heads": 1,
+           "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 8, "max_position_embeddings": 128, "tie_word_embeddings": false},
+ "data": {"train": "rnd.txt", "seq_length": 64}, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1,
+ "optimizer": {"type": "SGD", "params": {"lr": 3e-3}}, "zero_optimization": {"stage": 2},
+ "reduce_order": "micro", "sparse_gradients": true, "steps": 2}
+JSON
+  local most sent
+  most=$(ds-launch -n 4 ds-train wide.json --check --json | grep -o '"dp.sparse_gather": [0-9]*' | cut -d' ' -f2)
+  ds-launch -n 4 ds-train wide.json --out run --quiet
+  for sent in $(grep -o '"dp.sparse_gather":[0-9]*' run/metrics.jsonl | cut -d: -f2); do assert [ "$sent" -le "$most" ]; done
+}
+
 @test "sparse gradients of embeddings: the losses of dense ones, fewer bytes, and no more than predicted" {
   local stage sent dense most
   bytes_of() { grep -o '"dp.[a-z_]*":[0-9]*' "$1/metrics.jsonl" | awk -F: '{ sum += $2 } END { print sum }'; }
@@ -94,6 +130,17 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
     most=$(grep -o '"dp.sparse_gather": [0-9]*' check.json | cut -d' ' -f2)
     for sent in $(grep -o '"dp.sparse_gather":[0-9]*' sparse/metrics.jsonl | cut -d: -f2); do assert [ "$sent" -le "$most" ]; done
     rm -rf dense sparse
+  done
+}
+
+@test "a rank that is killed while codes and blocks travel is named" {
+  local transport
+  sed -i 's/"steps": .*/"steps": 1000000/; s/3e-3/1e-6/' cfg.json
+  for transport in shm mpi; do
+    rm -rf run
+    killed_rank_is_named '[0-2]' -n 3 ds-train cfg.json --out run --quiet --set communication.backend=$transport \
+      --set model.vocab_size=4096 --set model.tie_word_embeddings=false --set sparse_gradients=true \
+      --set communication_data_type=int8 --set train_batch_size=6 --set zero_optimization.stage=1
   done
 }
 

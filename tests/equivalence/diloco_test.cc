@@ -54,21 +54,27 @@ template <class T>
 struct Outer {
   Outer(const DilocoConfig& config, const std::vector<float>& begin)
       : d(config), w(begin.begin(), begin.end()), m(begin.size()) {}
-  // i: of which elements.
-  void meet(const std::vector<std::vector<float>>& workers, const std::vector<bool>& meets) {
-    const T share = static_cast<T>(1.0 / static_cast<double>(workers.size())), lr = static_cast<T>(d.outer_lr),
-            beta = static_cast<T>(d.outer_momentum);
+  // Which elements are sent, and which of those that were take effect.
+  void send(const std::vector<std::vector<float>>& workers, const std::vector<bool>& meets) {
+    sums.resize(w.size());
     for (size_t i = 0; i < w.size(); ++i) {
       if (!meets[i]) continue;
-      T sum = w[i] - static_cast<T>(workers[0][i]);
-      for (size_t k = 1; k < workers.size(); ++k) sum += w[i] - static_cast<T>(workers[k][i]);
-      const T mean = share * sum;
+      sums[i] = w[i] - static_cast<T>(workers[0][i]);
+      for (size_t k = 1; k < workers.size(); ++k) sums[i] += w[i] - static_cast<T>(workers[k][i]);
+    }
+  }
+  void land(size_t workers, const std::vector<bool>& lands) {
+    const T share = static_cast<T>(1.0 / static_cast<double>(workers)), lr = static_cast<T>(d.outer_lr),
+            beta = static_cast<T>(d.outer_momentum);
+    for (size_t i = 0; i < w.size(); ++i) {
+      if (!lands[i]) continue;
+      const T mean = share * sums[i];
       m[i] = beta * m[i] + mean;
       w[i] -= lr * (d.nesterov ? mean + beta * m[i] : m[i]);
     }
   }
   DilocoConfig d;
-  std::vector<T> w, m;
+  std::vector<T> w, m, sums;
 };
 
 // Trains with an outer optimizer that is ours, by runs that never meet.
@@ -91,24 +97,36 @@ std::vector<Trace> simulate(Config config, int ranks, i64 steps) {
                       const auto rank = static_cast<size_t>(engine.mesh().rank());
                       masters[rank] = masters_of(engine);
                       // Which fragment an element is of.
-                      std::vector<bool> meets;
+                      std::vector<bool> meets, lands;
                       bool any = false;
                       for (const zero::Piece& piece : engine.held_pieces()) {
                         i64 unit = 0;  // shared, then layer by layer
                         for (i64 rows = piece.param - std::ssize(engine.model().shared); rows >= 0; ++unit)
                           rows -= std::ssize(engine.model().layers[unit]->rows());
                         const i64 f = unit % d.fragments;
-                        const bool here = (step + 1) % d.sync_every == f * d.sync_every / d.fragments;
-                        meets.insert(meets.end(), static_cast<size_t>(piece.count), here);
-                        any |= here;
+                        const auto meets_at = [&](i64 at) {
+                          return at > 0 && at % d.sync_every == f * d.sync_every / d.fragments;
+                        };
+                        const bool now = meets_at(step + 1 - d.overlap_steps);
+                        meets.insert(meets.end(), static_cast<size_t>(piece.count), meets_at(step + 1));
+                        lands.insert(lands.end(), static_cast<size_t>(piece.count), now);
+                        any |= now;
                       }
                       all.arrive_and_wait();
-                      if (rank == 0) outer->meet(masters, meets);
+                      if (rank == 0) {
+                        if (d.overlap_steps > 0) outer->land(masters.size(), lands);
+                        outer->send(masters, meets);
+                        if (d.overlap_steps == 0) outer->land(masters.size(), lands);
+                      }
                       all.arrive_and_wait();
                       if (!any) return;
                       std::vector<float> own = masters[rank];
+                      const T stays = static_cast<T>(static_cast<float>(d.overlap_steps > 0 ? d.local_share : 0)),
+                              comes = static_cast<T>(static_cast<float>(1 - static_cast<double>(stays)));
                       for (size_t i = 0; i < own.size(); ++i) {
-                        if (meets[i]) own[i] = static_cast<float>(outer->w[i]);
+                        if (!lands[i]) continue;
+                        const T kept = stays * static_cast<T>(own[i]), new_one = comes * outer->w[i];
+                        own[i] = static_cast<float>(kept + new_one);
                       }
                       set_masters(engine, own);
                     }});
@@ -134,6 +152,19 @@ TEST(Diloco, WorkersDoWhatASimulationDoes) {
         EXPECT_NE(got[0].losses, got[1].losses);
       }
     }
+  }
+  // What travels beside training takes effect later, beside what a worker has then.
+  for (const auto& [fragments, overlap, share] : {std::tuple{1, 3, 0.5}, {3, 2, 0.25}, {2, 3, 0.0}}) {
+    Config c = config_of({}, 3, 7);
+    c.optimizer.diloco.fragments = fragments;
+    c.optimizer.diloco.overlap_steps = overlap;
+    c.optimizer.diloco.local_share = share;
+    const std::vector<Trace> got = train(c, 3, kSteps), want = simulate<float>(c, 3, kSteps);
+    for (size_t r = 0; r < got.size(); ++r)
+      EXPECT_TRUE(same_bits(got[r].losses, want[r].losses)) << fragments << " fragments, worker " << r;
+    EXPECT_TRUE(same_bits(got[0].weights, want[0].weights)) << fragments << " fragments";
+    c.optimizer.diloco.overlap_steps = 0;
+    EXPECT_NE(train(c, 3, kSteps)[0].losses, got[0].losses);
   }
   // In fp64 it is the same up to what rounding makes of a run.
   const Config c = config_of({}, 2, 5);

@@ -217,6 +217,11 @@ struct Moved {
       world = 3;
       set.push_back("train_batch_size=3");
     }
+    if (key.path == "diloco.overlap_steps" || key.path == "diloco.local_share") {
+      world = 3;
+      for (const char* s : {"train_batch_size=3", "diloco.workers=3"}) set.push_back(s);
+      if (key.path == "diloco.local_share") set.push_back("diloco.overlap_steps=2");
+    }
     if (key.path.starts_with("zero_optimization.zeropp_loco_param.")) {
       set.push_back("zero_optimization.stage=3");
       set.push_back("zero_optimization.zero_quantized_gradients=true");

@@ -62,9 +62,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   const bool differ = !p.mean_comm_bytes.empty();
   out.print("\nsent per rank {}\n", differ ? "in the last step" : "and step");
   for (const auto& [name, bytes] : p.comm_bytes) {
-    if (bytes > 0)
-      out.print("  {:<20} {:>14}{}\n", name, bytes_text(bytes), name.ends_with(".sparse_gather") ? " at most" : "");
+    if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   }
+  if (config.sparse_gradients) out.print("  together at most: what sparse gradients send depends on tokens\n");
   if (differ) out.print("\nsent per rank on average over all steps\n");
   for (const auto& [name, bytes] : p.mean_comm_bytes) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));

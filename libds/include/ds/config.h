@@ -87,14 +87,18 @@ struct DilocoConfig {
   bool nesterov = true;
   i64 fragments = 1;             // of layers in turn, which meet in steps of their own ("Streaming DiLoCo", 2025)
   i64 outer_gradient_bits = 32;  // of what workers send: fp32, or codes of 8 or 4 bits
+  i64 overlap_steps = 0;         // for so many steps what a fragment sends travels beside training
+  double local_share = 0.5;      // overlap_steps: of what a worker has then, beside what all have
   // Whether a fragment meets at the end of that step, from 1.
   bool meets(i64 fragment, i64 step) const noexcept {
     return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
   }
-  // Whether any does.
-  bool meets(i64 step) const noexcept {
+  // Whether what has been sent at its last meeting takes effect at the end of that step.
+  bool lands(i64 fragment, i64 step) const noexcept { return meets(fragment, step - overlap_steps); }
+  // Whether that of any does.
+  bool lands(i64 step) const noexcept {
     for (i64 f = 0; enabled && f < fragments; ++f) {
-      if (meets(f, step)) return true;
+      if (lands(f, step)) return true;
     }
     return false;
   }
