@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/base_communicator.h"
 
+#include <sys/mman.h>
+
+#include <new>
+
 namespace ds {
 
 std::string_view op_name(OpKind kind) noexcept {
@@ -29,10 +33,11 @@ std::pmr::memory_resource* operation_memory() {
    public:
     Pool() {
       // The pool of libstdc++ does not survive that memory ends while it grows: so there is more than it takes here.
+      // Not by malloc, which would keep large blocks from then on.
       constexpr size_t kAhead = size_t{4} << 20;
-      volatile char* const ahead = static_cast<char*>(::operator new(kAhead));
-      *ahead = 0;
-      ::operator delete(const_cast<char*>(ahead));
+      void* const ahead = mmap(nullptr, kAhead, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (ahead == MAP_FAILED) throw std::bad_alloc();
+      munmap(ahead, kAhead);
       // Whatever classes of sizes the pool has.
       constexpr size_t kBlocks = 64;
       for (size_t bytes = 8; bytes <= 2048; bytes += bytes < 128 ? 8 : bytes < 512 ? 64 : 256) {
