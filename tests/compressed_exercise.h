@@ -454,11 +454,10 @@ inline void exercise_compressed(const Ranks& ranks, i64 big = 3001) {
       exercise_secondary_shard(ranks, nodes, 37, type, other = !other, salt += 10);
     }
   }
-  for (const DType type : {DType::F32, DType::BF16, DType::F16}) {
-    for (const i64 room : {i64{1}, 6 * P, i64{1000}}) {
-      exercise_nonzero_blocks(ranks, 40, 16, room, type, ++salt);
-      exercise_nonzero_blocks(ranks, 9, 2, room, type, ++salt);
-    }
+  for (const auto& [type, room] :
+       {std::pair(DType::F32, i64{1}), std::pair(DType::BF16, 6 * P), std::pair(DType::F16, i64{1000})}) {
+    exercise_nonzero_blocks(ranks, 40, 16, room, type, ++salt);
+    exercise_nonzero_blocks(ranks, 9, 2, room, type, ++salt);
   }
   for (const i64 n : {i64{0}, i64{1}, i64{7}, i64{8}, i64{9}, 8 * P + 1, i64{1000}, big}) {
     exercise_one_bit(ranks, n, salt += 10);
