@@ -97,13 +97,13 @@ TEST(ComposedComm, GroupsAreOfTheKindThatTheirRanksAllow) {
     const auto block = world.group(Ranks{half, half + 1, half + 4, half + 5, half + 8, half + 9}, "block", options());
     EXPECT_EQ(block->backend(), "shm+mpi");
     for (int q = 0; q < block->size(); ++q) EXPECT_EQ(block->world_rank(q), q / 2 * 4 + half + q % 2);
-    test::exercise(*row, 501, 1000 * node);
-    test::exercise(*column, 501, 1000 * local);
+    test::exercise(*row, 3001, 1000 * node);
+    test::exercise(*column, 3001, 1000 * local);
     test::exercise(*block, 3001, 1000 * half);
     if (rank < 7) {
       const auto uneven = world.group(Ranks{6, 5, 4, 3, 2, 1, 0}, "uneven", options());
       EXPECT_EQ(uneven->backend(), "threads");
-      test::exercise(*uneven, 501);
+      test::exercise(*uneven, 3001);
     }
     world.barrier("end");
   });
