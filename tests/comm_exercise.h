@@ -218,7 +218,7 @@ inline void exercise_succession(Communicator& c, std::span<std::byte> shared) {
 inline void exercise(Communicator& c, i64 big = 70001, int salt = 0) {
   MemoryLedger ledger;
   const int P = c.size();
-  Buffer buffer = c.allocate(ledger, Tag::Buckets, P * (big + 2000) * 4);
+  Buffer buffer = c.allocate(ledger, Tag::Buckets, P * std::max<i64>(big + 2000, 5000) * 4);  // of the largest below
   require(ledger.current(Tag::Buckets) == buffer.bytes(), "ledger of allocate");
   for (std::byte b : buffer.as<std::byte>()) require(b == std::byte{0}, "zeros of allocate");
   const std::span<std::byte> shared = buffer.as<std::byte>();

@@ -168,8 +168,8 @@ class GradStore {
   std::optional<LocoErrors> errors_;  // of the segments that coded_ reduces, in their order
   std::vector<size_t> errors_of_;     // by segment: which of them
   std::optional<NonzeroBlocks> nonzero_;
-  Buffer error_numbers_;   // [2] fp32 for rank_local(): calls, and error_scale_
-  float error_scale_ = 1;  // loss scale of what errors_ has
+  Buffer error_numbers_;   // [2] fp32 for rank_local(): calls, and error_scale()
+  float error_scale_ = 1;  // loss scale of the gradients; errors_ takes it over with the next ones
   Buffer fresh_, staging_;
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them

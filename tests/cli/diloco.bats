@@ -100,6 +100,8 @@ setup() {
 @test "a worker that is killed is named" {
   sed -i 's/"steps": .*/"steps": 1000000/; s/"sync_every": 4/"sync_every": 1/; s/3e-3/1e-6/' cfg.json
   killed_rank_is_named '[0-3]' -n 4 ds-train cfg.json --out run --quiet
+  rm -rf run
+  killed_rank_is_named '[0-3]' -n 4 ds-train cfg.json --out run --quiet --set diloco.overlap_steps=1
 }
 
 @test "between meetings ranks of other workers are not waited for, and a signal is heeded at the next" {
