@@ -78,16 +78,22 @@ QuantizedReduceScatter::QuantizedReduceScatter(Communicator* node, Communicator&
   if (L > 1 && M > 1) partial_ = device_buffer(device, ledger, tag, M * max_elems * 4);
 }
 
-void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accumulate, std::string_view tag,
-                                 LocoErrors* errors, size_t of) {
+QuantizedReduceScatter::~QuantizedReduceScatter() {
+  try {
+    ticket_.wait();
+  } catch (const Error&) {
+  }
+}
+
+void QuantizedReduceScatter::start(TensorView source, std::string_view tag, LocoErrors* errors, size_t of) {
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();
-  const i64 L = local_size(), M = num_nodes(), n = target.numel();
-  DS_ASSERT(n <= max_elems_ && source.numel() == L * M * n && source.contiguous());
+  const i64 L = local_size(), M = num_nodes(), n = div_exact(source.numel(), L * M);
+  DS_ASSERT(n <= max_elems_ && source.contiguous());
   DS_ASSERT(errors == nullptr || errors->gradients_[of].slice_elems == n);
   const ErrorFeedback feedback = errors != nullptr ? errors->next(of) : ErrorFeedback{};
-  if (L == 1 && M == 1) return ops.fold(target, {&source, 1}, accumulate, stream);
-  if (n == 0) return;
+  source_ = source;
+  if (L * M == 1 || n == 0) return;
 
   const CodedSlice slice{format_, n};
   // Slices number first, first + L, ... of the source, one for each node; of the errors of the source, likewise.
@@ -102,21 +108,36 @@ void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accu
       ops.quantize(slice.codes(node_send_.data(), l * M, M), slice.scales(node_send_.data(), l * M, M),
                    for_each_node(source, l), for_each_node(lost, l), format_, feedback, stream);
     }
-    node_->all_to_all(node_send_.data(), node_receive_.data(), M * slice.bytes(), tag).wait();
-    for (i64 m = 0; m < M; ++m) {
-      const TensorView sum = M > 1 ? fp32_of(partial_).rows(m * n, n) : target;
-      ops.dequantize_fold(sum, slice.codes(node_receive_.data(), m, L, M), slice.scales(node_receive_.data(), m, L, M),
-                          accumulate && M == 1, 1, format_, stream);
+    Ticket near = node_->all_to_all(node_send_.data(), node_receive_.data(), M * slice.bytes(), tag);
+    if (M == 1) {
+      ticket_ = std::move(near);
+      return;
     }
-    if (M == 1) return;
+    near.wait();
+    for (i64 m = 0; m < M; ++m) {
+      ops.dequantize_fold(fp32_of(partial_).rows(m * n, n), slice.codes(node_receive_.data(), m, L, M),
+                          slice.scales(node_receive_.data(), m, L, M), false, 1, format_, stream);
+    }
     rows = row_view(partial_.data(), DType::F32, M, n, n);
   }
   const TensorView lost = errors != nullptr ? errors->of_hop(errors->across_, M, of).reshaped({M, n}) : TensorView{};
   ops.quantize(slice.codes(across_send_.data(), 0, M), slice.scales(across_send_.data(), 0, M), rows, lost, format_,
                feedback, stream);
-  across_.all_to_all(across_send_.data(), across_receive_.data(), slice.bytes(), tag).wait();
-  ops.dequantize_fold(target, slice.codes(across_receive_.data(), 0, M), slice.scales(across_receive_.data(), 0, M),
-                      accumulate, 1, format_, stream);
+  ticket_ = across_.all_to_all(across_send_.data(), across_receive_.data(), slice.bytes(), tag);
+}
+
+void QuantizedReduceScatter::finish(TensorView target, bool accumulate) {
+  const OpTable& ops = device_.ops();
+  const i64 L = local_size(), M = num_nodes(), n = target.numel();
+  DS_ASSERT(source_.numel() == L * M * n);
+  if (L * M == 1) return ops.fold(target, {&source_, 1}, accumulate, device_.stream());
+  if (n == 0) return;
+  ticket_.wait();
+  const CodedSlice slice{format_, n};
+  const i64 terms = M > 1 ? M : L;
+  void* const received = M > 1 ? across_receive_.data() : node_receive_.data();
+  ops.dequantize_fold(target, slice.codes(received, 0, terms), slice.scales(received, 0, terms), accumulate, 1, format_,
+                      device_.stream());
 }
 
 LocoErrors::LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, std::vector<i64> slice_elems,

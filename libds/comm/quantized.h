@@ -54,7 +54,8 @@ class LocoErrors;
 // number in their nodes. Rank r = node * node_size + number in the node gets slice r of the sum over ALL ranks; a mean
 // is the caller's division, as of reduce_scatter. The order of the sum is fixed: in fp32 over the ranks of a node,
 // ascending, and then over nodes, ascending. Each hop adds, per term, at most half a scale of the blocks it sends. A
-// hop among one rank is none, and rounds nothing: so one node has one hop.
+// hop among one rank is none, and rounds nothing: so one node has one hop. The last hop is on its way while others
+// compute.
 //
 // Of a node's traffic with others, P slices shrink to P/node_size slices of codes. What is small or sensitive (norms,
 // biases) is the caller's to reduce exactly instead, and so is padding: a source is P slices of equal size.
@@ -67,11 +68,20 @@ class QuantizedReduceScatter {
   QuantizedReduceScatter(Communicator* node, Communicator& across, Device& device, MemoryLedger& ledger, Tag tag,
                          i64 max_elems, CodeFormat format = {.bits = 4});
 
-  // source [P*n] work dtype; target [n] fp32 = (accumulate ? target : 0) + the sum; it may not lie in source. errors,
-  // where kept, are number `of` among those of `errors`, and of this very source from call to call. Done when it
-  // returns (over a device: enqueued).
+  ~QuantizedReduceScatter();  // waits for codes that are on their way
+
+  // source [P*n] work dtype; the first hop is done and the last one begun when it returns, and source may be changed
+  // (over a device: by what is enqueued on Compute behind it), unless there is one rank alone. errors, where kept, are
+  // number `of` among those of `errors`, and of this very source from call to call. One sum at a time is under way.
+  void start(TensorView source, std::string_view tag, LocoErrors* errors = nullptr, size_t of = 0);
+  // target [n] fp32 = (accumulate ? target : 0) + the sum; done when it returns (over a device: enqueued).
+  void finish(TensorView target, bool accumulate);
+  // Both. target may not lie in source.
   void run(TensorView source, TensorView target, bool accumulate, std::string_view tag, LocoErrors* errors = nullptr,
-           size_t of = 0);
+           size_t of = 0) {
+    start(source, tag, errors, of);
+    finish(target, accumulate);
+  }
 
  private:
   friend LocoErrors;
@@ -86,6 +96,8 @@ class QuantizedReduceScatter {
   Buffer node_send_, node_receive_;      // [local_size][num_nodes] slices: for, and from, each rank of the node
   Buffer across_send_, across_receive_;  // [num_nodes] slices
   Buffer partial_;                       // [num_nodes][max_elems] fp32: the sums of this node
+  TensorView source_;                    // of one rank, which sends nothing
+  Ticket ticket_;                        // of the last hop
 };
 
 struct LocoOptions {

@@ -97,11 +97,13 @@ class StageModel {
     double gather = sent("dp.all_gather", gathers);
     if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
       gather += sent(near->first, near->second);
-    for (const char* name : {"dp.all_to_all", "dp.sparse_gather"}) {  // of two hops the slower one, with what both send
-      if (const auto found = plan_.traffic.find(name); found != plan_.traffic.end())
-        gather += sent(found->first, found->second);
-    }
-    const double all = reduce + gather;
+    const auto if_sent = [&](const char* name) {
+      const auto found = plan_.traffic.find(name);
+      return found != plan_.traffic.end() ? found->second : CommCount{};
+    };
+    const CommCount codes = if_sent("dp.all_to_all"), sparse = if_sent("dp.sparse_gather");
+    // Of two hops the slower one, with what both send. What is sparse is waited for.
+    const double all = reduce + gather + sent("dp.all_to_all", codes), waits = sent("dp.sparse_gather", sparse);
     double forward = 0, backward = 0;
     for (const pipeline::Costs& c : time_.chunks) {
       forward += c.forward * micro_batches();
@@ -110,11 +112,11 @@ class StageModel {
     // Local sums of micro-batches are reduced beside the last one's backward pass.
     double beside = plan_.reduce_each_micro ? backward : backward / micro_batches();
     if (gathers.calls > 0) beside = forward + backward;
-    const double n = static_cast<double>(std::max<i64>(1, reductions.calls + gathers.calls));
+    const double n = static_cast<double>(std::max<i64>(1, reductions.calls + codes.calls + gathers.calls));
     const bool overlap = plan_.dp().grads.overlap && machine_.hides_communication();
-    time_.exposed = overlap ? std::max(beside + all / n, beside / n + all) - beside : all;
+    time_.exposed = waits + (overlap ? std::max(beside + all / n, beside / n + all) - beside : all);
     time_.least_exposed = overlap ? std::max(0.0, reduce - forward - backward) : reduce;  // how much is gathered varies
-    time_.hidden = std::max(0.0, all - time_.exposed);
+    time_.hidden = std::max(0.0, waits + all - time_.exposed);
   }
 
   int near_ranks() const noexcept {

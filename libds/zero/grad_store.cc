@@ -262,6 +262,8 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
     wait(slot_[bucket]);
+    // What is expected below is what comes behind the sum under way.
+    if (coding_ != nullptr && unit_bucket_[coding_->unit] == unit_bucket_[unit]) finish_coded();
     if (summed_[bucket] && !owned_->in_place()) {  // what is there already is added to
       for (const i64 u : buckets_[bucket].units) {
         for (const Segment& s : layout_.segments_of(u))
@@ -298,8 +300,12 @@ void GradStore::commit(i64 unit, i64 micro) {
   }
   if (!reduces_) return accumulate(unit, micro > 0, false);
   if (options_.accumulates_locally()) accumulate(unit, micro > 0, last_micro);
-  if (unit != buckets_[bucket].units.back()) return;
-  if (options_.reduce_each_micro || last_micro) reduce(bucket, options_.reduce_each_micro && micro > 0);
+  if (!options_.reduce_each_micro && !last_micro) return;
+  const bool continues = options_.reduce_each_micro && micro > 0;
+  for (const Segment& s : layout_.segments_of(unit)) {
+    if (coded(s)) start_coded(s, continues);
+  }
+  if (unit == buckets_[bucket].units.back()) reduce(bucket, continues);
 }
 
 // Adds the fresh gradient of a unit to this rank's own sum; `back`: which takes its place then, rounded.
@@ -331,12 +337,9 @@ void GradStore::reduce(size_t bucket, bool continues) {
   std::vector<TierLease>& landing = landing_[slot_[bucket]];
   for (const i64 unit : buckets_[bucket].units) {
     for (const Segment& s : layout_.segments_of(unit)) {
-      if (coded(s)) {
-        reduce_coded(s, continues);
-      } else if (sparse(s) == nullptr || !reduce_sparse(s, continues)) {
-        landing.push_back(owned_slice(s, continues));
-        segments_.push_back({fresh(s).data, landing.back().values(), s.slice});
-      }
+      if (coded(s) || (sparse(s) != nullptr && reduce_sparse(s, continues))) continue;
+      landing.push_back(owned_slice(s, continues));
+      segments_.push_back({fresh(s).data, landing.back().values(), s.slice});
     }
   }
   summed_[bucket] = options_.reduce_each_micro;
@@ -344,10 +347,20 @@ void GradStore::reduce(size_t bucket, bool continues) {
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
 }
 
-void GradStore::reduce_coded(const Segment& s, bool continues) {
-  const TierLease sum = owned_slice(s, continues);
-  coded_->run(fresh(s), TensorView::of(sum.data(), DType::F32, {s.slice}), continues, coded_tag_,
-              errors_ ? &*errors_ : nullptr, errors_of_[static_cast<size_t>(&s - layout_.segments().data())]);
+void GradStore::start_coded(const Segment& s, bool continues) {
+  finish_coded();
+  coded_->start(fresh(s), coded_tag_, errors_ ? &*errors_ : nullptr,
+                errors_of_[static_cast<size_t>(&s - layout_.segments().data())]);
+  coding_ = &s;
+  coding_continues_ = continues;
+  if (comm_.size() == 1) finish_coded();  // which reads the gradient
+}
+
+void GradStore::finish_coded() {
+  const Segment* const s = std::exchange(coding_, nullptr);
+  if (s == nullptr) return;
+  const TierLease sum = owned_slice(*s, coding_continues_);
+  coded_->finish(TensorView::of(sum.data(), DType::F32, {s->slice}), coding_continues_);
 }
 
 bool GradStore::reduce_sparse(const Segment& s, bool continues) {
@@ -393,6 +406,7 @@ void GradStore::forget_errors() {
 }
 
 void GradStore::finish() {
+  finish_coded();
   for (size_t slot = 0; slot < tickets_.size(); ++slot) wait(slot);
   summed_.assign(buckets_.size(), false);
 }

@@ -84,8 +84,8 @@ class GradStore {
  public:
   // `tier`: where accumulators of the slices that this rank owns stay; empty: device memory. At stage 0, where each
   // rank has all, they stay there. near, across: of coded gradients, ranks side by side, which are summed first, and
-  // those with the same number among them; null: all ranks send to each other. Coded and sparse gradients travel when a
-  // bucket is full, and nothing runs beside it.
+  // those with the same number among them; null: all ranks send to each other. Coded gradients travel unit by unit,
+  // each until the next one is committed; sparse ones when a bucket is full, and nothing runs beside these.
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {},
             Communicator* near = nullptr, Communicator* across = nullptr);
@@ -141,7 +141,8 @@ class GradStore {
   void reduce(size_t bucket, bool continues);
   bool coded(const Segment& s) const noexcept { return coded_ && !s.persistent && sparse(s) == nullptr; }
   const SparseUnit* sparse(const Segment& s) const noexcept;
-  void reduce_coded(const Segment& s, bool continues);
+  void start_coded(const Segment& s, bool continues);
+  void finish_coded();
   bool reduce_sparse(const Segment& s, bool continues);
   // The fresh gradient of a segment, with its padding.
   TensorView fresh(const Segment& s) const noexcept;
@@ -165,6 +166,8 @@ class GradStore {
   GradOptions options_;
   std::vector<Bucket> buckets_;
   std::optional<QuantizedReduceScatter> coded_;
+  const Segment* coding_ = nullptr;   // which coded_ has under way
+  bool coding_continues_ = false;     // to what is there already it is added
   std::optional<LocoErrors> errors_;  // of the segments that coded_ reduces, in their order
   std::vector<size_t> errors_of_;     // by segment: which of them
   std::optional<NonzeroBlocks> nonzero_;

@@ -89,6 +89,31 @@ TEST(OffloadArrays, ChangeNoBit) {
   }
 }
 
+// Sums of coded gradients are added to behind the backward pass of the next layer; of the last layer in the next
+// micro-batch, when what is there already may have been asked for again.
+TEST(OffloadArrays, TakeCodedGradients) {
+  const TempDirectory dir;
+  for (const Layout& l : {Layout{.dp = 2, .stage = 1}, {.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 2}}) {
+    Config c = tier_config(l, optimizer_named("AdamW"), DType::F32);
+    c.reduce_order = ReduceOrder::Micro;
+    c.communication_data_type = WireType::Int4;
+    c.zero.loco.enabled = true;
+    c.zero.reduce_bucket_size = 1'000'000;
+    c.zero.overlap_comm = true;
+    const Trace want = train_threads(c, l.ranks(), kSteps);
+    for (const i64 bucket : {i64{1}, i64{1'000'000}}) {
+      for (const bool overlap : {true, false}) {
+        Config o = offloaded(c, dir.path());
+        o.zero.offload_optimizer.gradients = true;
+        o.zero.reduce_bucket_size = bucket;
+        o.zero.overlap_comm = overlap;
+        expect_same_training(train_threads(o, l.ranks(), kSteps), want,
+                             fmt::format("{} buckets of {}{}", l.name(), bucket, overlap ? " overlap" : ""));
+      }
+    }
+  }
+}
+
 // However it is read and written.
 TEST(OffloadWays, AllGiveTheSameBits) {
   const TempDirectory dir;
