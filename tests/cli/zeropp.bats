@@ -77,6 +77,19 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   assert_equal "$(losses sp | wc -l)" 12
 }
 
+@test "what codes lose in a step is measured without being fed back" {
+  local type measured='zero_optimization.zeropp_loco_param={"err_beta":0,"reset_T":1}' error=()
+  for type in int4 int8; do
+    ds-launch -n 2 ds-train cfg.json --out plain --quiet --set communication_data_type=$type
+    ds-launch -n 2 ds-train cfg.json --out $type --quiet --set communication_data_type=$type --set "$measured"
+    assert_equal "$(losses $type)" "$(losses plain)"
+    rm -rf plain
+    error+=("$(sed -n 's/.*"step":3,.*"gradient_error_across":\([0-9.e-]*\).*/\1/p' $type/metrics.jsonl)")
+  done
+  # Steps of 4 bits are 127/7 as wide as those of 8.
+  awk -v a="${error[0]}" -v b="${error[1]}" 'BEGIN { exit !(12 * b < a && a < 24 * b) }' || fail "${error[*]}"
+}
+
 @test "what codes lost is of the elements that a rank has, and follows the loss scale also in steps that send nothing" {
   local loco="--set communication_data_type=int4 --set zero_optimization.zeropp_loco_param={}"
   # shellcheck disable=SC2086
