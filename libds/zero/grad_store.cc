@@ -262,7 +262,7 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
     wait(slot_[bucket]);
-    // What is expected below is what comes behind the sum under way.
+    // Else the sum under way would take what is expected below for the next one.
     if (coding_ != nullptr && unit_bucket_[coding_->unit] == unit_bucket_[unit]) finish_coded();
     if (summed_[bucket] && !owned_->in_place()) {  // what is there already is added to
       for (const i64 u : buckets_[bucket].units) {
