@@ -186,6 +186,21 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   // Never more than what it goes on beside.
   const Links endless = links_of(0, 1);
   EXPECT_LE(p(cpu(1e9, 1e9, 4, 2), &endless).hidden_s, idle.pipeline_s);
+  // Codes do, too.
+  Config coded = c;
+  coded.communication_data_type = WireType::Int4;
+  EXPECT_GT(Predicted(coded)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
+  // Sparse gradients are waited for, however long the passes are.
+  Config sparse = tiny_config(tiny_llama(), 2, 1, 2);
+  sparse.sparse_gradients = true;
+  sparse.zero.reduce_bucket_size = 1;
+  const Predicted s(sparse);
+  const StepTime waiting = s(cpu(1e6, 1e6, 4, 2), &links);
+  EXPECT_GT(waiting.messages_s.at("dp.sparse_gather"), 0);
+  const double reductions = static_cast<double>(s.plans[0].traffic.at("dp.reduce_scatter").calls);  // all but one hide
+  EXPECT_NEAR(waiting.hidden_s, waiting.messages_s.at("dp.reduce_scatter") * (1 - 1 / reductions), 1e-12);
+  coded.zero.overlap_comm = false;
+  EXPECT_EQ(Predicted(coded)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
   c.zero.overlap_comm = false;
   EXPECT_EQ(Predicted(c)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
 }
