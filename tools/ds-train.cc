@@ -218,7 +218,8 @@ int main(int argc, char** argv) {
                     {"ds-launch -n 4 ds-train cfg.json --out runs/a --resume latest",
                      "go on, here with another number of ranks"},
                     {"ds-train cfg.json --resume runs/a --generate 'In the beginning'",
-                     "write text with a checkpoint"}}},
+                     "write text with a checkpoint"}},
+       .show_info = true},
       [&](CLI::App& app) -> ds::tools::Body {
         app.add_option("CFG", o.config, "configuration file; - reads standard input")->required()->type_name("FILE");
         app.add_option("--out", o.out, "run directory: metrics.jsonl and checkpoints")->type_name("DIR");

@@ -17,6 +17,13 @@ inline constexpr std::string_view kBinaryData = "binary data";
 std::string_view kind_of_content(std::string_view first_bytes);
 std::string kind_of_content(const File& file);
 
+// The kind whose signature of at least `least_bytes` the bytes begin with; empty where there is none. Token ids may
+// look like a short signature.
+std::string_view kind_by_signature(std::string_view first_bytes, size_t least_bytes = 1);
+
+// How the text of a file of this kind is obtained: "decompress it: xz -d"; empty where there is no short answer.
+std::string_view how_to_get_text(std::string_view kind);
+
 // What an object of JSON is that others write, as they write it: "a tokenizer"; empty: something else.
 std::string_view kind_of_json(const Json& object);
 

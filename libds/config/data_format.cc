@@ -5,18 +5,31 @@
 
 namespace ds {
 
+namespace {
+
+// Without the suffix of a compressed file.
+std::string plain_name(const std::string& file) {
+  for (const std::string_view suffix : {".gz", ".zst", ".zstd"})
+    if (file.ends_with(suffix)) return file.substr(0, file.size() - suffix.size());
+  return file;
+}
+
+}  // namespace
+
 DataFormat data_format_of(const std::string& file) {
   const auto exists = [](const std::string& path) {
     std::error_code ignored;
     return std::filesystem::exists(path, ignored);
   };
-  const std::string hdf5 = split_hdf5_name(file).file;
+  const std::string plain = plain_name(file);
+  const std::string hdf5 = split_hdf5_name(plain).file;
   if (hdf5.ends_with(".h5") || hdf5.ends_with(".hdf5")) return DataFormat::Hdf5;
   for (const char* const suffix : {".jsonl", ".ndjson", ".json"}) {
-    if (file.ends_with(suffix)) return DataFormat::Jsonl;
+    if (plain.ends_with(suffix)) return DataFormat::Jsonl;
   }
-  if (file.ends_with(".parquet")) return DataFormat::Parquet;
-  if (file.ends_with(".arrow") || file.ends_with(".feather")) return DataFormat::Arrow;
+  if (plain.ends_with(".parquet")) return DataFormat::Parquet;
+  if (plain.ends_with(".arrow") || plain.ends_with(".feather")) return DataFormat::Arrow;
+  if (plain != file) return plain.ends_with(".bin") ? DataFormat::Bin : DataFormat::Text;
   const MegatronNames megatron = megatron_names(file);
   if (file == megatron.idx) return DataFormat::Megatron;
   if (file == megatron.bin) return exists(megatron.idx) ? DataFormat::Megatron : DataFormat::Bin;

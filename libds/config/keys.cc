@@ -127,6 +127,12 @@ inline constexpr std::array kEnumNames<DataFormat> = {
     EnumName{"megatron", u8(DataFormat::Megatron)}, EnumName{"hdf5", u8(DataFormat::Hdf5)},
     EnumName{"jsonl", u8(DataFormat::Jsonl)},       EnumName{"parquet", u8(DataFormat::Parquet)},
     EnumName{"arrow", u8(DataFormat::Arrow)}};
+template <>
+inline constexpr std::array kEnumNames<TokenDtype> = {
+    EnumName{"auto", u8(TokenDtype::Auto)},  EnumName{"uint8", u8(TokenDtype::U8)},
+    EnumName{"uint16", u8(TokenDtype::U16)}, EnumName{"int32", u8(TokenDtype::I32)},
+    EnumName{"uint32", u8(TokenDtype::U32)}, EnumName{"int64", u8(TokenDtype::I64)},
+    EnumName{"uint64", u8(TokenDtype::U64)}};
 
 namespace {
 
@@ -686,6 +692,7 @@ constexpr Key kKeys[] = {
     effect("data.weights", slot_of<&C::data, &DataConfig::weights>, kWeight),
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>, {}, kAuto),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
+    effect("data.token_dtype", slot_of<&C::data, &DataConfig::token_dtype>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
     effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken),
     effect("data.packing", slot_of<&C::data, &DataConfig::packing>),

@@ -91,6 +91,10 @@ class ArrowFile {
   [[noreturn]] void refuse(i64 row, const std::string& why) const {
     throw Error(Errc::Corrupt, fmt::format("{}: {}", place(row), why));
   }
+  // Of a row that asks for something that libds does not have.
+  [[noreturn]] void refuse_row(i64 row, const std::string& why) const {
+    throw Error(Errc::Unavailable, fmt::format("{}: {}", place(row), why));
+  }
   [[noreturn]] void refuse_type(const std::string& why) const {
     throw Error(Errc::Unavailable, fmt::format("data file '{}': {}", path_, why));
   }
@@ -135,7 +139,9 @@ class ArrowFile {
     const parquet::SchemaDescriptor& leaves = *parquet_->parquet_reader()->metadata()->schema();
     for (int c = 0; c < leaves.num_columns(); ++c) {
       const std::string root = leaves.GetColumnRoot(c)->name();
-      if (root == "text" || root == "prompt" || root == "completion" || root == "messages") columns.push_back(c);
+      if (root == "text" || root == "prompt" || root == "completion" || root == "messages" ||
+          meaning_in_record(root) != MemberMeaning::Other)
+        columns.push_back(c);
     }
     batches_ = columns.empty() ? std::move(reader) : value(parquet_->GetRecordBatchReader(row_groups, columns));
     schema_ = batches_->schema();
@@ -201,6 +207,62 @@ class Strings {
   const arrow::LargeStringArray* large_;
 };
 
+// Whether a value asks for nothing: null, false, or empty.
+bool is_nothing(const arrow::Array& array, i64 i) {
+  if (array.IsNull(i)) return true;
+  switch (array.type_id()) {
+    case arrow::Type::NA: return true;
+    case arrow::Type::BOOL: return !static_cast<const arrow::BooleanArray&>(array).Value(i);
+    case arrow::Type::STRING: return static_cast<const arrow::StringArray&>(array).GetView(i).empty();
+    case arrow::Type::LARGE_STRING: return static_cast<const arrow::LargeStringArray&>(array).GetView(i).empty();
+    case arrow::Type::LIST: return static_cast<const arrow::ListArray&>(array).value_length(i) == 0;
+    case arrow::Type::LARGE_LIST: return static_cast<const arrow::LargeListArray&>(array).value_length(i) == 0;
+    case arrow::Type::STRUCT: {
+      const auto& fields = static_cast<const arrow::StructArray&>(array);
+      for (int f = 0; f < fields.num_fields(); ++f)
+        if (!is_nothing(*fields.field(f), i)) return false;
+      return true;
+    }
+    default: return false;
+  }
+}
+
+// Columns, or fields of a struct, that change what is trained on (records.h).
+class WatchedColumns {
+ public:
+  void add(const std::string& name, MemberMeaning meaning, std::shared_ptr<arrow::Array> array) {
+    if (meaning != MemberMeaning::Other) all_.push_back({name, meaning, std::move(array)});
+  }
+  // What they say of row i: nothing, or whether it is trained on. refuse(why) throws.
+  template <class Refuse>
+  std::optional<bool> is_trained(i64 i, Refuse&& refuse) const {
+    std::optional<bool> result;
+    for (const auto& [name, meaning, array] : all_) {
+      if (meaning == MemberMeaning::Unsupported) {
+        if (!is_nothing(*array, i)) refuse(fmt::format("its \"{}\" is not supported, and no part of the text", name));
+        continue;
+      }
+      if (array->IsNull(i)) continue;
+      const arrow::Result<std::shared_ptr<arrow::Scalar> > scalar = array->GetScalar(i);
+      const auto number = scalar.ok() ? (*scalar)->CastTo(arrow::float64()) : scalar;
+      if (!number.ok())
+        refuse(fmt::format("its \"{}\" is of type {}, where a number belongs", name, array->type()->ToString()));
+      const double value = static_cast<const arrow::DoubleScalar&>(**number).value;
+      result = is_trained_on(meaning, value);
+      if (!result) refuse(fmt::format("its \"{}\" is {}; the weights 0 and 1 are supported", name, value));
+    }
+    return result;
+  }
+
+ private:
+  struct Column {
+    std::string name;
+    MemberMeaning meaning;
+    std::shared_ptr<arrow::Array> array;
+  };
+  std::vector<Column> all_;
+};
+
 // Lists of structs with a role and what is said.
 class Messages {
  public:
@@ -221,6 +283,10 @@ class Messages {
       if (column == nullptr) file.refuse(fmt::format("the messages of its column \"messages\" have no \"{}\"", name));
       strings->emplace(file, column, fmt::format("\"{}\" of a message", name));
     }
+    for (int f = 0; f < values_->num_fields(); ++f) {
+      const std::string& name = values_->struct_type()->field(f)->name();
+      beside_.add(name, meaning_in_message(name), values_->field(f));
+    }
   }
   Record at(i64 i, i64 row, const ChatTemplate& chat) const {
     if (array_->IsNull(i)) file_.refuse(row, "its column \"messages\" is null, where a list belongs");
@@ -232,7 +298,9 @@ class Messages {
         file_.refuse(row, fmt::format("message {}: {}", m - begin + 1, why));
       };
       if (values_->IsNull(m)) refuse("is null, where an object belongs");
-      if (const std::string why = conversation.add(roles_->at(m, row), contents_->at(m, row)); !why.empty())
+      const std::optional<bool> is_trained = beside_.is_trained(
+          m, [&](const std::string& why) { file_.refuse_row(row, fmt::format("message {}: {}", m - begin + 1, why)); });
+      if (const std::string why = conversation.add(roles_->at(m, row), contents_->at(m, row), is_trained); !why.empty())
         refuse(why);
     }
     return conversation.take();
@@ -244,6 +312,7 @@ class Messages {
   std::shared_ptr<arrow::StructArray> values_;
   std::function<i64(i64)> offset_;
   std::optional<Strings> roles_, contents_;
+  WatchedColumns beside_;
 };
 
 }  // namespace
@@ -268,10 +337,21 @@ std::unique_ptr<TokenFile> open_arrow_file(const std::string& path, DataFormat f
     const auto strings = [&](const std::string& name) {
       return Strings(table, batch->GetColumnByName(name), fmt::format("its column \"{}\"", name));
     };
-    const auto add = [&](auto&& record) {
+    WatchedColumns beside;
+    for (int c = 0; c < batch->num_columns(); ++c) {
+      const MemberMeaning meaning = meaning_in_record(batch->column_name(c));
+      if (form != RecordForm::Text || meaning != MemberMeaning::Unsupported)
+        beside.add(batch->column_name(c), meaning, batch->column(c));
+    }
+    const auto add = [&](auto&& make) {
       for (i64 i = 0; i < batch->num_rows(); ++i) {
         ++row;
-        ids.add(record(i), row);
+        Record record = make(i);
+        if (!beside.is_trained(i, [&](const std::string& why) { table.refuse_row(row, why); }).value_or(true)) {
+          if (form == RecordForm::Text) table.refuse_row(row, std::string(kTextIsTrainedOnWhole));
+          record.leave_out();
+        }
+        ids.add(std::move(record), row);
       }
     };
     switch (form) {

@@ -1,16 +1,103 @@
 // SPDX-License-Identifier: Apache-2.0
+// Token ids without a header. Nothing in such a file says how wide an id is: where the configuration does not either,
+// ids are uint16, and a file whose bytes contradict that is refused.
+
+#include <algorithm>
+#include <bitset>
+#include <cstring>
+
 #include "base/check.h"
+#include "base/content_kind.h"
 #include "data/token_file.h"
 
 namespace ds {
+namespace {
 
-std::unique_ptr<TokenFile> open_bin_file(const std::string& path) {
+constexpr std::string_view kSetWidth = "set data.token_dtype";
+
+DType id_dtype(TokenDtype type) {
+  switch (type) {
+    case TokenDtype::U8: return DType::U8;
+    case TokenDtype::Auto:
+    case TokenDtype::U16: return DType::U16;
+    case TokenDtype::I32: return DType::I32;
+    case TokenDtype::U32: return DType::U32;
+    case TokenDtype::I64: return DType::I64;
+    case TokenDtype::U64: return DType::U64;
+  }
+  throw Error(Errc::Internal, "a type of tokens without a name");
+}
+
+// Of the first ids, at most: patterns that no width but a wrong one leaves.
+constexpr i64 kLookedAt = i64{1} << 16;
+// Ids may look like a shorter one.
+constexpr size_t kLeastSignature = 3;
+
+u64 id_at(const MappedFile& bin, i64 index, i64 width) noexcept {
+  u64 id = 0;
+  std::memcpy(&id, bin.data() + index * width, static_cast<size_t>(width));
+  return id;
+}
+
+// Every second id is almost 0, and the others are not: the high halves of ids twice as wide.
+bool looks_twice_as_wide(const MappedFile& bin, i64 width) noexcept {
+  constexpr i64 kLeastPairs = 16;
+  constexpr u64 kMostHigh = 3;  // of vocabularies below 2^18
+  const i64 pairs = std::min(bin.bytes() / width, kLookedAt) / 2;
+  u64 low = 0, high = 0;
+  for (i64 i = 0; i < pairs; ++i) {
+    low = std::max(low, id_at(bin, 2 * i, width));
+    high = std::max(high, id_at(bin, 2 * i + 1, width));
+  }
+  return width < 8 && pairs >= kLeastPairs && high <= kMostHigh && low > kMostHigh;
+}
+
+// No id of 256 has a low byte above 127, and their high bytes are many.
+bool looks_half_as_wide(const MappedFile& bin, i64 width) noexcept {
+  constexpr i64 kLeast = 256;
+  constexpr size_t kLeastHigh = 8;
+  const i64 count = std::min(bin.bytes() / width, kLookedAt);
+  u64 low = 0;
+  std::bitset<256> high;
+  for (i64 i = 0; i < count; ++i) {
+    const u64 id = id_at(bin, i, width);
+    low |= id & 0xff;
+    high.set(id >> 8 & 0xff);
+  }
+  return width > 1 && count >= kLeast && low < 128 && high.count() >= kLeastHigh;
+}
+
+// Why the ids do not look like ids of `width` bytes; empty: they may be.
+std::string what_it_looks_like(const MappedFile& bin, i64 width) {
+  if (const std::string_view kind = kind_by_signature(bin.text().substr(0, 4096), kLeastSignature); !kind.empty()) {
+    const std::string_view advice = how_to_get_text(kind);
+    return fmt::format("is {}, not token ids without a header{}{}", kind, advice.empty() ? "" : ": ", advice);
+  }
+  if (looks_twice_as_wide(bin, width))
+    return fmt::format("looks like ids of {} or more bytes: every second one is almost 0", 2 * width);
+  if (looks_half_as_wide(bin, width)) return "looks like text, ids of 1 byte or big-endian ids";
+  return {};
+}
+
+}  // namespace
+
+std::unique_ptr<TokenFile> open_bin_file(const std::string& path, TokenDtype type) {
   auto file = std::make_unique<TokenFile>();
   file->name = path;
   const MappedFile& bin = file->map(path);
-  DS_CHECK(bin.bytes() % 2 == 0, Errc::Corrupt,
-           "data file '{}' has an odd number of bytes ({}): not a file of uint16 tokens", path, bin.bytes());
-  file->view = {bin.data(), DType::U16, bin.bytes() / 2};
+  const DType dtype = id_dtype(type);
+  const i64 width = dtype_bytes(dtype);
+  const std::string_view name = dtype_name(dtype);
+  const bool is_given = type != TokenDtype::Auto;
+  file->read_as = fmt::format("; the file is read as {} ({})", name, is_given ? "data.token_dtype" : kSetWidth);
+  if (const std::string looks = what_it_looks_like(bin, width); !looks.empty()) {
+    DS_CHECK(is_given, Errc::Mismatch, "data file '{}' {}{}", path, looks, file->read_as);
+    file->warn(fmt::format("data file '{}' {}{}", path, looks, file->read_as));
+  }
+  DS_CHECK(bin.bytes() % width == 0, Errc::Corrupt, "data file '{}' has {} bytes, no multiple of {}{}", path,
+           bin.bytes(), width, file->read_as);
+  file->view = {bin.data(), dtype, bin.bytes() / width};
+  if (dtype != DType::U16) file->reading = fmt::format("{} without a header", name);
   return file;
 }
 

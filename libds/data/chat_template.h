@@ -10,6 +10,8 @@
 
 namespace ds {
 
+class Tokenizer;
+
 class ChatTemplate {
  public:
   explicit ChatTemplate(const ChatTemplateConfig& config = {}) : config_(config) {}
@@ -31,5 +33,10 @@ class ChatTemplate {
  private:
   ChatTemplateConfig config_;
 };
+
+// Whether messages may become ChatML for this tokenizer, whose path is as of open_tokenizer: a warning for somebody to
+// print, or empty. Throws Errc::Unavailable where the tokenizer's own chat template (which is not interpreted) is
+// another form.
+std::string check_chatml(const Tokenizer& tokenizer, const std::string& path);
 
 }  // namespace ds

@@ -15,15 +15,23 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/log.h"
 
 namespace ds {
 
 class Objective;
 
+// Something about a data file that its owner may not expect.
+struct Remark {
+  LogLevel level = LogLevel::Warning;
+  std::string text;
+};
+
 struct FileFingerprint {
   std::string name;  // for messages only: files may move
   i64 bytes = 0;
   u64 hash = 0;  // XXH3 of the first and the last MiB, and of how the file is read where that is not plain
+  u64 ids = 0;   // XXH3 of the ids that a tokenizer made of its text; 0: no tokenizer, or not known
 };
 
 // All that the order and content of training samples depend on; a checkpoint keeps it.
@@ -45,20 +53,29 @@ DataIdentity parse_data_identity(const std::string& json);
 
 struct TokenFile;
 
+// How data files are read: the keys `data.*` of the same names.
+struct StreamOptions {
+  DataFormat format = DataFormat::Auto;
+  TokenDtype token_dtype = TokenDtype::Auto;
+  std::string tokenizer = "bytes";  // or a path, as of open_tokenizer
+  int num_threads = 1;              // that encode text
+  i64 document_token = -1;
+  ChatTemplateConfig chat_template = {};
+};
+
 // A read-only view of data files as one stream of ids; copies share the files. Files are mapped: tokens cost address
 // space, not memory; for what a tokenizer reads see token_ids.h.
 class TokenStream {
  public:
   // A format for all files, or Auto: of each by its name, what lies beside it, and llm.c's by its first bytes
-  // (config/data_format.h); token files of several kinds may be mixed, and so may text and JSONL. Text is encoded by
-  // `tokenizer`, "bytes" or a path as of open_tokenizer, each file by itself, with `num_threads`. Behind each text of a
-  // JSONL file comes `document_token`, or where that is negative the tokenizer's end of text, if it has one;
-  // messages take the form of `chat_template`, which needs some. Throws
+  // (config/data_format.h); token files of several kinds may be mixed, and so may text and JSONL. Each file of text is
+  // encoded by itself. After each text of a JSONL file comes `document_token`, or where that is negative the
+  // tokenizer's end of text, if it has one; messages take the form of `chat_template`, which needs some. Throws
   // Errc::Config (cannot be opened, not a file, nothing in it, text mixed with tokens, no dataset of that name),
-  // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Unavailable (numbers that are no integers, and what else
-  // is known and not read), and as open_tokenizer and Tokenizer::encode do.
-  TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer = "bytes",
-              int num_threads = 1, i64 document_token = -1, const ChatTemplateConfig& chat_template = {});
+  // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Mismatch (the content is of another kind than the format),
+  // Errc::Unavailable (numbers that are no integers, and what else is known and not read), and as open_tokenizer and
+  // Tokenizer::encode do.
+  TokenStream(std::span<const std::string> files, const StreamOptions& options);
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
   i64 num_files() const noexcept { return std::ssize(files_); }
@@ -85,6 +102,8 @@ class TokenStream {
 
   // Of every file that was read, the index of another too.
   std::vector<FileFingerprint> fingerprints() const;
+  // About the files, each of which names its file: for rank 0 to log.
+  std::vector<Remark> remarks() const;
   // As DataIdentity holds it.
   const std::string& tokenizer() const noexcept { return tokenizer_; }
 

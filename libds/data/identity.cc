@@ -7,8 +7,26 @@
 #include "base/check.h"
 #include "base/json.h"
 #include "data/data.h"
+#include "data/tokenizer.h"
 
 namespace ds {
+
+namespace {
+
+// A tokenizer's identity without the version of the library that runs it.
+std::string_view without_version(std::string_view identity) { return identity.substr(0, identity.find(kByLibrary)); }
+
+std::string hexadecimal(u64 hash) { return fmt::format("{:016x}", hash); }
+
+u64 parse_hexadecimal(const std::string& text) {
+  u64 hash = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), hash, 16);
+  DS_CHECK(error == std::errc{} && end == text.data() + text.size(), Errc::Corrupt,
+           "the checkpoint's description of its data has a hash that is not hexadecimal: '{}'", text);
+  return hash;
+}
+
+}  // namespace
 
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
@@ -22,8 +40,16 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
              "data file '{}' has other content than '{}' had when the run was started, or is read in another way",
              n.name, s.name);
   }
-  DS_CHECK(saved.tokenizer == now.tokenizer || saved.tokenizer.empty() || now.tokenizer.empty(), Errc::Mismatch,
-           "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
+  DS_CHECK(without_version(saved.tokenizer) == without_version(now.tokenizer) || saved.tokenizer.empty() ||
+               now.tokenizer.empty(),
+           Errc::Mismatch, "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
+  for (size_t i = 0; i < saved.files.size(); ++i) {
+    const FileFingerprint &s = saved.files[i], &n = now.files[i];
+    DS_CHECK(s.ids == n.ids || s.ids == 0 || n.ids == 0, Errc::Mismatch,
+             "data file '{}' becomes other tokens than when the run was started, by the same tokenizer file: another "
+             "version of libds or of a library reads it ({}; then {})",
+             n.name, now.tokenizer, saved.tokenizer);
+  }
   DS_CHECK(saved.weights == now.weights, Errc::Mismatch, "data.weights is [{}], but the run was started with [{}]",
            fmt::join(now.weights, ", "), fmt::join(saved.weights, ", "));
   DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
@@ -40,8 +66,10 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
 
 std::string data_identity_json(const DataIdentity& identity) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
-  for (const FileFingerprint& f : identity.files)
-    files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", fmt::format("{:016x}", f.hash)}});
+  for (const FileFingerprint& f : identity.files) {
+    files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", hexadecimal(f.hash)}});
+    if (f.ids != 0) files.back()["ids_xxh3"] = hexadecimal(f.ids);
+  }
   nlohmann::ordered_json json{{"files", files},
                               {"tokenizer", identity.tokenizer},
                               {"num_samples", identity.num_samples},
@@ -60,10 +88,8 @@ DataIdentity parse_data_identity(const std::string& json) {
       FileFingerprint& f = identity.files.emplace_back();
       file.at("name").get_to(f.name);
       file.at("bytes").get_to(f.bytes);
-      const auto& hash = file.at("xxh3").get_ref<const std::string&>();
-      const auto [end, error] = std::from_chars(hash.data(), hash.data() + hash.size(), f.hash, 16);
-      DS_CHECK(error == std::errc{} && end == hash.data() + hash.size(), Errc::Corrupt,
-               "the checkpoint's description of its data has a hash that is not hexadecimal: '{}'", hash);
+      f.hash = parse_hexadecimal(file.at("xxh3").get_ref<const std::string&>());
+      if (file.contains("ids_xxh3")) f.ids = parse_hexadecimal(file.at("ids_xxh3").get_ref<const std::string&>());
     }
     identity.tokenizer = j.value("tokenizer", "bytes");  // checkpoints without it are from when text was bytes
     j.at("num_samples").get_to(identity.num_samples);

@@ -3,6 +3,7 @@
 // that what is not asked for costs no memory, and no line is longer than kMostLineBytes; lines wait until there are
 // enough for all threads, which parse and encode them.
 
+#include <fmt/ranges.h>
 #include <simdjson.h>
 
 #include <algorithm>
@@ -11,11 +12,13 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "base/check.h"
 #include "base/content_kind.h"
 #include "base/json.h"
+#include "data/foreign_members.h"
 #include "data/records.h"
 
 namespace ds {
@@ -33,6 +36,11 @@ struct LinePlace {
     throw Error(code, fmt::format("{}:{}: {}", path, line, why));
   }
 };
+
+// The end of a message: how a file becomes one that is read.
+std::string mended_by(std::string_view filter, const std::string& path) {
+  return fmt::format("; this converts the file: jq -c '{}' {} > NEW.jsonl", filter, path);
+}
 
 // Whether it is a number as JSON writes them, and no double holds it.
 bool is_beyond_double(std::string_view word) {
@@ -55,8 +63,8 @@ bool is_beyond_double(std::string_view word) {
          std::from_chars(word.data(), word.data() + at, value).ec == std::errc::result_out_of_range;
 }
 
-// A line with 0 for what JSON has no number for and many writers put down nevertheless: NaN, Infinity, and what is
-// beyond a double. Blanks fill up, so that all stands where it did.
+// A line with 2, which is the weight of no message, for what JSON has no number for and many writers put down
+// nevertheless: NaN, Infinity, and what is beyond a double. Blanks fill up, so that all stands where it did.
 std::string with_plain_numbers(std::string_view text) {
   std::string plain(text);
   bool in_string = false;
@@ -72,7 +80,7 @@ std::string with_plain_numbers(std::string_view text) {
       const bool is_name = word == "NaN" || word == "Infinity" || word == "-Infinity";
       if (is_name || is_beyond_double(word)) {
         std::fill(plain.begin() + static_cast<i64>(i), plain.begin() + static_cast<i64>(end), ' ');
-        plain[i] = '0';
+        plain[i] = '2';
       }
       i = end - 1;
     }
@@ -93,26 +101,47 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
       if (plain != text_) return LineHandler(plain, place_, chat_).take();
       refuse_error();
     }
-    if (members_[kText].is_given) return Record::of_text(take_string(members_[kText]));
+    if (!of_record_.wrong_weight.empty()) place_.refuse(of_record_.wrong_weight, Errc::Unavailable);
+    if (members_[kText].is_given) {
+      if (!of_record_.is_trained.value_or(true)) place_.refuse(std::string(kTextIsTrainedOnWhole), Errc::Unavailable);
+      return Record::of_text(take_string(members_[kText]));
+    }
+    const Member &prompt = members_[kPrompt], &completion = members_[kCompletion];
+    if (!has_messages_ && !(prompt.is_given && completion.is_given)) {
+      const std::string_view why = prompt.is_given       ? "the object has no member \"completion\""
+                                   : completion.is_given ? "the object has no member \"prompt\""
+                                                         : "the object has no member \"text\", nor \"prompt\" and "
+                                                           "\"completion\", nor \"messages\"";
+      place_.refuse(fmt::format("{}{}", why, how_to_mend()));
+    }
+    if (!of_record_.unsupported.empty()) place_.refuse(of_record_.unsupported, Errc::Unavailable);
+    Record record;
     if (has_messages_) {
-      if (!wrong_message_.empty()) place_.refuse(wrong_message_);
+      if (!wrong_message_.empty()) place_.refuse(wrong_message_ + how_to_mend(), wrong_code_);
       if (num_messages_ == 0) place_.refuse("its member \"messages\" is empty");
-      return messages_.take();
+      record = messages_.take();
+    } else {
+      std::string text = take_string(members_[kPrompt]);
+      record = Record::of_prompt(std::move(text), take_string(members_[kCompletion]));
     }
-    if (members_[kPrompt].is_given || members_[kCompletion].is_given) {
-      std::string prompt = take_string(members_[kPrompt]);
-      return Record::of_prompt(std::move(prompt), take_string(members_[kCompletion]));
-    }
-    place_.refuse("the object has no member \"text\", nor \"prompt\" and \"completion\", nor \"messages\"");
+    if (!of_record_.is_trained.value_or(true)) record.leave_out();
+    return record;
   }
 
-  bool null() override { return other("null"); }
-  bool boolean(bool) override { return other("a boolean"); }
-  bool number_integer(i64) override { return other("a number"); }
-  bool number_unsigned(u64) override { return other("a number"); }
-  bool number_float(double, const std::string&) override { return other("a number"); }
+  bool null() override {
+    watched_ = MemberMeaning::Other;
+    return other("null");
+  }
+  bool boolean(bool value) override {
+    watch_number(value ? 1 : 0, value);
+    return other("a boolean");
+  }
+  bool number_integer(i64 value) override { return number(static_cast<double>(value)); }
+  bool number_unsigned(u64 value) override { return number(static_cast<double>(value)); }
+  bool number_float(double value, const std::string&) override { return number(value); }
   bool binary(nlohmann::json::binary_t&) override { return false; }  // not in text
   bool string(std::string& value) override {
+    watch(!value.empty(), "a string");
     if (target_ == nullptr) return other("a string");
     target_->text = std::move(value);
     target_ = nullptr;
@@ -120,24 +149,29 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   }
   bool key(std::string& name) override {
     target_ = nullptr;
+    see_content();
     if (depth_ == 1 && name == "messages") {
       if (has_messages_) refuse_twice(name);
       has_messages_ = is_messages_next_ = true;
     } else if (depth_ == 1) {
-      expect(name, kText, kCompletion);
-    } else if (depth_ == 3 && is_in_messages_) {
-      expect(name, kRole, kContent);
+      if (!expect(name, kText, kCompletion)) look_at(name, meaning_in_record(name));
+    } else if (depth_ == 3 && is_in_messages_ && !expect(name, kRole, kContent)) {
+      look_at(name, meaning_in_message(name));
     }
     return true;
   }
   bool start_object(size_t) override {
-    if (depth_ == 2 && is_in_messages_)
+    watch_container();
+    if (depth_ == 2 && is_in_messages_) {
       members_[kRole] = members_[kContent] = {};
-    else if (depth_ > 0)
+      of_message_ = {};
+    } else if (depth_ > 0) {
       other("an object");
+    }
     return open();
   }
   bool start_array(size_t) override {
+    watch_container();
     if (is_messages_next_) {
       is_in_messages_ = true;
       is_messages_next_ = false;
@@ -147,10 +181,12 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     return open();
   }
   bool end_object() override {
+    end_container();
     if (--depth_ == 2 && is_in_messages_) add_message();
     return true;
   }
   bool end_array() override {
+    end_container();
     if (--depth_ == 1) is_in_messages_ = false;
     return true;
   }
@@ -180,10 +216,10 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     std::string text;
     switch (e.type()) {
       case element_type::NULL_VALUE: null(); break;
-      case element_type::BOOL: boolean(true); break;
+      case element_type::BOOL: boolean(e.get_bool().value_unsafe()); break;
       case element_type::INT64:
       case element_type::UINT64:
-      case element_type::DOUBLE: number_unsigned(0); break;
+      case element_type::DOUBLE: number(e.get_double().value_unsafe()); break;
       case element_type::STRING:
         text = e.get_string().value_unsafe();
         string(text);
@@ -221,12 +257,71 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
   // The value that comes belongs to a member that is known, if its name is one of these.
-  void expect(std::string_view name, Name first, Name last) {
+  bool expect(std::string_view name, Name first, Name last) {
     for (size_t i = first; i <= last; ++i) {
       if (kNames[i] != name) continue;
       target_ = &members_[i];
       if (std::exchange(target_->is_given, true)) refuse_twice(name);
+      return true;
     }
+    return false;
+  }
+
+  // The value that comes belongs to a member that may change what is trained on.
+  void look_at(std::string_view name, MemberMeaning meaning) {
+    watched_ = meaning;
+    if (meaning == MemberMeaning::Other) return;
+    watched_name_ = name;
+    watched_place_ = depth_ == 1 ? &of_record_ : &of_message_;
+  }
+  bool number(double value) {
+    watch_number(value, true);
+    return other("a number");
+  }
+  void watch_number(double value, bool is_content) {
+    see_content();
+    if (watched_ != MemberMeaning::Weight && watched_ != MemberMeaning::Mask) return watch(is_content, "a number");
+    const std::optional<bool> is_trained = is_trained_on(watched_, value);
+    watched_ = MemberMeaning::Other;
+    if (is_trained)
+      watched_place_->is_trained = is_trained;
+    else
+      watched_place_->wrong_weight =
+          fmt::format("its member \"{}\" is {}; the weights 0 and 1 are supported", watched_name_, value);
+  }
+  // A value of another type, with something in it or not.
+  void watch(bool is_content, std::string_view what) {
+    see_content();
+    const MemberMeaning meaning = std::exchange(watched_, MemberMeaning::Other);
+    if (meaning == MemberMeaning::Other || !is_content) return;
+    if (meaning != MemberMeaning::Unsupported) {
+      watched_place_->wrong_weight =
+          fmt::format("its member \"{}\" is {}, where a number belongs", watched_name_, what);
+      return;
+    }
+    watched_place_->unsupported = fmt::format(
+        "its member \"{}\" is not supported, and no part of the text: write it into the text, or leave it out (jq -c "
+        "'del({}.{})')",
+        watched_name_, watched_place_ == &of_record_ ? "" : ".messages[]", watched_name_);
+  }
+  void watch_container() {
+    see_content();
+    is_container_watched_ = watched_ != MemberMeaning::Other;
+  }
+  // An empty one asks for nothing, and is no weight.
+  void end_container() {
+    if (std::exchange(is_container_watched_, false))
+      watch(watched_ != MemberMeaning::Unsupported, "an array or object");
+  }
+  // Something stands in the array or object that is the value of a watched member.
+  void see_content() {
+    if (std::exchange(is_container_watched_, false)) watch(true, "an array or object");
+  }
+
+  // "; jq .. converts it", where the record has the members of another program's.
+  std::string how_to_mend() const {
+    const std::string filter = jq_filter_for(nlohmann::json::parse(text_, nullptr, false));
+    return filter.empty() ? "" : mended_by(filter, place_.path);
   }
 
   // Why a member cannot be taken; empty: it can.
@@ -245,17 +340,24 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   void add_message() {
     ++num_messages_;
     if (!wrong_message_.empty()) return;
+    for (const std::string* why : {&of_message_.wrong_weight, &of_message_.unsupported})
+      if (!why->empty()) return refuse_message(*why, Errc::Unavailable);
     for (const Name name : {kRole, kContent}) {
       const std::string why = wrong(name);
       if (!why.empty()) return refuse_message(why);
     }
-    const std::string why = messages_.add(members_[kRole].text, members_[kContent].text);
+    const std::string why = messages_.add(members_[kRole].text, members_[kContent].text, of_message_.is_trained);
     if (!why.empty()) refuse_message(why);
   }
-  void refuse_message(const std::string& why) { wrong_message_ = fmt::format("message {}: {}", num_messages_, why); }
+  void refuse_message(const std::string& why, Errc code = Errc::Corrupt) {
+    wrong_message_ = fmt::format("message {}: {}", num_messages_, why);
+    wrong_code_ = code;
+  }
 
   bool other(std::string_view what) {
-    if (depth_ == 0) place_.refuse(fmt::format("is {}, where each line is an object", what));
+    if (depth_ == 0)
+      place_.refuse(fmt::format("is {}, where each line is an object{}", what,
+                                what == "an array" ? mended_by(".[]", place_.path) : ""));
     if (is_messages_next_ && wrong_message_.empty())
       wrong_message_ = fmt::format("its member \"messages\" is {}, where an array belongs", what);
     if (depth_ == 2 && is_in_messages_) {
@@ -283,6 +385,18 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   i64 num_messages_ = 0;
   Conversation messages_;
   std::string wrong_message_;
+  Errc wrong_code_ = Errc::Corrupt;
+
+  // What members beside those that are read say of a record or of a message.
+  struct Beside {
+    std::optional<bool> is_trained{};
+    std::string wrong_weight{}, unsupported{};
+  };
+  Beside of_record_, of_message_;
+  MemberMeaning watched_ = MemberMeaning::Other;  // of the value that comes
+  std::string watched_name_;
+  Beside* watched_place_ = nullptr;
+  bool is_container_watched_ = false;  // the value is an array or object that has just begun
 };
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
@@ -302,13 +416,41 @@ void for_each_line(const MappedFile& file, Body&& body) {
   }
 }
 
-// That of the first line that has one.
-RecordForm form_of(const MappedFile& file, const ChatTemplate& chat) {
-  if (const std::string_view kind = kind_of_content(file.text()); !kind.empty())
-    LinePlace{file.path(), 1}.refuse(fmt::format("this is {}, not a line of JSON", kind));
+// Members of messages that change nothing that is known, and are not read.
+std::set<std::string> ignored_members(std::string_view record) {
+  std::set<std::string> names;
+  const auto json = nlohmann::json::parse(record, nullptr, false);
+  if (!json.is_object() || !json.contains("messages")) return names;
+  for (const auto& message : json["messages"])
+    for (const auto& [name, value] : message.items())
+      if (name != "role" && name != "content" && meaning_in_message(name) == MemberMeaning::Other) names.insert(name);
+  return names;
+}
+
+// A document of JSON over several lines, of which the first holds a bracket alone.
+void refuse_document(std::string_view line, const LinePlace& place) {
+  const size_t first = line.find_first_not_of(" \t\r"), last = line.find_last_not_of(" \t\r");
+  if (first != last || (line[first] != '[' && line[first] != '{')) return;
+  place.refuse("this is a document of JSON over several lines, where each line is an object" +
+               mended_by(line[first] == '[' ? ".[]" : ".", place.path));
+}
+
+// The form of the first line that is not blank.
+RecordForm form_of(const MappedFile& file, const ChatTemplate& chat, TokenFile& of) {
+  if (const std::string_view kind = kind_of_content(file.text()); !kind.empty()) {
+    const std::string_view advice = how_to_get_text(kind);
+    LinePlace{file.path(), 1}.refuse(
+        fmt::format("this is {}, not a line of JSON{}{}", kind, advice.empty() ? "" : ": ", advice));
+  }
   RecordForm form = RecordForm::Text;
   for_each_line(file, [&](std::string_view text, i64 line) {
-    form = LineHandler(text, {file.path(), line}, chat).take().form;
+    const LinePlace place{file.path(), line};
+    refuse_document(text, place);
+    form = LineHandler(text, place, chat).take().form;
+    if (form != RecordForm::Messages) return false;
+    if (const std::set<std::string> ignored = ignored_members(text); !ignored.empty())
+      of.warn(fmt::format("{}:{}: members of messages are not read: \"{}\"", file.path(), line,
+                          fmt::join(ignored, "\", \"")));
     return false;
   });
   return form;
@@ -319,10 +461,10 @@ RecordForm form_of(const MappedFile& file, const ChatTemplate& chat) {
 std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEncoding& encoding) {
   auto file = std::make_unique<TokenFile>();
   file->name = path;
-  const MappedFile& mapped = file->map(path);
+  const MappedFile& mapped = file->map_text(path);
   mapped.check_size();
   const ChatTemplate chat(encoding.chat_template);
-  const RecordForm form = form_of(mapped, chat);
+  const RecordForm form = form_of(mapped, chat, *file);
   const auto parse = [&](std::string_view text, i64 line) {
     mapped.check_size();
     Record read = LineHandler(text, {path, line}, chat).take();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <span>
 
 #include "base/check.h"
 
@@ -17,14 +18,81 @@ std::string_view form_name(RecordForm form) {
   return "?";
 }
 
-std::string Conversation::add(std::string_view role, std::string_view content) {
+namespace {
+
+struct Member {
+  std::string_view name;
+  MemberMeaning meaning;
+};
+
+// By the formats of OpenAI, Mistral, axolotl, ms-swift, torchtune and transformers' templates.
+constexpr Member kInMessages[] = {
+    {"weight", MemberMeaning::Weight},
+    {"loss_weight", MemberMeaning::Weight},
+    {"loss", MemberMeaning::Weight},
+    {"train", MemberMeaning::Weight},
+    {"training", MemberMeaning::Weight},
+    {"trainable", MemberMeaning::Weight},
+    {"mask", MemberMeaning::Mask},
+    {"masked", MemberMeaning::Mask},
+    {"audio", MemberMeaning::Unsupported},
+    {"channel", MemberMeaning::Unsupported},
+    {"end_turn", MemberMeaning::Unsupported},
+    {"function_call", MemberMeaning::Unsupported},
+    {"functions", MemberMeaning::Unsupported},
+    {"image", MemberMeaning::Unsupported},
+    {"images", MemberMeaning::Unsupported},
+    {"loss_scale", MemberMeaning::Unsupported},
+    {"name", MemberMeaning::Unsupported},
+    {"prefix", MemberMeaning::Unsupported},
+    {"reasoning", MemberMeaning::Unsupported},
+    {"reasoning_content", MemberMeaning::Unsupported},
+    {"recipient", MemberMeaning::Unsupported},
+    {"refusal", MemberMeaning::Unsupported},
+    {"thinking", MemberMeaning::Unsupported},
+    {"tool_call_id", MemberMeaning::Unsupported},
+    {"tool_calls", MemberMeaning::Unsupported},
+    {"tools", MemberMeaning::Unsupported},
+    {"training_detail", MemberMeaning::Unsupported},
+    {"videos", MemberMeaning::Unsupported},
+};
+constexpr Member kInRecords[] = {
+    {"weight", MemberMeaning::Weight},         {"loss_weight", MemberMeaning::Weight},
+    {"audios", MemberMeaning::Unsupported},    {"chat_template_kwargs", MemberMeaning::Unsupported},
+    {"documents", MemberMeaning::Unsupported}, {"functions", MemberMeaning::Unsupported},
+    {"images", MemberMeaning::Unsupported},    {"suffix", MemberMeaning::Unsupported},
+    {"system", MemberMeaning::Unsupported},    {"system_prompt", MemberMeaning::Unsupported},
+    {"tools", MemberMeaning::Unsupported},     {"videos", MemberMeaning::Unsupported},
+};
+
+MemberMeaning meaning_of(std::span<const Member> members, std::string_view name) {
+  const auto it = std::ranges::find(members, name, &Member::name);
+  return it == members.end() ? MemberMeaning::Other : it->meaning;
+}
+
+}  // namespace
+
+MemberMeaning meaning_in_record(std::string_view name) { return meaning_of(kInRecords, name); }
+MemberMeaning meaning_in_message(std::string_view name) { return meaning_of(kInMessages, name); }
+
+std::optional<bool> is_trained_on(MemberMeaning meaning, double value) {
+  if (value != 0 && value != 1) return std::nullopt;
+  return (value == 1) == (meaning == MemberMeaning::Weight);
+}
+
+std::string Conversation::add(std::string_view role, std::string_view content, std::optional<bool> is_trained) {
   if (role.empty() || role.find_first_of("\n<>|") != role.npos) return "its member \"role\" is no name of a role";
   const std::optional<ChatTemplate::Form> form = chat_.form(role);
   if (!form) return fmt::format("data.chat_template has no form of the role \"{}\"", role);
+  if (is_trained.value_or(false) && !form->is_learnt)
+    return fmt::format("its weight asks for training on the role \"{}\"; messages of the assistant are trained on",
+                       role);
+  const bool is_target = is_trained.value_or(form->is_learnt);
+  if (form->is_learnt && !is_target) ++record_.num_left_out;
   if (record_.segments.empty()) record_.append(chat_.begin(), false);
   record_.append(form->before, false);
-  record_.append(content, form->is_learnt);
-  record_.append(form->end, form->is_learnt);
+  record_.append(content, is_target);
+  record_.append(form->end, is_target);
   record_.append(form->after, false);
   return {};
 }
@@ -45,6 +113,10 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
   file.reading = kind;
   if (end_) file.reading += fmt::format(", {} behind each", *end_);
   const ChatTemplate chat(encoding.chat_template);
+  if (file.has_messages && chat.is_chatml() && encoding.tokenizer != nullptr) {
+    if (const std::string caveat = check_chatml(tokenizer_, encoding.tokenizer_path); !caveat.empty())
+      file.warn(fmt::format("data file '{}': {}", file.name, caveat));
+  }
   if (file.has_messages && !chat.is_chatml()) file.reading += fmt::format(", as {}", chat.description());
   file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name, end_.value_or(0),
                                         form == RecordForm::Text ? TokenMarks::None : TokenMarks::Some);
@@ -53,7 +125,7 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
 
 void RecordIds::add(Record record, i64 number) {
   DS_ASSERT(record.form == form_);
-  wait({{}, std::move(record.segments), number});
+  wait({{}, std::move(record.segments), number, record.num_left_out});
 }
 
 void RecordIds::add_line(std::string_view line, i64 number) { wait({line, {}, number}); }
@@ -66,8 +138,13 @@ void RecordIds::wait(Waiting record) {
 
 void RecordIds::finish() {
   encode();
-  DS_CHECK(is_learnt_, Errc::Config, "data file '{}': nothing of it is learnt: {}", file_.name,
-           form_ == RecordForm::Messages ? "no message has the role \"assistant\"" : "all completions are empty");
+  DS_CHECK(is_learnt_, Errc::Config, "data file '{}': nothing in it is trained on: {}", file_.name,
+           form_ == RecordForm::Messages ? "no message of the role \"assistant\" has a weight"
+                                         : "all completions are empty, or have no weight");
+  if (num_left_out_ > 0)
+    file_.note(fmt::format("data file '{}': {} of weight 0 are not trained on", file_.name,
+                           form_ == RecordForm::Messages ? fmt::format("{} messages", num_left_out_)
+                                                         : fmt::format("{} completions", num_left_out_)));
   file_.ids->map();
   file_.view_ids();
 }
@@ -85,24 +162,30 @@ void RecordIds::encode() {
   }
   begins.push_back(waiting_.size());
   std::atomic<bool> is_learnt = is_learnt_;
+  std::atomic<i64> num_left_out = 0;
   file_.ids->add_parts(part, [&](size_t i, std::vector<i32>& ids) {
     bool of_part = false;
-    for (size_t r = begins[i]; r < begins[i + 1]; ++r) of_part |= encode(waiting_[r], ids);
+    i64 left_out_of_part = 0;
+    for (size_t r = begins[i]; r < begins[i + 1]; ++r) of_part |= encode(waiting_[r], ids, left_out_of_part);
     if (of_part) is_learnt = true;
+    num_left_out += left_out_of_part;
   });
   is_learnt_ = is_learnt;
+  num_left_out_ += num_left_out;
   waiting_.clear();
   waiting_bytes_ = 0;
 }
 
-bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids) const {
+bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const {
   Record parsed;
-  if (record.line.data() != nullptr) {
+  const bool is_line = record.line.data() != nullptr;
+  if (is_line) {
     parsed = parse_(record.line, record.number);
     DS_ASSERT(parsed.form == form_);
   }
+  num_left_out += is_line ? parsed.num_left_out : record.num_left_out;
   bool is_learnt = false;
-  for (const Segment& segment : record.line.data() != nullptr ? parsed.segments : record.segments) {
+  for (const Segment& segment : is_line ? parsed.segments : record.segments) {
     is_learnt |= segment.is_target && !segment.text.empty();
     const size_t begin = ids.size();
     try {

@@ -2,6 +2,7 @@
 #pragma once
 // Records of text, whatever file they come from: what they are trained on, and how they become the ids of a file.
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -26,10 +27,17 @@ std::string_view form_name(RecordForm form);  // "a prompt and its completion"
 struct Record {
   RecordForm form = RecordForm::Text;
   std::vector<Segment> segments;
+  i64 num_left_out = 0;  // messages, or the completion, that have weight 0
 
-  static Record of_text(std::string text) { return {RecordForm::Text, {{std::move(text), true}}}; }
+  static Record of_text(std::string text) { return {.segments = {{std::move(text), true}}}; }
   static Record of_prompt(std::string prompt, std::string completion) {
-    return {RecordForm::Prompt, {{std::move(prompt), false}, {std::move(completion), true}}};
+    return {.form = RecordForm::Prompt, .segments = {{std::move(prompt), false}, {std::move(completion), true}}};
+  }
+  // Nothing of it is to be predicted.
+  void leave_out() {
+    const auto is_target = [](const Segment& segment) { return segment.is_target; };
+    num_left_out += std::ranges::count_if(segments, is_target);
+    for (Segment& segment : segments) segment.is_target = false;
   }
   void append(std::string_view text, bool is_target) {
     if (segments.empty() || segments.back().is_target != is_target) segments.push_back({"", is_target});
@@ -37,17 +45,35 @@ struct Record {
   }
 };
 
+// Members of a record, or of one of its messages, beside those that make it.
+enum class MemberMeaning : u8 {
+  Other,        // does not change the text: an identifier, a source, a date
+  Weight,       // 0 or false: it is not trained on; 1 or true: it is
+  Mask,         // true: it is not trained on
+  Unsupported,  // changes the text of a template or the loss, in a way that libds does not have
+};
+MemberMeaning meaning_in_record(std::string_view name);
+MemberMeaning meaning_in_message(std::string_view name);
+
+inline constexpr std::string_view kTextIsTrainedOnWhole =
+    "its weight is 0, and a text is trained on whole: leave the record out";
+
+// Whether a member of meaning Weight or Mask and this value says that its message is trained on. Nothing: the value is
+// neither 0 nor 1.
+std::optional<bool> is_trained_on(MemberMeaning meaning, double value);
+
 // Messages, one behind the other. What the assistant says is predicted, with what ends it.
 class Conversation {
  public:
   explicit Conversation(const ChatTemplate& chat) : chat_(chat) {}
-  // Why it cannot be; empty: it is added.
-  std::string add(std::string_view role, std::string_view content);
+  // Adds a message, which is trained on or not as `is_trained` says where it is given, else by its role. Returns why it
+  // cannot be added; empty: it is.
+  std::string add(std::string_view role, std::string_view content, std::optional<bool> is_trained = {});
   Record take() { return std::move(record_); }
 
  private:
   const ChatTemplate& chat_;
-  Record record_{RecordForm::Messages, {}};
+  Record record_{.form = RecordForm::Messages, .segments = {}};
 };
 
 // Records that wait for each other, and become the ids of a file by several threads.
@@ -70,6 +96,7 @@ class RecordIds {
     std::string_view line;
     std::vector<Segment> segments;  // where there is no line
     i64 number;
+    i64 num_left_out = 0;
     size_t bytes() const noexcept {
       size_t sum = sizeof *this + line.size();  // many texts may be empty
       for (const Segment& s : segments) sum += sizeof s + s.text.size();
@@ -78,7 +105,7 @@ class RecordIds {
   };
   void wait(Waiting record);
   // Returns whether something of it is learnt.
-  bool encode(const Waiting& record, std::vector<i32>& ids) const;
+  bool encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const;
   static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
   TokenFile& file_;
@@ -89,6 +116,7 @@ class RecordIds {
   std::function<Record(std::string_view, i64)> parse_;
   std::optional<i32> end_;  // the token behind a record
   bool end_is_target_, is_learnt_;
+  i64 num_left_out_ = 0;
   std::vector<Waiting> waiting_;
   size_t waiting_bytes_ = 0;
 };

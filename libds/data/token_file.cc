@@ -15,6 +15,7 @@
 
 #include "base/check.h"
 #include "base/limits.h"
+#include "formats/compressed.h"
 
 namespace ds {
 
@@ -66,14 +67,24 @@ bool in_vocabulary(Token smallest, Token largest, i64 vocab_size) noexcept {
 MappedFile::MappedFile(const std::string& path) : path_(path) {
   fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
   DS_CHECK(fd_ >= 0, Errc::Config, "cannot open data file '{}': {}", path, system_reason(errno));
+  map();
+}
+
+MappedFile::MappedFile(const TemporaryFile& file, const std::string& path) : path_(path) {
+  fd_ = ::fcntl(file.descriptor(), F_DUPFD_CLOEXEC, 0);
+  DS_CHECK(fd_ >= 0, Errc::Io, "cannot open the decompressed '{}': {}", path, system_reason(errno));
+  map();
+}
+
+void MappedFile::map() {
   try {
     struct stat status {};
-    DS_CHECK(::fstat(fd_, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, system_reason(errno));
-    DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path);
+    DS_CHECK(::fstat(fd_, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path_, system_reason(errno));
+    DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path_);
     bytes_ = status.st_size;
-    DS_CHECK(bytes_ > 0, Errc::Config, "data file '{}' is empty", path);
+    DS_CHECK(bytes_ > 0, Errc::Config, "data file '{}' is empty", path_);
     void* map = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ, MAP_SHARED, fd_, 0);
-    DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path, system_reason(errno));
+    DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path_, system_reason(errno));
     data_ = static_cast<const u8*>(map);
   } catch (...) {
     ::close(fd_);
@@ -109,7 +120,29 @@ FileFingerprint MappedFile::fingerprint() const {
   return {path_, bytes_, XXH3_64bits_withSeed(data_ + (bytes_ - n), static_cast<size_t>(n), head)};
 }
 
+const MappedFile& TokenFile::map_text(const std::string& path) {
+  const MappedFile& file = map(path);
+  const Compression compression = compression_of(file.text());
+  if (compression == Compression::None) return file;
+  TemporaryFile text(fmt::format("the text of '{}'", path));
+  try {
+    decompress(compression, file.text(), [&](std::string_view piece) {
+      file.check_size();
+      text.append(piece.data(), std::ssize(piece));
+    });
+  } catch (const Error& e) {
+    if (e.code() != Errc::Corrupt) throw;
+    throw Error(Errc::Corrupt,
+                fmt::format("data file '{}', compressed by {}, {}", path, compression_name(compression), e.what()));
+  }
+  decompressed = std::make_unique<MappedFile>(text, path);
+  note(fmt::format("data file '{}': {} bytes of text, decompressed by {}", path, decompressed->bytes(),
+                   compression_name(compression)));
+  return *decompressed;
+}
+
 void TokenFile::view_ids() {
+  decompressed.reset();
   DS_CHECK(ids->num_tokens() > 0, Errc::Config, "data file '{}': its text has no tokens", name);
   view = {ids->data(), ids->token_bytes() == 2 ? DType::U16 : DType::U32, ids->num_tokens(), ids->has_marks()};
 }
@@ -182,14 +215,15 @@ void TokenFile::refuse(i64 position, i64 vocab_size) const {
   if (ids)
     throw Error(Errc::Mismatch, fmt::format("data file '{}': its token {} has the id {} by data.tokenizer, which {}",
                                             name, position, token, why));
-  const u8* first = copied.empty() ? mapped.front()->data() : view.data;
-  throw Error(Errc::Mismatch, fmt::format("data file '{}': token {} at position {} (byte {}) {}", name, token, position,
-                                          at - first, why));
+  const u8* first = !copied.empty() ? view.data : decompressed ? decompressed->data() : mapped.front()->data();
+  throw Error(Errc::Mismatch, fmt::format("data file '{}': token {} at position {} (byte {}) {}{}", name, token,
+                                          position, at - first, why, read_as));
 }
 
 std::vector<FileFingerprint> TokenFile::fingerprints() const {
   std::vector<FileFingerprint> all;
   for (const auto& file : mapped) all.push_back(file->fingerprint());
+  if (ids) all.front().ids = ids->hash();
   if (!reading.empty()) all.front().hash = XXH3_64bits_withSeed(reading.data(), reading.size(), all.front().hash);
   return all;
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "data/data.h"
+#include "data/temporary_file.h"
 #include "data/token_ids.h"
 
 namespace ds {
@@ -20,6 +21,8 @@ class MappedFile {
  public:
   // Throws Errc::Config (cannot be opened, not a file, empty), Errc::Io.
   explicit MappedFile(const std::string& path);
+  // What `file` contains now; `path` stands for it in messages.
+  MappedFile(const TemporaryFile& file, const std::string& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -44,6 +47,8 @@ class MappedFile {
   FileFingerprint fingerprint() const;
 
  private:
+  void map();  // closes fd_ before it throws
+
   std::string path_;
   int fd_ = -1;
   const u8* data_ = nullptr;
@@ -63,13 +68,20 @@ struct TokenFile {
   TokenView view;
   // What the view depends on, all of it fingerprinted. Reading asks whether the first is still whole.
   std::vector<std::unique_ptr<const MappedFile>> mapped;
+  std::unique_ptr<const MappedFile> decompressed;  // the text of a compressed file, while it is read
   std::string reading;            // what it depends on besides, in words: part of the first file's fingerprint
   std::string copied;             // the ids, where the file has them in a form that cannot be viewed
   std::unique_ptr<TokenIds> ids;  // or where a tokenizer has made them
   bool has_messages = false;      // conversations, which have a template
   i64 first_token = 0;            // position in the stream
+  std::string read_as;            // what messages of bad tokens add: "; the file is read as uint16"
+  std::vector<Remark> remarks;
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
+  void warn(std::string text) { remarks.push_back({LogLevel::Warning, std::move(text)}); }
+  void note(std::string text) { remarks.push_back({LogLevel::Info, std::move(text)}); }
+  // A file of text, decompressed if it is compressed by gzip or zstd. Throws Errc::Corrupt where that fails.
+  const MappedFile& map_text(const std::string& path);
   // The view is what the tokenizer has made of the file. Throws Errc::Config where that is nothing.
   void view_ids();
 
@@ -90,9 +102,11 @@ struct TokenFile {
 // How text becomes tokens.
 struct TextEncoding {
   const Tokenizer* tokenizer;  // null: a token per byte
+  std::string tokenizer_path = "bytes";
   int num_threads = 1;
   i64 document_token = -1;  // data.document_token; -1: not set
   ChatTemplateConfig chat_template{};
+  bool takes_any_bytes = false;  // data.format is "text": binary data is text, too
 };
 
 // Each throws as the constructor of TokenStream does.
@@ -101,8 +115,9 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
 // Apache Arrow's files and streams, and Parquet: tables whose columns are what the members of JSONL are.
 // Errc::Unavailable where the build has no Arrow.
 std::unique_ptr<TokenFile> open_arrow_file(const std::string& path, DataFormat format, const TextEncoding&);
-// uint16 and no header, as nanoGPT writes them.
-std::unique_ptr<TokenFile> open_bin_file(const std::string& path);
+// Ids without a header, as nanoGPT and numpy's tofile() write them. Throws Errc::Mismatch where the type is Auto and
+// the bytes do not look like uint16.
+std::unique_ptr<TokenFile> open_bin_file(const std::string& path, TokenDtype type);
 // Karpathy, "llm.c", dev/data: 256 int32 (magic number, version, number of tokens, zeros) and the tokens, uint16 of
 // GPT-2 or uint32 of Llama 3. The count is read as unsigned, so that it reaches 2^32 - 1.
 std::unique_ptr<TokenFile> open_llmc_file(const std::string& path);

@@ -1,40 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data/token_ids.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <exception>
 #include <thread>
 #include <utility>
 
 #include "base/limits.h"
 #include "base/thread.h"
-#include "base/variables.h"
 
 namespace ds {
+
+void TokenIds::FreeHash::operator()(XXH3_state_s* state) const noexcept { XXH3_freeState(state); }
 
 TokenIds::TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id, TokenMarks marks)
     : tokenizer_(tokenizer),
       num_threads_(num_threads),
       name_(std::move(name)),
       marks_(marks),
-      token_bytes_(marks == TokenMarks::None && std::max(tokenizer.vocab_size(), largest_id + 1) <= 65536 ? 2 : 4) {
-  directory_ = variables::temporary_directory();
-  std::string path = directory_ + "/ds-tokens-XXXXXX";
-  fd_ = ::mkostemp(path.data(), O_CLOEXEC);
-  DS_CHECK(fd_ >= 0, Errc::Io, "cannot create a temporary file in {}, which TMPDIR can move: {}", directory_,
-           system_reason(errno));
-  ::unlink(path.c_str());
+      file_(fmt::format("the tokens of '{}'", name_)),
+      token_bytes_(marks == TokenMarks::None && std::max(tokenizer.vocab_size(), largest_id + 1) <= 65536 ? 2 : 4),
+      hash_(XXH3_createState()) {
+  XXH3_64bits_reset(hash_.get());
 }
 
 TokenIds::~TokenIds() {
   if (data_ != nullptr) ::munmap(const_cast<u8*>(data_), static_cast<size_t>(num_tokens_ * token_bytes_));
-  ::close(fd_);
 }
 
 size_t TokenIds::add_stretches(std::string_view text, size_t at) {
@@ -84,21 +79,17 @@ void TokenIds::write(std::span<const i32> ids) {
     narrow_ids.assign(ids.begin(), ids.end());
     data = narrow_ids.data();
   }
-  const i64 bytes = std::ssize(ids) * token_bytes_;
-  for (i64 done = 0; done < bytes;) {
-    const ssize_t n = ::pwrite(fd_, static_cast<const char*>(data) + done, static_cast<size_t>(bytes - done),
-                               num_tokens_ * token_bytes_ + done);
-    if (n < 0 && errno == EINTR) continue;
-    DS_CHECK(n > 0, Errc::Io, "cannot write the tokens of '{}' to a temporary file in {}, which TMPDIR can move: {}",
-             name_, directory_, system_reason(errno));
-    done += n;
-  }
+  XXH3_64bits_update(hash_.get(), data, ids.size() * static_cast<size_t>(token_bytes_));
+  file_.append(data, std::ssize(ids) * token_bytes_);
   num_tokens_ += std::ssize(ids);
 }
 
+u64 TokenIds::hash() const noexcept { return XXH3_64bits_digest(hash_.get()); }
+
 void TokenIds::map() {
   if (num_tokens_ == 0) return;
-  void* map = ::mmap(nullptr, static_cast<size_t>(num_tokens_ * token_bytes_), PROT_READ, MAP_SHARED, fd_, 0);
+  void* map =
+      ::mmap(nullptr, static_cast<size_t>(num_tokens_ * token_bytes_), PROT_READ, MAP_SHARED, file_.descriptor(), 0);
   DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name_, system_reason(errno));
   data_ = static_cast<const u8*>(map);
 }

@@ -5,12 +5,16 @@
 
 #include <functional>
 #include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "data/temporary_file.h"
 #include "data/tokenizer.h"
+
+struct XXH3_state_s;
 
 namespace ds {
 
@@ -49,6 +53,7 @@ class TokenIds {
   i64 num_tokens() const noexcept { return num_tokens_; }
   i64 token_bytes() const noexcept { return token_bytes_; }  // 2 or 4, unsigned
   const u8* data() const noexcept { return data_; }
+  u64 hash() const noexcept;  // XXH3 of all ids
 
  private:
   // One round from text[at]: a stretch per thread. Returns where the next one starts.
@@ -59,10 +64,13 @@ class TokenIds {
   int num_threads_;
   std::string name_;
   TokenMarks marks_;
-  int fd_ = -1;
-  std::string directory_;
+  TemporaryFile file_;
   i64 token_bytes_, num_tokens_ = 0;
   const u8* data_ = nullptr;
+  struct FreeHash {
+    void operator()(XXH3_state_s* state) const noexcept;
+  };
+  std::unique_ptr<XXH3_state_s, FreeHash> hash_;
 };
 
 }  // namespace ds

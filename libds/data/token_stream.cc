@@ -31,13 +31,14 @@ std::vector<DataFormat> resolve_formats(std::span<const std::string> files, Data
   return formats;
 }
 
-std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format, const TextEncoding& encoding) {
+std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format, TokenDtype token_dtype,
+                                     const TextEncoding& encoding) {
   switch (format) {
     case DataFormat::Auto: break;
     case DataFormat::Parquet:
     case DataFormat::Arrow: return open_arrow_file(path, format, encoding);
     case DataFormat::Text: return open_text_file(path, encoding);
-    case DataFormat::Bin: return open_bin_file(path);
+    case DataFormat::Bin: return open_bin_file(path, token_dtype);
     case DataFormat::Llmc: return open_llmc_file(path);
     case DataFormat::Megatron: return open_megatron_file(path);
     case DataFormat::Hdf5: return open_hdf5_file(path);
@@ -63,25 +64,33 @@ void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objec
 
 }  // namespace
 
-TokenStream::TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer,
-                         int num_threads, i64 document_token, const ChatTemplateConfig& chat_template) {
-  const std::vector<DataFormat> formats = resolve_formats(files, format);
+TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions& options) {
+  const std::vector<DataFormat> formats = resolve_formats(files, options.format);
   std::unique_ptr<Tokenizer> encoder;
   if (std::ranges::any_of(formats, is_text)) {
-    tokenizer_ = tokenizer;
-    if (tokenizer != "bytes") {
-      encoder = open_tokenizer(tokenizer);
+    tokenizer_ = options.tokenizer;
+    if (tokenizer_ != "bytes") {
+      encoder = open_tokenizer(tokenizer_);
       tokenizer_ = encoder->identity();
     }
   }
-  const TextEncoding encoding{encoder.get(), num_threads, document_token, chat_template};
+  DS_CHECK(options.token_dtype == TokenDtype::Auto || std::ranges::find(formats, DataFormat::Bin) != formats.end(),
+           Errc::Config,
+           "data.token_dtype: no data file is a .bin without a header, whose tokens it describes (from '{}')",
+           files.front());
+  const TextEncoding encoding{.tokenizer = encoder.get(),
+                              .tokenizer_path = options.tokenizer,
+                              .num_threads = options.num_threads,
+                              .document_token = options.document_token,
+                              .chat_template = options.chat_template,
+                              .takes_any_bytes = options.format == DataFormat::Text};
   for (size_t i = 0; i < files.size(); ++i) {
-    std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], encoding);
+    std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], options.token_dtype, encoding);
     file->first_token = end_;
     end_ += file->view.count;
     files_.push_back(std::move(file));
   }
-  DS_CHECK(ChatTemplate(chat_template).is_chatml() ||
+  DS_CHECK(ChatTemplate(options.chat_template).is_chatml() ||
                std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
            Errc::Config, "data.chat_template: no data file has messages (from '{}')", files.front());
 }
@@ -148,11 +157,21 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
   return result;
 }
 
+std::vector<Remark> TokenStream::remarks() const {
+  std::vector<Remark> result;
+  for (const auto& file : files_) std::ranges::copy(file->remarks, std::back_inserter(result));
+  return result;
+}
+
 Dataset open_dataset(const DataConfig& config, const Objective& objective, int num_threads) {
   DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
   const auto open = [&](const std::vector<std::string>& files) {
-    return TokenStream(files, config.format, config.tokenizer, num_threads, config.document_token,
-                       config.chat_template);
+    return TokenStream(files, {.format = config.format,
+                               .token_dtype = config.token_dtype,
+                               .tokenizer = config.tokenizer,
+                               .num_threads = num_threads,
+                               .document_token = config.document_token,
+                               .chat_template = config.chat_template});
   };
   Dataset data{open(config.train), std::nullopt};
   check_marks(data.train, objective, config.train.front());

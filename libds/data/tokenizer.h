@@ -16,6 +16,10 @@ namespace ds {
 
 enum class SpecialToken : u8 { Bos, Eos, Unk, Pad, Cls, Sep, Mask };
 
+// Before the library and its version, at the end of the identity of a tokenizer that a library runs: versions may give
+// other ids, as where pieces tie, and need not.
+inline constexpr std::string_view kByLibrary = ", by ";
+
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
@@ -33,7 +37,8 @@ class Tokenizer {
   virtual std::optional<i32> special(SpecialToken) const noexcept { return std::nullopt; }
   // Whether the reference puts Bos before a text that a model is to go on with.
   virtual bool adds_bos() const noexcept { return false; }
-  // Names the kind and all that the ids depend on: runs with equal identities see equal ids.
+  // Names the kind and all that the ids depend on, the version of a library last: runs with equal identities see equal
+  // ids.
   virtual std::string identity() const = 0;
 
   // The first place behind `from` where `text` can be cut so that the ids of the parts, one after the other, are those

@@ -171,7 +171,7 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
   from = name;
   // Who did not ask to go on may have meant a new run.
   if (is_root())
-    log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Info,
+    log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Verbose,
                 fmt::format("going on from step {} of {}", there.step, name));
   return true;
 }

@@ -200,6 +200,11 @@ void TrainingRun::State::open_data(i64 num_ranks) {
   const auto tokenizer = config.model.causal() ? nullptr : open_tokenizer(config.data.tokenizer);
   const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, tokenizer.get());
   Dataset data = open_dataset(config.data, *objective, engine::thread_count(config, ranks));
+  if (is_root()) {
+    std::vector<Remark> remarks = data.train.remarks();
+    if (!config.data.validation.empty()) std::ranges::move(data.validation->remarks(), std::back_inserter(remarks));
+    for (const Remark& remark : remarks) log_message(remark.level, remark.text);
+  }
   const BatchShape shape{.micro = config.batch.micro,
                          .num_ranks = num_ranks,
                          .seq_length = config.data.seq_length,

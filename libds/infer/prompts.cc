@@ -3,6 +3,7 @@
 
 #include "infer/prompts.h"
 
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "config/model_config.h"
@@ -68,6 +69,11 @@ std::vector<Prompt> read_prompts(const std::string& path) {
   }
   std::vector<Prompt> prompts;
   Mistakes mistakes;
+  if (const std::string_view kind = kind_of_content(text); !kind.empty()) {
+    const std::string_view advice = how_to_get_text(kind);
+    throw Error(Errc::Mismatch, fmt::format("{}: is {}, not lines of text or JSON{}{}", name, kind,
+                                            advice.empty() ? "" : ": ", advice));
+  }
   std::string_view rest = text;
   if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte-order mark
   const size_t first = rest.find_first_not_of(" \t\r\n");

@@ -11,12 +11,14 @@ find_package(HDF5 REQUIRED COMPONENTS C)
 
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
-find_package(ZLIB REQUIRED)  # CRC-32 of zip entries
+find_package(ZLIB REQUIRED)                          # CRC-32 of zip entries, gzip
+pkg_check_modules(ZSTD REQUIRED IMPORTED_TARGET libzstd)
 # Tokenizers: regular expressions, Unicode, SentencePiece models.
 pkg_check_modules(PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)
 pkg_check_modules(UTF8PROC REQUIRED IMPORTED_TARGET libutf8proc)
 find_path(SENTENCEPIECE_INCLUDE_DIR sentencepiece_processor.h REQUIRED)
 find_library(SENTENCEPIECE_LIBRARY sentencepiece REQUIRED)  # its package file would link the trainer too
+pkg_check_modules(SENTENCEPIECE REQUIRED sentencepiece)     # its version, which no header has
 add_library(ds_sentencepiece INTERFACE)
 target_include_directories(ds_sentencepiece SYSTEM INTERFACE ${SENTENCEPIECE_INCLUDE_DIR})
 target_link_libraries(ds_sentencepiece INTERFACE ${SENTENCEPIECE_LIBRARY})

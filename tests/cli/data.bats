@@ -52,7 +52,7 @@ sys.stdout.buffer.write(f.read())' "$1.safetensors"
 
 @test "a run goes on with the same index and the same reading only" {
   ds-train cfg.json --out run --quiet --set data.train=meg --steps 2
-  run -3 ds-train cfg.json --out run --set data.train=meg.bin --set data.format=bin --resume latest
+  run -3 ds-train cfg.json --out run --set data.train=meg.bin --set data.format=bin --set data.token_dtype=int32 --resume latest
   assert_output --partial "data.train has 1 files, but the run was started with 2"
   printf '\2' | dd of=meg.idx bs=1 seek=$((34 + 4 * 12 + 8)) conv=notrunc status=none # documents of 2 and 2 sequences
   run -3 ds-train cfg.json --out run --set data.train=meg --resume latest
@@ -122,4 +122,33 @@ PY
   run -3 --separate-stderr ds-train cfg.json --out one --quiet --steps 9 --resume latest "${packed[@]}" --set data.packing=none
   [[ $stderr == *"packed by best fit"* ]] || fail "$stderr"
   refused 2 'data.packing: needs data.document_token' --set data.packing=best_fit
+}
+
+@test "compressed text and wide ids train as the plain files; other content is refused by its name" {
+  python3 - <<'PY'
+import gzip, struct
+text = open("cut.txt", "rb").read()
+open("cut.txt.gz", "wb").write(gzip.compress(text[:4000]) + gzip.compress(text[4000:]))
+open("wide.bin", "wb").write(b"".join(struct.pack("<I", c) for c in text))
+open("latin1.txt", "wb").write(text + b"na\xefve")
+open("chat.jsonl", "w").write('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "weight": 0}, '
+                              '{"role": "assistant", "content": "345678"}]}\n' * 100)
+PY
+  ds-train cfg.json --out want --quiet --set data.train=cut.txt
+  for data in '"cut.txt.gz"' '"wide.bin" --set data.token_dtype=uint32'; do
+    rm -rf got
+    # shellcheck disable=SC2086 # two options
+    ds-train cfg.json --out got --quiet --set data.train=$data
+    assert_equal "$(losses got)" "$(losses want)"
+  done
+  run --separate-stderr ds-train cfg.json --check --set data.train=cut.txt.gz
+  assert_equal "$stderr" "ds-train: data file 'cut.txt.gz': 9000 bytes of text, decompressed by gzip"
+  run --separate-stderr ds-train cfg.json --check --set data.train=chat.jsonl
+  assert_equal "$stderr" "ds-train: data file 'chat.jsonl': 100 messages of weight 0 are not trained on"
+  run --separate-stderr ds-train cfg.json --check --set data.train=wide.bin --set data.token_dtype=uint16
+  [[ $stderr == *"warning: data file 'wide.bin' looks like ids of 4 or more bytes"* ]] || fail "$stderr"
+  refused 3 "wide.bin' looks like ids of 4 or more bytes: every second one is almost 0; the file is read as uint16 (set data.token_dtype)" --set data.train=wide.bin
+  refused 3 "latin1.txt', line" --set data.train=latin1.txt
+  refused 3 'nano.bin:1: this is binary data' --set data.train=nano.bin --set data.format=jsonl
+  refused 2 'data.token_dtype: no data file is a .bin' --set data.train=cut.txt --set data.token_dtype=uint32
 }

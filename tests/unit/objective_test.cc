@@ -45,7 +45,7 @@ class MaskedTokens : public ::testing::Test {
   TokenStream stream(const std::vector<u16>& tokens) {
     write_file(dir / "tokens.bin", bytes_of(tokens));
     const std::string file = dir / "tokens.bin";
-    return TokenStream(std::span(&file, 1), DataFormat::Bin);
+    return TokenStream(std::span(&file, 1), {.format = DataFormat::Bin});
   }
   static Sample make(const Objective& objective, const TokenStream& tokens, i64 sample, i64 T, RngKey key = {7, 1, 0}) {
     Sample s(T);
@@ -167,7 +167,7 @@ TEST_F(MaskedTokens, DrawsAreFrozen) {
 // The batches of four steps of 12 samples from `consumed` on, in the canonical order (micro-batch, rank).
 std::vector<i32> global_batches(const std::string& file, i64 micro, i64 ranks, i64 consumed, int steps) {
   constexpr i64 T = 22;
-  const BatchLoader loader(TokenStream(std::span(&file, 1), DataFormat::Bin), {micro, ranks, T}, 42, kVocab,
+  const BatchLoader loader(TokenStream(std::span(&file, 1), {.format = DataFormat::Bin}), {micro, ranks, T}, 42, kVocab,
                            masked_tokens(mlm()));
   std::vector<i32> all, inputs(static_cast<size_t>(micro * T)), targets(inputs.size());
   for (int step = 0; step < steps; ++step, consumed += 12) {

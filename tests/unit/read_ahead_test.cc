@@ -79,7 +79,7 @@ TEST(ReadAhead, BringsThePagesOfTheStepThatComes) {
   const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens), write_tokens(dir, "b.bin", tokens)};
   const BatchShape shape{.micro = 2, .num_ranks = 1, .seq_length = kSampleTokens};
   for (const std::vector<float>& weights : {std::vector<float>{}, std::vector<float>{1, 0.5f}}) {
-    const BatchLoader loader(TokenStream(files, DataFormat::Bin), shape, 5, 65536, next_token(), weights);
+    const BatchLoader loader(TokenStream(files, {.format = DataFormat::Bin}), shape, 5, 65536, next_token(), weights);
     // Of eight samples, of which one may be there.
     const i64 come = pages_that_come(files, 7 * 2, [&] {
       ReadAhead ahead(loader, 4, 0);
@@ -98,8 +98,8 @@ TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
   for (size_t i = kSampleTokens / 2 - 1; i < tokens.size(); i += kSampleTokens / 2) tokens[i] = 0;  // two to a sample
   const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens)};
   // What has read the tokens keeps them in memory as long as it maps them.
-  const Packing packing(TokenStream(files, DataFormat::Bin), kSampleTokens, 0, 65536);
-  const TokenStream stream(files, DataFormat::Bin);
+  const Packing packing(TokenStream(files, {.format = DataFormat::Bin}), kSampleTokens, 0, 65536);
+  const TokenStream stream(files, {.format = DataFormat::Bin});
   const i64 come = pages_that_come(files, 7 * 2, [&] {
     for (i64 sample = 10; sample < 18; ++sample) packing.will_need(stream, sample);
   });
@@ -113,7 +113,8 @@ TEST(ReadAhead, LeavesMistakesToTheStep) {
   const std::string file = dir / "a.bin";
   write_file(file, std::string(2 * (64 * 16 + 1), '\0'));
   const BatchShape shape{.micro = 2, .num_ranks = 1, .seq_length = 16};
-  const BatchLoader loader(TokenStream(std::span(&file, 1), DataFormat::Bin), shape, 5, 65536, next_token());
+  const BatchLoader loader(TokenStream(std::span(&file, 1), {.format = DataFormat::Bin}), shape, 5, 65536,
+                           next_token());
   ReadAhead ahead(loader, 4, 0);
   ASSERT_EQ(truncate(file.c_str(), 10), 0);
   ahead.expect(0);

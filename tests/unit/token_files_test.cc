@@ -35,7 +35,8 @@ std::string golden(const std::string& name) { return test_data("data/" + name); 
 
 TokenStream open(const std::vector<std::string>& files, DataFormat format = DataFormat::Auto, i64 document_token = -1,
                  const std::string& tokenizer = "bytes", int num_threads = 1) {
-  return TokenStream(files, format, tokenizer, num_threads, document_token);
+  return TokenStream(
+      files, {.format = format, .tokenizer = tokenizer, .num_threads = num_threads, .document_token = document_token});
 }
 
 constexpr i64 kAnyId = (i64{1} << 31) - 1;
@@ -511,7 +512,7 @@ TEST(JsonlFile, OfMessagesWhatTheAssistantSaysIsTheTarget) {
 }
 
 TokenStream open_chat(const std::string& file, const ChatTemplateConfig& chat) {
-  return TokenStream(std::span(&file, 1), DataFormat::Auto, "bytes", 1, -1, chat);
+  return TokenStream(std::span(&file, 1), {.chat_template = chat});
 }
 
 // Llama 2's form, and one with a begin of its own: what the assistant says is learnt with what ends it, but for blanks.
@@ -597,7 +598,7 @@ TEST(JsonlFile, DataOfWhichNothingIsLearntAreRefused) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]})"
                               "\n");
-  expect_error(Errc::Config, AllOf(HasSubstr("a.jsonl"), HasSubstr("no message has the role \"assistant\"")),
+  expect_error(Errc::Config, AllOf(HasSubstr("a.jsonl"), HasSubstr("no message of the role \"assistant\" has a weight")),
                [&] { open({dir / "a.jsonl"}); });
   write_file(dir / "b.jsonl", R"({"prompt": "a", "completion": ""})"
                               "\n");

@@ -7,6 +7,7 @@
 #include <array>
 #include <filesystem>
 
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "data/tokenizer/pipeline.h"
@@ -24,6 +25,14 @@ bool exists(const std::string& path) {
 
 Json parse(const std::string& text, const std::string& path) {
   return parse_sorted_json(text, path, {.error = Errc::Corrupt, .comments = false});
+}
+
+// A file of words, a line each.
+std::string read_words(const std::string& path) {
+  std::string text = read_text_file(path, kMostFileBytes);
+  if (const std::string_view kind = kind_of_content(text); !kind.empty())
+    throw Error(Errc::Corrupt, fmt::format("{}: is {}, not lines of text", path, kind));
+  return text;
 }
 
 // A file that may be missing: then {}.
@@ -133,6 +142,30 @@ constexpr std::string_view kQwen2 =
 
 }  // namespace
 
+std::optional<std::string> read_chat_template(const std::string& path) {
+  std::error_code ignored;
+  if (path == "bytes") return std::nullopt;
+  const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
+  if (const std::string jinja = beside(any, "chat_template.jinja"); exists(jinja))
+    return read_text_file(jinja, kMostFileBytes);
+  for (const char* name : {"chat_template.json", "tokenizer_config.json"}) {
+    const Json file = optional_json(beside(any, name));
+    const auto it = file.find("chat_template");
+    if (it == file.end()) continue;
+    if (it->is_string()) return it->get<std::string>();
+    if (!it->is_array()) continue;
+    std::optional<std::string> found;
+    for (const Json& named : *it) {
+      if (!named.is_object() || !named.contains("template") || !named["template"].is_string()) continue;
+      const bool is_default = named.value("name", Json()) == "default";
+      if (is_default || !found) found = named["template"].get<std::string>();
+      if (is_default) break;
+    }
+    if (found) return found;
+  }
+  return std::nullopt;
+}
+
 std::string content_identity(const std::string& name, std::string_view content) {
   return fmt::format("{} xxh3 {:016x}", name, XXH3_64bits(content.data(), content.size()));
 }
@@ -147,7 +180,7 @@ std::unique_ptr<Tokenizer> open_bpe_files(const std::string& vocab_path, const s
   const std::string kind = files.check_class(
       vocab_path, {"GPT2Tokenizer", "RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "Qwen2Tokenizer"});
   const std::string vocab_text = read_text_file(vocab_path, kMostFileBytes);
-  const std::string merges_text = read_text_file(merges_path, kMostFileBytes);
+  const std::string merges_text = read_words(merges_path);
   Json vocab = parse(vocab_text, vocab_path), merges = Json::array();
   i64 line_number = 0;
   for (size_t at = 0; at < merges_text.size(); ++line_number) {
@@ -192,7 +225,7 @@ std::unique_ptr<Tokenizer> open_bpe_files(const std::string& vocab_path, const s
 std::unique_ptr<Tokenizer> open_vocab_txt(const std::string& path) {
   const Beside files(path);
   files.check_class(path, {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer"});
-  const std::string text = read_text_file(path, kMostFileBytes);
+  const std::string text = read_words(path);
   Json vocab = Json::object();
   i64 id = 0;
   for (size_t at = 0; at < text.size(); ++id) {

@@ -3,6 +3,7 @@
 // The files that tokenizers are published as, each read into the form of a tokenizer.json.
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "data/tokenizer.h"
@@ -20,6 +21,11 @@ std::unique_ptr<Tokenizer> open_bpe_files(const std::string& vocab, const std::s
 std::unique_ptr<Tokenizer> open_vocab_txt(const std::string& path);
 // A SentencePiece model (unigram, BPE, word, char), by its library.
 std::unique_ptr<Tokenizer> open_sentence_piece(const std::string& path);
+
+// The chat template (Jinja) that a tokenizer's files have: chat_template.jinja, else the member "chat_template" of
+// chat_template.json or tokenizer_config.json, of several the one named "default". `path` as of open_tokenizer. Throws
+// as it does.
+std::optional<std::string> read_chat_template(const std::string& path);
 
 // "tokenizer.json xxh3 0123456789abcdef": the names and the content of what was read.
 std::string content_identity(const std::string& name, std::string_view content);

@@ -21,8 +21,8 @@ class SentencePiece : public Tokenizer {
                               path));
     const auto status = processor_.LoadFromSerializedProto(model);
     DS_CHECK(status.ok(), Errc::Corrupt, "{}: not a SentencePiece model: {}", path, status.ToString());
-    identity_ = fmt::format("SentencePiece of {} ids, {}", processor_.GetPieceSize(),
-                            content_identity("tokenizer.model", model));
+    identity_ = fmt::format("SentencePiece of {} ids, {}{}sentencepiece {}", processor_.GetPieceSize(),
+                            content_identity("tokenizer.model", model), kByLibrary, DS_SENTENCEPIECE_VERSION);
   }
 
   void encode(std::string_view text, std::vector<i32>& ids) const override {

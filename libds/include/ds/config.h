@@ -274,6 +274,8 @@ struct CudaConfig {
 // Text, Jsonl, Parquet and Arrow are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's,
 // Megatron-LM's, datasets of HDF5.
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
+// Of token ids in files without a header, little-endian. Auto: uint16, and files that do not look like it are refused.
+enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
 // How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
 enum class DataPacking : u8 { None, BestFit };
 // What a message of a conversation becomes, by who says it: text in which kChatContent stands for what is said. Empty:
@@ -298,6 +300,7 @@ struct DataConfig {
   std::vector<float> weights;
   std::string tokenizer = "bytes";  // or a path; resolved to model.path's when not given and it has one
   DataFormat format = DataFormat::Auto;
+  TokenDtype token_dtype = TokenDtype::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given
   // The token that ends a document: tokens attend to those of their own, and positions begin anew. -1: a sample is one.
