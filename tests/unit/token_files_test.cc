@@ -598,7 +598,8 @@ TEST(JsonlFile, DataOfWhichNothingIsLearntAreRefused) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]})"
                               "\n");
-  expect_error(Errc::Config, AllOf(HasSubstr("a.jsonl"), HasSubstr("no message of the role \"assistant\" has a weight")),
+  expect_error(Errc::Config,
+               AllOf(HasSubstr("a.jsonl"), HasSubstr("no message of the role \"assistant\" has a weight")),
                [&] { open({dir / "a.jsonl"}); });
   write_file(dir / "b.jsonl", R"({"prompt": "a", "completion": ""})"
                               "\n");
