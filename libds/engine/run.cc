@@ -118,8 +118,7 @@ monitor::Places TrainingRun::State::places() const {
   monitor::Places p;
   p.run_directory = options.out_dir;
   p.resumed = options.resume == "latest" ? options.out_dir : options.resume;
-  for (const std::string* input :
-       {&options.config, &options.weights, &config.model_path, &config.data.tokenizer, &config.cuda.autotune_file}) {
+  for (const std::string* input : {&options.config, &options.weights}) {
     if (!input->empty()) p.inputs.push_back(*input);
   }
   return p;
@@ -254,6 +253,13 @@ void TrainingRun::State::record_step(const StepRecord& taken) {
 void TrainingRun::State::record_validation(i64 step, double loss) {
   append({{"type", "eval"}, {"step", step}, {"val_loss", loss}});
   tell([&] { monitors.validation(step, loss); }, monitors_lost);
+}
+
+void check_report(const std::string& file, std::string_view option, const Config& config, const RunOptions& options) {
+  TrainingRun::State s;
+  s.config = config;
+  s.options = options;
+  monitor::check_file(file, option, config, s.places());
 }
 
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {

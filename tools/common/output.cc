@@ -210,6 +210,8 @@ int Output::columns() const noexcept {
   return columns > 0 ? columns : 80;
 }
 
+std::string Output::replaced() const { return to_file() && !is_special(file_) ? file_ : ""; }
+
 bool Output::replaces(const std::string& path) const {
   std::error_code ignored;
   if (!to_file() || (is_special(file_) && !fs::is_directory(file_))) return false;

@@ -22,6 +22,16 @@ class Pictures {
       if (!p.name.empty()) check_report(app, p.file.emplace(tool, p.name, false, p.option));
     }
   }
+  // Throws if one of them, or the report, would replace a file of the run.
+  void check(const Output& report, const Config& config, const RunOptions& options) const {
+    const auto check_one = [&](const Output& file) {
+      if (!file.replaced().empty()) check_report(file.replaced(), file.option(), config, options);
+    };
+    check_one(report);
+    for (const Picture& p : pictures_) {
+      if (p.file) check_one(*p.file);
+    }
+  }
   void write(const Config& config, int world_size) {
     for (Picture& p : pictures_) {
       if (!p.file) continue;
