@@ -13,6 +13,7 @@
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
@@ -274,7 +275,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.open_data(plan.mesh.data_size());
   s.step_dir = s.find_resumed();
   if (s.writes()) {
-    engine::RunDirectory::check_free(options.out_dir);
+    RunLock::check_free(options.out_dir);
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
   if (trains(config.use)) monitor::Monitors::check(config, s.places());

@@ -16,6 +16,7 @@
 
 #include "base/limits.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/run_lock.h"
 #include "comm/communicator.h"
 #include "ds/offload.h"
 #include "probe/host.h"
@@ -395,7 +396,16 @@ void remove_server(const std::string& name) {
 
 std::string dump_server(const std::string& name, const std::string& dir) {
   serve::Look look(name);
-  return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });
+  std::error_code error;
+  const bool is_new = fs::create_directories(dir, error);
+  DS_CHECK(fs::is_directory(dir, error), Errc::Config, "{}: is not a directory, and cannot be made one", dir);
+  try {
+    const RunLock lock(dir);  // a run that is at work there has unfinished steps, which are not leftovers
+    return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });
+  } catch (...) {
+    if (is_new) ::rmdir(dir.c_str());
+    throw;
+  }
 }
 
 std::vector<std::string> verify_server(const std::string& name) {

@@ -18,7 +18,7 @@ setup() {
 teardown() {
   ranks_here | xargs -r kill -9
   [[ -z ${server:-} ]] || kill -9 "$server" 2>/dev/null || true
-  "$DS_BIN/ds-offload" rm "$name" 2>/dev/null || true
+  "$DS_BIN/ds-offload" rm "$name" "$name-away" 2>/dev/null || true
 }
 
 place() { echo "/dev/shm/ds-offload.$(id -u)/$name"; }
@@ -275,7 +275,11 @@ ordinary() { # optimizer where
   [[ $stderr == *"another run is attached"* ]]
   run -4 --separate-stderr ds-offload rm "$name"
   [[ $stderr == *"a run is attached"* ]]
-  # A look at it does not end it.
+  # A look at it does not end it. Nobody else writes in the directory of a run: unfinished steps there are its own.
+  mkdir away/.tmp-step-00099999-0123456789abcdef
+  run -2 --separate-stderr ds-offload dump "$name" away
+  [[ $stderr == *"run directory away is in use by another run (process "* ]] || fail "$stderr"
+  rmdir away/.tmp-step-00099999-0123456789abcdef
   run -0 ds-offload dump "$name" dumped
   run -0 ds-offload verify "$name"
   local seen
