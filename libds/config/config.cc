@@ -380,7 +380,9 @@ void resolve_monitors(Config& c, const ConfigText& text, Reader& r) {
 
 // A directory, a pipe or a device where a file must be is a mistake that can be seen without opening it.
 void check_named_files(const Config& c, Reader& r) {
+  const bool reads_data = c.use == ConfigUse::Train || c.use == ConfigUse::Evaluate;
   for (const NamedFile& file : named_inputs(c)) {
+    if (!reads_data && (file.key.starts_with("data.train") || file.key.starts_with("data.validation"))) continue;
     const std::string why = why_not_input(file);
     if (!why.empty() && !r.broken(file.key.substr(0, file.key.find('['))))
       r.error(file.key, fmt::format("{} {}", file.path, why));

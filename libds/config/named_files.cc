@@ -32,10 +32,8 @@ void add_data(std::vector<NamedFile>& all, std::string_view key, const DataConfi
 std::vector<NamedFile> named_inputs(const Config& c) {
   std::vector<NamedFile> all;
   if (!c.model_path.empty()) all.push_back({"model.path", c.model_path, true});
-  if (c.use == ConfigUse::Train || c.use == ConfigUse::Evaluate) {
-    add_data(all, "data.train", c.data, c.data.train);
-    add_data(all, "data.validation", c.data, c.data.validation);
-  }
+  add_data(all, "data.train", c.data, c.data.train);
+  add_data(all, "data.validation", c.data, c.data.validation);
   if (!c.data.tokenizer.empty() && c.data.tokenizer != "bytes")
     all.push_back({"data.tokenizer", c.data.tokenizer, true});
   if (!c.sparse_attention.layout.empty()) all.push_back({"sparse_attention.layout", c.sparse_attention.layout});

@@ -19,7 +19,7 @@ struct NamedFile {
   std::string path;  // a name may stand for several files, such as Megatron's two
   bool may_be_directory = false;
 };
-// What `config.use` reads. Some may not exist: a file of cuda.autotune_file is made by the first run.
+// Some may not exist: the first run makes the file of cuda.autotune_file.
 std::vector<NamedFile> named_inputs(const Config& config);
 // Why it can never be read: "is a directory, not a file". Empty if it can be, or does not exist.
 std::string why_not_input(const NamedFile& file);

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 
 #include "base/file.h"
 #include "checkpoint/run_names.h"
@@ -51,6 +52,19 @@ void check_directory(const std::string& directory, std::string_view key, bool ma
            is_directory ? system_reason(errno)
                         : fmt::format("{} {}", there.string(),
                                       fs::exists(there, error) ? "is not a directory" : "does not exist"));
+}
+
+// The user has named a link, not what it leads to: that is replaced only if it is empty, or a report of the same kind.
+void check_link(const std::string& file, std::string_view key, std::string_view begin) {
+  std::error_code error;
+  if (!fs::is_symlink(file, error) || !fs::is_regular_file(file, error)) return;
+  const std::string there = follow_links(file);
+  std::ifstream in(there, std::ios::binary);
+  std::string first(begin.size(), '\0');
+  in.read(first.data(), std::ssize(first));
+  first.resize(static_cast<size_t>(in.gcount()));
+  DS_CHECK(first.empty() || first == begin, Errc::Config,
+           "{}: {} is a link to {}, which holds something else: name a file, or remove the link", key, file, there);
 }
 
 std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
@@ -134,9 +148,13 @@ void Monitors::check(const Config& config, const Places& places) {
   check_monitor(config.csv_monitor, kCsv);
   if (config.csv_monitor.enabled)
     check_csv_files(directory_of(config.csv_monitor, kCsv, places.run_directory), key_of(kCsv));
-  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config, places);
-  const FlopsProfilerConfig& flops = config.flops_profiler;
-  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config, places);
+  const auto check_report = [&](const std::string& file, std::string_view key, std::string_view begin) {
+    if (file.empty()) return;
+    check_file(file, key, config, places);
+    check_link(file, key, begin);
+  };
+  check_report(config.prometheus.file, kPrometheus, kPrometheusBegin);
+  if (config.flops_profiler.enabled) check_report(config.flops_profiler.output_file, kFlops, kFlopsBegin);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {

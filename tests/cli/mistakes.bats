@@ -118,6 +118,17 @@ refuses() {
   done
 }
 
+@test "weights that are a pipe are a mistake of whoever names them" {
+  mkfifo pipe.safetensors
+  refuses 2 "--weights: pipe.safetensors is a pipe" cfg.json --out run --weights pipe.safetensors
+  ds-train cfg.json --out run --quiet
+  ds-ckpt-merge run -o hf --format hf --quiet
+  rm hf/model.safetensors
+  mkfifo hf/model.safetensors
+  sed -i 's/"model": {[^}]*}/"model": {"path": "hf"}/' cfg.json
+  refuses 2 "model.path: hf/model.safetensors is a pipe" cfg.json --out new --set data.tokenizer=bytes
+}
+
 @test "--output follows a link, also one that leads to nothing yet" {
   ln -s result link
   run -0 ds-train cfg.json --check --output link

@@ -482,6 +482,18 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   config.data.train = {dir / "book.txt"};
   config.prometheus.file = dir / "link";
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "is an input of this run");
+  // A link leads only to what a run may have written.
+  config.data.train.clear();
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "holds something else");
+  write_file(dir / "book.txt", prometheus_text(step_record(1), {}, "job", 1));
+  EXPECT_NO_THROW(check_in(config, ""));
+  config.flops_profiler = {.enabled = true, .output_file = dir / "link"};
+  config.prometheus.file.clear();
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: ");
+  const report::StepWork work = some_work();
+  write_file(dir / "book.txt", flops_text(step_record(1), work, 1, 1, false));
+  EXPECT_NO_THROW(check_in(config, ""));
+  config = {};
   for (const char* name : {"tokens.h5", "tokens.idx"}) {
     for (const char* file : {name, "tokens.bin"}) write_file(dir / file, "data");
     config.data.train = {dir / (std::string_view(name).ends_with("h5") ? "tokens.h5:/ids" : "tokens")};

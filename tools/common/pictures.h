@@ -4,8 +4,7 @@
 
 #include <deque>
 
-#include "common/tool.h"
-#include "ds/train.h"
+#include "common/reports.h"
 
 namespace ds::tools {
 
@@ -24,12 +23,9 @@ class Pictures {
   }
   // Throws if one of them, or the report, would replace a file of the run.
   void check(const Output& report, const Config& config, const RunOptions& options) const {
-    const auto check_one = [&](const Output& file) {
-      if (!file.replaced().empty()) check_report(file.replaced(), file.option(), config, options);
-    };
-    check_one(report);
+    check_reports(config, options, report);
     for (const Picture& p : pictures_) {
-      if (p.file) check_one(*p.file);
+      if (p.file) check_reports(config, options, *p.file);
     }
   }
   void write(const Config& config, int world_size) {
