@@ -186,6 +186,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
   const Config config = tools::used(a, source.config.config);
+  tools::check_reports(config, {}, out, files.picture, files.config);
   if (searches) return of_fit(a, source, world, device, hardware, files, out);
 
   const memreport::Prediction p = memreport::predict(config, world, device);

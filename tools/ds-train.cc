@@ -176,10 +176,10 @@ int run(Options& o, const CLI::App& app, Output& out) {
     return ds::exit_code(e.code());
   }
   const ds::EncodedPrompts* const writing = o.writing ? &encoded : nullptr;
-  ds::RunOptions options{.out_dir = o.out, .resume = o.resume, .weights = o.weights, .trace = o.trace, .config = {}};
-  if (o.config != "-") options.config = o.config;
+  ds::RunOptions options{o.out, o.resume, o.weights, o.trace, o.config == "-" ? "" : o.config};
   options.read_only = o.eval || o.writing;
   options.writing = writing;
+  if (ranks.rank == 0) o.pictures.check(out, config, options);
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out, writing);
     ds::TrainingRun::check(config, ranks, options);

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,9 +13,41 @@
 
 namespace ds {
 
-AppendedFile::AppendedFile(std::string path) : path_(std::move(path)) {
-  fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-  DS_CHECK(fd_ >= 0, Errc::Io, "cannot open {}: {}", path_, system_reason(errno));
+namespace {
+
+std::string why_not_appendable(const struct stat& st) {
+  if (S_ISLNK(st.st_mode)) return "is a symbolic link";
+  if (!S_ISREG(st.st_mode)) return "is not a regular file";
+  return st.st_nlink > 1 ? "has another name as well (hard link)" : "";
+}
+
+}  // namespace
+
+std::string why_not_appendable(const std::string& path) {
+  struct stat st {};
+  return ::lstat(path.c_str(), &st) == 0 ? why_not_appendable(st) : "";
+}
+
+int open_to_append(const std::string& path, unsigned mode) {
+  constexpr int kFlags = O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+  const int fd = ::open(path.c_str(), kFlags, mode);
+  const int error = errno;
+  struct stat st {};
+  const std::string why = fd < 0                  ? why_not_appendable(path)
+                          : ::fstat(fd, &st) == 0 ? why_not_appendable(st)
+                                                  : system_reason(errno);
+  if (fd >= 0 && why.empty()) return fd;
+  if (fd >= 0) ::close(fd);
+  throw Error(Errc::Io, why.empty()
+                            ? fmt::format("cannot open {}: {}", path, system_reason(error))
+                            : fmt::format("cannot write {}: it {}; remove it, or choose another directory", path, why));
+}
+
+std::optional<AppendedFile> AppendedFile::create(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
+  if (fd < 0 && errno == EEXIST) return std::nullopt;
+  DS_CHECK(fd >= 0, Errc::Io, "cannot create {}: {}", path, system_reason(errno));
+  return AppendedFile(path, fd);
 }
 
 AppendedFile::~AppendedFile() {
@@ -51,6 +84,13 @@ void AppendedFile::cut_torn_line() {
     DS_CHECK(::ftruncate(fd_, end) == 0, Errc::Io, "cannot cut {}: {}", path_, system_reason(errno));
     return;
   }
+}
+
+bool AppendedFile::begins(std::string_view text) const {
+  std::string first(text.size(), '\0');
+  const ssize_t n = ::pread(fd_, first.data(), first.size(), 0);
+  DS_CHECK(n >= 0, Errc::Io, "cannot read {}: {}", path_, system_reason(errno));
+  return text.starts_with(std::string_view(first).substr(0, static_cast<size_t>(n)));
 }
 
 bool AppendedFile::is_empty() const { return ::lseek(fd_, 0, SEEK_END) == 0; }

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A file that only grows, by whole texts.
+//
+// Its name is often made by us, in a directory that the user has named. If something else has that name already - a
+// symbolic link, a file with a second name (hard link), a directory, a pipe, a device - then writing would change a
+// file that nobody has named, or wait for a reader. So that is refused.
 
 #include <optional>
 #include <string>
@@ -11,10 +15,18 @@
 
 namespace ds {
 
+// Why no file of this name can be appended to: "is a symbolic link"; empty if it is a regular file with one name, or
+// there is none.
+std::string why_not_appendable(const std::string& path);
+// A descriptor of the file, which is made if it does not exist. Throws Errc::Io.
+int open_to_append(const std::string& path, unsigned mode = 0644);
+
 // Move-only. Refusals of the system are Errc::Io with the path and the system's own words.
 class AppendedFile {
  public:
-  explicit AppendedFile(std::string path);  // is made where it is not there
+  explicit AppendedFile(std::string path) : AppendedFile(path, open_to_append(path)) {}
+  // A new one. Nothing: the name is taken.
+  static std::optional<AppendedFile> create(const std::string& path);
   AppendedFile(AppendedFile&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
   AppendedFile& operator=(AppendedFile&&) = delete;
   ~AppendedFile();
@@ -24,8 +36,11 @@ class AppendedFile {
   // Of a file of lines: cuts off what stands behind the last newline, which a killed process has left.
   void cut_torn_line();
   bool is_empty() const;
+  // Whether the file begins with this text, or is shorter and begins it.
+  bool begins(std::string_view text) const;
 
  private:
+  AppendedFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
   std::string path_;
   int fd_ = -1;
 };

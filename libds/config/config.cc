@@ -15,6 +15,7 @@
 #include "config/diloco.h"
 #include "config/keys.h"
 #include "config/model_config.h"
+#include "config/named_files.h"
 #include "config/offload.h"
 #include "config/optimizer.h"
 #include "config/parallel.h"
@@ -193,6 +194,8 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
     if (key != "path" && key != "new_head")
       r.error(json_member("model", key), "stands beside model.path; a model is read from there or described here");
   c.model_path = path->get<std::string>();
+  if (const std::string why = why_not_input({"model.path", c.model_path, true}); !why.empty())
+    return r.error("model.path", fmt::format("{} {}", c.model_path, why));
   const size_t before = diagnostics.size();
   c.model = read_model_file(c.model_path, diagnostics);
   for (Diagnostic& d : std::span(diagnostics).subspan(before))
@@ -350,11 +353,22 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
   demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
 }
 
+// The job's name is a directory below output_path, and leads nowhere else.
+void check_job_name(const std::string& name, std::string_view key, Reader& r) {
+  const std::filesystem::path path(name);
+  const bool leads_out = path.is_absolute() || std::ranges::find(path, "..") != path.end();
+  if (leads_out && !r.broken(key))
+    r.error(key,
+            fmt::format("\"{}\" leads out of output_path: give a name without \"..\", and the directory there", name));
+}
+
 // In DeepSpeed the section alone turns on what logs communication; we let it say that it is off.
 void resolve_monitors(Config& c, const ConfigText& text, Reader& r) {
   if (const auto section = text.root().find("comms_logger");
       section != text.root().end() && section->is_object() && !r.given("comms_logger.enabled"))
     c.comms_logger.enabled = true;
+  if (c.tensorboard.enabled) check_job_name(c.tensorboard.job_name, "tensorboard.job_name", r);
+  if (c.csv_monitor.enabled) check_job_name(c.csv_monitor.job_name, "csv_monitor.job_name", r);
   if (c.comms_logger.enabled && !c.comms_logger.prof_all && c.comms_logger.prof_ops.empty() &&
       !r.any_broken({"comms_logger.prof_all", "comms_logger.prof_ops"}))
     r.error("comms_logger.prof_ops", "names no operation, and comms_logger.prof_all is false");
@@ -362,6 +376,17 @@ void resolve_monitors(Config& c, const ConfigText& text, Reader& r) {
       !r.any_broken({"steps", "flops_profiler.profile_step"}))
     r.warning("flops_profiler.profile_step",
               fmt::format("the run has {} steps: step {} is not reported", c.steps, c.flops_profiler.profile_step));
+}
+
+// A directory, a pipe or a device where a file must be is a mistake that can be seen without opening it.
+void check_named_files(const Config& c, Reader& r) {
+  const bool reads_data = c.use == ConfigUse::Train || c.use == ConfigUse::Evaluate;
+  for (const NamedFile& file : named_inputs(c)) {
+    if (!reads_data && (file.key.starts_with("data.train") || file.key.starts_with("data.validation"))) continue;
+    const std::string why = why_not_input(file);
+    if (!why.empty() && !r.broken(file.key.substr(0, file.key.find('['))))
+      r.error(file.key, fmt::format("{} {}", file.path, why));
+  }
 }
 
 bool has_error(std::span<const Diagnostic> diagnostics) {
@@ -485,6 +510,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_random_ltd(c, model_is_sound, r);
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);
+  check_named_files(c, r);
   return result;
 }
 

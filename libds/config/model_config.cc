@@ -10,6 +10,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "config/named_files.h"
 
 namespace ds {
 
@@ -440,6 +441,10 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   std::error_code ignored;
   const std::filesystem::path path(dir_or_file);
   const std::string file = std::filesystem::is_directory(path, ignored) ? (path / "config.json").string() : dir_or_file;
+  if (const std::string why = why_not_input({"", file}); !why.empty()) {
+    diagnostics.push_back({.source = file, .message = why});
+    return {};
+  }
   const std::variant<std::string, Diagnostic> content = read_config_text(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "base/check.h"
+#include "config/named_files.h"
 #include "data/tokenizer/files.h"
 
 namespace ds {
@@ -28,9 +29,7 @@ class Bytes : public Tokenizer {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
+std::unique_ptr<Tokenizer> open_any(const std::string& path) {
   namespace fs = std::filesystem;
   if (path == "bytes") return std::make_unique<Bytes>();
   std::error_code failed;
@@ -65,6 +64,12 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
       fmt::format("tokenizer '{}': this kind of file is not supported (tokenizer.json, vocab.json + merges.txt, "
                   "vocab.txt and tokenizer.model are)",
                   path));
+}
+
+}  // namespace
+
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
+  return read_named("data.tokenizer", [&] { return open_any(path); });
 }
 
 }  // namespace ds

@@ -19,6 +19,7 @@
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
+#include "config/named_files.h"
 #include "config/optimizer.h"
 #include "ds/log.h"
 #include "engine/connect.h"
@@ -67,7 +68,11 @@ std::string TrainingRun::State::find_resumed() const {
 std::string TrainingRun::State::find_weights() const {
   DS_CHECK(!config.new_head || !options.read_only, Errc::Config,
            "model.new_head: a head of random values has nothing to evaluate");
-  if (!options.weights.empty()) return options.weights;
+  if (!options.weights.empty()) {
+    const std::string why = why_not_input({"--weights", options.weights, true});
+    DS_CHECK(why.empty(), Errc::Config, "--weights: {} {}", options.weights, why);
+    return options.weights;
+  }
   const std::string published = engine::published_weights(config.model_path);
   if (!published.empty()) return published;
   DS_CHECK(

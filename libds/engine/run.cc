@@ -13,6 +13,7 @@
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
@@ -118,8 +119,7 @@ monitor::Places TrainingRun::State::places() const {
   monitor::Places p;
   p.run_directory = options.out_dir;
   p.resumed = options.resume == "latest" ? options.out_dir : options.resume;
-  for (const std::string* input :
-       {&options.config, &options.weights, &config.model_path, &config.data.tokenizer, &config.cuda.autotune_file}) {
+  for (const std::string* input : {&options.config, &options.weights}) {
     if (!input->empty()) p.inputs.push_back(*input);
   }
   return p;
@@ -261,6 +261,13 @@ void TrainingRun::State::record_validation(i64 step, double loss) {
   tell([&] { monitors.validation(step, loss); }, monitors_lost);
 }
 
+void check_report(const std::string& file, std::string_view option, const Config& config, const RunOptions& options) {
+  TrainingRun::State s;
+  s.config = config;
+  s.options = options;
+  monitor::check_file(file, option, config, s.places());
+}
+
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
   State s;
   s.config = config;
@@ -273,7 +280,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.open_data(plan.mesh.data_size());
   s.step_dir = s.find_resumed();
   if (s.writes()) {
-    engine::RunDirectory::check_free(options.out_dir);
+    RunLock::check_free(options.out_dir);
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
   if (trains(config.use)) monitor::Monitors::check(config, s.places());

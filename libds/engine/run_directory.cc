@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/run_directory.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -53,13 +50,6 @@ std::vector<fs::path> missing_directories(const std::string& path) {
   return missing;
 }
 
-// Who wrote a number into the lock.
-std::string read_holder(int fd) {
-  char holder[32] = {};
-  const ssize_t n = read(fd, holder, sizeof holder - 1);
-  return n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown";
-}
-
 }  // namespace
 
 void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
@@ -87,15 +77,6 @@ void RunDirectory::check(const std::string& path, const std::string& resume, con
            found.newest, step_dir);
 }
 
-void RunDirectory::check_free(const std::string& path) {
-  const int fd = open(fmt::format("{}/{}", path, kLockName).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-  if (fd < 0) return;  // nobody's, or what lock() will say
-  const bool is_free = flock(fd, LOCK_SH | LOCK_NB) == 0;
-  const std::string holder = is_free ? "" : read_holder(fd);
-  close(fd);
-  DS_CHECK(is_free, Errc::Config, "run directory {} is in use by another run (process {})", path, holder);
-}
-
 RunDirectory::RunDirectory(std::string path, const std::string& resume, const std::string& step_dir)
     : path_(std::move(path)) {
   check(path_, resume, step_dir);
@@ -107,53 +88,17 @@ RunDirectory::RunDirectory(std::string path, const std::string& resume, const st
       DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
       sync_directory(dir.parent_path());
     }
-    lock();
+    lock_.emplace(path_);
     check(path_, resume, step_dir);  // another run may have ended while we came to the lock
   } catch (...) {
-    unlock();
+    lock_.reset();
     for (; !created.empty(); created.pop_back()) fs::remove(created.back(), error);
     throw;
   }
 }
 
-RunDirectory::~RunDirectory() { unlock(); }
-
-void RunDirectory::lock() {
-  const std::string name = path_ + "/" + kLockName;
-  for (;;) {
-    const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
-    DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, system_reason(errno));
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      const std::string holder = read_holder(fd);
-      close(fd);
-      throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_, holder));
-    }
-    lock_fd_ = fd;
-    // Its last holder may have removed the file between our open and our lock: then this is the lock of nothing.
-    if (holds_lock()) break;
-    close(fd);
-    lock_fd_ = -1;
-  }
-  const std::string pid = std::to_string(getpid());
-  DS_CHECK(ftruncate(lock_fd_, 0) == 0 && pwrite(lock_fd_, pid.data(), pid.size(), 0) > 0, Errc::Io,
-           "cannot write {}: {}", name, system_reason(errno));
-}
-
-bool RunDirectory::holds_lock() const noexcept {
-  struct stat ours = {}, named = {};
-  return fstat(lock_fd_, &ours) == 0 && lstat((path_ + "/" + kLockName).c_str(), &named) == 0 &&
-         ours.st_ino == named.st_ino && ours.st_dev == named.st_dev;
-}
-
 void RunDirectory::check_ours() const {
-  DS_CHECK(holds_lock(), Errc::Io, "run directory {} was removed or replaced while this run used it", path_);
-}
-
-void RunDirectory::unlock() noexcept {
-  if (lock_fd_ < 0) return;
-  if (holds_lock()) unlink((path_ + "/" + kLockName).c_str());
-  close(lock_fd_);
-  lock_fd_ = -1;
+  DS_CHECK(lock_->is_held(), Errc::Io, "run directory {} was removed or replaced while this run used it", path_);
 }
 
 RunDirectory::Kept RunDirectory::cut_metrics(i64 step) {

@@ -8,6 +8,7 @@
 
 #include "base/appended_file.h"
 #include "base/json.h"
+#include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 
 namespace ds::engine {
@@ -18,13 +19,10 @@ class RunDirectory {
   // it is no directory; it holds something, and either is no run's or `resume` is empty; it holds steps that a run from
   // an older one, or from another run's, would mix with its own. Touches nothing.
   static void check(const std::string& path, const std::string& resume, const std::string& step_dir);
-  // Throws Errc::Config if another run holds it now. Leaves it to others.
-  static void check_free(const std::string& path);
 
   // Creates `path` or takes it over. Throws what check() throws; Errc::Config when another run holds it or it cannot be
   // made; Errc::Io with the system's words.
   RunDirectory(std::string path, const std::string& resume, const std::string& step_dir);
-  ~RunDirectory();
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
@@ -42,12 +40,9 @@ class RunDirectory {
   const std::string& path() const noexcept { return path_; }
 
  private:
-  void lock();
-  bool holds_lock() const noexcept;
-  void unlock() noexcept;  // removes the file; does nothing without the lock
   std::string metrics_path() const { return path_ + "/" + kMetricsName; }
   std::string path_;
-  int lock_fd_ = -1;
+  std::optional<RunLock> lock_;
   std::optional<AppendedFile> metrics_;
 };
 

@@ -8,6 +8,7 @@
 
 #include "checkpoint/match_weights.h"
 #include "checkpoint/tensor_state.h"
+#include "config/named_files.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
 
@@ -60,7 +61,10 @@ std::string published_weights(const std::string& model_path) {
   if (!is_dir && path.filename() != "config.json") return "";
   const fs::path dir = is_dir ? path : path.has_parent_path() ? path.parent_path() : ".";
   for (const std::string_view name : kPublishedWeights) {
-    if (fs::exists(dir / name)) return dir.string();
+    if (!fs::exists(dir / name)) continue;
+    const std::string file = dir / name, why = why_not_input({"model.path", file});
+    DS_CHECK(why.empty(), Errc::Config, "model.path: {} {}", file, why);
+    return dir.string();
   }
   DS_CHECK(!is_checkpoint(dir.string()), Errc::Unavailable,
            "model.path {}: its weights are in a checkpoint; name {} with --weights, too", model_path, dir.string());

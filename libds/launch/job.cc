@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "launch/job.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 
+#include "base/appended_file.h"
 #include "base/check.h"
 #include "base/limits.h"
 #include "ds/log.h"
@@ -18,10 +17,11 @@ namespace {
 constexpr std::size_t kLastLines = 20;
 
 Fd open_log(const std::string& folder, int rank) {
-  const std::string path = fmt::format("{}/rank-{:05}.log", folder, rank);
-  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-  DS_CHECK(static_cast<bool>(fd), Errc::Config, "cannot write {}: {}", path, system_reason(errno));
-  return fd;
+  try {
+    return Fd(open_to_append(fmt::format("{}/rank-{:05}.log", folder, rank), 0666));
+  } catch (const Error& e) {
+    throw Error(Errc::Config, fmt::format("--log-dir: {}", e.what()));
+  }
 }
 
 }  // namespace

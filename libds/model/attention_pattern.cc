@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "config/named_files.h"
 #include "ds/kernels/philox.h"
 #include "formats/tensor_io.h"
 
@@ -320,8 +321,10 @@ AttentionLayout make_attention_layout(const SparseAttentionConfig& c, i64 heads,
   DS_ASSERT(c.mode != SparseAttentionMode::None && c.block > 0 && heads > 0 && tokens > 0);
   const i64 count = (tokens + c.block - 1) / c.block;
   if (c.mode == SparseAttentionMode::Layout) {
-    const LayoutFile file(c, heads, count);
-    return AttentionLayout(c.block, count, file.layouts(), file.keys());
+    return read_named("sparse_attention.layout", [&] {
+      const LayoutFile file(c, heads, count);
+      return AttentionLayout(c.block, count, file.layouts(), file.keys());
+    });
   }
   // By these rules every block of queries meets the keys of its own place.
   const i64 layouts = c.different_layout_per_head ? heads : 1, of_head = count * ((count + 63) / 64);

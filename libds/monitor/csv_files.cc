@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <map>
 
 #include "base/appended_file.h"
@@ -18,6 +19,15 @@ namespace {
 std::string python_text(double x) {
   if (std::isnan(x)) return "nan";
   return std::isinf(x) ? x > 0 ? "inf" : "-inf" : Json(x).dump();
+}
+
+constexpr std::string_view kHeader = "step,";
+
+std::string name_of(std::string_view tag) {
+  std::string name(tag);
+  std::ranges::replace_if(
+      name, [](char c) { return c == '/' || c == ' '; }, '_');
+  return name;
 }
 
 class CsvFiles final : public Monitor {
@@ -37,13 +47,15 @@ class CsvFiles final : public Monitor {
 
   AppendedFile& file_of(const std::string& tag) {
     if (const auto there = files_.find(tag); there != files_.end()) return there->second;
-    std::string name = tag;
-    std::ranges::replace_if(
-        name, [](char c) { return c == '/' || c == ' '; }, '_');
-    AppendedFile& file = files_.try_emplace(tag, fmt::format("{}/{}.csv", directory_, name)).first->second;
+    const std::string path = fmt::format("{}/{}.csv", directory_, name_of(tag));
+    AppendedFile file(path);
+    const std::string header = fmt::format("{}{}\r\n", kHeader, tag.substr(tag.rfind('/') + 1));
+    DS_CHECK(file.begins(header), Errc::Io,
+             "cannot write {}: it is not a file of csv_monitor, which begins with \"{}\"", path,
+             header.substr(0, header.size() - 2));
     file.cut_torn_line();
-    if (file.is_empty()) file.append(fmt::format("step,{}\r\n", tag.substr(tag.rfind('/') + 1)));
-    return file;
+    if (file.is_empty()) file.append(header);
+    return files_.try_emplace(tag, std::move(file)).first->second;
   }
 
   const std::string directory_;
@@ -52,6 +64,22 @@ class CsvFiles final : public Monitor {
 };
 
 }  // namespace
+
+void check_csv_files(const std::string& directory, std::string_view key) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
+    const std::string path = it->path(), name = it->path().filename();
+    const bool is_written =
+        std::ranges::any_of(kTagFamilies, [&](const char* f) { return name.starts_with(name_of(f)); });
+    if (!name.ends_with(".csv") || !is_written) continue;
+    const std::string why = why_not_appendable(path);
+    DS_CHECK(why.empty(), Errc::Config, "{}: {} {}: remove it, or choose another directory", key, path, why);
+    DS_CHECK(AppendedFile(path).begins(kHeader), Errc::Config,
+             "{}: {} is not a file of csv_monitor, which begins with \"{}\": choose another directory", key, path,
+             kHeader);
+  }
+}
 
 std::unique_ptr<Monitor> make_csv_files(const std::string& directory, bool has_loss_scale) {
   return std::make_unique<CsvFiles>(directory, has_loss_scale);

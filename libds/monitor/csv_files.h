@@ -4,10 +4,15 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "monitor/monitor.h"
 
 namespace ds::monitor {
+
+// Throws Errc::Config, with `key`, if a file in `directory` that a run may write is not one of these files: a link, a
+// pipe, a table of something else.
+void check_csv_files(const std::string& directory, std::string_view key);
 
 // Adds to the files in `directory`, which exists, or makes them: TAG.csv with "/" and blanks as "_", the header
 // "step,LAST" (the last part of the tag), lines that end as those of Python's csv do. A file has one header, whatever

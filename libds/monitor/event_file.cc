@@ -8,6 +8,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <optional>
 
 #include "base/appended_file.h"
 #include "launch/process.h"
@@ -64,7 +65,7 @@ double unix_time() {
 class EventFile final : public Monitor {
  public:
   EventFile(const std::string& directory, bool has_loss_scale)
-      : has_loss_scale_(has_loss_scale), file_(fmt::format("{}/{}", directory, name())) {
+      : has_loss_scale_(has_loss_scale), file_(new_file(directory)) {
     file_.append(version_record(unix_time()));
   }
 
@@ -79,11 +80,16 @@ class EventFile final : public Monitor {
   }
 
  private:
-  // Another one for each file of each process.
-  static std::string name() {
+  // Another name for each file of each process; one that is taken, say by a container with the same numbers, is passed
+  // over.
+  static AppendedFile new_file(const std::string& directory) {
     static std::atomic<int> files = 0;
-    return fmt::format("events.out.tfevents.{:010}.{}.{}.{}", static_cast<i64>(unix_time()), launch::host_name(),
-                       getpid(), files++);
+    for (;;) {
+      std::optional<AppendedFile> file =
+          AppendedFile::create(fmt::format("{}/events.out.tfevents.{:010}.{}.{}.{}", directory,
+                                           static_cast<i64>(unix_time()), launch::host_name(), getpid(), files++));
+      if (file) return std::move(*file);
+    }
   }
 
   const bool has_loss_scale_;

@@ -4,11 +4,13 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "monitor/monitor.h"
 
 namespace ds::monitor {
 
+inline constexpr std::string_view kFlopsBegin = "work of rank 0 of ";  // of every report
 // `record` has phases where they are known.
 std::string flops_text(const StepRecord& record, const report::StepWork& work, i64 num_params, int world_size,
                        bool detailed);

@@ -4,13 +4,16 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 
 #include "base/file.h"
 #include "checkpoint/run_names.h"
-#include "config/data_format.h"
+#include "config/named_files.h"
+#include "ds/checkpoint.h"
 #include "ds/limits.h"
 #include "monitor/comms_log.h"
 #include "monitor/csv_files.h"
@@ -31,7 +34,11 @@ std::string directory_of(const MonitorConfig& config, std::string_view name, con
   DS_CHECK(!config.output_path.empty() || !run_directory.empty(), Errc::Config,
            "{}.output_path: is missing, and there is no run directory: give it, or --out DIR", name);
   const fs::path above = config.output_path.empty() ? fs::path(run_directory) / name : fs::path(config.output_path);
-  return (above / config.job_name).string();
+  const fs::path directory = above / config.job_name;
+  if (std::ranges::find(directory, "..") == directory.end()) return directory.string();
+  std::error_code error;  // "a/.." also where there is no a yet
+  const fs::path there = fs::weakly_canonical(fs::absolute(directory), error);
+  return (error ? directory : there).string();
 }
 
 // What is there of `directory` is one, and takes what is missing.
@@ -45,6 +52,19 @@ void check_directory(const std::string& directory, std::string_view key, bool ma
            is_directory ? system_reason(errno)
                         : fmt::format("{} {}", there.string(),
                                       fs::exists(there, error) ? "is not a directory" : "does not exist"));
+}
+
+// The user has named a link, not what it leads to: that is replaced only if it is empty, or a report of the same kind.
+void check_link(const std::string& file, std::string_view key, std::string_view begin) {
+  std::error_code error;
+  if (!fs::is_symlink(file, error) || !fs::is_regular_file(file, error)) return;
+  const std::string there = follow_links(file);
+  std::ifstream in(there, std::ios::binary);
+  std::string first(begin.size(), '\0');
+  in.read(first.data(), std::ssize(first));
+  first.resize(static_cast<size_t>(in.gcount()));
+  DS_CHECK(first.empty() || first == begin, Errc::Config,
+           "{}: {} is a link to {}, which holds something else: name a file, or remove the link", key, file, there);
 }
 
 std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
@@ -108,17 +128,14 @@ void check_file(const std::string& file, std::string_view key, const Config& con
     DS_CHECK(other.empty() || of_key == key || place_of(other) != place, Errc::Config, "{}: {} is the file of {}, too",
              key, file, of_key);
   }
-  for (const auto* files : {&config.data.train, &config.data.validation}) {
-    for (const std::string& input : *files) {
-      const MegatronNames megatron = megatron_names(input);
-      for (const std::string& name : {input, split_hdf5_name(input).file, megatron.bin, megatron.idx})
-        DS_CHECK(!fs::equivalent(file, name, error), Errc::Config, "{}: {} is a data file of this run", key, file);
-    }
-  }
-  for (const std::string& input : places.inputs) {
-    const bool inside = fs::is_directory(input, error) && fs::exists(file, error) &&
-                        !place.lexically_relative(place_of(input)).string().starts_with("..");
-    DS_CHECK(!inside && !fs::equivalent(file, input, error), Errc::Config, "{}: {} is an input of this run", key, file);
+  std::vector<NamedFile> inputs = named_inputs(config);
+  for (const std::string& input : places.inputs) inputs.push_back({"", input});
+  for (const NamedFile& input : inputs) {
+    const bool inside = fs::is_directory(input.path, error) && fs::exists(file, error) &&
+                        (input.key.empty() || is_model_file(file)) &&
+                        !place.lexically_relative(place_of(input.path)).string().starts_with("..");
+    DS_CHECK(!inside && !fs::equivalent(file, input.path, error) && place != place_of(input.path), Errc::Config,
+             "{}: {} is an input of this run{}", key, file, input.key.empty() ? "" : fmt::format(", by {}", input.key));
   }
   check_directory(parent_directory(follow_links(file)), key, false);
 }
@@ -129,9 +146,15 @@ void Monitors::check(const Config& config, const Places& places) {
   };
   check_monitor(config.tensorboard, kTensorboard);
   check_monitor(config.csv_monitor, kCsv);
-  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config, places);
-  const FlopsProfilerConfig& flops = config.flops_profiler;
-  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config, places);
+  if (config.csv_monitor.enabled)
+    check_csv_files(directory_of(config.csv_monitor, kCsv, places.run_directory), key_of(kCsv));
+  const auto check_report = [&](const std::string& file, std::string_view key, std::string_view begin) {
+    if (file.empty()) return;
+    check_file(file, key, config, places);
+    check_link(file, key, begin);
+  };
+  check_report(config.prometheus.file, kPrometheus, kPrometheusBegin);
+  if (config.flops_profiler.enabled) check_report(config.flops_profiler.output_file, kFlops, kFlopsBegin);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {

@@ -5,11 +5,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "monitor/monitor.h"
 
 namespace ds::monitor {
 
+inline constexpr std::string_view kPrometheusBegin = "# HELP ds_train_";  // of every file
 // In Prometheus's text format. `updated`: seconds since 1970.
 std::string prometheus_text(const StepRecord& record, std::optional<double> validation_loss, const std::string& job,
                             double updated);

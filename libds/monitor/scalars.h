@@ -16,6 +16,9 @@ struct Scalar {
 };
 
 inline constexpr const char* kTrainLossTag = "Train/Samples/train_loss";
+// How every tag of the two functions below begins.
+inline constexpr const char* kTagFamilies[] = {"Train/Samples/", "train/", "compression/",
+                                               "memory/",        "comm/",  "validation/"};
 
 // First those that DeepSpeed writes, under its names and over samples; behind them ours, over steps.
 std::vector<Scalar> scalars_of(const StepRecord& record, bool has_loss_scale);

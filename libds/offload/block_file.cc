@@ -72,8 +72,11 @@ File open_named(const BlockFile::Named& named, const std::string& dir, i64 bytes
     return file;
   }
   std::error_code ignored;
-  DS_CHECK(std::filesystem::exists(std::filesystem::symlink_status(named.path, ignored)), Errc::Corrupt,
-           "{} is gone: somebody has removed it", named.path);
+  const std::filesystem::file_status there = std::filesystem::symlink_status(named.path, ignored);
+  DS_CHECK(std::filesystem::exists(there), Errc::Corrupt, "{} is gone: it was removed, or its disk is not mounted",
+           named.path);
+  DS_CHECK(std::filesystem::is_regular_file(there), Errc::Io, "{} is not the file that the server made: refused",
+           named.path);
   File file = File::open_write(named.path);
   struct stat st {};
   DS_CHECK(::fstat(file.descriptor(), &st) == 0 && st.st_uid == ::geteuid() && (st.st_mode & 077) == 0, Errc::Io,

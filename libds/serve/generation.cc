@@ -14,7 +14,9 @@
 #include <limits>
 
 #include "base/limits.h"
+#include "ds/log.h"
 #include "ds/units.h"
+#include "launch/process.h"
 #include "probe/host.h"
 
 namespace ds::serve {
@@ -53,12 +55,16 @@ std::string read_sealed(const std::string& path) {
 std::optional<DirectoryLock> DirectoryLock::take(const std::string& directory) {
   const std::string path = directory + "/lock";
   for (;;) {
-    DirectoryLock lock(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    DirectoryLock lock(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
     if (lock.fd_ < 0 && errno == ENOENT) return std::nullopt;
-    DS_CHECK(lock.fd_ >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
-    if (::flock(lock.fd_, LOCK_EX | LOCK_NB) != 0) return std::nullopt;
+    const bool cannot_be_one = lock.fd_ < 0 && (errno == ELOOP || errno == EISDIR || errno == ENXIO);
+    DS_CHECK(lock.fd_ >= 0 || cannot_be_one, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
     struct stat mine {
     }, named{};
+    DS_CHECK(!cannot_be_one && ::fstat(lock.fd_, &mine) == 0 && S_ISREG(mine.st_mode), Errc::Io,
+             "{} is not a regular file, so no server can lock it: ds-offload rm {} removes what is there", path,
+             fs::path(directory).filename().string());
+    if (::flock(lock.fd_, LOCK_EX | LOCK_NB) != 0) return std::nullopt;
     if (::fstat(lock.fd_, &mine) == 0 && ::stat(path.c_str(), &named) == 0 && mine.st_ino == named.st_ino &&
         mine.st_dev == named.st_dev)
       return lock;
@@ -123,8 +129,7 @@ std::string current_generation(const std::string& directory) {
   const std::string path = directory + "/current";
   if (!fs::exists(path)) return "";
   std::string id = read_sealed(path);
-  DS_CHECK(id.size() == 16 && id.find_first_not_of("0123456789abcdef") == std::string::npos, Errc::Corrupt,
-           "{}: names no generation", path);
+  DS_CHECK(is_generation_id(id), Errc::Corrupt, "{}: names no generation", path);
   DS_CHECK(fs::is_directory(fmt::format("{}/{}", directory, id)), Errc::Corrupt, "{} names {}, which is gone", path,
            id);
   return id;
@@ -166,8 +171,7 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
   DS_CHECK(::mkdir(dir.c_str(), 0700) == 0, Errc::Io, "cannot make {}: {}", dir, system_reason(errno));
   try {
     write_sealed(file("layout"), layout_text(ranks_));
-    states_ =
-        options.path.empty() ? file("slots") : fmt::format("{}/ds-offload.{}.{}", options.path, options.name, id_);
+    states_ = options.path.empty() ? file("slots") : fmt::format("{}/{}", options.path, disk_name(options.name, id_));
     std::error_code error;
     fs::create_symlink(states_, file("states"), error);
     DS_CHECK(!error, Errc::Io, "cannot make {}: {}", file("states"), error.message());
@@ -237,15 +241,62 @@ void Generation::flush() {
   if (file_ != nullptr && file_->file() != nullptr) file_->flush();
 }
 
-void Generation::remove() noexcept { remove(directory_, id_); }
+void Generation::remove() noexcept try {
+  locked_.reset();
+  remove(directory_, id_);
+} catch (const std::exception& e) {
+  log_message(LogLevel::Warning, e.what());
+}
 
-void Generation::remove(const std::string& directory, const std::string& id) noexcept {
+void Generation::remove(const std::string& directory, const std::string& id) {
   const std::string dir = fmt::format("{}/{}", directory, id);
-  std::error_code ignored;
-  const fs::path states = fs::read_symlink(dir + "/states", ignored);
-  // Only what a generation can have named.
-  if (!ignored && states.filename().string().ends_with(id)) fs::remove(states, ignored);
-  fs::remove_all(dir, ignored);
+  remove_from_disk(dir + "/states", id);
+  std::error_code error;
+  fs::remove_all(dir, error);
+  DS_CHECK(!error, Errc::Io, "cannot remove {}: {}", dir, error.message());
+}
+
+bool is_generation_id(std::string_view name) {
+  return name.size() == 16 && name.find_first_not_of("0123456789abcdef") == name.npos;
+}
+
+std::string disk_name(const std::string& server, const std::string& id) {
+  std::string host = launch::host_name();
+  std::ranges::replace(host, '/', '_');
+  return fmt::format("ds-offload.{}.{}.{}", server, id, host);
+}
+
+std::optional<DiskName> parse_disk_name(std::string_view file, const std::string& server) {
+  const std::string prefix = fmt::format("ds-offload.{}.", server);
+  if (!file.starts_with(prefix)) return std::nullopt;
+  file.remove_prefix(prefix.size());
+  if (constexpr std::string_view kStep = "step-"; file.starts_with(kStep)) file.remove_prefix(kStep.size());
+  const std::string_view id = file.substr(0, file.find('.'));
+  if (!is_generation_id(id)) return std::nullopt;
+  return DiskName{std::string(id), std::string(file.substr(std::min(id.size() + 1, file.size())))};
+}
+
+void remove_from_disk(const std::string& link, const std::string& id) {
+  std::error_code error;
+  const fs::path path = fs::read_symlink(link, error);
+  if (error || path.filename().string().find(id) == std::string::npos) return;  // slots in memory; none made yet
+  struct stat st {};
+  if (::lstat(path.c_str(), &st) != 0) {
+    DS_CHECK(errno == ENOENT || errno == ENOTDIR, Errc::Io, "cannot remove {}: {}", path.string(),
+             system_reason(errno));
+    return;
+  }
+  DS_CHECK(st.st_uid == ::geteuid() && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode)), Errc::Io,
+           "{} is not removed: it is another user's, or not what the server made", path.string());
+  if (S_ISREG(st.st_mode)) {
+    const File file = File::open_write(path);
+    DS_CHECK(::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable,
+             "{} is not removed: another server has it", path.string());
+    fs::remove(path, error);
+  } else {
+    fs::remove_all(path, error);
+  }
+  DS_CHECK(!error, Errc::Io, "cannot remove {}: {}", path.string(), error.message());
 }
 
 }  // namespace ds::serve

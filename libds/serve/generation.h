@@ -9,8 +9,13 @@
 //                   run     what the run is: meta and parameters as checkpoints know them, pieces that each rank saves
 //                   states  a link to the slots, which are beside it, or on the disk of --path
 //                   pending a step that is decided, but perhaps not done; goes when it is
+//   NAME/step-ID             a step for a run of another layout; with --path, a link to one on the disk
 //
 // A generation that is not current is of no use, and goes when a server starts or has another.
+//
+// The directory of --path may be shared: by users, and by containers and hosts that each have a /dev/shm of their own.
+// A file there is called ds-offload.NAME.ID.HOST. The links above are the only proof of whose it is: a server removes
+// what a link in its own directory names, by an ID that nobody else has drawn, and nothing else.
 
 #include <memory>
 #include <optional>
@@ -39,7 +44,7 @@ void parse_file(const std::string& path, Read&& read) {
 }
 
 // The lock of a server's directory, as long as it lives; nothing where another process has it, or the directory is
-// gone. Throws Errc::Io.
+// gone. Throws Errc::Io, also where the lock is not a regular file.
 class DirectoryLock {
  public:
   static std::optional<DirectoryLock> take(const std::string& directory);
@@ -109,10 +114,11 @@ class Generation {
   // For people: "in memory", "in a file (io_uring, direct)".
   std::string where() const;
 
-  // Removes its files. It is of no use then.
+  // Removes its files; it cannot be used any more. If one cannot be removed, that is a warning.
   void remove() noexcept;
-  // The same of any, and of what a generation that was never whole left.
-  static void remove(const std::string& directory, const std::string& id) noexcept;
+  // The same for any generation, also one that was never whole. Throws Errc::Io or Errc::Unavailable if the file on a
+  // disk cannot be removed, is another user's, or another process has it: then all of the generation stays.
+  static void remove(const std::string& directory, const std::string& id);
 
  private:
   void number_chunks();
@@ -136,5 +142,19 @@ class Generation {
 
 // The current generation of a server's directory; empty: there is none.
 std::string current_generation(const std::string& directory);
+// Whether it is the name of a generation: 16 hexadecimal digits.
+bool is_generation_id(std::string_view name);
+
+// The names that a server gives to files in the directory of --path: "ds-offload.NAME.ID.HOST", with "step-" before the
+// ID of a step.
+std::string disk_name(const std::string& server, const std::string& id);
+// What such a name states; nothing if it is not one of `server`. host: empty for a file of earlier versions.
+struct DiskName {
+  std::string id, host;
+};
+std::optional<DiskName> parse_disk_name(std::string_view file, const std::string& server);
+// Removes what `link` names, and then the link: a file, or a directory of a step, in a directory that is shared.
+// Leaves what is not of this ID. Throws as Generation::remove().
+void remove_from_disk(const std::string& link, const std::string& id);
 
 }  // namespace ds::serve

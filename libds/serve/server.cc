@@ -2,6 +2,7 @@
 #include "serve/server.h"
 
 #include <fcntl.h>
+#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/file.h>
 #include <sys/socket.h>
@@ -70,11 +71,10 @@ Server::Server(const offload::ServeOptions& options, Event event)
   if (!files_.path.empty()) offload::BlockFile::check(files_.path, 0);
   take_name();
   const std::string id = current_generation(place_.directory);
-  // What a server that was killed has left of others.
-  for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory)) {
-    const std::string name = entry.path().filename();
-    if (entry.is_directory() && name != id && name.size() == 16) Generation::remove(place_.directory, name);
-    if (name.starts_with("step-")) fs::remove_all(entry.path());
+  try {
+    remove_leftovers(place_.directory, id);  // of a server that was killed
+  } catch (const Error& e) {
+    log_message(LogLevel::Warning, e.what());
   }
   if (!id.empty()) {
     const std::string at = states_directory(place_.directory, id);
@@ -89,7 +89,7 @@ Server::Server(const offload::ServeOptions& options, Event event)
         place_.name, has_checksums ? "with" : "without", has_checksums ? "with" : "without", place_.name);
     recover(*current_, *device_);
   }
-  if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);
+  if (!files_.path.empty()) warn_of_others(id);
   remove_abandoned();
   listen();
   event_(current_ ? fmt::format("goes on with the states of step {}, {} {}", current_->header().record.step,
@@ -103,18 +103,37 @@ Server::~Server() {
     ::close(listener_);
     ::unlink(place_.socket().c_str());
   }
-  // What one never had anything in needs no name.
-  std::error_code unknown;
-  const bool empty = !fs::exists(place_.directory + "/current", unknown) && !unknown;
   if (run_ && run_->coming) run_->coming->remove();
   run_.reset();
   current_.reset();
+  drop_step();
+  // What one never had anything in needs no name. A link to a file that could not be removed stays.
+  std::error_code unknown;
+  const bool empty = !fs::exists(place_.directory + "/current", unknown) && !unknown &&
+                     std::ranges::none_of(fs::directory_iterator(place_.directory, unknown), [&](const auto& entry) {
+                       return is_generation_id(entry.path().filename().string()) || entry.is_symlink(unknown);
+                     });
   if (empty) {
     std::error_code ignored;
     remove_abandoned();
     fs::remove_all(place_.directory, ignored);
     ::rmdir(offload::ServerPlace::root().c_str());  // if it was the last
   }
+}
+
+// The directory of --path may be shared, and the file of a server that has ended looks like one of a server that will
+// come back: another user's, or one whose /dev/shm this process does not see.
+void Server::warn_of_others(const std::string& id) const {
+  constexpr size_t kMostShown = 3;
+  std::vector<std::string> others = states_of_others(files_.path, place_.name, id);
+  const size_t all = others.size();
+  if (all == 0) return;
+  others.resize(std::min(all, kMostShown));
+  log_message(LogLevel::Warning,
+              fmt::format("{} has states of other servers named '{}', which this one leaves alone: {}{}. Remove them "
+                          "only if their servers are gone for good, as after a restart of their host",
+                          files_.path, place_.name, fmt::join(others, ", "),
+                          all > kMostShown ? fmt::format(", and {} more", all - kMostShown) : ""));
 }
 
 void Server::take_name() {
@@ -416,18 +435,23 @@ void Server::clear() { new_generation(); }
 
 std::string Server::write_step(Generation& g) {
   g.flush();
-  step_dir_ = files_.path.empty() ? fmt::format("{}/step-{}", place_.directory, random_hex64())
-                                  : fmt::format("{}/ds-offload.{}.step-{}", files_.path, place_.name, random_hex64());
   try {
-    return write_checkpoint(g, step_dir_, {});
+    const StepPlace place = make_step_place(place_.directory, files_.path, place_.name);
+    step_ = place.entry;
+    return write_checkpoint(g, place.path, {});
   } catch (const Error& e) {
-    std::error_code ignored;
-    fs::remove_all(step_dir_, ignored);
+    drop_step();
     if (e.code() != Errc::Io) throw;
     throw Error(
         Errc::Unavailable,
         fmt::format("the run is of another layout, and there is no place for a step of what there is: {}", e.what()));
   }
+}
+
+void Server::drop_step() noexcept try {
+  if (!step_.empty()) remove_step(std::exchange(step_, {}));
+} catch (const std::exception& e) {
+  log_message(LogLevel::Warning, e.what());
 }
 
 void Server::publish() {
@@ -454,7 +478,7 @@ void Server::publish() {
     if (current_) current_->remove();
     current_ = std::move(run_->coming);
   }
-  if (!step_dir_.empty()) fs::remove_all(std::exchange(step_dir_, {}));
+  drop_step();
 }
 
 void Server::commit() {
@@ -520,7 +544,7 @@ void Server::end_run() {
   run_->passes.reset();
   if (run_->coming) run_->coming->remove();
   run_.reset();
-  if (!step_dir_.empty()) fs::remove_all(std::exchange(step_dir_, {}));
+  drop_step();
   if (current_) {  // its windows may have what is forgotten
     const std::string id = current_->id();
     current_.reset();

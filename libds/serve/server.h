@@ -71,6 +71,8 @@ class Server {
   void status(Peer& peer);
   Generation& generation() { return run_->coming ? *run_->coming : *current_; }
   std::string write_step(Generation& g);
+  void drop_step() noexcept;
+  void warn_of_others(const std::string& id) const;
   void new_generation();
   void open_passes();
   std::vector<Peer*> ranks();
@@ -87,7 +89,7 @@ class Server {
   std::unique_ptr<Generation> current_;
   std::optional<Run> run_;
   std::optional<Error> why_;  // the run has failed
-  std::string step_dir_;      // of the current generation, for a run of another layout
+  std::string step_;          // of the current generation, for a run of another layout: its entry in the directory
   bool stopped_ = false;
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "serve/stored.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
+#include <pwd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 
 #include "base/limits.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/run_lock.h"
 #include "comm/communicator.h"
 #include "ds/offload.h"
 #include "probe/host.h"
@@ -26,6 +27,8 @@ namespace ds::serve {
 namespace {
 
 namespace fs = std::filesystem;
+constexpr std::string_view kStep = "step-";  // and an ID: the name of an entry in a server's directory
+
 using offload::Connection;
 using offload::Message;
 using offload::ServedPart;
@@ -141,34 +144,51 @@ std::string states_directory(const std::string& directory, const std::string& id
   return states.parent_path() == fs::path(directory) / id ? "" : states.parent_path().string();
 }
 
-namespace {
-
-// "ds-offload.NAME." and an id, or "step-" and one: what a server makes on a disk. Nothing else is touched.
-std::optional<std::string> id_of(const std::string& file, const std::string& name) {
-  const std::string prefix = fmt::format("ds-offload.{}.", name);
-  if (!file.starts_with(prefix)) return std::nullopt;
-  std::string id = file.substr(prefix.size());
-  if (id.starts_with("step-")) id.erase(0, 5);
-  if (id.size() != 16 || id.find_first_not_of("0123456789abcdef") != std::string::npos) return std::nullopt;
-  return id;
+void remove_leftovers(const std::string& directory, const std::string& current) {
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename();
+    if (name.starts_with(kStep)) remove_step(entry.path());
+    if (!is_generation_id(name) || name == current || !fs::is_directory(entry.symlink_status())) continue;
+    Generation::remove(directory, name);
+  }
 }
 
-}  // namespace
+// The link first, so that no step is on a disk that nothing names.
+StepPlace make_step_place(const std::string& directory, const std::string& path, const std::string& server) {
+  const std::string id = random_hex64();
+  StepPlace place{.entry = fmt::format("{}/{}{}", directory, kStep, id), .path = {}};
+  place.path =
+      path.empty() ? place.entry : fmt::format("{}/{}", path, disk_name(server, fmt::format("{}{}", kStep, id)));
+  std::error_code error;
+  if (!path.empty()) fs::create_symlink(place.path, place.entry, error);
+  DS_CHECK(!error, Errc::Io, "cannot make {}: {}", place.entry, error.message());
+  if (::mkdir(place.path.c_str(), 0700) == 0) return place;
+  const std::string why = system_reason(errno);
+  fs::remove(place.entry, error);
+  throw Error(Errc::Io, fmt::format("cannot make {}: {}", place.path, why));
+}
 
-// A file that a server has, of whichever machine or container, is locked.
-void remove_orphans(const std::string& path, const std::string& name, const std::string& current) {
+void remove_step(const std::string& entry) {
+  remove_from_disk(entry, fs::path(entry).filename().string().substr(kStep.size()));
+  std::error_code error;
+  fs::remove_all(entry, error);
+  DS_CHECK(!error, Errc::Io, "cannot remove {}: {}", entry, error.message());
+}
+
+std::vector<std::string> states_of_others(const std::string& path, const std::string& server, const std::string& id) {
+  std::vector<std::string> others;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
-    const std::optional<std::string> id = id_of(entry.path().filename(), name);
-    if (!id || *id == current) continue;
-    if (entry.is_directory(error)) {
-      fs::remove_all(entry.path(), error);
-      continue;
-    }
-    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
-    if (fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) == 0) fs::remove(entry.path(), error);
-    if (fd >= 0) ::close(fd);
+    const std::optional<DiskName> name = parse_disk_name(entry.path().filename().string(), server);
+    struct stat st {};
+    if (!name || name->id == id || ::lstat(entry.path().c_str(), &st) != 0) continue;
+    const passwd* const user = ::getpwuid(st.st_uid);
+    others.push_back(fmt::format("{} (user {}{}{})", entry.path().string(),
+                                 user != nullptr ? user->pw_name : std::to_string(st.st_uid),
+                                 name->host.empty() ? "" : ", host ", name->host));
   }
+  std::ranges::sort(others);
+  return others;
 }
 
 void write_run(const Generation& g, const RunTexts& texts) {
@@ -350,6 +370,14 @@ void remove_server(const std::string& name) {
       if (e.code() != Errc::Comm) throw;
     }
   }
+  // A lock that is a link, a directory or a pipe was never a server's. What a link leads to stays.
+  const std::string lock_name = place.directory + "/lock";
+  if (const fs::file_status lock = fs::symlink_status(lock_name, error);
+      fs::exists(lock) && !fs::is_regular_file(lock)) {
+    fs::remove(lock_name, error);
+    DS_CHECK(!error, Errc::Io, "{} is not a server's lock, and cannot be removed: {}; remove it, then try again",
+             lock_name, error.message());
+  }
   std::optional<serve::DirectoryLock> lock;
   for (int tries = 0; tries < kPatience * 100 && fs::exists(place.directory, error); ++tries) {
     if ((lock = serve::DirectoryLock::take(place.directory))) break;
@@ -360,24 +388,24 @@ void remove_server(const std::string& name) {
              "the server '{}' does not end, or a tool looks at what it has left", name);
     return;
   }
-  for (const fs::directory_entry& entry : fs::directory_iterator(place.directory, error)) {
-    if (!entry.is_directory(error)) continue;
-    const std::string id = entry.path().filename();
-    std::string at;
-    try {
-      at = serve::states_directory(place.directory, id);
-    } catch (const Error&) {  // of one that never came so far
-    }
-    serve::Generation::remove(place.directory, id);
-    if (!at.empty()) serve::remove_orphans(at, name, "");
-  }
+  serve::remove_leftovers(place.directory, "");
   fs::remove_all(place.directory, error);
+  DS_CHECK(!error, Errc::Io, "cannot remove {}: {}", place.directory, error.message());
   ::rmdir(ServerPlace::root().c_str());  // if it was the last
 }
 
 std::string dump_server(const std::string& name, const std::string& dir) {
   serve::Look look(name);
-  return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });
+  std::error_code error;
+  const bool is_new = fs::create_directories(dir, error);
+  DS_CHECK(fs::is_directory(dir, error), Errc::Config, "{}: is not a directory, and cannot be made one", dir);
+  try {
+    const RunLock lock(dir);  // a run that is at work there has unfinished steps, which are not leftovers
+    return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });
+  } catch (...) {
+    if (is_new) ::rmdir(dir.c_str());
+    throw;
+  }
 }
 
 std::vector<std::string> verify_server(const std::string& name) {

@@ -11,8 +11,19 @@ namespace ds::serve {
 
 // Where the slots of a generation are: a directory of a disk; empty: in memory.
 std::string states_directory(const std::string& directory, const std::string& id);
-// Removes files of a server's earlier generations from the directory of a disk.
-void remove_orphans(const std::string& path, const std::string& name, const std::string& current);
+// Removes what its earlier generations have left of a server, whose lock the caller has: all but `current`, which may
+// be empty. Throws as Generation::remove().
+void remove_leftovers(const std::string& directory, const std::string& current);
+// A step for a run of another layout: in the server's directory or, where `path` is not empty, in that directory of a
+// disk, with a link to it. For its owner alone. `entry`: its name in the server's directory.
+struct StepPlace {
+  std::string entry, path;
+};
+StepPlace make_step_place(const std::string& directory, const std::string& path, const std::string& server);
+// Throws as Generation::remove().
+void remove_step(const std::string& entry);
+// Files in the directory of a disk that servers of this name have made and `id` is not of, each with whose it is.
+std::vector<std::string> states_of_others(const std::string& path, const std::string& server, const std::string& id);
 
 void write_run(const Generation& generation, const RunTexts& texts);
 RunTexts read_run(const Generation& generation);

@@ -167,6 +167,14 @@ assert_nothing_left() {
   [[ -d elsewhere/logs ]]
   run "$launch" --log-dir /proc/no true
   assert_failure 2
+  echo data >data
+  for make in "ln -s ../data" "ln data" mkfifo mkdir; do
+    rm -rf logs && mkdir logs
+    $make logs/rank-00000.log
+    run -2 timeout 20 "$launch" --log-dir logs echo hello
+    assert_output --partial "--log-dir: cannot write logs/rank-00000.log: it "
+  done
+  [[ $(<data) == data ]]
 }
 
 @test "a reader that goes away ends the job quietly" {

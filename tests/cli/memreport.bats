@@ -34,6 +34,15 @@ assert there == sent, (there, sent)
 PY
 }
 
+@test "no report replaces a file that the configuration names" {
+  cp text.txt before
+  refuses 2 "--write: text.txt is an input of this run, by data.train" cfg.json --write text.txt
+  refuses 2 "--output: text.txt is an input of this run, by data.train" cfg.json --output text.txt
+  ln -s text.txt x.svg
+  refuses 2 "--plot: x.svg is an input of this run, by data.train" cfg.json --plot x.svg
+  cmp before text.txt
+}
+
 @test "a run counts what was predicted, over stages, tensors and pipelines" {
   local keys
   for keys in zero_optimization.stage=0 zero_optimization.stage=3 tensor_parallel.tp_size=2 \

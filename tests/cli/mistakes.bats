@@ -90,6 +90,45 @@ refuses() {
   refuses 2 "--output loop: Too many levels" cfg.json --output loop
 }
 
+@test "two outputs cannot be one file" {
+  refuses 2 "--output x.json: is also --trace" cfg.json --output x.json --trace x.json
+  refuses 2 "--output ./x.svg: is also --plan" cfg.json --check --output ./x.svg --plan x.svg
+  refuses 2 "--plan x.svg: is also --pattern" cfg.json --check --pattern x.svg --plan x.svg
+}
+
+# Most are known before anything is opened: nobody waits for the other end of a pipe.
+@test "what a key names and is no file is a mistake of the configuration" {
+  mkdir directory
+  mkfifo pipe
+  ln -s none dangling
+  local key file other
+  for key in model.path data.train data.validation data.tokenizer sparse_attention.layout cuda.autotune_file; do
+    for file in directory pipe /dev/zero dangling; do
+      [[ $key != cuda* || $file != dangling ]] || continue # one that is made
+      case $key in
+        model.path) other='model={"path": "'$file'"}' ;;
+        sparse*) other='sparse_attention={"mode": "layout", "block": 16, "layout": "'$file'"}' ;;
+        cuda*) other='cuda={"autotune": true, "autotune_file": "'$file'"}' ;;
+        *) other=$key=$file ;;
+      esac
+      run -2 --separate-stderr timeout 20 ds-train cfg.json --set "$other"
+      [[ $stderr == *"$file"* ]] || fail "$key $file: $stderr"
+      [[ $key == data.[tv]* && $file == dangling || $stderr == *"$key"* ]] || fail "$key $file: $stderr"
+    done
+  done
+}
+
+@test "weights that are a pipe are a mistake of whoever names them" {
+  mkfifo pipe.safetensors
+  refuses 2 "--weights: pipe.safetensors is a pipe" cfg.json --out run --weights pipe.safetensors
+  ds-train cfg.json --out run --quiet
+  ds-ckpt-merge run -o hf --format hf --quiet
+  rm hf/model.safetensors
+  mkfifo hf/model.safetensors
+  sed -i 's/"model": {[^}]*}/"model": {"path": "hf"}/' cfg.json
+  refuses 2 "model.path: hf/model.safetensors is a pipe" cfg.json --out new --set data.tokenizer=bytes
+}
+
 @test "--output follows a link, also one that leads to nothing yet" {
   ln -s result link
   run -0 ds-train cfg.json --check --output link

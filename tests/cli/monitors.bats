@@ -136,6 +136,10 @@ PY
   refused 2 'csv_monitor.output_path: cannot write in file/' --set csv_monitor.enabled=true --set csv_monitor.output_path=file
   refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom
   refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom --check
+  refused 2 'tensorboard.job_name: "a/../b" leads out of output_path' --set tensorboard.enabled=true \
+    --set tensorboard.job_name=a/../b
+  refused 2 'csv_monitor.job_name: "/tmp/x" leads out of output_path' --set csv_monitor.enabled=true \
+    --set csv_monitor.job_name=/tmp/x --check
   refused 2 'prometheus.file: refused/metrics.jsonl is a file that the run writes itself' \
     --set prometheus.file=refused/metrics.jsonl
   refused 2 'prometheus.file: ./refused/step-00000002/x is a file that the run' --set prometheus.file=./refused/step-00000002/x
@@ -145,12 +149,39 @@ PY
   [[ $stderr == *'csv_monitor.output_path: is missing, and there is no run directory'* ]] || fail "$stderr"
 }
 
+@test "a directory of monitors may be named by way of one that does not exist yet" {
+  ds-train cfg.json --out run --quiet --steps 2 --set csv_monitor.enabled=true --set csv_monitor.output_path=new/../csv
+  assert [ -e csv/DeepSpeedJobName/train_loss.csv ]
+  assert [ ! -e new ]
+}
+
+# As with a link: an appended line would be in a file that nobody has named, and a pipe would be waited for.
+@test "no monitor writes through a link or into a pipe" {
+  mkdir -p csv/DeepSpeedJobName
+  cp text.txt data.txt
+  local file=csv/DeepSpeedJobName/train_loss.csv
+  for make in "ln -s ../../data.txt" "ln data.txt" mkfifo mkdir "cp data.txt"; do
+    $make $file
+    for check in "" --check; do
+      run -2 --separate-stderr timeout 20 ds-train cfg.json --out run $check --set csv_monitor.enabled=true \
+        --set csv_monitor.output_path=csv
+      [[ $stderr == *"csv_monitor.output_path: "*"$file"* ]] || fail "$make: $stderr"
+    done
+    rm -r $file
+  done
+  cmp text.txt data.txt
+  assert [ ! -e run ]
+}
+
 # metrics.jsonl is written first, and has the step that a monitor could not take.
 @test "a monitor that fails later ends the run as save.on_error says, and loses no line" {
-  [[ -e /dev/full ]] || skip 'there is no /dev/full'
   mkdir -p csv/DeepSpeedJobName
-  ln -s /dev/full csv/DeepSpeedJobName/train_mfu.csv
-  monitored() { ds-train cfg.json --out "$@" --set csv_monitor.enabled=true --set csv_monitor.output_path=csv; }
+  monitored() { # with a full disk for one of the files, from the third of its changes on
+    head -c 64 /dev/zero >log
+    RANK=0 LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" DS_CRASH_AT=2 DS_CRASH_MODE=sticky \
+      DS_CRASH_ERRNO=28 DS_CRASH_DIR="$(realpath csv)/DeepSpeedJobName/train_mfu.csv" \
+      ds-train cfg.json --out "$@" --set csv_monitor.enabled=true --set csv_monitor.output_path=csv
+  }
   run -1 --separate-stderr monitored stopped
   [[ $stderr == *'cannot write csv/DeepSpeedJobName/train_mfu.csv: No space left on device'* ]] || fail "$stderr"
   assert_equal "$(losses stopped | wc -l)" 1
@@ -217,14 +248,18 @@ PY
   reports() { # file, arguments
     local file=$1 where
     shift
-    for where in "--trace $file" "--set prometheus.file=$file" \
+    for where in "--trace $file" "--set prometheus.file=$file" "--output $file" "--check --output $file" \
+      "--check --pattern $file" "--check --plan $file" \
       "--set flops_profiler.enabled=true --set flops_profiler.output_file=$file"; do
       run -2 --separate-stderr ds-train "$@" --out refused $where
-      [[ $stderr == *"$file is "* ]] || fail "$where: $stderr"
+      [[ $stderr == *"$file"* ]] || fail "$where: $stderr"
     done
   }
   reports copy.json copy.json
   reports text.txt cfg.json
+  cp text.txt more.txt
+  sha256sum more.txt >>before
+  reports more.txt cfg.json --set data.validation=more.txt
   reports hfm/config.json hf.json
   reports w.safetensors cfg.json --weights w.safetensors
   reports first/step-00000002/model.h5 cfg.json --resume first

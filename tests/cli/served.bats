@@ -18,7 +18,7 @@ setup() {
 teardown() {
   ranks_here | xargs -r kill -9
   [[ -z ${server:-} ]] || kill -9 "$server" 2>/dev/null || true
-  "$DS_BIN/ds-offload" rm "$name" 2>/dev/null || true
+  "$DS_BIN/ds-offload" rm "$name" "$name-away" 2>/dev/null || true
 }
 
 place() { echo "/dev/shm/ds-offload.$(id -u)/$name"; }
@@ -275,7 +275,11 @@ ordinary() { # optimizer where
   [[ $stderr == *"another run is attached"* ]]
   run -4 --separate-stderr ds-offload rm "$name"
   [[ $stderr == *"a run is attached"* ]]
-  # A look at it does not end it.
+  # A look at it does not end it. Nobody else writes in the directory of a run: unfinished steps there are its own.
+  mkdir away/.tmp-step-00099999-0123456789abcdef
+  run -2 --separate-stderr ds-offload dump "$name" away
+  [[ $stderr == *"run directory away is in use by another run (process "* ]] || fail "$stderr"
+  rmdir away/.tmp-step-00099999-0123456789abcdef
   run -0 ds-offload dump "$name" dumped
   run -0 ds-offload verify "$name"
   local seen
@@ -571,18 +575,97 @@ PYTHON
   done
 }
 
+@test "in a shared directory a server leaves alone what another server of its name has left" {
+  serve --path disk
+  train 1 --steps 3
+  kill "$server"
+  wait "$server"
+  mv "$(place)" "$(place)-away" # as for a server that has another user, or another /dev/shm
+  : >server.log
+  serve --path disk
+  grep -q "disk has states of other servers named '$name', .*(user $(id -un), host $(hostname))" server.log
+  ds-train cfg.json --out other --steps 2 --quiet "${served[@]}"
+  assert_equal "$(ls disk | wc -l)" 2
+  ds-offload rm "$name"
+  wait "$server"
+  assert_equal "$(ls disk | wc -l)" 1
+  mv "$(place)-away" "$(place)"
+  serve --path disk
+  train 1
+  ds-train cfg.json --out memory --quiet
+  assert_equal "$(losses away)" "$(losses memory)"
+  ds-offload rm "$name"
+  wait "$server"
+  assert_equal "$(ls disk)" ""
+}
+
+# Whether the step is in memory or on a disk.
+@test "a step that a server made for a run of another layout goes when the server was killed" {
+  local where step
+  for where in --shm "--path disk"; do
+    mkdir -p "$(place)" && chmod 700 "$(place)" "$(dirname "$(place)")"
+    step="$(place)/step-0123456789abcdef"
+    if [[ $where == --shm ]]; then
+      mkdir "$step"
+    else
+      mkdir "disk/ds-offload.$name.step-0123456789abcdef.host" "disk/ds-offload.$name.step-aaaaaaaaaaaaaaaa.host"
+      ln -s "$PWD/disk/ds-offload.$name.step-0123456789abcdef.host" "$step"
+    fi
+    # shellcheck disable=SC2086
+    serve $where
+    assert [ ! -L "$step" ]
+    assert [ ! -e "$step" ]
+    ds-offload rm "$name"
+    wait "$server"
+  done
+  assert_equal "$(ls disk)" "ds-offload.$name.step-aaaaaaaaaaaaaaaa.host" # whose link is nowhere here
+}
+
+@test "a server whose lock is no file is removed, and what a link leads to stays" {
+  local lock
+  lock="$(place)/lock"
+  echo book >book
+  stopped() { # with a state
+    serve --path disk
+    train 1 --steps 2
+    kill "$server"
+    wait "$server"
+    rm "$lock"
+    rm -r away
+  }
+  for make in "ln -s $PWD/book" "ln -s $PWD/nothing" mkdir mkfifo; do
+    stopped
+    $make "$lock"
+    run -1 --separate-stderr timeout 20 ds-offload serve "$name" --path disk
+    [[ $stderr == *"$lock is not a regular file, so no server can lock it: ds-offload rm $name removes"* ]] || fail "$stderr"
+    run -0 timeout 20 ds-offload rm "$name"
+    assert [ ! -e "$(place)" ]
+    assert_equal "$(ls disk)" ""
+  done
+  stopped
+  mkdir -p "$lock/mine"
+  run -1 --separate-stderr timeout 20 ds-offload rm "$name"
+  [[ $stderr == *"$lock is not a server's lock, and cannot be removed: Directory not empty"* ]] || fail "$stderr"
+  assert [ -d "$lock/mine" ]
+  assert_equal "$(ls disk | wc -l)" 1
+  rm -r "$lock"
+  ds-offload rm "$name"
+  assert_equal "$(cat book; ls disk)" book
+}
+
 @test "what is not a server's is not touched on its disk" {
   mkdir "disk/ds-offload.$name.backup"
   touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"
-  touch "disk/ds-offload.$name.0123456789abcdef" # of a server that was killed
+  touch "disk/ds-offload.$name.0123456789abcdef" # of a server that is not here, or whose host was restarted
   serve --path disk
+  grep -q "disk/ds-offload.$name.0123456789abcdef (user $(id -un))" server.log
   train 1 --steps 2
   run -0 ls disk
   for kept in backup log 0123; do assert_line "ds-offload.$name.$kept"; done
   assert_line "ds-offload.$name-b.0123456789abcdef"
-  refute_line "ds-offload.$name.0123456789abcdef"
+  assert_line "ds-offload.$name.0123456789abcdef"
   ds-offload rm "$name"
-  assert_equal "$(ls disk | wc -l)" 4
+  assert_equal "$(ls disk | wc -l)" 5
 }
 
 @test "a checkpoint that cannot be loaded leaves the server what it has" {

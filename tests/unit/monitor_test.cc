@@ -4,9 +4,13 @@
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <cmath>
+#include <csignal>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <regex>
 #include <set>
@@ -160,9 +164,35 @@ TEST(CsvFiles, AreThoseOfPythonsWriter) {
                           "train_loss.csv", "train_mfu.csv", "train_tokens_per_s.csv", "validation_loss.csv"));
 }
 
+// While it lives, no file grows beyond so many bytes: what a full disk does to one that grows.
+class SmallFiles {
+ public:
+  explicit SmallFiles(rlim_t bytes) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit small{.rlim_cur = bytes, .rlim_max = before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    handler_ = std::signal(SIGXFSZ, SIG_IGN);
+  }
+  ~SmallFiles() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  SmallFiles(const SmallFiles&) = delete;
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int);
+};
+
 TEST(AppendedFile, HasTextsWholeOrNotAtAll) {
   const TempDirectory dir;
-  EXPECT_ERROR(AppendedFile("/dev/full").append("text"), Errc::Io, "cannot write /dev/full: No space left on device");
+  {
+    AppendedFile file(dir / "small");
+    file.append("line\n");
+    const SmallFiles limit(8);
+    EXPECT_ERROR(file.append("text\n"), Errc::Io, "small: File too large");
+  }
+  EXPECT_EQ(read_file(dir / "small"), "line\n");
   EXPECT_ERROR(AppendedFile(dir / "none/file"), Errc::Io, "cannot open");
   for (const auto& [torn, whole] : {std::pair<std::string, std::string>{"", ""},
                                     {"a", ""},
@@ -175,6 +205,27 @@ TEST(AppendedFile, HasTextsWholeOrNotAtAll) {
     AppendedFile(dir / "file").cut_torn_line();
     EXPECT_EQ(read_file(dir / "file"), whole);
   }
+}
+
+TEST(AppendedFile, IsAFileThatNothingElseShares) {
+  const TempDirectory dir;
+  write_file(dir / "data", "data");
+  fs::create_symlink("data", dir / "link");
+  fs::create_symlink("none", dir / "dangling");
+  fs::create_hard_link(dir / "data", dir / "second");
+  fs::create_directory(dir / "directory");
+  ASSERT_EQ(::mkfifo((dir / "pipe").c_str(), 0600), 0);
+  EXPECT_ERROR(AppendedFile(dir / "link"), Errc::Io, "link: it is a symbolic link");
+  EXPECT_ERROR(AppendedFile(dir / "dangling"), Errc::Io, "dangling: it is a symbolic link");
+  EXPECT_ERROR(AppendedFile(dir / "second"), Errc::Io, "second: it has another name as well (hard link)");
+  EXPECT_ERROR(AppendedFile(dir / "directory"), Errc::Io, "directory: it is not a regular file");
+  EXPECT_ERROR(AppendedFile(dir / "pipe"), Errc::Io, "pipe: it is not a regular file");
+  EXPECT_ERROR(AppendedFile("/dev/full"), Errc::Io, "/dev/full: it is not a regular file");
+  EXPECT_EQ(read_file(dir / "data"), "data");
+  EXPECT_FALSE(fs::exists(dir / "none"));
+  EXPECT_FALSE(AppendedFile::create(dir / "link"));
+  EXPECT_FALSE(AppendedFile::create(dir / "data"));
+  EXPECT_TRUE(AppendedFile::create(dir / "new"));
 }
 
 // A strict reader of Prometheus's text format, for what a textfile collector takes: HELP and TYPE before the samples of
@@ -430,29 +481,77 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   std::filesystem::create_symlink("book.txt", std::string(dir / "link"));
   config.data.train = {dir / "book.txt"};
   config.prometheus.file = dir / "link";
-  EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a data file of this run");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "is an input of this run");
+  // A link leads only to what a run may have written.
+  config.data.train.clear();
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "holds something else");
+  write_file(dir / "book.txt", prometheus_text(step_record(1), {}, "job", 1));
+  EXPECT_NO_THROW(check_in(config, ""));
+  config.flops_profiler = {.enabled = true, .output_file = dir / "link"};
+  config.prometheus.file.clear();
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: ");
+  const report::StepWork work = some_work();
+  write_file(dir / "book.txt", flops_text(step_record(1), work, 1, 1, false));
+  EXPECT_NO_THROW(check_in(config, ""));
+  config = {};
   for (const char* name : {"tokens.h5", "tokens.idx"}) {
-    write_file(dir / name, "data");
+    for (const char* file : {name, "tokens.bin"}) write_file(dir / file, "data");
     config.data.train = {dir / (std::string_view(name).ends_with("h5") ? "tokens.h5:/ids" : "tokens")};
     config.prometheus.file = dir / name;
-    EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a data file of this run");
+    EXPECT_ERROR(check_in(config, ""), Errc::Config, "is an input of this run");
   }
   config = {};
   config.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");
 }
 
+// Names in the directory of a monitor are ours to give, and nothing that has one of them already is written to.
+TEST(Monitors, WhatLiesInThePlaceOfTheirFilesIsKnownBefore) {
+  Config config;
+  config.csv_monitor = {.enabled = true, .output_path = {}, .job_name = "job"};
+  const auto message = [&](const char* name, const std::function<void(const std::string&)>& make) -> std::string {
+    const TempDirectory dir;
+    write_file(dir / "data", "data");
+    fs::create_directories(dir / "job");
+    make(dir / fmt::format("job/{}", name));
+    config.csv_monitor.output_path = dir.path();
+    std::string what;
+    try {
+      check_in(config, "");
+    } catch (const Error& e) {
+      what = e.code() == Errc::Config ? e.what() : "of another code";
+    }
+    EXPECT_EQ(read_file(dir / "data"), "data");
+    return what;
+  };
+  const auto link = [](const std::string& path) { fs::create_symlink("../data", path); };
+  const auto hard = [](const std::string& path) {
+    fs::create_hard_link(fs::path(path).parent_path().parent_path() / "data", path);
+  };
+  const auto text = [](const std::string& path) { write_file(path, "a,b\n1,2\n"); };
+  const auto pipe = [](const std::string& path) { ::mkfifo(path.c_str(), 0600); };
+  EXPECT_THAT(message("train_loss.csv", link), HasSubstr("csv_monitor.output_path: "));
+  EXPECT_THAT(message("train_loss.csv", link), HasSubstr("is a symbolic link"));
+  EXPECT_THAT(message("memory_params.csv", hard), HasSubstr("(hard link)"));
+  EXPECT_THAT(message("comm_dp.all_gather.csv", text), HasSubstr("is not a file of csv_monitor"));
+  EXPECT_THAT(message("validation_loss.csv", pipe), HasSubstr("is not a regular file"));
+  EXPECT_EQ(message("book.csv", link), "");
+  EXPECT_EQ(message("train_loss.csv", [](const std::string& path) { write_file(path, "step,loss\r\n1,2\r\n"); }), "");
+  EXPECT_EQ(message("train_loss.csv", [](const std::string& path) { write_file(path, "st"); }), "");  // torn
+}
+
 // One that fails takes nothing from the others.
 TEST(Monitors, AllAreCalledAndTheFirstErrorIsThrown) {
   const TempDirectory dir;
   fs::create_directories(dir / "csv/job");
-  fs::create_symlink("/dev/full", dir / "csv/job/train_loss.csv");
+  write_file(dir / "csv/job/train_loss.csv", "step,loss\r\n" + std::string(4000, '0') + "\n");
   Config config;
   config.csv_monitor = {.enabled = true, .output_path = dir / "csv", .job_name = "job"};
   config.prometheus.file = dir / "run.prom";
   config.steps_per_print = 1;
   Monitors monitors(config, {});
-  EXPECT_ERROR(monitors.step(step_record(1)), Errc::Io, "train_loss.csv: No space left on device");
+  const SmallFiles limit(4010);
+  EXPECT_ERROR(monitors.step(step_record(1)), Errc::Io, "train_loss.csv: File too large");
   EXPECT_TRUE(fs::exists(dir / "run.prom"));
 }
 

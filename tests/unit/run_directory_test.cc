@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../temp_directory.h"
+#include "checkpoint/run_lock.h"
 #include "ds/error.h"
 
 namespace ds::engine {
@@ -50,13 +51,13 @@ TEST(RunDirectory, IsFreeAgainWhenARunCouldNotHaveIt) {
   const testing::TempDirectory dir;
   const std::string path = dir / "run";
   { const RunDirectory run(path, "", ""); }
-  EXPECT_NO_THROW(RunDirectory::check_free(path));
-  EXPECT_NO_THROW(RunDirectory::check_free(dir / "absent"));
+  EXPECT_NO_THROW(RunLock::check_free(path));
+  EXPECT_NO_THROW(RunLock::check_free(dir / "absent"));
   std::ofstream(path + "/metrics.jsonl") << "{}\n";
   EXPECT_THROW(RunDirectory(path, "", ""), Error);
   const RunDirectory run(path, "latest", "");
   EXPECT_THROW(RunDirectory(path, "latest", ""), Error);  // held
-  EXPECT_THROW(RunDirectory::check_free(path), Error);
+  EXPECT_THROW(RunLock::check_free(path), Error);
   EXPECT_TRUE(std::filesystem::exists(path + "/lock"));
 }
 

@@ -5,13 +5,17 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <filesystem>
+#include <fstream>
 
 #include "probe/host.h"
 #include "serve/passes.h"
+#include "serve/stored.h"
 #include "temp_directory.h"
 
 namespace ds::serve {
@@ -291,6 +295,59 @@ TEST_P(Serve, ThereIsRoomOrItIsSaid) {
   for (const auto& entry : std::filesystem::directory_iterator(directory_.path()))
     EXPECT_TRUE(entry.path().filename().string().starts_with("mail.")) << entry.path();
   EXPECT_TRUE(std::filesystem::is_empty(disk_.path()));
+}
+
+// Whatever lies beside them: what no link of the server's own names, and what somebody uses, stays.
+TEST(Leftovers, OnlyWhatARecordNamesIsRemoved) {
+  namespace fs = std::filesystem;
+  const testing::TempDirectory home, disk;
+  const auto make_generation = [&](const std::string& id, const std::string& states) {
+    fs::create_directory(home / id);
+    fs::create_symlink(states, home / (id + "/states"));
+  };
+  const auto write = [](const std::string& path) { std::ofstream(path) << "states"; };
+  const std::string mine(16, 'a'), current(16, 'b'), foreign(16, 'c'), other(16, 'd');
+  for (const std::string& id : {mine, current, foreign}) write(disk / disk_name("test", id));
+  write(disk / "book");
+  make_generation(mine, disk / disk_name("test", mine));
+  make_generation(current, disk / disk_name("test", current));
+  make_generation(other, disk / "book");  // which no server has made
+  const StepPlace step = make_step_place(home.path(), disk.path(), "test");
+  write(step.path + "/manifest");
+  EXPECT_EQ(fs::status(step.path).permissions(), fs::perms::owner_all);
+  EXPECT_NE(step.path, step.entry);
+  const StepPlace in_memory = make_step_place(home.path(), "", "test");
+  EXPECT_EQ(in_memory.path, in_memory.entry);
+
+  const auto names = [](const testing::TempDirectory& in) {
+    std::vector<std::string> all;
+    for (const fs::directory_entry& entry : fs::directory_iterator(in.path())) all.push_back(entry.path().filename());
+    std::ranges::sort(all);
+    return all;
+  };
+  {
+    const File used = File::open_write(disk / disk_name("test", mine));
+    ASSERT_EQ(::flock(used.descriptor(), LOCK_EX | LOCK_NB), 0);
+    try {
+      Generation::remove(home.path(), mine);
+      ADD_FAILURE();
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Unavailable);
+      EXPECT_THAT(e.what(), ::testing::HasSubstr("another server has it"));
+    }
+    EXPECT_TRUE(fs::exists(home / mine)) << "a file that stays needs its record";
+  }
+  remove_leftovers(home.path(), current);
+  EXPECT_THAT(names(home), ::testing::ElementsAre(current));
+  EXPECT_THAT(names(disk), ::testing::ElementsAre("book", disk_name("test", current), disk_name("test", foreign)));
+  EXPECT_THAT(states_of_others(disk.path(), "test", current),
+              ::testing::ElementsAre(::testing::AllOf(::testing::HasSubstr(disk_name("test", foreign) + " (user "),
+                                                      ::testing::HasSubstr(", host "))));
+  EXPECT_TRUE(states_of_others(disk.path(), "tes", "").empty());
+  fs::rename(disk / disk_name("test", current), disk / "moved");
+  fs::create_symlink("moved", disk / disk_name("test", current));
+  EXPECT_THROW(remove_leftovers(home.path(), ""), Error);  // somebody's link is no file of the server's
+  EXPECT_TRUE(fs::exists(disk / "moved"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, Serve, ::testing::Combine(::testing::Bool(), ::testing::Bool()), [](const auto& test) {

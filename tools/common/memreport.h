@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "common/reports.h"
 #include "common/tool.h"
 #include "ds/memreport.h"
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <random>
 
 #include "common/internal.h"
 #include "common/tool.h"
@@ -105,7 +106,8 @@ fs::path target_of(const std::string& file) {
 void write_whole(const std::string& file, std::string_view bytes) {
   const fs::path target = target_of(file);
   const std::string name = target.filename().string().substr(0, 200);  // with what follows, no longer than names may be
-  const std::string temporary = target.parent_path() / fmt::format(".{}.tmp-{}", name, ::getpid());
+  std::random_device random;  // numbers of processes come again, in other containers too
+  const std::string temporary = target.parent_path() / fmt::format(".{}.tmp-{:08x}{:08x}", name, random(), random());
   const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) throw system_error("create", temporary);
   try {
@@ -209,6 +211,8 @@ int Output::columns() const noexcept {
   const int columns = to_file() ? 0 : stdout_columns();
   return columns > 0 ? columns : 80;
 }
+
+std::string Output::replaced() const { return to_file() && !is_special(file_) ? file_ : ""; }
 
 bool Output::replaces(const std::string& path) const {
   std::error_code ignored;

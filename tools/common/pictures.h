@@ -4,8 +4,7 @@
 
 #include <deque>
 
-#include "common/tool.h"
-#include "ds/train.h"
+#include "common/reports.h"
 
 namespace ds::tools {
 
@@ -20,6 +19,13 @@ class Pictures {
   void open(const CLI::App& app, const ToolInfo& tool) {
     for (Picture& p : pictures_) {
       if (!p.name.empty()) check_report(app, p.file.emplace(tool, p.name, false, p.option));
+    }
+  }
+  // Throws if one of them, or the report, would replace a file of the run.
+  void check(const Output& report, const Config& config, const RunOptions& options) const {
+    check_reports(config, options, report);
+    for (const Picture& p : pictures_) {
+      if (p.file) check_reports(config, options, *p.file);
     }
   }
   void write(const Config& config, int world_size) {

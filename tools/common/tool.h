@@ -68,6 +68,8 @@ class Output {
   // Whether the report will stand in the place of `path`, which need not exist; never where it goes to a descriptor, a
   // device or a pipe.
   bool replaces(const std::string& path) const;
+  // The file that it will replace, which need not exist; empty: the result goes to stdout, a device or a pipe.
+  std::string replaced() const;
   const ToolInfo& tool() const noexcept { return tool_; }
   // Of a terminal that the result goes to, directly or through ds-launch (DS_STDOUT_COLUMNS); without one no colour and
   // 80 columns.

@@ -94,6 +94,10 @@ struct RunOptions {
   const EncodedPrompts* writing = nullptr;  // what is to be written, which outlives the run: its memory is checked, too
 };
 
+// Throws Errc::Config, naming `option`, if a report in `file` would replace something of this run: what its
+// configuration or options name as an input, its own files, the checkpoint that it resumes from, another report.
+DS_API void check_report(const std::string& file, std::string_view option, const Config&, const RunOptions&);
+
 struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
                      // evaluations after each batch
   std::function<int()> stop_signal;  // not 0: stop, because of this signal

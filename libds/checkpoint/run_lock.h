@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Who writes in a run directory: one process at a time, by a lock that ends with it.
+
+#include <string>
+#include <utility>
+
+namespace ds {
+
+// The lock of an existing run directory, and its file there. Move-only.
+class RunLock {
+ public:
+  // Throws Errc::Config if another process holds it, naming that, or the file cannot be opened; Errc::Io.
+  explicit RunLock(const std::string& directory);
+  RunLock(RunLock&& other) noexcept : directory_(std::move(other.directory_)), fd_(std::exchange(other.fd_, -1)) {}
+  RunLock& operator=(RunLock&&) = delete;
+  ~RunLock();  // removes the file
+  // Throws Errc::Config if another process holds it now. Leaves it to others, and makes no file.
+  static void check_free(const std::string& directory);
+
+  // False: somebody has removed or replaced the directory or the file.
+  bool is_held() const noexcept;
+
+ private:
+  std::string file() const;
+  std::string directory_;
+  int fd_ = -1;
+};
+
+}  // namespace ds
