@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-launch: start N ranks of a program, on this machine or several, and watch over them.
 
-#include <unistd.h>
-
+#include "common/ranks.h"
 #include "common/tool.h"
 #include "ds/launch.h"
 
@@ -11,12 +10,6 @@ namespace {
 using namespace ds;
 
 constexpr std::size_t kShownLines = 10, kShownBytes = 500;
-
-std::vector<std::string> own_environment() {
-  std::vector<std::string> strings;
-  for (char** variable = environ; *variable != nullptr; ++variable) strings.emplace_back(*variable);
-  return strings;
-}
 
 void print_plan(const LaunchPlan& plan, const LaunchOptions& options, tools::Output& out) {
   std::vector<std::string> program = options.command, mpirun = plan.mpirun;
@@ -78,7 +71,7 @@ void explain(const LaunchReport& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (const std::optional<int> status = run_as_shim({argv + 1, argv + argc}, own_environment())) return *status;
+  if (const std::optional<int> status = run_as_shim({argv + 1, argv + argc}, tools::own_environment())) return *status;
 
   LaunchOptions options;
   std::string bind = "none", hostfile, hosts;
@@ -128,7 +121,7 @@ int main(int argc, char** argv) {
         if (options.hosts.empty() && app.count(option) > 0)
           throw Error(Errc::Config, fmt::format("{} is about other hosts: give --hostfile or --host", option));
       options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
-      options.environment = own_environment();
+      options.environment = tools::own_environment();
       options.terminal_columns = tools::terminal_columns();
       options.stdout_columns = tools::stdout_columns();
       if (out.json() && !dry_run && !out.to_file())
