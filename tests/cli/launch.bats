@@ -20,8 +20,8 @@ teardown() {
   pkill -9 -f "sleep $marker" || true
 }
 
-start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT for background jobs.)
-  env --default-signal=INT "$launch" "$@" >out 2>err 3>&- &
+start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT and SIGQUIT for background jobs.)
+  env --default-signal=INT,QUIT "$launch" "$@" >out 2>err 3>&- &
   job=$!
   local program='' tries
   for ((tries = 0; tries < 1000; ++tries)); do # until then it is a copy of this shell, and a signal ends the test there
@@ -429,14 +429,82 @@ END
   grep -q 'status=75' out
 }
 
-@test "a stop before the ranks have started ends the job" {
-  for delay in 0 0.02 0.05; do
+@test "a stop before the ranks have started ends the job, also by a signal that is told once" {
+  for stop in TERM:0 TERM:0.05 USR1:0.04 USR2:0.06; do
     start -n 8 sleep $marker
-    sleep $delay
-    kill -TERM $job
-    assert_ends_with 143
+    sleep "${stop#*:}"
+    kill -"${stop%:*}" $job
+    assert_ends_with $((128 + $(kill -l "${stop%:*}")))
+    refute grep -q error err
     until_true 5 sleepers_are 0
   done
+}
+
+@test "whatever signal comes at whatever moment of the start ends the job, and nothing is left" {
+  slow_only
+  needs_mounts
+  cat >all <<'END'
+exec 2>noise # where the shell names who was killed
+mount -t tmpfs tmpfs /dev/shm
+export TMPDIR=$PWD/tmp
+mkdir tmp
+for ((delay = 0; delay < 200; delay += 20)); do
+  for signal in TERM INT USR1 USR2 HUP QUIT XCPU ALRM; do
+    env --default-signal "$1" -n 4 sleep "$2" 2>err &
+    job=$!
+    until [[ $(</proc/$job/comm) == ds-launch ]]; do :; done
+    sleep "0.$(printf %03d $delay)"
+    kill -$signal $job
+    timeout 20 tail --pid=$job -f /dev/null || { echo "$signal after $delay ms: it goes on"; kill -9 $job; }
+    wait $job
+    status=$?
+    [[ $status == $((128 + $(kill -l $signal))) ]] || echo "$signal after $delay ms: $status, $(<err)"
+    ! grep error err || echo "$signal after $delay ms"
+    [[ -z $(ls -A /dev/shm tmp | grep -v :) ]] || { echo "$signal after $delay ms left $(ls -A /dev/shm tmp)"; rm -rf /dev/shm/* tmp/*; }
+  done
+done
+END
+  run unshare -m bash all "$launch" $marker 3>&-
+  assert_output ""
+  until_true 5 sleepers_are 0
+}
+
+is_stopped() { [[ $(ps -o stat= -p "$1") == T* ]]; }
+
+# Starts two ranks that save when they are told to stop; their pids are in ready.0 and ready.1.
+start_savers() {
+  start -n 2 bash -c "trap 'echo saved \$RANK; exit 75' TERM USR1; echo \$\$ >ready.\$RANK; while :; do sleep 0.05; done"
+  until_true 10 test -s ready.0 -a -s ready.1
+}
+
+@test "a suspended job that is told to stop is continued, and its ranks may save" {
+  start_savers
+  kill -TSTP $job
+  until_true 5 is_stopped $job
+  until_true 5 is_stopped "$(<ready.1)"
+  kill -TERM $job
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+  rm ready.*
+  start_savers
+  kill -TSTP $job
+  kill -TERM $job # the launcher may hear of both at once, the smaller number first
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+}
+
+@test "a rank that is stopped by itself is continued when the job is told to stop, or ends" {
+  start_savers
+  kill -STOP "$(<ready.1)"
+  kill -TERM $job
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+  rm ready.*
+  start_savers
+  kill -STOP "$(<ready.1)"
+  kill -9 "$(<ready.0)" # then rank 1 gets SIGTERM, and need not be killed
+  assert_ends_with 137
+  assert_equal "$(<out)" "saved 1"
 }
 
 # ---- nothing survives -----------------------------------------------------------------------------------------------
