@@ -164,7 +164,7 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | sed 's/.\x08//g' | aw
     run -0 mandoc -Tlint -Wwarning "$page"
     assert_output ""
   done
-  order="NAME SYNOPSIS DESCRIPTION OPTIONS OUTPUT ENVIRONMENT FILES EXIT_STATUS EXAMPLES SEE_ALSO"
+  order="NAME SYNOPSIS DESCRIPTION OPTIONS OUTPUT ENVIRONMENT FILES EXIT_STATUS EXAMPLES COMPATIBILITY SEE_ALSO"
   for tool in "${tools[@]}"; do
     sections=$(sed -n 's/^\.Sh //p' "$DS_SOURCE/man/$tool.1" | tr ' ' _ | tr '\n' ' ')
     expected=

@@ -290,11 +290,50 @@ END
   run "$launch" --tag-outptu touch started
   assert_failure 2
   assert_output --partial "unknown option '--tag-outptu'; did you mean '--tag-output'?"
-  for unknown in --include --exclude --restarts; do
-    run "$launch" $unknown x touch started
-    assert_failure 2
-    assert_output --partial "unknown option '$unknown'"
+  run "$launch" --restarts x touch started
+  assert_failure 2
+  assert_output --partial "unknown option '--restarts'"
+  [[ ! -e started ]]
+}
+
+@test "options of torchrun, deepspeed and mpirun that mean the same are taken" {
+  for options in "-np 2" "--np=2" "--nproc_per_node=2" "--nproc-per-node 2 --nnodes 1:1" "--num_gpus 2 --num_nodes 1" \
+    "--standalone --nnodes=1 --node_rank=0 --nproc-per-node=2 --max-restarts=0 --rdzv-backend=c10d" "-n2 --bind_cores_to_rank" \
+    "-np 2 -bind-to none --oversubscribe --allow-run-as-root" "--num_processes 2 --num_machines 1"; do
+    run -0 "$launch" $options --dry-run true -np 9 --nnodes 7 # which belong to PROG
+    assert_line --regexp '^ranks: .*/true -np 9 --nnodes 7$'
+    assert_line --regexp '^mpirun: .*mpirun -n 2 '
   done
+  printf 'localhost slots=2\n' >hosts
+  run -0 "$launch" -hostfile hosts --nproc_per_node 2 --nnodes 1 --dry-run true
+  run -0 "$launch" --machinefile hosts --enable_each_rank_log logs true
+  [[ -e logs/rank-00001.log ]]
+}
+
+@test "options of theirs that mean something else: the error names ours" {
+  refuses() { # option and value, what is named
+    run -2 "$launch" $1 touch started
+    assert_line --index 0 --partial "ds-launch: error: $1"
+    assert_line --index 0 --partial -- "$2"
+  }
+  refuses "--nnodes 2" "--host or --hostfile"
+  refuses "--nnodes 1:4" "the number of hosts is fixed"
+  refuses "--node-rank 1" "--host or --hostfile"
+  refuses "--master-addr 10.0.0.1" "MASTER_ADDR"
+  refuses "--master-port 29500" "MASTER_PORT"
+  refuses "--max-restarts 3" "run ds-launch again"
+  refuses "--include a:0" "--host NAME:SLOTS"
+  refuses "--exclude a:0" "--host NAME:SLOTS"
+  refuses "-H a:1" "--hostfile FILE"
+  refuses "--bind-to core" "--bind core"
+  refuses "--launcher pdsh" "--agent PROG"
+  refuses "--module" "python3 -m MODULE"
+  run -2 "$launch" --nproc_per_node gpu touch started
+  assert_output --partial "--nproc-per-node: must be an integer"
+  run -2 "$launch" -n 3 --nproc_per_node 2 touch started
+  assert_output --partial "--ranks 3 and --nproc-per-node 2 say different things"
+  run -2 "$launch" --host a:2,b:1 --nproc_per_node 2 touch started
+  assert_output --partial "host b has 1 slot; the slots of --host or --hostfile"
   [[ ! -e started ]]
 }
 
