@@ -2,6 +2,7 @@
 // What stays behind when a launcher is killed, and who can tell.
 #include "launch/process.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -17,6 +18,7 @@
 #include <thread>
 
 #include "base/process_stat.h"
+#include "comm/shared_file.h"
 #include "ds/signals.h"
 #include "temp_directory.h"
 
@@ -133,6 +135,21 @@ TEST(SignalInbox, DropsWhatNobodyHasRead) {
   int status = 0;
   ASSERT_EQ(::waitpid(pid, &status, 0), pid);
   EXPECT_EQ(exit_status(status), 7);
+}
+
+TEST(RemoveSharedNames, RemovesThoseOfThisProcessAndNotOfItsParent) {
+  const std::string name = fmt::format("{}names-{}", kJobPrefix, ::getpid());
+  SharedFile file = SharedFile::create();
+  ASSERT_TRUE(file.link(name));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    remove_shared_names();
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(fs::exists(shared_path(name)));
+  remove_shared_names();
+  EXPECT_FALSE(fs::exists(shared_path(name)));
 }
 
 TEST(EndingSignals, AreThoseThatOthersSend) {
