@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "common/foreign.h"
 #include "common/progress.h"
 #include "common/ranks.h"
 #include "common/start.h"
@@ -128,7 +129,7 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
 }
 
 CLI::Option* add_size(CLI::App& app, const std::string& names, i64& target, const std::string& description) {
-  const std::string name = names.substr(names.rfind(',') + 1);
+  const std::string name = tools::main_name(names);
   return app
       .add_option_function<std::string>(
           names,
@@ -163,18 +164,19 @@ int main(int argc, char** argv) {
         ->delimiter(',')
         ->allow_extra_args(false);
     app.add_flag("--matrix", o.matrix, "measure every pair of ranks, the others idle");
-    add_size(app, "-b,--min-bytes", o.min_bytes, "smallest size (default 32M); K, M, G are powers of 1024");
-    add_size(app, "-e,--max-bytes", o.max_bytes, "largest size (default 32M)");
+    add_size(app, "-b,--min-bytes,--minbytes", o.min_bytes, "smallest size (default 32M); K, M, G are powers of 1024");
+    add_size(app, "-e,--max-bytes,--maxbytes", o.max_bytes, "largest size (default 32M)");
     CLI::Option* factor =
-        add_number(app, "-f,--factor", o.factor, 2, 1 << 20, "from size to size multiply (default 2)")->type_name("N");
-    add_size(app, "-i,--step", o.step_bytes, "from size to size add")->excludes(factor);
-    app.add_option("--dtype", o.dtype, "type of the elements (default float)")
+        add_number(app, "-f,--factor,--stepfactor", o.factor, 1, 1 << 20, "from size to size multiply (default 2)")
+            ->type_name("N");
+    add_size(app, "-i,--step,--stepbytes", o.step_bytes, "from size to size add")->excludes(factor);
+    app.add_option("-d,--dtype,--datatype", o.dtype, "type of the elements (default float)")
         ->type_name("TYPE")
         ->check(CLI::IsMember(commbench::types()));
-    app.add_option("--redop", o.redop, "reduction (default sum)")
+    app.add_option("-o,--redop", o.redop, "reduction (default sum)")
         ->type_name("OP")
         ->check(CLI::IsMember({"sum", "max", "min"}));
-    add_number(app, "--root", o.root, 0, 1 << 20, "root of operations that have one (default 0)")->type_name("RANK");
+    add_number(app, "-r,--root", o.root, 0, 1 << 20, "root of operations that have one (default 0)")->type_name("RANK");
     app.add_option("--backend", a.backend, "what carries (default auto)")
         ->type_name("NAME")
         ->check(CLI::IsMember(commbench::backends()));
@@ -190,7 +192,7 @@ int main(int argc, char** argv) {
     add_number(app, "-n,--iters", o.iterations, 1, 1000000, "iterations (default 20)")
         ->type_name("N")
         ->group("Measuring");
-    add_number(app, "-w,--warmup", o.warmup, 0, 1000000, "iterations before (default 1)")
+    add_number(app, "-w,--warmup,--warmup_iters", o.warmup, 0, 1000000, "iterations before (default 1)")
         ->type_name("N")
         ->group("Measuring");
     add_number(app, "-c,--check", a.check, 0, 1, "compare what arrives bit for bit; 0: do not (default 1)")
@@ -201,6 +203,7 @@ int main(int argc, char** argv) {
     app.add_option("-a,--average", a.average, "which time of the ranks counts (default mean)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"rank0", "mean", "min", "max"}))
+        ->transform(tools::named_average())
         ->group("Measuring");
     add_number(app, "--timeout", o.timeout_s, 0.1, 1e6, "seconds to wait for a rank (default 300)")
         ->type_name("S")
@@ -224,6 +227,7 @@ int main(int argc, char** argv) {
     hosts("--hostfile", a.hostfile, "FILE", "of ds-launch: hosts and their slots")
         ->excludes(hosts("--host", a.hosts, "LIST", "of ds-launch: NAME:SLOTS,..."));
     hosts("--agent", a.agent, "PROG", "of ds-launch: how a host is reached");
+    tools::add_foreign(app, tools::options_of_nccl_tests());
     return [&](Output& out) { return run(a, app, command, out); };
   });
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-launch: start N ranks of a program, on this machine or several, and watch over them.
 
-#include <unistd.h>
-
+#include "common/foreign.h"
+#include "common/ranks.h"
 #include "common/tool.h"
 #include "ds/launch.h"
 
@@ -11,12 +11,6 @@ namespace {
 using namespace ds;
 
 constexpr std::size_t kShownLines = 10, kShownBytes = 500;
-
-std::vector<std::string> own_environment() {
-  std::vector<std::string> strings;
-  for (char** variable = environ; *variable != nullptr; ++variable) strings.emplace_back(*variable);
-  return strings;
-}
 
 void print_plan(const LaunchPlan& plan, const LaunchOptions& options, tools::Output& out) {
   std::vector<std::string> program = options.command, mpirun = plan.mpirun;
@@ -78,10 +72,11 @@ void explain(const LaunchReport& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (const std::optional<int> status = run_as_shim({argv + 1, argv + argc}, own_environment())) return *status;
+  if (const std::optional<int> status = run_as_shim({argv + 1, argv + argc}, tools::own_environment())) return *status;
 
   LaunchOptions options;
   std::string bind = "none", hostfile, hosts;
+  tools::RanksPerNode per_node;
   bool dry_run = false;
   const tools::ToolInfo tool = {
       .name = "ds-launch",
@@ -91,14 +86,16 @@ int main(int argc, char** argv) {
                    {"ds-launch -n 4 --log-dir logs --tag-output ds-train gpt.json --out run",
                     "with a log per rank and the rank before every line"},
                    {"ds-launch --host node-a:4,node-b:4 ds-train gpt.json --out run", "on two nodes, eight ranks"},
-                   {"ds-launch -n 2 --dry-run ds-train gpt.json", "show what would be started"}}};
+                   {"ds-launch -n 2 --dry-run ds-train gpt.json", "show what would be started"}},
+      .one_dash = true};
   return tools::run_main(argc, argv, tool, [&](CLI::App& app) -> tools::Body {
     app.prefix_command();  // what follows PROG belongs to PROG
-    tools::add_number(app, "-n,--ranks", options.ranks, 1, 4096,
+    tools::add_number(app, "-n,--ranks,--np,--num-processes,--num_processes", options.ranks, 1, 4096,
                       "number of ranks (default 1, with hosts every slot); more than cores is possible, but slow")
         ->type_name("N");
+    tools::add_ranks_per_node(app, per_node);
     CLI::Option* file =
-        app.add_option("--hostfile", hostfile, "run on the hosts of FILE, a line 'NAME slots=N' for each")
+        app.add_option("--hostfile,--machinefile", hostfile, "run on the hosts of FILE, a line 'NAME slots=N' for each")
             ->type_name("FILE")
             ->group("Hosts");
     app.add_option("--host", hosts, "run on these hosts: NAME:SLOTS,...")
@@ -115,20 +112,24 @@ int main(int argc, char** argv) {
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"none", "core"}));
-    app.add_option("--log-dir", options.log_dir, "also append the output of each rank to DIR/rank-00000.log ...")
+    app.add_flag_callback(tools::both_spellings("--bind-cores-to-rank"), [&] { bind = "core"; })->group("");
+    app.add_option(tools::both_spellings("--log-dir,--enable-each-rank-log"), options.log_dir,
+                   "also append the output of each rank to DIR/rank-00000.log ...")
         ->type_name("DIR");
     app.add_flag("--tag-output", options.tag_output, "put the rank before every line of output");
     app.add_flag("--dry-run", dry_run, "print the mpirun command and the environment, and stop");
+    tools::add_foreign(app, tools::options_of_launchers());
     return [&](tools::Output& out) {
       options.command = app.remaining();
       if (!options.command.empty() && options.command.front() == "--") options.command.erase(options.command.begin());
       if (app.count("--hostfile") > 0) options.hosts = read_hostfile(hostfile);
       if (app.count("--host") > 0) options.hosts = parse_host_list(hosts, "--host");
+      tools::apply(per_node, options);
       for (const char* option : {"--agent", "--host-timeout"})
         if (options.hosts.empty() && app.count(option) > 0)
           throw Error(Errc::Config, fmt::format("{} is about other hosts: give --hostfile or --host", option));
       options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
-      options.environment = own_environment();
+      options.environment = tools::own_environment();
       options.terminal_columns = tools::terminal_columns();
       options.stdout_columns = tools::stdout_columns();
       if (out.json() && !dry_run && !out.to_file())

@@ -5,8 +5,6 @@
 
 #include <cerrno>
 #include <cmath>
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
 #include <optional>
 
@@ -14,6 +12,7 @@
 #include "common/prediction.h"
 #include "common/progress.h"
 #include "common/ranks.h"
+#include "common/stopping.h"
 #include "common/tool.h"
 #include "common/writing.h"
 #include "ds/config.h"
@@ -35,13 +34,6 @@ struct Options {
   bool check = false, eval = false;
 };
 
-volatile std::sig_atomic_t stop_signal = 0;
-
-extern "C" void on_signal(int signal) {
-  if (stop_signal != 0 && signal == SIGINT) std::_Exit(128 + SIGINT);  // the second Ctrl-C
-  stop_signal = signal;
-}
-
 Json memory_json(const std::vector<ds::TagMemory>& memory) {
   Json rows = Json::object();
   for (const auto& m : memory) rows[m.tag] = {{"predicted_bytes", m.predicted}, {"peak_bytes", m.counted}};
@@ -49,15 +41,13 @@ Json memory_json(const std::vector<ds::TagMemory>& memory) {
 }
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
-  for (const int s : {SIGTERM, SIGUSR1, SIGINT, SIGHUP}) {
-    if (std::signal(s, on_signal) == SIG_IGN && s == SIGHUP) std::signal(s, SIG_IGN);  // nohup(1)
-  }
+  ds::tools::stop_after_a_step();
   ds::TrainResult result;
   {
     ds::tools::ProgressLine progress;
     ds::tools::StepText text;
     ds::TrainHooks hooks;
-    hooks.stop_signal = [] { return static_cast<int>(stop_signal); };
+    hooks.stop_signal = ds::tools::stop_signal;
     hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
       const std::string line = text(r, total);
       progress.show(line);

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/variables.h"
 
+#include <algorithm>
 #include <cstdlib>
+
+#include "base/launchers.h"
 
 namespace ds::variables {
 namespace {
@@ -38,5 +41,10 @@ std::string job() { return text_of("DS_JOB"); }
 int mpi_world_size(int fallback) { return number_of("OMPI_COMM_WORLD_SIZE", fallback); }
 int mpi_local_rank(int fallback) { return number_of("OMPI_COMM_WORLD_LOCAL_RANK", fallback); }
 int mpi_local_size(int fallback) { return number_of("OMPI_COMM_WORLD_LOCAL_SIZE", fallback); }
+bool mpi_has_launcher() {
+  return std::ranges::any_of(kLaunchers, [](const Launcher& launcher) {
+    return launcher.starts_mpi && is_set(launcher.rank.data());  // a literal, so it ends with NUL
+  });
+}
 
 }  // namespace ds::variables

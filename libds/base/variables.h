@@ -26,5 +26,6 @@ std::string job();                 // DS_JOB
 int mpi_world_size(int fallback);  // OMPI_COMM_WORLD_SIZE
 int mpi_local_rank(int fallback);  // OMPI_COMM_WORLD_LOCAL_RANK
 int mpi_local_size(int fallback);  // OMPI_COMM_WORLD_LOCAL_SIZE
+bool mpi_has_launcher();           // a variable of one through which Open MPI's processes find each other is set
 
 }  // namespace ds::variables

@@ -91,6 +91,12 @@ class Environment {
       find_bundled_open_mpi();
       // A process that is forked to read a file from elsewhere (formats/confined.h) touches no memory of MPI's.
       ::setenv("OMPI_MCA_mpi_warn_on_fork", "0", 0);
+      // A process that no launcher started needs neither a daemon of Open MPI nor its folder in TMPDIR, both of which
+      // would outlive it when it is killed.
+      if (!variables::mpi_has_launcher()) {
+        ::setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
+        ::setenv("OMPI_MCA_orte_create_session_dirs", "0", 0);
+      }
       // Over TCP without "put": its receiver asks for each large message, behind all that it is sending itself, so that
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);

@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cctype>
 #include <cerrno>
 #include <memory>
@@ -15,6 +17,7 @@
 #include "base/check.h"
 #include "base/limits.h"
 #include "ds/log.h"
+#include "ds/signals.h"
 
 namespace ds {
 namespace {
@@ -23,6 +26,35 @@ constexpr const char* kFolder = "/dev/shm";
 
 // A regular file of ours nobody else can replace, for the folder is sticky.
 bool is_ours(const struct stat& st) { return S_ISREG(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 077) == 0; }
+
+// The names that objects of this process have given, where a handler of a signal can read them. A process has few at a
+// time; one that finds no place here is removed like those of a killed process.
+struct GivenName {
+  std::atomic<bool> taken = false, written = false;
+  pid_t maker = 0;  // a process that is forked inherits the list, not the files
+  std::array<char, 256> path{};
+};
+std::array<GivenName, 64> given_names;
+
+void note_name(const std::string& path) noexcept {
+  for (GivenName& name : given_names) {
+    if (path.size() >= name.path.size() || name.taken.exchange(true)) continue;
+    name.maker = getpid();
+    name.path = {};
+    path.copy(name.path.data(), name.path.size() - 1);
+    name.written = true;
+    return;
+  }
+}
+
+void forget_name(std::string_view path) noexcept {
+  for (GivenName& name : given_names) {
+    if (!name.written || name.path.data() != path) continue;
+    name.written = false;
+    name.taken = false;
+    return;
+  }
+}
 
 bool is_one_of_ours(std::string_view name) {
   const auto in_job = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '.'; };
@@ -71,12 +103,16 @@ bool SharedFile::link(const std::string& name) {
   if (failed != 0 && errno == EEXIST) return false;
   DS_CHECK(failed == 0, Errc::Io, "cannot create {}: {}", shared_path(name), system_reason(errno));
   name_ = name;
+  note_name(shared_path(name_));
   return true;
 }
 
 // Before the lock is given back, so that no other file of this name can be meant.
 void SharedFile::unlink() noexcept {
-  if (!name_.empty()) ::unlink(shared_path(name_).c_str());
+  if (name_.empty()) return;
+  const std::string path = shared_path(name_);
+  ::unlink(path.c_str());
+  forget_name(path);
   name_.clear();
 }
 
@@ -114,6 +150,11 @@ bool remove_abandoned(const std::string& name) try {
   return removed;
 } catch (const Error&) {  // another's
   return false;
+}
+
+void remove_shared_names() noexcept {
+  for (const GivenName& name : given_names)
+    if (name.written && name.maker == getpid()) ::unlink(name.path.data());
 }
 
 void remove_abandoned() {

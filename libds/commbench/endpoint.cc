@@ -13,6 +13,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "base/launchers.h"
 #include "base/variables.h"
 #include "ds/nearest.h"
 #include "probe/host.h"
@@ -126,6 +127,8 @@ Communicator& Worlds::get(const std::string& name) {
   const std::string backend = resolve_backend(name, ranks_);
   std::unique_ptr<Communicator>& comm = made_[backend];
   if (comm) return *comm;
+  const bool over_mpi = backend != "self" && backend != "shm";
+  if (over_mpi) require_mpi_launcher(ranks_.rank, ranks_.world_size);
   if (backend == "self") {
     comm = make_self_communicator(options_);
   } else if (backend == "shm") {

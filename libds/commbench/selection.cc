@@ -101,7 +101,8 @@ Selection select_operations(const Options& o, int ranks) {
                       .reduction = o.redop};
   DS_CHECK(o.min_bytes >= 1 && o.min_bytes <= o.max_bytes, Errc::Config, "sizes from {} to {} bytes are none",
            o.min_bytes, o.max_bytes);
-  DS_CHECK(o.step_bytes > 0 || o.factor >= 2, Errc::Config, "sizes that grow by a factor of {} do not grow", o.factor);
+  DS_CHECK(o.step_bytes > 0 || o.factor >= 2 || o.min_bytes == o.max_bytes, Errc::Config,
+           "sizes that grow by a factor of {} do not grow: give a larger one, or --step", o.factor);
   DS_CHECK(o.iterations >= 1 && o.warmup >= 0, Errc::Config, "{} iterations after {} to warm up", o.iterations,
            o.warmup);
   DS_CHECK(o.backends.size() < 2 || !o.stats, Errc::Config,
@@ -124,6 +125,9 @@ Selection select_operations(const Options& o, int ranks) {
       DS_CHECK(why.empty() || all, Errc::Config, "{}", why);
       why.empty() ? selection.operations.push_back(&operation) : selection.left_out.push_back(why);
     }
+    const bool reduces =
+        std::ranges::find(kReductions, name, [](const auto& r) { return r.first; }) != kReductions.end();
+    DS_CHECK(known || !reduces, Errc::Config, "'{}' is a reduction, not an operation: give it to --redop", name);
     if (!known) refuse("operation", name, operations());
   }
   DS_CHECK(o.fault_rank < 0 || std::ranges::any_of(selection.operations, &Operation::has_data), Errc::Config,

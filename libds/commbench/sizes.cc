@@ -26,9 +26,11 @@ i64 parse_size(std::string_view text) {
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   const std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
+  const auto same = [](char a, char b) { return (a | 0x20) == (b | 0x20); };
   for (const Unit& u : kUnits) {
     const double bytes = number * u.bytes;
-    if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p42 && bytes == std::floor(bytes))
+    if (error == std::errc() && std::ranges::equal(unit, u.name, same) && bytes >= 1 && bytes <= 0x1p42 &&
+        bytes == std::floor(bytes))
       return static_cast<i64>(bytes);
   }
   throw Error(Errc::Config,
@@ -43,6 +45,7 @@ std::vector<i64> list_sizes(const Options& o) {
     sizes.push_back(bytes);
     DS_CHECK(sizes.size() <= kMostSizes, Errc::Config, "from {} to {} bytes in steps of {} are more than {} sizes",
              o.min_bytes, o.max_bytes, o.step_bytes, kMostSizes);
+    if (bytes == o.max_bytes) break;
     bytes = o.step_bytes > 0 ? bytes + o.step_bytes : bytes * o.factor;
   }
   return sizes;

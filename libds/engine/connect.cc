@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "base/json.h"
+#include "base/launchers.h"
 #include "base/variables.h"
 #include "checkpoint/together.h"
 #include "device/product_choices.h"
@@ -86,6 +87,7 @@ std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool 
     case CommBackend::Composed:
     case CommBackend::Mpi: break;
   }
+  require_mpi_launcher(ranks.rank, ranks.world_size);
   DS_CHECK(backend != CommBackend::Composed || !ranks.job.empty(), Errc::Config,
            "communication.backend \"shm+mpi\" needs a job name: start with ds-launch");
   const i64 nodes = div_ceil(ranks.world_size, ranks.local_world_size);

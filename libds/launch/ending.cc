@@ -43,6 +43,17 @@ void Ending::stop(int signal) {
   if (again || !job_.all_started()) return enter(Phase::Killing, kEndGrace);
   if (signal == SIGINT) log_message(LogLevel::Warning, "interrupted: told the ranks; once more ends them by force");
   job_.signal(signal, false);
+  job_.signal(SIGCONT, false);  // a rank that is stopped could not end
+}
+
+void Ending::pass(int signal) {
+  if (!job_.all_started()) return stop(signal);
+  passed_signal_ = signal;
+  job_.signal(signal, false);
+}
+
+void Ending::was_suspended(i64 ns) {
+  if (deadline_ns_ != 0) deadline_ns_ += ns;
 }
 
 void Ending::aborted() {
@@ -92,7 +103,10 @@ void Ending::hurry() { deadline_ns_ = std::min(deadline_ns_, monotonic_ns() + kE
 void Ending::enter(Phase phase, i64 grace_ns) {
   phase_ = phase;
   allow(grace_ns);
-  if (phase == Phase::Terminating) job_.signal(SIGTERM, true);
+  if (phase == Phase::Terminating) {
+    job_.signal(SIGTERM, true);
+    job_.signal(SIGCONT, true);
+  }
   if (phase == Phase::Killing) {
     job_.signal(SIGKILL, true);
     if (!job_.all_started()) mpirun_.kill();
@@ -128,6 +142,7 @@ LaunchReport Ending::report(int stdout_error) const {
   return judge({.ranks = ranks,
                 .reader_gone = stdout_error == EPIPE,
                 .stop_signal = stop_signal_,
+                .passed_signal = passed_signal_,
                 .given_up = given_up_.status,
                 .given_up_why = given_up_.why,
                 .why = why_,

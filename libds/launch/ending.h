@@ -37,6 +37,8 @@ class Ending {
   // What happens on the way. time_ns: by our clock.
   void rank_ended(Rank& rank, int status, i64 time_ns, bool stopped);
   void stop(int signal);          // we were told to
+  void pass(int signal);          // to the ranks, which may take it as they like; none are there yet: as stop()
+  void was_suspended(i64 ns);     // with the ranks: for so long nothing could be done in time
   void aborted();                 // mpirun ends the job
   void reap();                    // children may have ended
   void heed_chatter();            // mpirun has said something
@@ -63,7 +65,7 @@ class Ending {
     int status = 0;
     std::string why;
   } given_up_;
-  int stop_signal_ = 0;
+  int stop_signal_ = 0, passed_signal_ = 0;
   bool failed_ = false;  // some rank; not counting those that saved their state
   bool aborted_ = false;
 };

@@ -17,6 +17,7 @@
 #include "base/file.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "ds/signals.h"
 #include "launch/ending.h"
 #include "launch/host_watch.h"
 #include "launch/job.h"
@@ -34,10 +35,28 @@ namespace fs = std::filesystem;
 constexpr i64 kMpirunGrace = kSecond / 2;  // for mpirun to leave after its last shim
 constexpr i64 kHostsGrace = 4 * kSecond;   // the same with daemons on hosts
 
+// Those that tell a job to stop.
+std::vector<int> stop_signals() {
+  std::vector<int> signals = ending_signals();
+  std::erase_if(signals, [](int signal) { return signal == SIGUSR1 || signal == SIGUSR2; });
+  return signals;
+}
+
+bool is_stop_signal(int signal) {
+  const std::vector<int> signals = stop_signals();
+  return std::ranges::find(signals, signal) != signals.end();
+}
+
+std::vector<int> heeded_signals() {
+  std::vector<int> signals = ending_signals();
+  signals.insert(signals.end(), {SIGCHLD, SIGTSTP, SIGCONT});
+  return signals;
+}
+
 class Launcher {
  public:
-  Launcher(const LaunchOptions& options, const LaunchPlan& plan, const fs::path& folder)
-      : inbox_({SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT}),
+  Launcher(const LaunchOptions& options, const LaunchPlan& plan, const fs::path& folder, SignalInbox& inbox)
+      : inbox_(inbox),
         reception_((folder / "socket").string(), static_cast<std::size_t>(plan.ranks) + 2 * plan.hosts.size()),
         stdout_(STDOUT_FILENO, plan.ranks == 1 || ::isatty(STDOUT_FILENO) == 1),
         stderr_(STDERR_FILENO, plan.ranks == 1 || ::isatty(STDERR_FILENO) == 1),
@@ -176,16 +195,23 @@ class Launcher {
   // ---- signals and streams --------------------------------------------------------------------------------------
 
   void take_signals() {
-    while (const int signal = inbox_.next().number) switch (signal) {
+    // They come in the order of their numbers. A job that is told to stop is not suspended first.
+    std::vector<int> signals;
+    while (const int signal = inbox_.next().number) signals.push_back(signal);
+    if (std::ranges::any_of(signals, is_stop_signal)) std::erase(signals, SIGTSTP);
+    for (const int signal : signals) switch (signal) {
         case SIGCHLD: ending_.reap(); break;
         case SIGCONT: break;  // poll again: stdin may be ours now
-        case SIGTSTP:
+        case SIGTSTP: {
           job_.signal(SIGSTOP, false);
-          watch_.pause([] { ::raise(SIGSTOP); });
+          const i64 since_ns = monotonic_ns();
+          watch_.pause([] { stop_until_told(stop_signals()); });
+          ending_.was_suspended(monotonic_ns() - since_ns);
           job_.signal(SIGCONT, false);
           break;
+        }
         case SIGUSR1:
-        case SIGUSR2: job_.signal(signal, false); break;
+        case SIGUSR2: ending_.pass(signal); break;
         default: ending_.stop(signal);
       }
   }
@@ -246,12 +272,12 @@ class Launcher {
         if (job_.hosts[i].channel != nullptr) watch_.listen(job_.hosts[i], polled_[kFirstHost + i].revents);
       while (const int signal = inbox_.next().number) {
         if (signal == SIGCHLD) ending_.reap();
-        if ((signal == SIGINT || signal == SIGTERM) && !waits) return false;  // nobody reads our output
+        if (is_stop_signal(signal) && !waits) return false;  // nobody reads our output
       }
     }
   }
 
-  SignalInbox inbox_;
+  SignalInbox& inbox_;
   Reception reception_;
   Sink stdout_, stderr_;
   Job job_;
@@ -268,6 +294,7 @@ class Launcher {
 LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan) {
   using namespace launch;
   DS_CHECK(plan.refused == 0, Errc::Config, "{}", plan.why);
+  SignalInbox inbox(heeded_signals());  // first: one that comes while the job starts waits for it
   if (!options.log_dir.empty()) {
     std::error_code error;
     fs::create_directories(follow_links(options.log_dir), error);
@@ -285,7 +312,7 @@ LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan) {
         word.replace(at, planned.string().size(), folder.path().string());
     return words;
   };
-  return Launcher(options, plan, folder.path()).run(in_folder(plan.mpirun), in_folder(plan.mpirun_environment));
+  return Launcher(options, plan, folder.path(), inbox).run(in_folder(plan.mpirun), in_folder(plan.mpirun_environment));
 }
 
 }  // namespace ds

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "ds/launch.h"
+#include "ds/launchers.h"
 #include "ds/log.h"
 #include "launch/host_shim.h"
 #include "launch/limits.h"
@@ -103,6 +104,11 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
 
   plan.folder = working_directory(inherited);
   check_limits(plan.ranks);
+  const std::optional<OtherLauncher> other = other_launcher(options.environment, ::isatty(STDIN_FILENO) == 1);
+  DS_CHECK(!other || inherited.contains("WORLD_SIZE"), Errc::Config,
+           "{} started several copies of ds-launch ({}), and each would start a job of its own: start one copy, which "
+           "starts all ranks; if each is to have its own job, set WORLD_SIZE=1",
+           other->name, other->variable);
   // mpirun refuses to run where another mpirun has left this.
   DS_CHECK(!inherited.contains("OMPI_UNIVERSE_SIZE"), Errc::Config,
            "this is a rank of a job already: mpirun starts no job inside a job");

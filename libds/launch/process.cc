@@ -17,6 +17,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <ctime>
@@ -321,7 +323,56 @@ void kill_descendants() {
   }
 }
 
-SignalInbox::SignalInbox(std::initializer_list<int> signals) {
+namespace {
+
+// Of /proc/PID/status. Only async-signal-safe calls: for a process that was forked and does not execute.
+struct StoppedState {
+  bool stopped = false;
+  u64 pending = 0;  // signal n is bit n - 1
+};
+StoppedState stopped_state(const char* status_file) {
+  const int fd = ::open(status_file, O_RDONLY | O_CLOEXEC);
+  std::array<char, 4096> text{};
+  const ssize_t n = ::read(fd, text.data(), text.size());
+  ::close(fd);
+  const std::string_view status(text.data(), static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
+  constexpr std::string_view kState = "\nState:\t", kPending = "\nShdPnd:\t";
+  const std::size_t state = status.find(kState), pending = status.find(kPending);
+  StoppedState found;
+  if (state == status.npos || pending == status.npos) return found;
+  found.stopped = status[state + kState.size()] == 'T';
+  const char* digits = status.data() + pending + kPending.size();
+  std::from_chars(digits, digits + 16, found.pending, 16);
+  return found;
+}
+
+}  // namespace
+
+void stop_until_told(std::span<const int> waking) {
+  const pid_t self = ::getpid();
+  const std::string status_file = fmt::format("/proc/{}/status", self);
+  u64 wakes = 0;
+  for (const int signal : waking) wakes |= u64{1} << (signal - 1);
+  const pid_t watch = ::fork();  // if it cannot be, who continues us has to do so
+  if (watch == 0) {
+    ::setpgid(0, 0);  // what the terminal sends to us is not for it
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    while (::getppid() == self) {
+      const StoppedState state = stopped_state(status_file.c_str());
+      if (state.stopped && (state.pending & wakes) != 0) ::kill(self, SIGCONT);
+      const timespec pause{.tv_sec = 0, .tv_nsec = 20'000'000};
+      ::nanosleep(&pause, nullptr);
+    }
+    ::_exit(0);
+  }
+  ::raise(SIGSTOP);
+  if (watch < 0) return;
+  ::kill(watch, SIGKILL);
+  while (::waitpid(watch, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+SignalInbox::SignalInbox(const std::vector<int>& signals) {
   sigset_t set;
   sigemptyset(&set);
   for (const int signal : signals) {
@@ -334,7 +385,11 @@ SignalInbox::SignalInbox(std::initializer_list<int> signals) {
   DS_CHECK(static_cast<bool>(fd_), Errc::Io, "signalfd: {}", system_reason(errno));
 }
 
-SignalInbox::~SignalInbox() { ::sigprocmask(SIG_SETMASK, &before_, nullptr); }
+SignalInbox::~SignalInbox() {
+  while (next()) {
+  }
+  ::sigprocmask(SIG_SETMASK, &before_, nullptr);
+}
 
 SignalInbox::Signal SignalInbox::next() {
   signalfd_siginfo info{};

@@ -6,7 +6,6 @@
 
 #include <chrono>
 #include <filesystem>
-#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
@@ -98,15 +97,19 @@ struct Spawn {
 };
 pid_t spawn(const Spawn& what, int* error);
 
+// Stops this process as SIGSTOP does, until somebody continues it. A signal of `waking` that this process blocks
+// continues it too: it would otherwise wait, unread, for as long as the process is stopped.
+void stop_until_told(std::span<const int> waking);
+
 // Ends every descendant of this process, which must be a subreaper: descendants come back to us as children, level by
 // level.
 void kill_descendants();
 
-// Blocks the signals of the list that are not ignored and returns a descriptor to read them from; the destructor
-// restores.
+// Blocks the signals of the list that are not ignored and returns a descriptor to read them from; the destructor drops
+// what nobody has read, and restores.
 class SignalInbox {
  public:
-  explicit SignalInbox(std::initializer_list<int> signals);
+  explicit SignalInbox(const std::vector<int>& signals);
   ~SignalInbox();
   SignalInbox(SignalInbox&&) = delete;
   int fd() const noexcept { return fd_.get(); }

@@ -16,6 +16,7 @@ namespace {
 struct Summary {
   const RankCourse* culprit = nullptr;  // that failed first, of those that nobody told to end
   bool stopped = false;                 // some rank failed as it was told to
+  bool ended_by_passed = false;         // some rank was ended by the signal that we passed on
   bool checkpointed = false;            // some rank saved its state
   bool all_started = true, none_started = true;
 };
@@ -29,9 +30,11 @@ Summary summary_of(const JobCourse& course) {
     sum.none_started &= !rank.started;
     sum.checkpointed |= rank.end.status == kCheckpointed;
     if (!rank.failed()) continue;
+    const bool by_passed = course.passed_signal != 0 && rank.end.signal == course.passed_signal;
     const bool as_told = rank.end.stopped || (rank.vanished && (mpirun_died || !rank.started)) ||
-                         (course.stop_signal != 0 && rank.end.status == 128 + course.stop_signal);
+                         (course.stop_signal != 0 && rank.end.status == 128 + course.stop_signal) || by_passed;
     sum.stopped |= as_told;
+    sum.ended_by_passed |= by_passed;
     if (!as_told && (sum.culprit == nullptr || rank.end_ns < sum.culprit->end_ns)) sum.culprit = &rank;
   }
   return sum;
@@ -68,6 +71,8 @@ LaunchReport judge(const JobCourse& course) {
     report.why = fmt::format("rank {} ({}, pid {}) {}", end.rank, end.host, end.pid, how_ended(end.status, end.signal));
   } else if (course.stop_signal != 0 && (sum.stopped || !sum.all_started)) {
     report.status = 128 + course.stop_signal;
+  } else if (sum.ended_by_passed) {
+    report.status = 128 + course.passed_signal;
   } else if (!course.why.empty()) {
     report.status = 1;
     if (!sum.all_started) report.why += course.mpirun_said;

@@ -27,6 +27,7 @@ struct JobCourse {
   std::span<const RankCourse> ranks;
   bool reader_gone = false;  // of our stdout
   int stop_signal = 0;       // what we were told to stop by; 0: nothing
+  int passed_signal = 0;     // what else we passed on to the ranks
   int given_up = 0;          // the status to return when the job could not go on by no rank's fault; 0: it could
   std::string given_up_why;
   std::string why;              // what else made us end it

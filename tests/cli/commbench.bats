@@ -280,3 +280,31 @@ PY
   assert_equal $ended 1
   grep -q "rank 1 did not come within 1 s" errors
 }
+
+@test "options of nccl-tests that mean the same are taken" {
+  bench 1 --op all_reduce -b 8k -e 8k -f 1 -g 1 -t 1 -d half -o max -r 0 -a 2 -m 1 -z 0 -p 1 -R 0 -G 0 -c 1 --backend self
+  [[ $(rows) =~ ^\ *8192\ +4096\ +half\ +max\  ]] || fail "$output"
+  run -0 --separate-stderr ds-commbench --op all_reduce --minbytes 1m --maxbytes 2m --stepbytes 1m --warmup_iters 0 \
+    --iters 2 --datatype float --ngpus 1
+  assert_equal "$(rows | awk '{ print $1 }' | tr '\n' ' ')" "1048576 2097152 "
+  bench 1 --op all_reduce -b 1m -e 4m --stepfactor 4 --backend self
+  assert_equal "$(rows | awk '{ print $1 }' | tr '\n' ' ')" "1048576 4194304 "
+}
+
+@test "options of nccl-tests that mean something else: the error names ours" {
+  refuses_line() { # text, arguments
+    run -2 ds-commbench --op all_reduce "${@:2}"
+    assert_line --index 0 --partial "$1"
+  }
+  refuses_line "-g 8: not offered; a rank has one thread and one GPU; start more ranks with --ranks N" -g 8
+  refuses_line "start more ranks with --ranks N" --nthreads 4
+  refuses_line "--json --output FILE" -J out.json
+  refuses_line "--timeout S" -T 60
+  refuses_line "--blocking" -z 1
+  refuses_line "--dtype" -d all
+  refuses_line "--redop" -o prod
+  refuses_line "--root: must be" -r all
+  refuses_line "sizes that grow by a factor of 1 do not grow: give a larger one, or --step" -b 8 -e 64 -f 1
+  run -2 ds-commbench --op sum
+  assert_line --index 0 --partial "'sum' is a reduction, not an operation: give it to --redop"
+}

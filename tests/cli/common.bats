@@ -154,7 +154,7 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | sed 's/.\x08//g' | aw
   [[ $isas == auto*onednn* ]]
   section=$(sed -n '/^\.It Ev DS_ISA/,/^\.El/p' "$DS_SOURCE/man/ds-train.1" | tr ' ' '\n')
   for isa in $isas; do grep -qx "$isa" <<<"$section" || fail "$isa"; done
-  signals=$(grep -o 'SIG[A-Z0-9]*' <(grep -m1 'for (const int s : {' "$DS_SOURCE/tools/ds-train.cc"))
+  signals=$(grep -o 'SIG[A-Z0-9]*' <(grep -m1 'for (const int s : {' "$DS_SOURCE/tools/common/stopping.cc"))
   section=$(sed -n '/^\.Sh EXIT STATUS/,/committed/p' "$DS_SOURCE/man/ds-train.1")
   for signal in $signals; do grep -q "$signal" <<<"$section" || fail "$signal"; done
 }
@@ -164,7 +164,7 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | sed 's/.\x08//g' | aw
     run -0 mandoc -Tlint -Wwarning "$page"
     assert_output ""
   done
-  order="NAME SYNOPSIS DESCRIPTION OPTIONS OUTPUT ENVIRONMENT FILES EXIT_STATUS EXAMPLES SEE_ALSO"
+  order="NAME SYNOPSIS DESCRIPTION OPTIONS OUTPUT ENVIRONMENT FILES EXIT_STATUS EXAMPLES COMPATIBILITY SEE_ALSO"
   for tool in "${tools[@]}"; do
     sections=$(sed -n 's/^\.Sh //p' "$DS_SOURCE/man/$tool.1" | tr ' ' _ | tr '\n' ' ')
     expected=

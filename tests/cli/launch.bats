@@ -20,8 +20,8 @@ teardown() {
   pkill -9 -f "sleep $marker" || true
 }
 
-start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT for background jobs.)
-  env --default-signal=INT "$launch" "$@" >out 2>err 3>&- &
+start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT and SIGQUIT for background jobs.)
+  env --default-signal=INT,QUIT "$launch" "$@" >out 2>err 3>&- &
   job=$!
   local program='' tries
   for ((tries = 0; tries < 1000; ++tries)); do # until then it is a copy of this shell, and a signal ends the test there
@@ -298,11 +298,50 @@ END
   run "$launch" --tag-outptu touch started
   assert_failure 2
   assert_output --partial "unknown option '--tag-outptu'; did you mean '--tag-output'?"
-  for unknown in --include --exclude --restarts; do
-    run "$launch" $unknown x touch started
-    assert_failure 2
-    assert_output --partial "unknown option '$unknown'"
+  run "$launch" --restarts x touch started
+  assert_failure 2
+  assert_output --partial "unknown option '--restarts'"
+  [[ ! -e started ]]
+}
+
+@test "options of torchrun, deepspeed and mpirun that mean the same are taken" {
+  for options in "-np 2" "--np=2" "--nproc_per_node=2" "--nproc-per-node 2 --nnodes 1:1" "--num_gpus 2 --num_nodes 1" \
+    "--standalone --nnodes=1 --node_rank=0 --nproc-per-node=2 --max-restarts=0 --rdzv-backend=c10d" "-n2 --bind_cores_to_rank" \
+    "-np 2 -bind-to none --oversubscribe --allow-run-as-root" "--num_processes 2 --num_machines 1"; do
+    run -0 "$launch" $options --dry-run true -np 9 --nnodes 7 # which belong to PROG
+    assert_line --regexp '^ranks: .*/true -np 9 --nnodes 7$'
+    assert_line --regexp '^mpirun: .*mpirun -n 2 '
   done
+  printf 'localhost slots=2\n' >hosts
+  run -0 "$launch" -hostfile hosts --nproc_per_node 2 --nnodes 1 --dry-run true
+  run -0 "$launch" --machinefile hosts --enable_each_rank_log logs true
+  [[ -e logs/rank-00001.log ]]
+}
+
+@test "options of theirs that mean something else: the error names ours" {
+  refuses() { # option and value, what is named
+    run -2 "$launch" $1 touch started
+    assert_line --index 0 --partial "ds-launch: error: $1"
+    assert_line --index 0 --partial -- "$2"
+  }
+  refuses "--nnodes 2" "--host or --hostfile"
+  refuses "--nnodes 1:4" "the number of hosts is fixed"
+  refuses "--node-rank 1" "--host or --hostfile"
+  refuses "--master-addr 10.0.0.1" "MASTER_ADDR"
+  refuses "--master-port 29500" "MASTER_PORT"
+  refuses "--max-restarts 3" "run ds-launch again"
+  refuses "--include a:0" "--host NAME:SLOTS"
+  refuses "--exclude a:0" "--host NAME:SLOTS"
+  refuses "-H a:1" "--hostfile FILE"
+  refuses "--bind-to core" "--bind core"
+  refuses "--launcher pdsh" "--agent PROG"
+  refuses "--module" "python3 -m MODULE"
+  run -2 "$launch" --nproc_per_node gpu touch started
+  assert_output --partial "--nproc-per-node: must be an integer"
+  run -2 "$launch" -n 3 --nproc_per_node 2 touch started
+  assert_output --partial "--ranks 3 and --nproc-per-node 2 say different things"
+  run -2 "$launch" --host a:2,b:1 --nproc_per_node 2 touch started
+  assert_output --partial "host b has 1 slot; the slots of --host or --hostfile"
   [[ ! -e started ]]
 }
 
@@ -437,14 +476,85 @@ END
   grep -q 'status=75' out
 }
 
-@test "a stop before the ranks have started ends the job" {
-  for delay in 0 0.02 0.05; do
+@test "a stop before the ranks have started ends the job, also by a signal that is told once" {
+  for stop in TERM:0 TERM:0.05 USR1:0.04 USR2:0.06; do
     start -n 8 sleep $marker
-    sleep $delay
-    kill -TERM $job
-    assert_ends_with 143
+    sleep "${stop#*:}"
+    kill -"${stop%:*}" $job
+    assert_ends_with $((128 + $(kill -l "${stop%:*}")))
+    refute grep -q error err
     until_true 5 sleepers_are 0
   done
+}
+
+@test "whatever signal comes at whatever moment of the start ends the job, and nothing is left" {
+  slow_only
+  needs_mounts
+  cat >all <<'END'
+exec 2>noise # where the shell names who was killed
+mount -t tmpfs tmpfs /dev/shm
+export TMPDIR=$PWD/tmp
+mkdir tmp
+for ((delay = 0; delay < 200; delay += 20)); do
+  for signal in TERM INT USR1 USR2 HUP QUIT XCPU ALRM; do
+    env --default-signal "$1" -n 4 sleep "$2" 2>err &
+    job=$!
+    until [[ $(</proc/$job/comm) == ds-launch ]]; do :; done
+    sleep "0.$(printf %03d $delay)"
+    kill -$signal $job
+    timeout 20 tail --pid=$job -f /dev/null || { echo "$signal after $delay ms: it goes on"; kill -9 $job; }
+    wait $job
+    status=$?
+    [[ $status == $((128 + $(kill -l $signal))) ]] || echo "$signal after $delay ms: $status, $(<err)"
+    ! grep error err || echo "$signal after $delay ms"
+    [[ -z $(ls -A /dev/shm tmp | grep -v :) ]] || { echo "$signal after $delay ms left $(ls -A /dev/shm tmp)"; rm -rf /dev/shm/* tmp/*; }
+  done
+done
+END
+  run unshare -m bash all "$launch" $marker 3>&-
+  assert_output ""
+  until_true 5 sleepers_are 0
+}
+
+is_stopped() { [[ $(ps -o stat= -p "$1") == T* ]]; }
+
+# Starts two ranks that save when they are told to stop; their pids are in ready.0 and ready.1.
+start_savers() {
+  start -n 2 bash -c "trap 'echo saved \$RANK; exit 75' TERM USR1; echo \$\$ >ready.\$RANK; while :; do sleep 0.05; done"
+  until_true 10 test -s ready.0 -a -s ready.1
+}
+
+@test "a suspended job that is told to stop is continued, and its ranks may save" {
+  start_savers
+  kill -TSTP $job
+  until_true 5 is_stopped $job
+  until_true 5 is_stopped "$(<ready.1)"
+  kill -TERM $job
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+  rm ready.*
+  start_savers
+  kill -TSTP $job
+  kill -TERM $job # the launcher may hear of both at once, the smaller number first
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+}
+
+@test "a rank that is stopped by itself is continued when the job is told to stop" {
+  start_savers
+  kill -STOP "$(<ready.1)"
+  kill -TERM $job
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+}
+
+@test "a rank that is stopped by itself when another fails is continued to end" {
+  slow_only # two seconds of grace
+  start_savers
+  kill -STOP "$(<ready.1)"
+  kill -9 "$(<ready.0)" # then rank 1 gets SIGTERM, and need not be killed
+  assert_ends_with 137
+  assert_equal "$(<out)" "saved 1"
 }
 
 # ---- nothing survives -----------------------------------------------------------------------------------------------

@@ -172,10 +172,32 @@ refuses() {
   [[ $stderr == "ds-train: error: standard input: only one of 2 ranks can read it; name a file"* ]]
 }
 
-@test "mpirun alone does not start two runs that know nothing of each other" {
+@test "mpirun, srun and others alone do not start several runs that know nothing of each other" {
   OMPI_COMM_WORLD_SIZE=2 refuses 2 "start them with ds-launch -n 2" cfg.json
-  OMPI_COMM_WORLD_SIZE=1 run -0 ds-train cfg.json
+  SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 refuses 2 "srun alone starts 4 runs that know nothing of each other (SLURM_STEP_NUM_TASKS=4)" cfg.json
+  PMI_SIZE=3 PMI_RANK=0 refuses 2 "start them with ds-launch -n 3; if each is to run by itself, set WORLD_SIZE=1" cfg.json
+  PMIX_RANK=1 refuses 2 "starts several runs that know nothing of each other (PMIX_RANK=1): start them with ds-launch -n N" cfg.json
+  SLURM_STEP_NUM_TASKS=2 run -2 "$DS_BIN/ds-commbench" --op barrier
+  assert_output --partial "start them with ds-launch -n 2"
+  SLURM_STEP_NUM_TASKS=2 run -2 "$DS_BIN/ds-launch" true
+  assert_output --partial "srun started several copies of ds-launch (SLURM_STEP_NUM_TASKS=2)"
+}
+
+@test "a run alone inside an allocation, several runs on purpose, and ranks of ds-launch are none of these" {
+  OMPI_COMM_WORLD_SIZE=1 run -0 ds-train cfg.json --check
   OMPI_COMM_WORLD_SIZE=2 WORLD_SIZE=1 run -0 ds-train cfg.json --check
+  SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 run -0 ds-train cfg.json --check
+  SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 PMI_SIZE=1 run -0 ds-launch -n 2 ds-train cfg.json
+  SLURM_STEP_NUM_TASKS=2 WORLD_SIZE=1 run -0 ds-launch true
+}
+
+@test "ranks that the environment alone speaks of are a mistake, and MPI leaves nothing of them" {
+  mkdir tmp
+  export TMPDIR=$PWD/tmp
+  RANK=0 WORLD_SIZE=2 refuses 2 "this is rank 0 of 2, but no launcher started it through which MPI finds the others: start with ds-launch -n 2" cfg.json --quiet
+  RANK=0 WORLD_SIZE=2 run -2 "$DS_BIN/ds-commbench" --op all_reduce -b 8 -e 8
+  assert_output --partial "start with ds-launch -n 2"
+  assert_equal "$(ls -A tmp)" ""
 }
 
 @test "ranks that are others to MPI than to the environment are a mistake of the start" {

@@ -309,6 +309,16 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   assert_equal "$(sort out)" $'saved 0\nsaved 1'
 }
 
+@test "a rank that is stopped on another host is continued when the job is told to stop" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" bash -c 'trap "echo saved \$RANK; exit 75" TERM; echo $$ >ready.$RANK; while :; do sleep 0.1; done'
+  until_true 10 test -s ready.0 -a -s ready.1
+  kill -STOP "$(matching_on 2 'echo saved' | head -1)"
+  kill -TERM $job
+  assert_ends_with 75
+  assert_equal "$(sort out)" $'saved 0\nsaved 1'
+}
+
 @test "a job that is stopped by Ctrl-Z for longer than the hosts' timeout goes on" {
   # shellcheck disable=SC2016
   start --host "$a:1,$b:1" --host-timeout 1 bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK'

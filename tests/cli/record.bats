@@ -123,6 +123,52 @@ PY
   assert [ ! -e "/dev/shm/ds-train.$(tail -n 1 <<<"$ranks")" ]
 }
 
+# Starts a run of its own in the background, until it trains: pid in $pid.
+trains() { # arguments of ds-train
+  env --default-signal=INT,QUIT ds-train cfg.json --out run --quiet --steps 1000000 "$@" &
+  pid=$!
+  until_true 20 steps_at_least run 1
+}
+
+@test "whatever signal ends a run, nothing of it stays in /dev/shm" {
+  ulimit -c 0
+  for signal in QUIT SEGV; do
+    rm -rf run
+    trains
+    assert [ -e "/dev/shm/ds-train.$pid" ]
+    kill -$signal $pid
+    status=0
+    wait $pid || status=$?
+    assert_equal "$signal $status" "$signal $((128 + $(kill -l $signal)))"
+    assert [ ! -e "/dev/shm/ds-train.$pid" ]
+  done
+  trains --resume latest
+  kill -INT $pid
+  kill -INT $pid # the second ends it by force, unless it has ended
+  wait $pid || true
+  assert [ ! -e "/dev/shm/ds-train.$pid" ]
+}
+
+@test "SIGUSR2 and SIGXCPU, which schedulers send ahead of the end, save as SIGUSR1 does" {
+  for signal in USR2 XCPU; do
+    rm -rf run
+    trains
+    kill -$signal $pid
+    status=0
+    wait $pid || status=$?
+    assert_equal "$signal $status" "$signal 75"
+  done
+}
+
+@test "a run alone over MPI that is killed leaves neither a folder in TMPDIR nor a daemon" {
+  mkdir tmp
+  TMPDIR=$PWD/tmp trains --set communication.backend=mpi
+  assert_equal "$(ls -A tmp)" ""
+  assert_equal "$(pgrep -P $pid)" ""
+  kill -KILL $pid
+  wait $pid || true
+}
+
 @test "what a killed run left in /dev/shm goes with the next one" {
   ds-train cfg.json --out run --quiet --steps 1000000 &
   pid=$!

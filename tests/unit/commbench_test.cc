@@ -51,6 +51,9 @@ TEST(CommbenchSizes, AreReadAsNcclTestsReadsThem) {
   EXPECT_EQ(parse_size("2G"), i64{2} << 30);
   EXPECT_EQ(parse_size("1.5K"), 1536);
   EXPECT_EQ(parse_size("1MB"), 1000000);
+  EXPECT_EQ(parse_size("8m"), 8 << 20);
+  EXPECT_EQ(parse_size("1g"), 1 << 30);
+  EXPECT_EQ(parse_size("4k"), 4096);
   for (const char* wrong : {"", "0", "-1", "1X", "K", "1 M", "1.3", "nan", "inf", "1e30", "0x10"})
     EXPECT_THAT(error_of([&] { parse_size(wrong); }), HasSubstr("is not a size")) << wrong;
 }
@@ -63,6 +66,7 @@ TEST(CommbenchSizes, GrowByAFactorOrAStep) {
   o.step_bytes = 40;
   EXPECT_THAT(list_sizes(o), ElementsAre(8, 48, 88));
   EXPECT_THAT(list_sizes({.min_bytes = 1 << 20, .max_bytes = 1 << 20}), ElementsAre(1 << 20));
+  EXPECT_THAT(list_sizes({.min_bytes = 8, .max_bytes = 8, .factor = 1}), ElementsAre(8));
 }
 
 TEST(CommbenchSizes, AreNotEndless) {

@@ -68,6 +68,20 @@ TEST(Verdict, TheRankThatFailedFirstInTime) {
   EXPECT_EQ(report.why, "rank 1 (here, pid 101) was killed by signal 11 (SIGSEGV)");
 }
 
+TEST(Verdict, ARankThatTheSignalEndedWhichWasPassedOnIsNoCulprit) {
+  Course course;
+  course.ends(0, 128 + SIGUSR1, SIGUSR1).ends(1, 143, SIGTERM);
+  course.ranks[1].end.stopped = true;
+  course.job.passed_signal = SIGUSR1;
+  LaunchReport report = course.judged();
+  EXPECT_EQ(report.status, 128 + SIGUSR1);
+  EXPECT_THAT(report.why, IsEmpty());
+  course.ends(0, 128 + SIGUSR2, SIGUSR2);
+  EXPECT_EQ(course.judged().culprit, 0);  // another signal
+  course.ends(0, 1);
+  EXPECT_EQ(course.judged().status, 1);  // it took the signal, and failed
+}
+
 TEST(Verdict, WhoWasToldToEndIsNoCulprit) {
   Course course;
   course.ends(0, 137, SIGKILL).ends(1, 1);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/internal.h"
 #include "common/tool.h"
 
 namespace ds::tools {
@@ -19,13 +20,11 @@ struct Row {
 };
 
 Row make_row(const CLI::Option& option) {
-  Row row{.names = {},
+  Row row{.names = shown_names(option),
           .description = option.get_description(),
           .type = option.get_type_name(),
           .kind = Kind::Any,
           .choices = {}};
-  for (const std::string& name : option.get_snames()) row.names.push_back("-" + name);
-  for (const std::string& name : option.get_lnames()) row.names.push_back("--" + name);
   if (const std::size_t open = row.type.find('{'); open != std::string::npos) {
     row.kind = Kind::Choice;
     row.choices = CLI::detail::split(row.type.substr(open + 1, row.type.find('}') - open - 1), ',');

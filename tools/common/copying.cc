@@ -11,13 +11,13 @@
 
 #include "common/internal.h"
 #include "ds/error.h"
+#include "ds/signals.h"
 
 namespace ds::tools {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
 volatile std::sig_atomic_t stopped_by = 0;
 
 extern "C" void note_signal(int signal) { stopped_by = signal; }
@@ -27,14 +27,16 @@ double seconds(Clock::duration d) { return std::chrono::duration<double>(d).coun
 }  // namespace
 
 CopyLine::CopyLine() : start_(Clock::now()) {
-  for (const int signal : kSignals) {
-    if (std::signal(signal, note_signal) == SIG_IGN) std::signal(signal, SIG_IGN);  // nohup(1)
+  for (const int signal : ending_signals()) {
+    const auto before = std::signal(signal, note_signal);
+    if (before != SIG_DFL) std::signal(signal, before);  // ignored, as by nohup(1), or another's
   }
 }
 
 CopyLine::~CopyLine() {
-  for (const int signal : kSignals) {
-    if (std::signal(signal, SIG_DFL) == SIG_IGN) std::signal(signal, SIG_IGN);
+  for (const int signal : ending_signals()) {
+    const auto before = std::signal(signal, SIG_DFL);
+    if (before != note_signal) std::signal(signal, before);
   }
 }
 

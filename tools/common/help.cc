@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "common/internal.h"
 #include "common/tool.h"
 
 namespace ds::tools {
@@ -40,10 +41,8 @@ std::string entry(std::string head, std::string_view description) {
 }
 
 std::string option_head(const CLI::Option& option) {
-  std::string head;
-  for (const std::string& name : option.get_snames()) head += (head.empty() ? "-" : ", -") + name;
-  if (head.empty()) head = "    ";
-  for (const std::string& name : option.get_lnames()) head += (head == "    " ? "--" : ", --") + name;
+  std::string head = option.get_snames().empty() ? "    " : "";
+  head += fmt::format("{}", fmt::join(shown_names(option), ", "));
   if (option.get_items_expected_max() > 0) {
     const std::string type = option.get_type_name();
     const std::size_t open = type.find('{');  // a check appends ":{a,b}" or ":INT in [1 - 9]"; only values are shown
@@ -53,6 +52,14 @@ std::string option_head(const CLI::Option& option) {
 }
 
 }  // namespace
+
+std::vector<std::string> shown_names(const CLI::Option& option) {
+  std::vector<std::string> names;
+  if (option.get_group().empty()) return names;
+  if (!option.get_snames().empty()) names.push_back("-" + option.get_snames().front());
+  if (!option.get_lnames().empty()) names.push_back("--" + option.get_lnames().front());
+  return names;
+}
 
 std::string help_text(const ToolInfo& tool, const CLI::App& app) {
   const bool top = app.get_parent() == nullptr;

@@ -2,7 +2,10 @@
 #pragma once
 // Shared by the sources of tools/common only.
 
+#include <CLI/CLI.hpp>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace ds::tools {
 
@@ -17,6 +20,9 @@ void write_all(int fd, std::string_view bytes, std::string_view what);
 
 // Takes the progress line away, if one is drawn, so that other text does not end up behind it.
 void clear_progress() noexcept;
+
+// With dashes: of an option that is shown the first short and the first long one, of another none.
+std::vector<std::string> shown_names(const CLI::Option& option);
 
 struct MessageOptions {
   std::string_view tool;

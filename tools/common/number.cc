@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Numbers on the command line: strict decimals within bounds, refused in words that a person can read.
 
+#include <algorithm>
 #include <charconv>
 
 #include "common/tool.h"
@@ -20,6 +21,12 @@ T parse(const std::string& name, std::string_view kind, const std::string& text,
 }
 
 }  // namespace
+
+std::string main_name(const std::string& names) {
+  const std::size_t begin = std::min(names.find("--"), names.size());
+  const std::size_t end = std::min(names.find(',', begin), names.size());
+  return begin < names.size() ? names.substr(begin, end - begin) : names.substr(0, names.find(','));
+}
 
 i64 parse_integer(const std::string& name, const std::string& text, i64 low, i64 high) {
   return parse(name, "an integer", text, low, high);

@@ -2,12 +2,14 @@
 #include "common/ranks.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <charconv>
 #include <cstdlib>
 #include <limits>
 
 #include "ds/error.h"
+#include "ds/launchers.h"
 
 namespace ds::tools {
 namespace {
@@ -27,13 +29,21 @@ int environment_number(const char* name, int fallback) {
 
 }  // namespace
 
+std::vector<std::string> own_environment() {
+  std::vector<std::string> strings;
+  for (char** variable = environ; *variable != nullptr; ++variable) strings.emplace_back(*variable);
+  return strings;
+}
+
 RankInfo ranks_of_environment() {
   RankInfo r;
-  const int mpi_ranks = environment_number("OMPI_COMM_WORLD_SIZE", 1);
-  if (mpi_ranks > 1 && std::getenv("WORLD_SIZE") == nullptr) {
-    throw Error(Errc::Config, fmt::format("mpirun alone starts {} runs that know nothing of each other: start them "
-                                          "with ds-launch -n {}",
-                                          mpi_ranks, mpi_ranks));
+  const std::optional<OtherLauncher> other = other_launcher(own_environment(), ::isatty(STDIN_FILENO) == 1);
+  if (other && std::getenv("WORLD_SIZE") == nullptr) {
+    const std::string copies = other->processes > 0 ? std::to_string(other->processes) : "several";
+    throw Error(Errc::Config,
+                fmt::format("{} alone starts {} runs that know nothing of each other ({}): start them with ds-launch "
+                            "-n {}; if each is to run by itself, set WORLD_SIZE=1",
+                            other->name, copies, other->variable, other->processes > 0 ? copies : "N"));
   }
   r.world_size = environment_number("WORLD_SIZE", 1);
   r.rank = environment_number("RANK", 0);

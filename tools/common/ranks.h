@@ -2,12 +2,18 @@
 #pragma once
 // Who this process is in its job, as ds-launch (or another launcher) says in the environment.
 
+#include <string>
+#include <vector>
+
 #include "ds/ranks.h"
 
 namespace ds::tools {
 
+// "NAME=value" strings.
+std::vector<std::string> own_environment();
+
 // RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, DS_JOB; without them a job of one rank. Throws Errc::Config for values that make
-// no sense.
+// no sense, and where a launcher started several copies that would each be such a job.
 RankInfo ranks_of_environment();
 
 }  // namespace ds::tools

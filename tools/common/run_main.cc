@@ -68,8 +68,8 @@ void add_common_options(CLI::App& app, const ToolInfo& tool, CommonOptions& comm
 std::vector<std::string> option_names(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& name : option->get_snames()) names.push_back("-" + name);
-    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    const std::vector<std::string> shown = shown_names(*option);
+    names.insert(names.end(), shown.begin(), shown.end());
   }
   for (const CLI::App* command : app.get_subcommands()) {
     const std::vector<std::string> more = option_names(*command);
@@ -122,11 +122,28 @@ std::string empty_option(const CLI::App& app) {
   return "";
 }
 
+// The words of the command line, "-name" for "--name" where that is an option, before the program that is run.
+std::vector<std::string> with_two_dashes(const CLI::App& app, std::vector<std::string> words) {
+  for (std::size_t i = 0; i < words.size() && words[i].size() > 1 && words[i][0] == '-' && words[i] != "--"; ++i) {
+    const auto option_of = [&](const std::string& word) {
+      return app.get_option_no_throw(word.substr(0, word.find('=')));
+    };
+    if (words[i].size() > 2 && words[i][1] != '-' && option_of("-" + words[i]) != nullptr) words[i].insert(0, "-");
+    const CLI::Option* option = option_of(words[i]);
+    const bool has_value = words[i].find('=') != std::string::npos;
+    if (option != nullptr && option->get_items_expected_max() > 0 && !has_value) ++i;
+  }
+  return words;
+}
+
 // True if options were understood; false: exit status 2 is due and the reason has been said.
 bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
   std::string mistake;
   try {
-    app.parse(argc, argv);
+    std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+    if (tool.one_dash) words = with_two_dashes(app, std::move(words));
+    std::reverse(words.begin(), words.end());  // the order in which CLI11 takes them
+    app.parse(std::move(words));
     const std::vector<std::string> rest = app.remaining();
     const bool good = !app.get_prefix_command() || rest.empty() || rest[0] == "--" || !rest[0].starts_with('-');
     const std::string empty = empty_option(app);

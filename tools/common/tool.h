@@ -22,6 +22,7 @@
 //         });
 //   }
 //
+// The first short and the first long name of an option are shown; further ones are spellings of other tools.
 // type_name drives the completion: FILE and DIR complete as such, CLI::IsMember({...}) completes its values.
 // Groups order the help; an option without one stands under "Options". Subcommands work (app.add_subcommand).
 
@@ -51,6 +52,7 @@ struct ToolInfo {
   std::vector<std::string_view> usage;  // what follows the name, one entry per form
   std::vector<Example> examples;
   int schema = 1;          // "schema": "<name>/<schema>" of --json
+  bool one_dash = false;   // long options may begin with one dash, as mpirun's -np does
   bool show_info = false;  // LogLevel::Info appears without --verbose
 };
 
@@ -113,6 +115,9 @@ using Body = std::function<int(Output&)>;          // returns the exit status
 using Setup = std::function<Body(CLI::App& app)>;  // declares options; the body runs after parsing
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup);
 
+// By which messages call an option: the first long one of "-n,--ranks,--np".
+std::string main_name(const std::string& names);
+
 // For add_number: the value of a text, or CLI::ValidationError with the name of the option and the bounds.
 i64 parse_integer(const std::string& name, const std::string& text, i64 low, i64 high);
 double parse_number(const std::string& name, const std::string& text, double low, double high);
@@ -121,7 +126,7 @@ double parse_number(const std::string& name, const std::string& text, double low
 template <class T>
 CLI::Option* add_number(CLI::App& app, const std::string& names, T& target, std::type_identity_t<T> low,
                         std::type_identity_t<T> high, const std::string& description) {
-  const auto store = [name = names.substr(names.rfind(',') + 1), &target, low, high](const std::string& text) {
+  const auto store = [name = main_name(names), &target, low, high](const std::string& text) {
     if constexpr (std::integral<T>) {
       target = static_cast<T>(parse_integer(name, text, low, high));
     } else {

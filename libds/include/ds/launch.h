@@ -96,10 +96,11 @@ struct LaunchReport {
 DS_API LaunchPlan plan_launch(const LaunchOptions& options);
 
 // Runs the job to its end, with this process's stdin (to rank 0), stdout and stderr; lines of different ranks are never
-// mixed. Until it returns it owns the process: it handles SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP
-// (those that were not ignored) by passing them to the ranks, the second INT, TERM, HUP or QUIT ends them by force; it
-// reaps every child. Status: 0 if all ranks returned 0; 75 if some returned 75 and the others 0; else that of the rank
-// that failed first in time (128 + signal if it was killed); 128 + signal if we were told to stop and the ranks did.
+// mixed. Until it returns it owns the process: it takes all ending_signals() (ds/signals.h) and SIGTSTP that were
+// not ignored and passes them to the ranks; before all ranks have started they end the job. The second of them, but for
+// SIGUSR1 and SIGUSR2, ends the ranks by force. It reaps every child. Status: 0 if all ranks returned 0; 75 if some
+// returned 75 and the others 0; else that of the rank that failed first in time (128 + signal if it was killed); 128 +
+// signal if we were told to stop and the ranks did.
 DS_API LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan);
 
 // The hidden modes: what plan.mpirun starts here and on hosts. Their exit status; nothing if the arguments (without the
