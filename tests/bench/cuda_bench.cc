@@ -691,6 +691,7 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
   report::OpTally want = work.total();
   want.add(work.reductions);
   const bool all_there = engine.model().layout != nullptr || tally == want;
+  DS_CHECK(all_there || !small_, Errc::Internal, "the clock of ops has not seen what the plan says a step calls");
   record(fmt::format(R"("section": "by-op-step", "model": "{}", "step_ms": {:.3f}, "ops_ms": {:.3f}, )"
                      R"("between_ms": {:.3f}, "all_ops": {})",
                      name, steps_s / kSteps * 1e3, busy_s / kSteps * 1e3, (steps_s - busy_s) / kSteps * 1e3,
