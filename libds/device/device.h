@@ -9,6 +9,7 @@
 // the host that start_upload() and start_download() begin. Failures of enqueued work are thrown by download() and
 // synchronize(). One thread at a time uses a device.
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -79,6 +80,10 @@ class Device {
   virtual void wait(Queue queue, Event event) = 0;  // what comes next on the queue waits for the event's last record
   virtual void await(Event event) = 0;              // the host does
   virtual bool reached(Event event) = 0;            // by the device; asked by any thread
+  // An event that also notes when the device reaches it, and the time from the last record of one such event to that of
+  // another, which has been waited for. Not for recordings of graphs.
+  virtual Event make_timed_event() = 0;
+  virtual double seconds_between(Event from, Event to) = 0;
 
   // CUDA graphs: what `body` enqueues is recorded instead of run; launching does it all at once, on Compute. Only ops,
   // copies and fills with the same arguments each time. Null: this device records nothing, and has not called `body`.
@@ -99,14 +104,24 @@ class SynchronousDevice : public Device {
   std::string pin(void*, i64) override { return {}; }
   void unpin(void*) noexcept override {}
   Event make_event() override { return nullptr; }
-  void destroy(Event) noexcept override {}
-  void record(Event, Queue) override {}
+  void destroy(Event event) noexcept override { delete static_cast<Clock::time_point*>(event); }
+  void record(Event event, Queue) override {
+    if (event != nullptr) *static_cast<Clock::time_point*>(event) = Clock::now();
+  }
   void wait(Queue, Event) override {}
   void await(Event) override {}
   bool reached(Event) override { return true; }
+  Event make_timed_event() override { return new Clock::time_point; }
+  double seconds_between(Event from, Event to) override {
+    const auto at = [](Event event) { return *static_cast<const Clock::time_point*>(event); };
+    return std::chrono::duration<double>(at(to) - at(from)).count();
+  }
   Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}
   void destroy_graph(Graph) noexcept override {}
+
+ private:
+  using Clock = std::chrono::steady_clock;
 };
 
 // The CPU with these kernels and threads.

@@ -49,6 +49,8 @@ TensorView first_rows(const TensorView& v, i64 rows) { return v.rank > 0 ? v.row
 }  // namespace
 
 void upload_layout(const PassMemory& m, const Model& model, Device& device) {
+  for (const TensorView& words : {m.layout_keys, m.layout_queries})
+    DS_ASSERT(reinterpret_cast<std::uintptr_t>(words.data) % alignof(u64) == 0);  // kernels read them as such
   if (m.layout_keys) device.upload(m.layout_keys.data, model.layout->keys().data(), m.layout_keys.bytes());
   if (m.layout_queries) device.upload(m.layout_queries.data, model.layout->queries().data(), m.layout_queries.bytes());
 }

@@ -2,7 +2,10 @@
 // The CUDA backend on one GPU beside what that GPU can do, measured in the same run: memory-bound ops as a share of the
 // bandwidth of a large copy, attention and matrix products as a share of the rate of a large product, whole training
 // steps as tokens/s and model FLOP/s utilisation:
-//   cuda_bench [--small] [--json FILE] [--seconds S] [--set KEY=VALUE]... (ops | attention | gemm | step CONFIG...)...
+//   cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--set KEY=VALUE]...
+//              (ops | attention | features | gemm | step CONFIG...)...
+// features: attention over layouts of blocks and packed documents, Evoformer attention, codes. --by-op: after the steps
+// that count, three more in which each op is timed (bench/op_clock.h).
 // A time is that of n calls, enqueued one after the other and waited for once, over n; the median of several such
 // rounds, after a warm-up. Operands are random. Operands of what memory bounds rotate through more memory than the L2
 // cache holds. --small: shapes for the simulator, where times mean nothing.
@@ -17,15 +20,20 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "bench/op_clock.h"
 #include "ds/config.h"
 #include "ds/log.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "model/attention_pattern.h"
+#include "report/op_tally.h"
 
 using namespace ds;
 
@@ -120,8 +128,10 @@ class Bench {
 
   void ops();
   void attention();
+  void features();
   void gemm();
-  void step(const std::string& path, const Config& config);
+  // clock: null, or what stands before the device, to time the ops of some steps.
+  void step(const std::string& path, const Config& config, testing::OpClock* clock);
 
  private:
   // call(i): the i-th call since the beginning.
@@ -212,6 +222,12 @@ class Bench {
   }
   i64 product_size() const { return small_ ? 64 : 8192; }
   static double product_flops(i64 M, i64 N, i64 K) { return 2.0 * static_cast<double>(M * N) * static_cast<double>(K); }
+
+  void time_of_ops(const std::string& name, const engine::Engine& engine, testing::OpClock& clock,
+                   const std::function<double()>& train);
+  void sparse_attention();
+  void evoformer();
+  void codes();
 
   Device& device_;
   const OpTable& ops_;
@@ -422,6 +438,141 @@ void Bench::attention() {
   }
 }
 
+void Bench::features() {
+  header("features", "TFLOP/s");
+  sparse_attention();
+  evoformer();
+  codes();
+}
+
+// Long sequences: dense, over a layout of which a quarter or less is there, and of packed documents. Counted are the
+// pairs that see each other, so that a rate like that of the dense one says that nothing else was computed.
+void Bench::sparse_attention() {
+  const i64 B = 2, T = small_ ? 128 : 8192, H = small_ ? 2 : 16, D = 64, block = small_ ? 16 : 64;
+  Arena arena(device_);
+  const TensorView q = arena.take(BF16, {B, T, H, D}), k = arena.take(BF16, {B, T, H, D}),
+                   v = arena.take(BF16, {B, T, H, D}), dout = arena.take(BF16, {B, T, H, D}),
+                   o = arena.zeros(BF16, {B, T, H, D}), dq = arena.zeros(BF16, {B, T, H, D}),
+                   dk = arena.zeros(BF16, {B, T, H, D}), dv = arena.zeros(BF16, {B, T, H, D}),
+                   lse = arena.zeros(F32, {B, H, T});
+  const auto measure = [&](const std::string& what, const AttentionParams& p, i64 pairs) {
+    const double products = static_cast<double>(D * B * pairs);
+    const std::string shape = fmt::format("B{} T{} H{} D{} {}", B, T, H, D, what);
+    report("attention fwd", BF16, shape, time([&](i64) { ops_.attention_fwd(o, lse, q, k, v, p, stream_); }, 2),
+           4 * products, product_rate(), true);
+    report("attention bwd", BF16, shape,
+           time([&](i64) { ops_.attention_bwd(dq, dk, dv, dout, q, k, v, o, lse, p, stream_); }, 2), 10 * products,
+           product_rate(), true);
+  };
+  const AttentionParams dense{.scale = 0.125f, .causal = true};
+  measure("causal", dense, H * report::visible_pairs(T, T, true, 0));
+  for (const auto& [name, mode] : {std::pair("fixed", SparseAttentionMode::Fixed),
+                                   {"BigBird", SparseAttentionMode::BigBird},
+                                   {"local", SparseAttentionMode::Local}}) {
+    SparseAttentionConfig config;
+    config.mode = mode;
+    config.block = block;
+    config.unidirectional = true;
+    config.num_random_blocks = mode == SparseAttentionMode::BigBird ? 1 : 0;
+    const model::AttentionLayout layout = model::make_attention_layout(config, H, T, 1);
+    AttentionParams p = dense;
+    p.blocks = {.block = block, .count = layout.count(), .layouts = layout.layouts(), .keys = layout.keys().data()};
+    const i64 pairs = report::visible_pairs(H, T, T, p);
+    p.blocks.keys = arena.holding(DType::I64, layout.keys()).as<u64>();
+    p.blocks.queries = arena.holding(DType::I64, layout.queries()).as<u64>();
+    measure(fmt::format("{} of {}", name, block), p, pairs);
+  }
+  // Documents of 1 to 2 T / 16 tokens.
+  std::vector<i32> begins, ends;
+  i64 pairs = 0;
+  const RngKey key{4, 5, 6};
+  for (i64 b = 0, n = 0; b < B; ++b) {
+    for (i64 begin = 0, end = 0; begin < T; begin = end) {
+      end = std::min(T, begin + 1 + static_cast<i64>(key.bits(static_cast<u64>(n++))) % (T / 8));
+      begins.insert(begins.end(), static_cast<size_t>(end - begin), static_cast<i32>(begin));
+      ends.insert(ends.end(), static_cast<size_t>(end - begin), static_cast<i32>(end));
+      pairs += H * report::visible_pairs(end - begin, end - begin, true, 0);
+    }
+  }
+  begins.insert(begins.end(), ends.begin(), ends.end());
+  AttentionParams p = dense;
+  p.documents = arena.holding(DType::I32, begins).as<i32>();
+  p.positions = T;
+  measure("documents", p, pairs / B);
+}
+
+// Row-wise attention of an MSA, and around a node of a triangle: the pair representation of so many residues.
+void Bench::evoformer() {
+  struct Shape {
+    i64 N, T, H, D;
+  };
+  std::vector<Shape> shapes{{512, 256, 8, 32}, {256, 256, 4, 32}, {512, 512, 4, 32}};
+  if (small_) shapes = {{4, 32, 2, 16}};
+  for (const auto& [N, T, H, D] : shapes) {
+    Arena arena(device_);
+    const TensorView q = arena.take(BF16, {N, T, H, D}), k = arena.take(BF16, {N, T, H, D}),
+                     v = arena.take(BF16, {N, T, H, D}), dout = arena.take(BF16, {N, T, H, D}),
+                     o = arena.zeros(BF16, {N, T, H, D}), dq = arena.zeros(BF16, {N, T, H, D}),
+                     dk = arena.zeros(BF16, {N, T, H, D}), dv = arena.zeros(BF16, {N, T, H, D}),
+                     lse = arena.zeros(F32, {N, H, T}), bias1 = arena.take(BF16, {N, T}),
+                     bias2 = arena.take(BF16, {1, H, T, T}), dbias2 = arena.zeros(F32, {1, H, T, T});
+    const EvoformerParams p{.scale = 1.0f / std::sqrt(static_cast<float>(D)), .num_seq = N};
+    const double products = static_cast<double>(N * H * T * T) * static_cast<double>(D);
+    const std::string shape = fmt::format("N{} T{} H{} D{}", N, T, H, D);
+    report("evoformer fwd", BF16, shape,
+           time([&](i64) { ops_.evoformer_attention_fwd(o, lse, q, k, v, bias1, bias2, p, stream_); }, 2), 4 * products,
+           product_rate(), true);
+    report("evoformer bwd", BF16, shape,
+           time(
+               [&](i64) {
+                 ops_.evoformer_attention_bwd(dq, dk, dv, {}, dbias2, dout, q, k, v, o, lse, bias1, bias2, p, stream_);
+               },
+               2),
+           10 * products, product_rate(), true);
+  }
+}
+
+// What compressed collectives and ZeRO++ do to gradients and weights.
+void Bench::codes() {
+  const i64 N = small_ ? 1 << 13 : i64{1} << 26;
+  const std::string vector = fmt::format("{}", N);
+  for (const CodeFormat format : {CodeFormat{8, 2048}, {4, 256}}) {
+    const i64 codes = format.code_bytes(N), blocks = format.num_blocks(N), coded = codes + 4 * blocks;
+    const std::string bits = fmt::format("{} bits, ", format.bits);
+    memory_bound("quantize", BF16, bits + vector, 2 * N + coded, [&](Arena& a) -> std::function<void()> {
+      const TensorView x = a.take(BF16, {1, N}), c = a.zeros(DType::U8, {1, codes}), s = a.zeros(F32, {1, blocks});
+      return [=, this] { ops_.quantize(c, s, x, {}, format, {}, stream_); };
+    });
+    memory_bound("quantize, errors kept", F32, bits + vector, 12 * N + coded, [&](Arena& a) -> std::function<void()> {
+      const TensorView x = a.take(F32, {1, N}), c = a.zeros(DType::U8, {1, codes}), s = a.zeros(F32, {1, blocks}),
+                       e = a.zeros(F32, {1, N});
+      return [=, this] { ops_.quantize(c, s, x, e, format, {}, stream_); };
+    });
+    memory_bound("dequantize", BF16, bits + vector, 2 * N + coded, [&](Arena& a) -> std::function<void()> {
+      const TensorView y = a.zeros(BF16, {1, N}), x = a.take(BF16, {1, N}), c = a.zeros(DType::U8, {1, codes}),
+                       s = a.zeros(F32, {1, blocks});
+      ops_.quantize(c, s, x, {}, format, {}, stream_);
+      return [=, this] { ops_.dequantize(y, c, s, format, stream_); };
+    });
+  }
+  const CodeFormat format{8, 2048};
+  const i64 n = N / 4, blocks = format.num_blocks(n);  // the parts of four ranks
+  memory_bound("dequantize_fold", F32, fmt::format("8 bits, 4x{}", n), 4 * (n + 4 * blocks) + 4 * n,
+               [&](Arena& a) -> std::function<void()> {
+                 const TensorView x = a.take(BF16, {4, n}), c = a.zeros(DType::U8, {4, n}),
+                                  s = a.zeros(F32, {4, blocks}), sum = a.zeros(F32, {n});
+                 ops_.quantize(c, s, x, {}, format, {}, stream_);
+                 return [=, this] { ops_.dequantize_fold(sum, c, s, false, 4, format, stream_); };
+               });
+  memory_bound("quantize_signs", F32, vector, 8 * N + N / 8, [&](Arena& a) -> std::function<void()> {
+    const TensorView y = a.take(F32, {N}), c = a.zeros(DType::U8, {N / 8}), s = a.zeros(F32, {1}),
+                     largest = a.zeros(DType::I64, {1}), sum = a.zeros(DType::I64, {2});
+    ops_.max_abs(largest, y, stream_);
+    ops_.sum_squares(sum, y, largest, stream_);
+    return [=, this] { ops_.quantize_signs(c, s, y, largest, sum, N, stream_); };
+  });
+}
+
 // Forward, input gradient and weight gradient of each matrix of a layer, and the head.
 void Bench::gemm() {
   header("gemm", "TFLOP/s");
@@ -495,7 +646,59 @@ void Bench::gemm() {
   }
 }
 
-void Bench::step(const std::string& path, const Config& config) {
+// Three steps, op by op: a table of sums, and lines of JSON for each kind of call.
+void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, testing::OpClock& clock,
+                        const std::function<double()>& train) {
+  constexpr int kSteps = 3;
+  double steps_s = 0;
+  std::map<testing::ClockedCall, testing::ClockedTime> all;
+  report::OpTally tally;
+  for (int i = 0; i < kSteps; ++i) {
+    clock.start();
+    steps_s += train();
+    for (const auto& [call, t] : clock.stop()) {
+      testing::ClockedTime& sum = all[call];
+      sum.calls += t.calls, sum.seconds += t.seconds, sum.flops += t.flops, sum.bytes += t.bytes;
+    }
+    tally = clock.tally();
+  }
+  constexpr const char* kQueues[] = {"compute", "comm", "copies"};
+  std::map<std::pair<Queue, std::string_view>, testing::ClockedTime> by_op;
+  double busy_s = 0;  // of the queue that computes
+  for (const auto& [call, t] : all) {
+    testing::ClockedTime& sum = by_op[{call.queue, call.op}];
+    sum.calls += t.calls, sum.seconds += t.seconds, sum.flops += t.flops, sum.bytes += t.bytes;
+    if (call.queue == Queue::Compute) busy_s += t.seconds;
+    record(fmt::format(R"("section": "by-op", "model": "{}", "queue": "{}", "op": "{}", "dtype": "{}", )"
+                       R"("shape": [{}, {}, {}], "calls": {}, "ms": {:.4f}, "tflop": {:.5f}, "gb": {:.5f})",
+                       name, kQueues[static_cast<size_t>(call.queue)], call.op, dtype_name(call.dtype), call.shape[0],
+                       call.shape[1], call.shape[2], t.calls / kSteps, t.seconds / kSteps * 1e3,
+                       t.flops / kSteps * 1e-12, t.bytes / kSteps * 1e-9));
+  }
+  std::vector<std::pair<std::pair<Queue, std::string_view>, testing::ClockedTime>> sorted(by_op.begin(), by_op.end());
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+  std::printf("  op by op, %d steps of %.2f ms, %.2f ms between ops:\n", kSteps, steps_s / kSteps * 1e3,
+              (steps_s - busy_s) / kSteps * 1e3);
+  for (const auto& [of, t] : sorted) {
+    std::printf("    %-8s %-22s %6ld calls %10.3f ms %9.1f TFLOP/s %9.1f GB/s\n",
+                kQueues[static_cast<size_t>(of.first)], std::string(of.second).c_str(), t.calls / kSteps,
+                t.seconds / kSteps * 1e3, t.flops / t.seconds * 1e-12, t.bytes / t.seconds * 1e-9);
+  }
+  std::fflush(stdout);
+  // A clock that misses ops would say nothing of what is slow.
+  const report::StepWork work = report::tally_step(engine.model(), engine.plan());
+  report::OpTally want = work.total();
+  want.add(work.reductions);
+  const bool all_there = engine.model().layout != nullptr || tally == want;
+  DS_CHECK(all_there || !small_, Errc::Internal, "the clock of ops has not seen what the plan says a step calls");
+  record(fmt::format(R"("section": "by-op-step", "model": "{}", "step_ms": {:.3f}, "ops_ms": {:.3f}, )"
+                     R"("between_ms": {:.3f}, "all_ops": {})",
+                     name, steps_s / kSteps * 1e3, busy_s / kSteps * 1e3, (steps_s - busy_s) / kSteps * 1e3,
+                     all_there));
+}
+
+void Bench::step(const std::string& path, const Config& config, testing::OpClock* clock) {
   const double peak = product_rate();
   device_.synchronize();
   const i64 free_before = device_.memory().free;
@@ -567,6 +770,7 @@ void Bench::step(const std::string& path, const Config& config) {
   }
   std::printf("; sum %.2f\n", gib(total));
   std::fflush(stdout);
+  if (clock != nullptr) time_of_ops(name, engine, *clock, train);
   record(fmt::format(
       R"("section": "step", "model": "{}", "parameters": {}, "micro_batches": {}, "B": {}, "T": {}, )"
       R"("dtype": "{}", "tokens_per_s": {:.1f}, "step_ms": {:.3f}, "min_ms": {:.3f}, "max_ms": {:.3f}, )"
@@ -583,15 +787,15 @@ void Bench::step(const std::string& path, const Config& config) {
 
 int usage() {
   std::fprintf(stderr,
-               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--set KEY=VALUE]...\n"
-               "                  (ops|attention|gemm|step CFG.json...)...\n");
+               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--set KEY=VALUE]...\n"
+               "                  (ops|attention|features|gemm|step CFG.json...)...\n");
   return 2;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool small = false, stepping = false;
+  bool small = false, stepping = false, by_op = false;
   double seconds = 8;
   std::FILE* json = nullptr;
   std::vector<std::string> overrides, parts;  // the second: names of sections, and "=CONFIG" for a step
@@ -599,6 +803,8 @@ int main(int argc, char** argv) {
     const std::string arg = argv[i];
     if (arg == "--small") {
       small = true;
+    } else if (arg == "--by-op") {
+      by_op = true;
     } else if (arg == "--json" && i + 1 < argc) {
       json = std::fopen(argv[++i], "a");
       if (json == nullptr) return std::perror(argv[i]), 2;
@@ -606,7 +812,7 @@ int main(int argc, char** argv) {
       seconds = std::atof(argv[++i]);
     } else if (arg == "--set" && i + 1 < argc) {
       overrides.emplace_back(argv[++i]);
-    } else if (arg == "ops" || arg == "attention" || arg == "gemm") {
+    } else if (arg == "ops" || arg == "attention" || arg == "features" || arg == "gemm") {
       parts.push_back(arg);
       stepping = false;
     } else if (arg == "step") {
@@ -631,11 +837,15 @@ int main(int argc, char** argv) {
       DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
       // As a run would open it, with what its configuration says of cuda.
       const auto device = steps ? engine::open_device(read.config, {}) : make_cuda_device(0);
-      Bench bench(*device, small, seconds, json);
+      DS_CHECK(!by_op || !read.config.cuda.graphs, Errc::Config, "--by-op times no graphs: without cuda.graphs");
+      std::optional<testing::OpClock> clock;
+      if (steps && by_op) clock.emplace(*device);
+      Bench bench(clock ? *clock : *device, small, seconds, json);
       if (part == "ops") bench.ops();
       if (part == "attention") bench.attention();
+      if (part == "features") bench.features();
       if (part == "gemm") bench.gemm();
-      if (steps) bench.step(part.substr(1), read.config);
+      if (steps) bench.step(part.substr(1), read.config, clock ? &*clock : nullptr);
     }
     // What was measured and is not written was not measured.
     for (std::FILE* file : {stdout, json}) {

@@ -38,6 +38,7 @@ stand_ins() {
     if [[ $1 == attention ]]; then
       printf "{\"op\": \"attention %s\", \"us\": 1.5, \"rate\": %s}\n" fwd 90 bwd 100 fwd 300.5 >"$json"
     fi
+    if [[ $1 == features ]]; then echo "{\"op\": \"quantize\", \"shape\": \"9\", \"us\": 1, \"rate\": 7.5, \"unit\": \"GB/s\"}" >"$json"; fi
     if [[ $1 == ops ]]; then echo "{\"op\": \"adamw\", \"us\": 1234.5, \"rate\": 1}" >"$json"; fi
     shift
   done'
@@ -62,7 +63,7 @@ marked() { # processes that are left of the folder
   run -2 "$DS_SOURCE/tests/bench/gpu/run" nothing --time abc
   assert_line --index 0 "run: error: --time wants seconds, not 'abc'"
   run -0 "$gpu_check" --list alive
-  assert_line --index 0 'alive facts 30 5'
+  assert_line --index 0 'alive facts 30 3'
   mkdir empty
   run -4 "$gpu_check" --build empty
   assert_output --partial 'there is no ds-train and ds-launch'
@@ -81,7 +82,7 @@ marked() { # processes that are left of the folder
 }
 
 @test "every part is less than its budget by its estimates, no step longer than its part; what is expected is a step" {
-  for part in alive numbers why rest more; do
+  for part in alive features numbers why rest more; do
     run -0 "$gpu_check" --list $part
     awk '{ sum += $4; if ($4 > $3 || $3 > 540) exit 1 } END { exit sum > 540 || !sum }' <<<"$output"
   done
@@ -112,8 +113,9 @@ exec "$@"
 END
   export PATH=$PWD/bin:$PATH
   DS_CUDA_PLUGIN=$sim DS_GPU_CHECK_ONLY='step nccl tests cudnn graphs gemm attention ops gpt2-124m gpt2-124m-autotune \
-    kernels-124m kernels-0.5b' \
-    run -0 "$gpu_check" --build "${DS_BIN%/bin}" -o results --rehearse alive numbers why
+    kernels-124m kernels-0.5b features sparse-attention documents random-ltd curriculum one-bit zero-plus-plus codes diloco \
+    generation save-async traces commbench late-updates' \
+    run -0 "$gpu_check" --build "${DS_BIN%/bin}" -o results --rehearse alive features numbers why
   assert_line --regexp '^alive +step +passed .* loss 5\.[0-9]* to [45]\.'
   assert_line --regexp '^alive +nccl +passed .* the losses are those without'
   assert_line --regexp '^alive +tests +passed .* 2 passed, 0 failed, 0 skipped; no test failed'
@@ -123,7 +125,13 @@ END
   assert_line --regexp '^numbers +attention +passed .* fwd [0-9.]+ TFLOP/s at most; '
   assert_line --regexp '^numbers +ops +passed .* [1-9][0-9]+ ops; AdamW of 124M [0-9.]+ us'
   assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.69\)'
+  assert_line --regexp '^numbers +gpt2-124m +passed .* op by op, ms \(at least\): .* between ops [0-9.]*; clocks not noted'
   assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 783842'
+  assert_line --regexp '^numbers +features +passed .*BigBird of 16: .*documents: .*evoformer|N4 .*quantize_signs'
+  assert_line --regexp '^features +one-bit +passed .* from the CPU; zero-one-adam to [0-9.]*, [0-9.e-]* from the CPU;'
+  assert_line --regexp '^features +codes +passed .*; sparse gradients move no bit$'
+  assert_line --regexp '^features +generation +passed .* 4 prompts, the same alone and together; [0-4] of 4 are'
+  for step in $(steps_of features); do assert_line --regexp "^features +$step +passed"; done
   assert_line --regexp \
     '^why +kernels-124m +passed .* 3 launches \(1 of AdamW\) behind about two steps, 10001 us in all; 9000 us at 2 GB/s'
   assert_line --regexp '^why +kernels-124m .* By the roofline, one step has 777 calls of ops, .* 83.61 ms: matmul 61'
@@ -137,20 +145,20 @@ END
   assert_equal "$(archived numbers/gpt2-124m-autotune/tuned | head -n 1)" '# ds-autotune/1'
   run bash -c 'tar -tJf results/results.tar.xz | grep step-0'
   assert_output ''
-  assert_equal "$(ls results | xargs)" 'alive numbers results.tar.xz summary.txt why'
+  assert_equal "$(ls results | xargs)" 'alive features numbers results.tar.xz summary.txt why'
 }
 
 @test "figures beside what is expected; what does not fit, or would not be cuDNN's, is not measured" {
   stand_ins
   program bin/nvidia-smi <<<'echo 81559'
   PATH=$PWD/bin:$PATH run -0 "$gpu_check" --build stub -o results numbers more
-  assert_line --regexp '^numbers +gemm +passed .* 612.5 TFLOP/s at most \(expected of a large product: 790\)$'
+  assert_line --regexp '^numbers +gemm +passed .* 612.5 TFLOP/s at most \(expected of a large product: 790\); clocks'
   assert_line --regexp '^numbers +attention +passed .* fwd 300.5 TFLOP/s at most; '
   assert_line --regexp '^numbers +gpt2-1.5b +passed .* 1000 tokens/s \(at most 68922: 1 %\), 65536.00 ms \(at '
-  assert_line --regexp '^numbers +gpt2-1.5b +passed .* \(at least 950.87\), 1.00 GiB \(planned 50.08\)$'
+  assert_line --regexp '^numbers +gpt2-1.5b +passed .* \(at least 950.87\), 1.00 GiB \(planned 50.08\); clocks not noted: nvidia-smi gave none$'
   assert_line --regexp '^numbers +gpt2-124m-graphs +passed .* \(at most 783842: 0 %\)'
   assert_line --regexp '^more +gpt2-1.5b-micro4 +skipped .* wants 108.00 GiB, and the GPU has 79$'
-  assert_line --regexp '^numbers +ops +passed .* AdamW of 124M 1234.5 us \(at least 868.2\)$'
+  assert_line --regexp '^numbers +ops +passed .* AdamW of 124M 1234.5 us \(at least 868.2\); clocks'
   for step in $(steps_of numbers | grep cudnn); do
     assert_line --regexp "^numbers +$step +skipped .*it is of yesterday; attention runs on the kernels of libds instead"
   done
@@ -209,13 +217,13 @@ END
   esac'
   sanitized -1
   assert_line --regexp 'memcheck +failed .* clean: attention_test; with reports: norm_test; ended otherwise: embedding'
-  assert_line --regexp '; ended otherwise: embedding_test \(status 1: Device not supported\)$'
+  assert_line --regexp '; ended otherwise: embedding_test \(status 1: Device not supported\); 0 tests'
   program bin/compute-sanitizer <<<'if [[ $* == *norm_test* ]]; then kill -KILL $$; fi'
   sanitized -1 # not by its limit, so it has not found nothing
   assert_line --regexp 'memcheck +failed .* clean: embedding_test .*; ended otherwise: norm_test \(status 137: '
   program bin/compute-sanitizer <<<'exit 0'
   sanitized -0
-  assert_line --regexp 'memcheck +passed .* clean: norm_test embedding_test attention_test$'
+  assert_line --regexp 'memcheck +passed .* clean: norm_test embedding_test attention_test; 0 tests ran$'
 }
 
 @test "a test that is killed for its memory has met no limit" {
@@ -236,7 +244,7 @@ END
   local start=$SECONDS
   PATH=$PWD/bin:$PATH run -1 "$gpu_check" --build stub -o results --budget 9 alive
   assert [ $((SECONDS - start)) -le 12 ]
-  assert_line --regexp '^alive +facts .* a GPU$'
+  assert_line --regexp '^alive +facts .* a GPU; bounds are those of an H200, which this is not$'
   archived alive/facts/nvidia-smi-q.txt | grep 'a GPU'
   assert_equal "$(marked results)" ''
 }
@@ -349,7 +357,7 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   assert_equal ${#stderr_lines[@]} 2
   cmp before.txt results/summary.txt
   cmp before.tar.xz results/results.tar.xz
-  assert_equal "$(ls results | xargs)" 'alive more numbers rest results.tar.xz summary.txt why'
+  assert_equal "$(ls results | xargs)" 'alive features more numbers rest results.tar.xz summary.txt why'
   touch results/alive/zero/kept
   rm results/numbers/gemm/verdict # could not be written
   run -0 "$gpu_check" --build stub -o results --rehearse --continue
@@ -400,7 +408,158 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   stand_ins
   run -0 "$gpu_check" --build stub -o results --budget 30 numbers
   assert_line --regexp '^numbers +gemm +passed'
-  assert_line --regexp '^numbers +ops +not run +[0-9]* s are left of 30, and it wants 60$'
+  assert_line --regexp '^numbers +ops +not run +[0-9]* s are left of 30, and it wants 30$'
+}
+
+@test "plans fit into their totals by their estimates, and each of their steps is one of a part" {
+  local plan total
+  for plan in first:420 second:300; do
+    total=${plan#*:} plan=${plan%:*}
+    run -0 "$gpu_check" --list --plan "$plan"
+    awk -v total="$total" '{ sum += $4; if ($4 > $3) exit 1 } END { exit sum > total || sum < total / 2 }' <<<"$output"
+    assert_equal "$(awk '{ print $1, $2 }' <<<"$output" | grep -vxFf <("$gpu_check" --list | awk '{ print $1, $2 }'))" ''
+    assert_equal "$(awk '{ print $1, $2 }' <<<"$output" | sort | uniq -d)" ''
+  done
+  run -2 "$gpu_check" --plan third
+  assert_line --index 0 "gpu-check: error: there is no plan 'third': first, second"
+  run -2 "$gpu_check" --plan first alive
+  assert_line --index 0 'gpu-check: error: a plan names its steps: without alive'
+  run -2 "$gpu_check" --total 0
+  assert_line --index 0 "gpu-check: error: --total wants seconds, not '0'"
+  stand_ins
+  run -2 "$gpu_check" --build stub -o results --to results
+  assert_line --index 0 'gpu-check: error: --to is another folder than -o, and gets copies alone'
+}
+
+@test "a plan: its steps in its order, and what does not fit into the total is not begun and says so" {
+  stand_ins
+  export DS_GPU_CHECK_DRY=1
+  run -0 "$gpu_check" --build stub -o results --rehearse --plan second
+  assert_equal "$(sed 1d <<<"$output" | awk '{ print $1, $2 }')" "$("$gpu_check" --list --plan second | awk '{ print $1, $2 }')"
+  assert_equal "$(grep -c ' passed ' results/summary.txt)" "$(wc -l <<<"$("$gpu_check" --list --plan second)")"
+  unset DS_GPU_CHECK_DRY
+  # As on a GPU, where a step wants its estimate.
+  run "$gpu_check" --build stub -o small --total 52 --to copies rest
+  refute_line --regexp '^rest +pytorch-124m +not run'
+  assert_line --regexp '^rest +pytorch +not run +[34][0-9] s are left of 52, and it wants 400$'
+  diff copies/summary.txt small/summary.txt
+  run -4 "$gpu_check" --build stub -o none --total 2 --plan first
+  assert_line --regexp '^alive +facts +not run +[0-2] s are left of 2, and it wants 3$'
+  refute_line --partial passed
+}
+
+@test "a step is ended in time for the total, and what it had done is in the copies" {
+  stand_ins
+  program stub/bin/device_test <<<'# DS_TEST_DEVICE
+    echo "[ RUN      ] Some.Test" && exec sleep 1000'
+  local start=$SECONDS
+  DS_GPU_CHECK_ONLY='tests graphs' run -1 "$gpu_check" --build stub -o results --to out --rehearse --total 8 alive
+  assert [ $((SECONDS - start)) -le 12 ]
+  assert_line --regexp '^alive +tests +failed .* 0 passed, 2 failed, .* 2 without an end; Some.Test'
+  archived alive/tests/activation_test.log out | grep 'Some.Test'
+  assert_equal "$(marked results)" ''
+}
+
+@test "a call that is killed in a step has left summary and archive with what that step had done, and nothing else" {
+  stand_ins
+  program stub/bin/cuda_bench <<<'echo "{\"op\": \"matmul NT\", \"rate\": 612.5}" >results.jsonl; sleep 1000'
+  DS_GPU_CHECK_TICK=1 DS_GPU_CHECK_ONLY='gemm attention' \
+    "$gpu_check" --build stub -o results --to out --rehearse numbers >/dev/null 2>&1 3>&- &
+  local pid=$!
+  for _ in {1..100}; do
+    if archived numbers/gemm/results.jsonl out 2>/dev/null | grep -q 612.5; then break; fi
+    sleep 0.1
+  done
+  kill -KILL $pid
+  wait $pid || true
+  archived numbers/gemm/results.jsonl out | grep 612.5
+  grep -qE '^numbers +gemm +begun$' out/summary.txt
+  grep -qE '^numbers +attention +not run$' out/summary.txt
+  rm -f out/new.tmp # half a copy, if it was killed in one
+  assert_equal "$(ls -A out | xargs)" 'results.tar.xz summary.txt'
+  DS_GPU_CHECK_DRY=1 run -0 "$gpu_check" --build stub -o results --rehearse rest # ends what is left
+  assert_equal "$(marked results)" ''
+}
+
+@test "an archive that would be too large has its largest files left out, and listed" {
+  slow_only
+  stand_ins
+  program stub/bin/cuda_bench <<<'for n in 1 2 3 4 5; do head -c 300000 /dev/urandom >large$n; done
+    head -c 2000 /dev/urandom >small; echo "{\"op\": \"matmul NT\", \"rate\": 612.5}" >results.jsonl'
+  DS_GPU_CHECK_MOST=1000000 DS_GPU_CHECK_ONLY=gemm \
+    run -0 "$gpu_check" --build stub -o results --to out --rehearse numbers
+  assert [ "$(stat -c %s out/results.tar.xz)" -lt 1000000 ]
+  archived left-out.txt out | grep -x numbers/gemm/large5
+  archived numbers/gemm/small out | wc -c | grep -x 2000
+}
+
+@test "what is expected is that of the GPU by its name, and clocks are noted beside what is measured" {
+  stand_ins
+  program bin/nvidia-smi <<'END'
+case $* in
+  *query-gpu=name\ *) echo "$NAME" ;;
+  *clocks.sm*) printf '1200, 2619, 80.10, 35\n1980, 2619, 640.50, 61\n1755, 2619, 698.20, 64\n' && sleep 100 ;;
+  *) echo "$NAME, 580.1, 81559 MiB" ;;
+esac
+END
+  program stub/bin/cuda_bench <<<'echo "{\"op\": \"matmul NT\", \"rate\": 612.5}" >results.jsonl; sleep 0.5
+    if [[ $* == *step* ]]; then echo "{\"section\": \"by-op\", \"model\": \"m\", \"queue\": \"compute\", \"op\": \"matmul\", \"dtype\": \"bf16\", \"shape\": [1, 2, 3], \"calls\": 7, \"ms\": 50.5000, \"tflop\": 39.50000, \"gb\": 3.00000}
+{\"section\": \"by-op\", \"model\": \"m\", \"queue\": \"comm\", \"op\": \"fold\", \"dtype\": \"fp32\", \"shape\": [0, 0, 0], \"calls\": 1, \"ms\": 2.0000, \"tflop\": 0.00000, \"gb\": 3.00000}
+{\"section\": \"by-op-step\", \"model\": \"m\", \"step_ms\": 60.000, \"ops_ms\": 50.500, \"between_ms\": 9.500, \"all_ops\": true}
+{\"tokens_per_s\": 1000.0, \"step_ms\": 60.000, \"memory_bytes\": 1073741824, \"scratch_bytes\": 0}" >results.jsonl; fi'
+  export PATH=$PWD/bin:$PATH DS_GPU_CHECK_ONLY='facts gemm gpt2-1.5b' name
+  for name in 'NVIDIA H100 80GB HBM3:an H100 SXM:65004:1.00' 'NVIDIA H200:an H200:68922:0.70'; do
+    IFS=: read -r NAME gpu most fold <<<"$name"
+    export NAME
+    rm -rf results
+    run -0 "$gpu_check" --build stub -o results --rehearse alive numbers
+    assert_line --regexp "^alive +facts +passed .* 81559 MiB; bounds are those of $gpu\$"
+    assert_line --regexp '^numbers +gemm +passed .*; SM 1755 to 1980 MHz, 698 W at most, 64 C$'
+    assert_line --regexp "^numbers +gpt2-1.5b +passed .* \\(at most $most: .*; op by op, ms \\(at least\\): matmul 50.50 \\(50.00\\), comm:fold 2.00 \\($fold\\), between ops 9.500; SM "
+  done
+  assert_equal "$(archived numbers/gpt2-1.5b/by-op.tsv | sed -n 2p | tr '\t' ' ')" '50.500 50.000 7 matmul'
+}
+
+@test "PyTorch stands beside what was measured before; where it is missing that is said" {
+  stand_ins
+  export DS_GPU_CHECK_ONLY='gpt2-124m pytorch-124m pytorch-ops'
+  program bin/python3 <<'END'
+[[ $1 != -c ]] || exit "$MISSING"
+while (($#)); do
+  if [[ $1 == --json ]]; then
+    printf '{"section": "step", "tokens_per_s": 535501.9}\n{"op": "cast"}\n{"op": "add"}\n' >"$2"
+  fi
+  shift
+done
+END
+  sed -i 's/"{\\"tokens_per_s/"{\\"section\\": \\"step\\", \\"tokens_per_s/' stub/bin/cuda_bench
+  MISSING=0 PATH=$PWD/bin:$PATH run -0 "$gpu_check" --build stub -o results --rehearse numbers rest
+  assert_line --regexp '^rest +pytorch-124m +passed .* PyTorch 535501 tokens/s; ours, gpt2-124m: 1000$'
+  assert_line --regexp '^rest +pytorch-ops +passed .* 2 ops of PyTorch$'
+  MISSING=1 PATH=$PWD/bin:$PATH run -4 "$gpu_check" --build stub -o again --rehearse rest
+  assert_line --regexp '^rest +pytorch-124m +skipped .* there is no python3 with torch$'
+}
+
+@test "run-gpu: shares of a test, a total, and all cases but on the simulator" {
+  program bin/device_test <<'END'
+# DS_TEST_DEVICE
+echo "${DS_SLOW-no} ${GTEST_SHARD_INDEX-0} of ${GTEST_TOTAL_SHARDS-1}"
+[[ $* != *norm_test* ]] || sleep 100
+END
+  run -1 "$DS_SOURCE/tests/run-gpu" --bin bin -o out --jobs 8 --total 2 device_training_test norm_test quantize_test
+  assert_line --regexp '^device_training_test.5 +passed'
+  assert_line --regexp '^norm_test +failed +not done after [12] s; see'
+  assert_line '6 passed, 1 failed, 0 skipped'
+  assert_equal "$(cat out/device_training_test.*.log | sort | sed -n '1p;5p' | xargs)" '1 0 of 5 1 4 of 5'
+  DS_CUDA_PLUGIN=/nothing/libds_cuda_sim.so run -0 "$DS_SOURCE/tests/run-gpu" --bin bin -o out quantize_test
+  grep -x 'no 0 of 1' out/quantize_test.log
+  run -0 "$DS_SOURCE/tests/run-gpu" --bin bin -o out --quick quantize_test
+  grep -x 'no 0 of 1' out/quantize_test.log
+  run -2 "$DS_SOURCE/tests/run-gpu" --jobs 17
+  run -0 "$DS_SOURCE/tests/run-gpu" --list
+  # Every file of tests that can run on a device is one of its.
+  assert_equal "$(sort <<<"$output")" "$(sed -n '/foreach(name activation/,/)/p' "$DS_SOURCE/tests/CMakeLists.txt" |
+    grep -oE '[a-z_]+' | grep -vx 'foreach\|name' | sed 's/$/_test/' | sort)"
 }
 
 @test "a signal ends the step that runs, and is said; a second call is refused meanwhile" {

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 
+#include <chrono>
 #include <cstdlib>
 
 #include "equivalence/layouts.h"
@@ -534,6 +535,47 @@ TEST_P(DeviceTraining, FollowsTheCpu) {
   }
 }
 
+// Sparse layouts, packed documents, dropped tokens and sequences that grow: ranks of stage 3 give the bits of one rank,
+// and the losses are those of the CPU but for rounding.
+TEST_P(DeviceTraining, WhatChoosesTokensFollowsTheCpu) {
+  if (!kAll && GetParam() != DType::BF16) return;
+  constexpr i64 kLength = 32;
+  enum class Choice { Layout, Documents, DroppedTokens, Lengths };
+  for (const Choice choice : {Choice::Layout, Choice::Documents, Choice::DroppedTokens, Choice::Lengths}) {
+    ModelConfig model = of_four_heads(GetParam() == DType::F32 ? tiny_gpt2() : tiny_llama());
+    model.max_positions = kLength;
+    Hooks hooks;
+    if (choice == Choice::Lengths) hooks.length = [](i64 step) { return step < 2 ? kLength / 2 : kLength; };
+    const auto config = [&](int ranks, i64 stage) {
+      Config c = config_of(model, GetParam(), ranks, 2 / ranks, stage);
+      c.data.seq_length = kLength;
+      if (choice == Choice::Layout) {
+        c.sparse_attention.mode = SparseAttentionMode::Local;  // each of the two blocks sees itself
+        c.sparse_attention.unidirectional = true;
+        c.sparse_attention.num_sliding_window_blocks = 1;
+      }
+      if (choice == Choice::Documents) c.data.document_token = 7;
+      if (choice == Choice::DroppedTokens) {
+        c.random_ltd.data_efficiency = c.random_ltd.data_routing = c.random_ltd.enabled = true;
+        c.random_ltd.layers = {1};
+        c.random_ltd.min_value = 8, c.random_ltd.max_value = kLength;
+        c.random_ltd.require_steps = 3, c.random_ltd.seq_per_step = 8;
+      }
+      return c;
+    };
+    const std::string what = fmt::format("choice {}", static_cast<int>(choice));
+    const Trace got = train(config(1, 0), 1, hooks);
+    expect_same_training(train(config(2, 3), 2, hooks), got, what);
+    const Trace want = train_threads(config(1, 0), 1, kSteps, 1, hooks);
+    const double tolerance = GetParam() == DType::F32 ? 4e-6 : GetParam() == DType::F16 ? 2e-3 : 1.6e-2;
+    for (size_t s = 0; s < want.losses.size(); ++s)
+      EXPECT_NEAR(got.losses[s] / want.losses[s], 1, tolerance) << what << " step " << s;
+    for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Activations, Tag::Data})
+      EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
+          << what << " " << tag_name(tag);
+  }
+}
+
 // Many runs: one model for each type, with heads for two ranks of tp and sp, and few tokens.
 class DeviceParallel : public ::testing::TestWithParam<DType> {};
 
@@ -663,6 +705,28 @@ TEST(DeviceEvents, AskingForOneTooEarlyIsNoErrorOfTheNextOp) {
   EXPECT_NO_THROW(device->synchronize());
   EXPECT_TRUE(device->reached(event));
   device->destroy(event);
+}
+
+TEST(DeviceEvents, TimedOnesMeasureWhatLiesBetweenThem) {
+  const auto device = make_test_device(1);
+  MemoryLedger ledger;
+  constexpr i64 kBytes = i64{16} << 20;
+  const Buffer memory = device_buffer(*device, ledger, Tag::Workspace, kBytes);
+  std::array<Device::Event, 3> events{};
+  for (Device::Event& e : events) e = device->make_timed_event();
+  const auto start = std::chrono::steady_clock::now();
+  device->record(events[0], Queue::Compute);
+  device->zero(memory.data(), kBytes);
+  device->record(events[1], Queue::Compute);
+  for (int i = 0; i < 20; ++i) device->zero(memory.data(), kBytes);
+  device->record(events[2], Queue::Compute);
+  device->await(events[2]);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  const double one = device->seconds_between(events[0], events[1]), all = device->seconds_between(events[0], events[2]);
+  EXPECT_GT(one, 0);
+  EXPECT_GT(all, one);
+  EXPECT_LT(all, elapsed.count() + 1e-3);
+  for (const Device::Event e : events) device->destroy(e);
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, DeviceTraining, ::testing::Values(DType::F32, DType::BF16, DType::F16),

@@ -13,6 +13,7 @@
 #include "device/device.h"
 #include "ds/kernels/state_codes.h"
 #include "mesh/mesh.h"
+#include "op_table_of.h"
 
 namespace ds::testing {
 
@@ -173,49 +174,7 @@ struct DeviceOp<member> {
 
 inline const OpTable* device_ops() {
   if (test_device() == nullptr) return nullptr;
-  static const OpTable table = {
-      .name = test_device()->ops().name,
-      .matmul = DeviceOp<&OpTable::matmul>::run,
-      .column_sum = DeviceOp<&OpTable::column_sum>::run,
-      .layernorm_fwd = DeviceOp<&OpTable::layernorm_fwd>::run,
-      .layernorm_bwd = DeviceOp<&OpTable::layernorm_bwd>::run,
-      .rmsnorm_fwd = DeviceOp<&OpTable::rmsnorm_fwd>::run,
-      .rmsnorm_bwd = DeviceOp<&OpTable::rmsnorm_bwd>::run,
-      .activation_fwd = DeviceOp<&OpTable::activation_fwd>::run,
-      .activation_bwd = DeviceOp<&OpTable::activation_bwd>::run,
-      .swiglu_fwd = DeviceOp<&OpTable::swiglu_fwd>::run,
-      .swiglu_bwd = DeviceOp<&OpTable::swiglu_bwd>::run,
-      .rope = DeviceOp<&OpTable::rope>::run,
-      .embedding_fwd = DeviceOp<&OpTable::embedding_fwd>::run,
-      .embedding_bwd = DeviceOp<&OpTable::embedding_bwd>::run,
-      .attention_fwd = DeviceOp<&OpTable::attention_fwd>::run,
-      .attention_bwd = DeviceOp<&OpTable::attention_bwd>::run,
-      .attention_merge = DeviceOp<&OpTable::attention_merge>::run,
-      .evoformer_attention_fwd = DeviceOp<&OpTable::evoformer_attention_fwd>::run,
-      .evoformer_attention_bwd = DeviceOp<&OpTable::evoformer_attention_bwd>::run,
-      .linear_cross_entropy = DeviceOp<&OpTable::linear_cross_entropy>::run,
-      .vocab_max = DeviceOp<&OpTable::vocab_max>::run,
-      .vocab_sums = DeviceOp<&OpTable::vocab_sums>::run,
-      .vocab_grad = DeviceOp<&OpTable::vocab_grad>::run,
-      .dropout = DeviceOp<&OpTable::dropout>::run,
-      .add = DeviceOp<&OpTable::add>::run,
-      .bias_residual = DeviceOp<&OpTable::bias_residual>::run,
-      .cast = DeviceOp<&OpTable::cast>::run,
-      .copy_heads = DeviceOp<&OpTable::copy_heads>::run,
-      .fold = DeviceOp<&OpTable::fold>::run,
-      .quantize = DeviceOp<&OpTable::quantize>::run,
-      .quantize_signs = DeviceOp<&OpTable::quantize_signs>::run,
-      .dequantize = DeviceOp<&OpTable::dequantize>::run,
-      .dequantize_fold = DeviceOp<&OpTable::dequantize_fold>::run,
-      .max_abs = DeviceOp<&OpTable::max_abs>::run,
-      .nonzero_rows = DeviceOp<&OpTable::nonzero_rows>::run,
-      .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
-      .sum = DeviceOp<&OpTable::sum>::run,
-      .judge = DeviceOp<&OpTable::judge>::run,
-      .scaled_sum = DeviceOp<&OpTable::scaled_sum>::run,
-      .norm_ratios = DeviceOp<&OpTable::norm_ratios>::run,
-      .update = DeviceOp<&OpTable::update>::run,
-  };
+  static const OpTable table = op_table_of<DeviceOp>(test_device()->ops().name);
   return &table;
 }
 

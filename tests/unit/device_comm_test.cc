@@ -408,6 +408,8 @@ class SlowDevice final : public Device {
   void wait(Queue queue, Event) override { ++waits[static_cast<size_t>(queue)]; }
   void await(Event) override {}
   bool reached(Event e) override { return !stuck || *static_cast<Queue*>(e) == Queue::Compute; }
+  Event make_timed_event() override { return make_event(); }
+  double seconds_between(Event, Event) override { return 0; }
   Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}
   void destroy_graph(Graph) noexcept override {}

@@ -7,6 +7,7 @@
 #include "cuda/sim/fibers.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -64,6 +65,7 @@ struct SimEvent {
   std::atomic<bool> ahead{false};
   SimStream* stream = nullptr;  // it is a point of this one
   unsigned long long point = 0;
+  std::chrono::steady_clock::time_point recorded{};  // kernels have run by then
   void happen() const {
     if (stream != nullptr) stream->do_until(point);
   }
@@ -282,6 +284,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t e) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   event_of(e).ahead = true;
+  event_of(e).recorded = std::chrono::steady_clock::now();
   event_of(e).stream = stream_of(s);
   if (s != nullptr) event_of(e).point = stream_of(s)->asked();
   return cudaSuccess;
@@ -294,6 +297,10 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   event_of(e).ahead = false;
   event_of(e).happen();
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  *ms = std::chrono::duration<float, std::milli>(event_of(to).recorded - event_of(from).recorded).count();
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

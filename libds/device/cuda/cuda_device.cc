@@ -187,11 +187,13 @@ class CudaDevice final : public Device {
     cudaHostUnregister(p);
   }
 
-  Event make_event() override {
+  Event make_event() override { return make_event(cudaEventDisableTiming); }
+  Event make_timed_event() override { return make_event(cudaEventDefault); }
+  double seconds_between(Event from, Event to) override {
     bind();
-    cudaEvent_t e = nullptr;
-    call(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "making an event");
-    return e;
+    float ms = 0;
+    call(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)), "timing");
+    return static_cast<double>(ms) * 1e-3;
   }
   void destroy(Event e) noexcept override {
     bind();
@@ -263,6 +265,13 @@ class CudaDevice final : public Device {
     void* memory = nullptr;
     Event free = nullptr;  // recorded behind its last use
   };
+
+  Event make_event(unsigned flags) {
+    bind();
+    cudaEvent_t e = nullptr;
+    call(cudaEventCreateWithFlags(&e, flags), "making an event");
+    return e;
+  }
 
   // The runtime's current device belongs to the thread.
   void bind() const noexcept { cudaSetDevice(index_); }
