@@ -10,6 +10,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "config/trainer_output.h"
 
 namespace ds {
 
@@ -443,6 +444,7 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   const std::variant<std::string, Diagnostic> content = read_config_text(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);
+    diagnostics.back().message += trainer_hint(dir_or_file);
     return {};
   }
   const size_t before = diagnostics.size();

@@ -278,7 +278,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     s.from_newest([&] { meta = check_checkpoint(s.step_dir, table.params, table.optimizers); });
     s.check_same_run(meta, s.step_dir);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, weights, config.new_head);
+    engine::check_weights(model, weights, config.new_head, s.is_root());
   }
 }
 
