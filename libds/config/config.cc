@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "config/automatic.h"
 #include "config/curriculum.h"
 #include "config/data_format.h"
 #include "config/diloco.h"
@@ -485,6 +486,9 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_random_ltd(c, model_is_sound, r);
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);
+  if (!has_error(diagnostics))
+    tell_automatic(
+        c, [&](std::string_view path) { return applies(c, path); }, r);
   return result;
 }
 
