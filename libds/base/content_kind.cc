@@ -124,7 +124,8 @@ std::string_view kind_of_json(const Json& object) {
   if (says("type", "run") && has("world_size")) return "the metrics of a run";
   if (has("weight_map")) return "the index of a model in several safetensors files";
   if (has("added_tokens") && has("pre_tokenizer")) return "a tokenizer";
-  if (has("tokenizer_class")) return "the configuration of a tokenizer";
+  // transformers writes it into the configuration of some models, too.
+  if (has("tokenizer_class") && !has("model_type")) return "the configuration of a tokenizer";
   return "";
 }
 

@@ -66,7 +66,7 @@ std::string find_hf_config(const std::string& dir) {
   return "";
 }
 
-std::string model_config_of(const StateSource& state, const std::string& named) {
+std::string find_model_config(const StateSource& state, const std::string& named) {
   if (!named.empty()) {
     std::error_code ignored;
     const std::string path = fs::is_directory(named, ignored) ? named + "/config.json" : named;
@@ -78,6 +78,11 @@ std::string model_config_of(const StateSource& state, const std::string& named) 
   std::error_code ignored;
   if (config.empty() && fs::is_regular_file(state.path(), ignored))
     config = find_hf_config(parent_directory(state.path()));
+  return config;
+}
+
+std::string model_config_of(const StateSource& state, const std::string& named) {
+  std::string config = find_model_config(state, named);
   DS_CHECK(!config.empty(), Errc::Config, "{}: does not know the model's config.json: name one with --config",
            state.path());
   return config;

@@ -20,6 +20,8 @@ std::string find_hf_config(const std::string& dir);
 // The config.json of the model that `state` is one of: the file `named`, or that of the directory `named`; without one,
 // what the state knows, or what stands beside its file. Throws Errc::Config where there is none, or it is no object.
 std::string model_config_of(const StateSource& state, const std::string& named);
+// The same, but empty where there is none.
+std::string find_model_config(const StateSource& state, const std::string& named);
 
 // Writes config.json: `config` (a JSON document) with the dtype of the weights; and, where `config` names begin and end
 // tokens and the directory has none yet, generation_config.json.

@@ -8,6 +8,7 @@
 #include "base/limits.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/together.h"
+#include "config/trainer_output.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
 
@@ -69,7 +70,7 @@ std::string latest_step(const std::string& dir) {
   if (!problem) return step;
   step = newest_complete_step(dir, std::numeric_limits<i64>::max());
   if (step.empty() && !fs::exists(fmt::format("{}/{}", dir, kLatestName)))
-    throw Error(Errc::Io, fmt::format("{}: no checkpoint in this directory", dir));
+    throw Error(Errc::Io, fmt::format("{}: no checkpoint in this directory{}", dir, trainer_hint(dir)));
   DS_CHECK(!step.empty(), Errc::Corrupt, "{}; there is no complete step beside it", *problem);
   log_message(LogLevel::Warning, fmt::format("{}; taking the newest complete step, {}", *problem, step));
   return step;

@@ -11,6 +11,7 @@
 #include "checkpoint/extend_positions.h"
 #include "checkpoint/hf_directory.h"
 #include "checkpoint/match_weights.h"
+#include "checkpoint/model_state.h"
 #include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
@@ -182,7 +183,7 @@ void check_fit(const TensorSource& tensors, const std::string& config) {
   const model::Model model = model::make_model(*known, 1);
   const WeightMatch match = match_weights(model, tensors);
   DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit the config.json of the output:\n  {}", tensors.path(),
-           first_lines(match.unfit, "\n  "));
+           match.misfits(false));
   if (!match.extra.empty())
     log_message(LogLevel::Warning, fmt::format("{} holds what the config.json of the output does not know:\n  {}",
                                                tensors.path(), first_lines(match.extra, "\n  ")));
@@ -276,6 +277,8 @@ class Merge {
 
   void open() {
     state_ = open_state(source_, o_.tag);
+    if (output_.format == Format::Hf || output_.format == Format::Checkpoint)
+      state_ = under_model_names(std::move(state_), o_.config);
     const bool is_extended = o_.positions != 0;
     if (is_extended) state_ = extend_positions(std::move(state_), o_.positions, o_.config);
     if (output_.format == Format::Hf) config_ = model_config_of(*state_, is_extended ? "" : o_.config);

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "checkpoint/extend_positions.h"
+#include "checkpoint/model_state.h"
 #include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
@@ -148,6 +149,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   std::unique_ptr<StateSource> state = open_state(source, options.tag);
   state->check();
   check_readable(*state);
+  state = under_model_names(std::move(state), options.config);
   if (is_extended) state = extend_positions(std::move(state), options.positions, options.config);
   std::vector<std::string_view> names;
   for (const ParamEntry& p : state->params()) names.push_back(p.name);

@@ -44,7 +44,7 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
   const model::Model whole = model::make_model(config, 1);
   const WeightMatch match = match_weights(whole, *tensors);
   DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit its config.json:\n  {}", state.path(),
-           first_lines(match.unfit, "\n  "));
+           match.misfits(false));
   DS_CHECK(match.extra.empty(), Errc::Mismatch, "{} holds what its config.json does not know:\n  {}", state.path(),
            first_lines(match.extra, "\n  "));
   std::unordered_map<std::string_view, i64> numbers;

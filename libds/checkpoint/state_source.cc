@@ -12,6 +12,7 @@
 #include "checkpoint/hf_directory.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/tensor_state.h"
+#include "config/trainer_output.h"
 #include "ds/log.h"
 
 namespace ds {
@@ -143,11 +144,12 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   if (is_directory && is_ours(path)) return open_ours(path, tag);
   if (is_directory && is_deepspeed(path)) return open_deepspeed(path, tag);
   DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of several steps, so there is no '{}' to choose", path, tag);
-  const auto is_there = [&](std::string_view name) { return fs::exists(fmt::format("{}/{}", path, name)); };
-  DS_CHECK(!is_directory || std::ranges::any_of(kPublishedWeights, is_there), Errc::Io,
-           "{}: no checkpoint and no model in this directory (step-*, {})", path, fmt::join(kPublishedWeights, ", "));
+  DS_CHECK(!is_directory || !published_weights_in(path).empty(), Errc::Io,
+           "{}: no checkpoint and no model in this directory (step-*, {}){}", path, fmt::join(kPublishedWeights, ", "),
+           trainer_hint(path));
   DS_CHECK(is_directory || !is_deepspeed_shard(path), Errc::Unavailable,
            "{}: one rank's part of a DeepSpeed checkpoint; name its directory", path);
+  if (is_directory) warn_of_several_weights(path);
   return make_tensor_state(open_source(path), is_directory ? read_hf_config(path) : "");
 }
 

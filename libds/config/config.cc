@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "config/automatic.h"
 #include "config/curriculum.h"
 #include "config/data_format.h"
 #include "config/diloco.h"
@@ -511,6 +512,9 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);
   check_named_files(c, r);
+  if (!has_error(diagnostics))
+    tell_automatic(
+        c, [&](std::string_view path) { return applies(c, path); }, r);
   return result;
 }
 

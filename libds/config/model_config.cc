@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "config/named_files.h"
+#include "config/trainer_output.h"
 
 namespace ds {
 
@@ -92,9 +93,9 @@ constexpr Key kGpt2Keys[] = {
     effect("embd_pdrop", slot_of<&H::m, &M::embd_dropout>, kDropout),
     effect("resid_pdrop", slot_of<&H::m, &M::resid_dropout>, kDropout),
     effect("attn_pdrop", slot_of<&H::m, &M::attn_dropout>, kDropout),
-    effect("scale_attn_weights", slot_of<&H::m, &M::scale_attn_weights>),
-    effect("scale_attn_by_inverse_layer_idx", slot_of<&H::m, &M::scale_attn_by_inverse_layer_idx>),
-    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>),
+    effect("scale_attn_weights", slot_of<&H::m, &M::scale_attn_weights>, {}, kNull),
+    effect("scale_attn_by_inverse_layer_idx", slot_of<&H::m, &M::scale_attn_by_inverse_layer_idx>, {}, kNull),
+    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
     fixed("reorder_and_upcast_attn", "[false]"),
     fixed("add_cross_attention", "[false]"),
     alias("hidden_size", "n_embd"), alias("num_hidden_layers", "n_layer"), alias("num_attention_heads", "n_head"),
@@ -116,33 +117,33 @@ constexpr Key kLlamaKeys[] = {
     effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
     effect("rms_norm_eps", slot_of<&H::m, &M::norm_eps>, kAboveZero),
     effect("rope_theta", slot_of<&H::m, &M::rope_theta>, kAboveZero),
-    effect("rope_scaling.rope_type", slot_of<&H::m, &M::rope, &R::type>),
+    effect("rope_scaling.rope_type", slot_of<&H::m, &M::rope, &R::type>, {}, kNull),
     alias("rope_scaling.type", "rope_scaling.rope_type"),
     effect("rope_scaling.factor", slot_of<&H::m, &M::rope, &R::factor>, {1, kInfinity}, kNull),
-    effect("rope_scaling.low_freq_factor", slot_of<&H::m, &M::rope, &R::low_freq_factor>, kAboveZero),
-    effect("rope_scaling.high_freq_factor", slot_of<&H::m, &M::rope, &R::high_freq_factor>, kAboveZero),
-    effect("rope_scaling.original_max_position_embeddings", slot_of<&H::m, &M::rope, &R::original_max_positions>, kSize),
+    effect("rope_scaling.low_freq_factor", slot_of<&H::m, &M::rope, &R::low_freq_factor>, kAboveZero, kNull),
+    effect("rope_scaling.high_freq_factor", slot_of<&H::m, &M::rope, &R::high_freq_factor>, kAboveZero, kNull),
+    effect("rope_scaling.original_max_position_embeddings", slot_of<&H::m, &M::rope, &R::original_max_positions>, kSize, kNull),
     effect("rope_scaling.attention_factor", slot_of<&H::m, &M::rope, &R::attention_factor>, kAboveZero, kNull),
     effect("rope_scaling.beta_fast", slot_of<&H::m, &M::rope, &R::beta_fast>, kAboveZero, kNull),
     effect("rope_scaling.beta_slow", slot_of<&H::m, &M::rope, &R::beta_slow>, kAboveZero, kNull),
     effect("rope_scaling.mscale", slot_of<&H::m, &M::rope, &R::mscale>, {}, kNull),
     effect("rope_scaling.mscale_all_dim", slot_of<&H::m, &M::rope, &R::mscale_all_dim>, {}, kNull),
-    effect("rope_scaling.truncate", slot_of<&H::m, &M::rope, &R::truncate>),
-    effect("rope_scaling.short_factor", slot_of<&H::m, &M::rope, &R::short_factor>, kAboveZero),
-    effect("rope_scaling.long_factor", slot_of<&H::m, &M::rope, &R::long_factor>, kAboveZero),
+    effect("rope_scaling.truncate", slot_of<&H::m, &M::rope, &R::truncate>, {}, kNull),
+    effect("rope_scaling.short_factor", slot_of<&H::m, &M::rope, &R::short_factor>, kAboveZero, kNull),
+    effect("rope_scaling.long_factor", slot_of<&H::m, &M::rope, &R::long_factor>, kAboveZero, kNull),
     alias("rope_parameters", "rope_scaling"),
     alias("original_max_position_embeddings", "rope_scaling.original_max_position_embeddings"),
     alias("rope_scaling.rope_theta", "rope_theta"),
     fixed("rope_scaling.partial_rotary_factor", "[1]"),
-    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>),
-    effect("attention_bias", slot_of<&H::m, &M::attention_bias>),
-    effect("mlp_bias", slot_of<&H::m, &M::mlp_bias>),
-    effect("attention_dropout", slot_of<&H::m, &M::attn_dropout>, kDropout),
-    effect("use_sliding_window", slot_of<&H::use_sliding_window>),
+    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
+    effect("attention_bias", slot_of<&H::m, &M::attention_bias>, {}, kNull),
+    effect("mlp_bias", slot_of<&H::m, &M::mlp_bias>, {}, kNull),
+    effect("attention_dropout", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
+    effect("use_sliding_window", slot_of<&H::use_sliding_window>, {}, kNull),
     effect("sliding_window", slot_of<&H::sliding_window>, kSize, kNull),
-    effect("max_window_layers", slot_of<&H::max_window_layers>),
+    effect("max_window_layers", slot_of<&H::max_window_layers>, {}, kNull),
     effect("layer_types", slot_of<&H::layer_types>, {}, kNull),
-    fixed("pretraining_tp", "[1]"),
+    fixed("pretraining_tp", "[0, 1]"),
     fixed("partial_rotary_factor", "[1]"),
     fixed("use_mrope", "[false]"),
     silent("rope_interleaved"), silent("is_llama_config"), silent("max_sequence_length"),
@@ -166,6 +167,7 @@ constexpr Key kBertKeys[] = {
     fixed("tie_word_embeddings", "[true]"),
     fixed("is_decoder", "[false]"),
     fixed("add_cross_attention", "[false]"),
+    fixed("is_causal", "[false]"), fixed("use_bidirectional_attention", "[true]"),
     // Of heads that are not there: Hugging Face's classifiers, and the pooler of Google's own files.
     silent("classifier_dropout"), silent("directionality"), silent("pooler_fc_size"), silent("pooler_num_attention_heads"),
     silent("pooler_num_fc_layers"), silent("pooler_size_per_head"), silent("pooler_type"),
@@ -190,7 +192,8 @@ constexpr Key kBookkeeping[] = {
     silent("remove_invalid_values"), silent("keys_to_ignore_at_inference"),
     fixed("is_decoder", "[false, true]"), fixed("is_encoder_decoder", "[false]"), fixed("tie_encoder_decoder", "[false]"),
     fixed("cross_attention_hidden_size", "[null]"), fixed("chunk_size_feed_forward", "[0]"), fixed("pruned_heads", "[{}]"),
-    fixed("quantization_config", "[null]"),
+    fixed("quantization_config", "[null, false, {}]"), fixed("quantization", "[null, false, {}]"),
+    fixed("is_causal", "[true]"), fixed("use_bidirectional_attention", "[false]"),
 };
 // clang-format on
 
@@ -357,6 +360,33 @@ std::optional<Family> read_family(const Json& object, std::string_view key, Read
   return std::nullopt;
 }
 
+// bitsandbytes' section where both of its switches are off: what is left of a merge.
+bool quantizes_nothing(const Json& object) {
+  const auto it = object.find("quantization_config");
+  if (it == object.end() || !it->is_object()) return false;
+  const Json method = it->value("quant_method", Json("bitsandbytes"));
+  const bool has_switch = it->contains("load_in_4bit") || it->contains("load_in_8bit");
+  return method == "bitsandbytes" && has_switch && it->value("load_in_4bit", Json(false)) == false &&
+         it->value("load_in_8bit", Json(false)) == false;
+}
+
+// Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
+bool asks_for_nothing(Family family, const Json& object, std::string_view name, const Json& value) {
+  if (value.is_null() || value == false) return true;
+  const auto off = [&](const char* key) {
+    const auto it = object.find(key);
+    return it != object.end() && (it->is_null() || *it == false);
+  };
+  if (name == "sliding_window") return off("use_sliding_window");
+  if (name == "max_window_layers") return true;  // of windows that another key turns on
+  if (name == "layer_types")
+    return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
+  if (name == "attention_bias") return family == Family::Qwen2 && value == true;
+  if (name == "pretraining_tp") return value == 0 || value == 1;
+  if (name == "position_embedding_type") return family == Family::Gpt2 && value == "absolute";
+  return value == 0 && (name.find("dropout") != name.npos || name.ends_with("pdrop"));
+}
+
 }  // namespace
 
 std::string_view family_name(Family family) noexcept { return kFamilies[static_cast<size_t>(family)].first; }
@@ -393,19 +423,24 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   if (!family) return {};
 
   HfConfig h = defaults(*family, source);
-  const std::vector<Key> keys = model_keys(*family, source);
+  std::vector<Key> keys = model_keys(*family, source);
+  if (!is_inline && quantizes_nothing(object))
+    *std::ranges::find(keys, "quantization_config", &Key::path) = silent("quantization_config");
   Reader r(keys, &h, text, prefix, diagnostics);
   // transformers, too, keeps what its model of this type does not read: fine-tuning tools leave their marks there.
-  // A key of another family is a mistake all the same.
+  // A key of another family is a mistake all the same, unless its value asks for nothing.
   if (!is_inline) {
-    std::set<std::string_view> of_others;
+    std::set<std::string_view> of_others, marks;
     for (const std::span<const Key> table :
          {std::span<const Key>(kGpt2Keys), std::span<const Key>(kLlamaKeys), std::span<const Key>(kBertKeys)}) {
       for (const Key& k : table) {
-        if (k.kind != KeyKind::Silent) of_others.insert(k.path.substr(0, k.path.find('.')));
+        (k.kind == KeyKind::Silent ? marks : of_others).insert(k.path.substr(0, k.path.find('.')));
       }
     }
-    r.pass_over_unknown(std::move(of_others));
+    const auto is_neutral = [&, of_others, marks](std::string_view name, const Json& value) {
+      return marks.contains(name) || (of_others.contains(name) && asks_for_nothing(*family, object, name, value));
+    };
+    r.pass_over_unknown(of_others, is_neutral);
   }
   r.read(object);
 
@@ -421,6 +456,10 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   // transformers: a number where the key is missing, as many as heads where it is null.
   if (!is_inline && (*family == Family::Qwen2 || *family == Family::Qwen3) && !object.contains("num_key_value_heads"))
     h.m.kv_heads = 32;
+  // Python takes null for false, which is not the default of these.
+  const auto is_null = [&](const char* key) { return object.contains(key) && object[key].is_null(); };
+  if (is_null("tie_word_embeddings") && *family == Family::Gpt2) h.m.tie_embeddings = false;
+  if (is_null("scale_attn_weights")) h.m.scale_attn_weights = false;
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
   if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
@@ -448,6 +487,7 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   const std::variant<std::string, Diagnostic> content = read_config_text(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);
+    diagnostics.back().message += trainer_hint(dir_or_file);
     return {};
   }
   const size_t before = diagnostics.size();
@@ -548,10 +588,20 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
 
 Json publish_model(const Json& published, const ModelConfig& model) {
   Json out = published;
-  for (const Key& k : model_keys(model.family, ModelSource::File)) {
+  const std::vector<Key> keys = model_keys(model.family, ModelSource::File);
+  for (const Key& k : keys) {
     if (k.kind == KeyKind::Alias && k.path.find('.') == k.path.npos) out.erase(std::string(k.path));
   }
   out.update(Json::parse(model_config_json(model)));
+  // What was passed over in its section stands there again.
+  const auto rope = out.find("rope_scaling");
+  if (rope == out.end() || !rope->is_object()) return out;
+  for (const char* section : {"rope_scaling", "rope_parameters"}) {
+    if (!published.contains(section) || !published[section].is_object()) continue;
+    for (const auto& [name, value] : published[section].items()) {
+      if (std::ranges::find(keys, json_member("rope_scaling", name), &Key::path) == keys.end()) (*rope)[name] = value;
+    }
+  }
   return out;
 }
 

@@ -5,7 +5,6 @@
 #include <fmt/ranges.h>
 
 #include <array>
-#include <regex>
 #include <vector>
 
 #include "base/check.h"
@@ -51,20 +50,11 @@ std::vector<i64> degrees(i64 most, F&& fits) {
 
 constexpr std::string_view kType = "type:";  // of pipeline.partition
 
-std::regex type_pattern(const std::string& partition) {
-  return compile_pattern(std::string_view(partition).substr(kType.size()));
-}
-
 std::string partition_problem(const std::string& partition) {
   if (partition == "parameters" || partition == "uniform" || partition == "memory") return {};
   if (!partition.starts_with(kType) || partition == kType)
     return fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", partition);
-  try {
-    type_pattern(partition);
-  } catch (const std::regex_error& e) {
-    return fmt::format("\"{}\" is no regular expression: {}", partition.substr(kType.size()), e.what());
-  }
-  return {};
+  return match_types(partition.substr(kType.size()), {}).problem;
 }
 
 // A plan looks at all layers for each stage, at all passes of all stages, and at stage 3 of ZeRO at each use of a
@@ -96,6 +86,23 @@ i64 cuts_of(const Config& c) {
 }
 
 }  // namespace
+
+TypeMatch match_types(std::string_view regex, std::span<const std::string_view> types) {
+  TypeMatch match;
+  const std::string shown = fmt::format("\"{}{}\"", regex.substr(0, 60), regex.size() > 60 ? "..." : "");
+  try {
+    const Pattern pattern(regex, Pattern::Kind::Name);
+    for (const std::string_view type : types) match.matches.push_back(pattern.find(type).has_value());
+  } catch (const Error& e) {
+    match.problem = e.code() == Errc::Config
+                        ? fmt::format("{} is no regular expression: {}", shown, e.what())
+                        : fmt::format("{} is not matched against the types of layers: {}", shown, e.what());
+    return match;
+  }
+  if (!types.empty() && std::ranges::find(match.matches, true) == match.matches.end())
+    match.problem = fmt::format("{} matches no layer; their types are {}", shown, fmt::join(types, ", "));
+  return match;
+}
 
 std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
   const i64 p = c.stages, m = micro_batches;
@@ -272,12 +279,9 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
     r.warning(kInterval, fmt::format("{} layers are no group in {} chunks of {} or so: groups end where chunks do",
                                      interval, c.pipeline.virtual_stages, std::max<i64>(1, most)));
   if (p > 1 && c.pipeline.partition.starts_with(kType) && !r.broken(kPartition)) {
-    const std::regex pattern = type_pattern(c.pipeline.partition);
     const auto types = layer_types(m.family);
-    const auto matches = [&](std::string_view type) { return std::regex_search(type.begin(), type.end(), pattern); };
-    if (std::ranges::none_of(types, matches))
-      r.error(kPartition, fmt::format("\"{}\" matches no layer; their types are {}",
-                                      c.pipeline.partition.substr(kType.size()), fmt::join(types, ", ")));
+    const TypeMatch match = match_types(std::string_view(c.pipeline.partition).substr(kType.size()), types);
+    if (!match.problem.empty()) r.error(kPartition, match.problem);
   }
   if (!r.any_broken({kStages, kVirtual})) {
     const i64 layers = m.layers + 2, v = c.pipeline.virtual_stages;

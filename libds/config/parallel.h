@@ -4,8 +4,10 @@
 // checkpointing say about each other, the model and the ranks that were started.
 
 #include <array>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ds/config.h"
 
@@ -24,6 +26,13 @@ std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
 inline constexpr std::string_view kEmbeddingType = "Embedding", kHeadType = "Head";
 std::string_view block_type(Family family) noexcept;
 std::array<std::string_view, 3> layer_types(Family family) noexcept;  // these, in the model's order
+// Which of `types` a REGEX of "type:REGEX" matches: as DeepSpeed, which searches the names of classes with Python's re
+// and IGNORECASE. problem: empty; or, without the key, why there is no answer, or that it matches none of them.
+struct TypeMatch {
+  std::vector<bool> matches;
+  std::string problem;
+};
+TypeMatch match_types(std::string_view regex, std::span<const std::string_view> types);
 
 // What a model has against being cut in `stages` parts of a pipeline, or shared by `tp` ranks: empty, or
 // a sentence that says what would work, and leaves it to the caller to name the key or option. The one place that

@@ -24,12 +24,8 @@ std::string_view dtype_text(DType t) { return t == DType::F16 ? "fp16" : t == DT
 void resolve_auto(Config& c, Reader& r) {
   if (c.fp16.enabled || c.bf16.enabled || r.any_broken({kFp16, kBf16})) return;
   const bool bf16 = !r.given(kBf16);
-  const std::string_view key = r.automatic(kBf16) ? kBf16 : kFp16;
-  if (!r.automatic(key)) return;
+  if (!r.automatic(kBf16) && !r.automatic(kFp16)) return;
   (bf16 ? c.bf16.enabled : c.fp16.enabled) = true;
-  r.warning(key, fmt::format("\"auto\" is {}: the run has {} parameters, and masters in fp32; true or false chooses",
-                             bf16 ? "bf16, which needs no loss scale" : "fp16, for bf16.enabled is false",
-                             bf16 ? "bf16" : "fp16"));
 }
 
 // bf16 for the states of all optimizers that have a choice; the others cannot.

@@ -501,8 +501,12 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
       key = find(key_path);
     }
     if (!key && !is_section(key_path)) {
-      unknown(name, typed, path);
+      unknown(name, value, typed, path);
       continue;
+    }
+    if (const auto before = seen_.find(key_path); passes_over_unknown_ && before != seen_.end()) {
+      if (value.is_null()) continue;
+      if (before->second.value->is_null() && !broken(key_path)) seen_.erase(before);
     }
     const auto [first, is_new] = seen_.emplace(key_path, Seen{typed_key, &value});
     if (!is_new) {
@@ -515,7 +519,8 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
     } else if (value.is_object()) {
       given_.emplace(key_path);
       if (name != "params" || !has_later_type(object, path)) read_object(value, typed_key, key_path);
-    } else if (!value.is_null() && !(value == "auto" && !path.empty() && is_lax(key_path))) {
+    } else if (!value.is_null() && !(value == "auto" && !path.empty() && is_lax(key_path)) &&
+               !(passes_over_unknown_ && value == false)) {
       report(Severity::Error, Errc::Config, key_path, typed_key, fmt::format("must be an object, not {}", show(value)));
     }
   }
@@ -592,6 +597,8 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
     report(Severity::Error, code, key.path, typed, std::move(message));
   };
   if ((value.is_null() && key.takes_null) || (value == "" && key.takes_empty)) return;
+  if (passes_over_unknown_ && value == false && key.takes_null && !std::holds_alternative<bool*>(key.slot(root_)))
+    return;
   if ((key.takes_auto || is_lax(key.path)) && value == "auto") {
     automatic_.emplace(key.path);
     return;
@@ -641,7 +648,9 @@ void Reader::report_unknown(Severity severity, const std::string& typed, std::st
 
 // Looks among the names of the same section first; a name that is spelled exactly so elsewhere wins over a likeness, at
 // the top even over one of a single letter.
-void Reader::unknown(std::string_view name, const std::string& parent, const std::string& parent_path) {
+void Reader::unknown(std::string_view name, const Json& value, const std::string& parent,
+                     const std::string& parent_path) {
+  if (passes_over_unknown_ && parent_path.empty() && is_neutral_(name, value)) return;
   std::string best;
   i64 best_score = std::numeric_limits<i64>::max();
   const auto consider = [&](std::string_view candidate, std::string path, i64 penalty) {
@@ -655,7 +664,8 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     best_score = score;
     best = std::move(path);
   };
-  const bool passed_over = passes_over_unknown_ && parent_path.empty() && !never_passed_over_.contains(name);
+  const bool passed_over =
+      passes_over_unknown_ && (parent_path.empty() ? !never_passed_over_.contains(name) : !value.is_object());
   // Whether another program's key resembles one of ours decides what it is.
   const bool weighed = unknown_told_ < kMostUnknown || (passed_over && unknown_warnings_.keys < kMostPassedOver);
   for (const Key& k : keys_) {
@@ -678,7 +688,8 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
   const std::string typed = json_member(parent, name);
   if (parent.empty() && name.starts_with('_'))
     return report_unknown(Severity::Warning, typed, "a remark, passed over: its name begins with '_'");
-  if (best.empty() && passed_over && weighed)
+  const bool is_off = value.is_null() || value == false || (value == 0 && name.find("dropout") != name.npos);
+  if (((best.empty() && weighed) || is_off) && passed_over)
     return report_unknown(Severity::Warning, typed, "unknown key, passed over: no model of this type has it");
   report_unknown(
       Severity::Error, typed,

@@ -2,6 +2,7 @@
 #pragma once
 // Reads a JSON object into a struct by a table of keys, and reports every mistake instead of stopping at the first.
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -48,11 +49,15 @@ class Reader {
       : keys_(keys), root_(root), text_(text), prefix_(std::move(prefix)), diagnostics_(diagnostics) {}
 
   void read(const Json& object);
-  // Of an object that another program wrote: outermost keys that no known one resembles are warnings, but for those of
-  // `errors`.
-  void pass_over_unknown(std::set<std::string_view> errors) {
+  // Of an object that another program wrote: keys that no known one resembles are warnings, but for outermost ones of
+  // `errors` and nested objects; and with null, false or a dropout of 0 they are warnings whatever they resemble.
+  // Unknown outermost keys that are neutral are not told. false is null for a key or section that takes null, and null
+  // is no second value of a key.
+  void pass_over_unknown(std::set<std::string_view> errors,
+                         std::function<bool(std::string_view name, const Json& value)> is_neutral) {
     passes_over_unknown_ = true;
     never_passed_over_ = std::move(errors);
+    is_neutral_ = std::move(is_neutral);
   }
 
   bool given(std::string_view path) const {
@@ -73,7 +78,7 @@ class Reader {
   void read_key(const Key& key, const Json& value, const std::string& typed);
   void read_section(const Key& key, const Json& value, const std::string& typed);
   void store(const Key& key, const Json& value, const std::string& typed);
-  void unknown(std::string_view name, const std::string& parent, const std::string& parent_path);
+  void unknown(std::string_view name, const Json& value, const std::string& parent, const std::string& parent_path);
   // Of keys that no table has there may be any number: the first are told, the others counted.
   void report_unknown(Severity severity, const std::string& typed, std::string message);
   const Key* find(std::string_view path) const;
@@ -96,6 +101,7 @@ class Reader {
   NotTold unknown_errors_, unknown_warnings_;
   bool passes_over_unknown_ = false;
   std::set<std::string_view> never_passed_over_;
+  std::function<bool(std::string_view, const Json&)> is_neutral_;
   std::span<const Key> keys_;
   void* root_;
   const ConfigText& text_;

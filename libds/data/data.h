@@ -167,6 +167,8 @@ class BatchLoader {
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
   const BatchShape& shape() const noexcept { return shape_; }
+  // Whether samples may differ in how many targets count: by marks of the stream, or packed documents.
+  bool has_uneven_targets() const noexcept;
   DataIdentity identity() const;
 
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions

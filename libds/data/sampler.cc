@@ -118,6 +118,10 @@ void BatchLoader::will_need(i64 consumed, i64 micro_batch, i64 rank) const noexc
   });
 }
 
+bool BatchLoader::has_uneven_targets() const noexcept {
+  return stream_.has_marks() || objective_->packs_documents_of() >= 0;
+}
+
 i64 BatchLoader::num_sequential_batches() const noexcept {
   return div_ceil(num_samples_, shape_.micro * shape_.num_ranks);
 }

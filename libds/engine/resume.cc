@@ -21,6 +21,7 @@
 #include "config/model_config.h"
 #include "config/named_files.h"
 #include "config/optimizer.h"
+#include "config/trainer_output.h"
 #include "ds/log.h"
 #include "engine/connect.h"
 #include "engine/host_state.h"
@@ -45,6 +46,18 @@ std::string TrainingRun::State::find_resumed() const {
     DS_CHECK(!is_deepspeed(options.resume), Errc::Unavailable,
              "--resume {}: a DeepSpeed checkpoint; make one of ours of it with ds-shard, or give it to --weights",
              options.resume);
+    if (!is_checkpoint(options.resume)) {
+      const std::string saves = trainer_checkpoints(options.resume);
+      DS_CHECK(saves.empty(), Errc::Config,
+               "--resume {}: Hugging Face's Trainer has saved {} in it, which hold weights but no state that a run "
+               "resumes from: start from the weights of one with --weights",
+               options.resume, saves);
+      const std::vector<std::string> files = published_weights_in(options.resume);
+      DS_CHECK(files.empty(), Errc::Config,
+               "--resume {0}: holds {1}, weights but no state that a run resumes from: start from them with --weights "
+               "{0}",
+               options.resume, fmt::join(files, " and "));
+    }
     return find_checkpoint(options.resume);
   }
   DS_CHECK(!options.out_dir.empty(), Errc::Config, "--resume latest goes on in the directory of --out: give one");
@@ -71,10 +84,12 @@ std::string TrainingRun::State::find_weights() const {
   if (!options.weights.empty()) {
     const std::string why = why_not_input({"--weights", options.weights, true});
     DS_CHECK(why.empty(), Errc::Config, "--weights: {} {}", options.weights, why);
-    return options.weights;
   }
-  const std::string published = engine::published_weights(config.model_path);
-  if (!published.empty()) return published;
+  const std::string path = options.weights.empty() ? engine::published_weights(config.model_path) : options.weights;
+  if (!path.empty()) {
+    if (is_root() && !is_checkpoint(path)) warn_of_several_weights(path);
+    return path;
+  }
   DS_CHECK(
       !options.read_only, Errc::Config,
       "there are no weights to evaluate or to write text with: give --resume DIR or --weights FILE, or a model.path "

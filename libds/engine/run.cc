@@ -217,6 +217,32 @@ void TrainingRun::State::open_data(i64 num_ranks) {
     validation_data =
         std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size, objective);
   }
+  if (is_root() && !options.read_only) warn_of_uneven_targets();
+}
+
+// The mean over micro-batches of their own means is that of one batch only where all have as many targets.
+void TrainingRun::State::warn_of_uneven_targets() const {
+  const BatchShape& shape = train_data->shape();
+  const i64 replicas = shape.num_ranks / shape.workers, passes = config.batch.accumulation * replicas;
+  if (config.loss_norm != LossNorm::Micro || passes == 1 || !train_data->has_uneven_targets()) return;
+  constexpr i64 kMost = 32;  // micro-batches that are looked at
+  const i64 rows = shape.micro * shape.seq_length;
+  std::vector<i32> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
+  i64 least = rows, most = 0;
+  for (i64 pass = 0; pass < std::min(passes, kMost); ++pass) {
+    train_data->load(0, pass / replicas, pass % replicas, inputs, targets);
+    const i64 count = rows - std::ranges::count(targets, kIgnoredTarget);
+    least = std::min(least, count);
+    most = std::max(most, count);
+  }
+  if (least == most) return;
+  log_message(
+      LogLevel::Warning,
+      fmt::format("loss_norm \"micro\": the micro-batches of a step have different numbers of targets ({} to {} in the "
+                  "first step) but the same weight, so the loss is not that of the same samples in one batch; "
+                  "loss_norm \"token\"{} gives each target the same weight",
+                  least, most,
+                  config.gradient_reduce == GradientReduce::Sum ? ", with gradient_allreduce_op \"mean\"," : ""));
 }
 
 // Stages and parts of a sequence read the same samples, each for itself.
@@ -290,7 +316,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     s.from_newest([&] { meta = check_checkpoint(s.step_dir, table.params, table.optimizers); });
     s.check_same_run(meta, s.step_dir);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, weights, config.new_head);
+    engine::check_weights(model, weights, config.new_head, s.is_root());
   }
 }
 

@@ -77,6 +77,7 @@ struct TrainingRun::State {
 
   void open();
   void open_data(i64 num_ranks);
+  void warn_of_uneven_targets() const;
   void check_same_files();
   std::string find_resumed() const;
   std::string find_weights() const;

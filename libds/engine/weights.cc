@@ -9,6 +9,7 @@
 #include "checkpoint/match_weights.h"
 #include "checkpoint/tensor_state.h"
 #include "config/named_files.h"
+#include "config/trainer_output.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
 
@@ -60,12 +61,15 @@ std::string published_weights(const std::string& model_path) {
   const bool is_dir = fs::is_directory(path);
   if (!is_dir && path.filename() != "config.json") return "";
   const fs::path dir = is_dir ? path : path.has_parent_path() ? path.parent_path() : ".";
-  for (const std::string_view name : kPublishedWeights) {
-    if (!fs::exists(dir / name)) continue;
-    const std::string file = dir / name, why = why_not_input({"model.path", file});
+  if (const std::vector<std::string> files = published_weights_in(dir.string()); !files.empty()) {
+    const std::string file = dir / files.front(), why = why_not_input({"model.path", file});
     DS_CHECK(why.empty(), Errc::Config, "model.path: {} {}", file, why);
     return dir.string();
   }
+  const std::string saves = trainer_checkpoints(dir.string());
+  DS_CHECK(saves.empty(), Errc::Config,
+           "model.path {}: there are no weights in it, but Hugging Face's Trainer has saved {} there: name one of them",
+           model_path, saves);
   DS_CHECK(!is_checkpoint(dir.string()), Errc::Unavailable,
            "model.path {}: its weights are in a checkpoint; name {} with --weights, too", model_path, dir.string());
   std::set<std::string> others;
@@ -90,11 +94,10 @@ struct Match : WeightMatch {
 Match match(const model::Model& model, const std::string& path, bool new_head) {
   std::unique_ptr<TensorSource> source = open_weights(path);
   WeightMatch found = match_weights(model, *source, new_head);
-  found.unfit.insert(found.unfit.end(), found.extra.begin(), found.extra.end());
   DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:\n  {}",
            source->path(), first_lines(found.unreadable, "\n  "));
-  DS_CHECK(found.unfit.empty(), Errc::Mismatch, "{} does not fit the model:\n  {}", source->path(),
-           first_lines(found.unfit, "\n  "));
+  DS_CHECK(found.unfit.empty() && found.extra.empty(), Errc::Mismatch, "{} does not fit the model:\n  {}",
+           source->path(), found.misfits(true));
   // transformers unties such a model: to drop the tied name would train another one.
   for (const auto& [own, alias, tie] : found.both_of_tie) {
     DS_CHECK(equal_values(*source, *alias, *own), Errc::Mismatch,
@@ -104,11 +107,16 @@ Match match(const model::Model& model, const std::string& path, bool new_head) {
   return {std::move(found), std::move(source)};
 }
 
+void tell_removed(const Match& found) {
+  if (!found.removed.empty()) log_message(LogLevel::Warning, removed_text(found.source->path(), found.removed));
+}
+
 }  // namespace
 
 void load_weights(Engine& engine, const std::string& path) {
   const bool new_head = engine.config().new_head;
   const Match found = match(engine.model(), path, new_head);
+  if (engine.mesh().rank() == 0) tell_removed(found);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning, fmt::format("{}: left out, for masked language modelling does not train them: {}",
                                                found.source->path(), fmt::join(found.left_out, ", ")));
@@ -129,6 +137,9 @@ void load_weights(Engine& engine, const std::string& path) {
   });
 }
 
-void check_weights(const model::Model& model, const std::string& path, bool new_head) { match(model, path, new_head); }
+void check_weights(const model::Model& model, const std::string& path, bool new_head, bool speaks) {
+  const Match found = match(model, path, new_head);
+  if (speaks) tell_removed(found);
+}
 
 }  // namespace ds::engine

@@ -14,15 +14,14 @@ namespace ds::engine {
 std::string published_weights(const std::string& model_path);
 
 // Every parameter of the model from `path` (a file or a directory), in fp64, fp32, bf16 or fp16; rounded to fp32 once.
-// Names match with or without their first part, "transformer.", "model." or "bert.", which files of the bare model
-// lack; LayerNorm's parameters may be "gamma" and "beta"; known non-parameters (GPT-2's attention masks, Llama's old
-// inv_freq, BERT's position_ids) are passed over, and so is a tied name whose values are those of its parameter. BERT's
+// Names match as match_weights() says, which passes over known non-parameters; so is a tied name passed over whose
+// values are those of its parameter. What wrappers have put into names is removed with a warning. BERT's
 // pooler and heads of next-sentence prediction, which masked language modelling does not train, are left out with a
 // warning. Throws Errc::Mismatch naming every parameter that is missing, too many, or of another shape, or a tied name
 // with values of its own; Errc::Unavailable naming parameters of other types. With Config::new_head, parameters of the
 // last layer may be missing: they begin as init_weights() would have them, which a warning says. Collective.
 void load_weights(Engine& engine, const std::string& path);
-// Throws what load_weights would throw for this model before it reads the bulk.
-void check_weights(const model::Model& model, const std::string& path, bool new_head);
+// Throws what load_weights would throw for this model before it reads the bulk. `speaks`: with its warning about names.
+void check_weights(const model::Model& model, const std::string& path, bool new_head, bool speaks);
 
 }  // namespace ds::engine

@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "base/content_kind.h"
+#include "config/trainer_output.h"
 #include "ds/log.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
@@ -211,14 +212,38 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
 
 }  // namespace
 
+std::vector<std::string> published_weights_in(const std::string& dir) {
+  std::error_code ignored;
+  const auto is_file = [&](std::string_view name) {
+    const std::filesystem::file_status status = std::filesystem::status(fmt::format("{}/{}", dir, name), ignored);
+    return std::filesystem::exists(status) && !std::filesystem::is_directory(status);
+  };
+  for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
+    DS_CHECK(!is_file(name), Errc::Unavailable,
+             "{}/{}: belongs to an adapter of PEFT, which is not read: merge it into the weights (merge_and_unload), "
+             "or move its files elsewhere to use the weights without it",
+             dir, name);
+  std::vector<std::string> found;
+  for (const std::string_view name : kPublishedWeights) {
+    if (is_file(name)) found.emplace_back(name);
+  }
+  return found;
+}
+
+void warn_of_several_weights(const std::string& dir) {
+  const std::vector<std::string> files = published_weights_in(dir);
+  if (files.size() > 1)
+    log_message(LogLevel::Warning, fmt::format("{} holds {}: {} is read, as transformers reads it", dir,
+                                               fmt::join(files, " and "), files.front()));
+}
+
 std::unique_ptr<TensorSource> open_source(const std::string& path) {
   struct stat st;
   if (::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
-    for (const std::string_view name : kPublishedWeights) {
-      const std::string file = fmt::format("{}/{}", path, name);
-      if (std::filesystem::exists(file)) return open_source(file);
-    }
-    throw Error(Errc::Io, fmt::format("{}: no {} in this directory", path, fmt::join(kPublishedWeights, " and no ")));
+    const std::vector<std::string> files = published_weights_in(path);
+    DS_CHECK(!files.empty(), Errc::Io, "{}: no {} in this directory{}", path, fmt::join(kPublishedWeights, " and no "),
+             trainer_hint(path));
+    return open_source(fmt::format("{}/{}", path, files.front()));
   }
   const bool is_index = path.ends_with(".safetensors.index.json") || path.ends_with(".bin.index.json");
   return is_index ? open_sharded(path) : open_single(path);

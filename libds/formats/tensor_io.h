@@ -105,13 +105,18 @@ std::string_view format_name(FileFormat) noexcept;
 
 // A file of one of three kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other name
 // where the content is a zip archive). Or an index of several (*.safetensors.index.json, *.bin.index.json). Or a
-// directory with the first of model.safetensors.index.json, model.safetensors, pytorch_model.bin.index.json,
-// pytorch_model.bin. All headers are validated here; the tensors' bytes are not touched.
+// directory that holds one of kPublishedWeights. All headers are validated here; the tensors' bytes are not touched.
 // Throws Errc::Corrupt (what, where), Errc::Io, Errc::Unavailable (a kind of file that is not read).
 std::unique_ptr<TensorSource> open_source(const std::string& path);
-// The names under which Hugging Face directories hold weights, in the order in which open_source looks for them.
+
+// The names under which Hugging Face directories hold weights, in the order in which transformers looks for them.
 inline constexpr std::array<std::string_view, 4> kPublishedWeights = {
-    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"};
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"};
+// Those of them that `dir` holds, in that order: the first is the one that is read.
+// Throws Errc::Unavailable where an adapter of PEFT lies beside them: transformers adds it to the weights.
+std::vector<std::string> published_weights_in(const std::string& dir);
+// A warning where `dir` holds several: names them and the one that is read.
+void warn_of_several_weights(const std::string& dir);
 
 // Names are unique and not empty. `metadata` goes to safetensors' __metadata__ or to attributes of the HDF5 root. The
 // tick comes while the file is laid out.

@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <regex>
 #include <set>
 
-#include "base/pattern.h"
+#include "config/parallel.h"
 
 namespace ds::pipeline {
 namespace {
@@ -59,18 +58,13 @@ std::vector<i64> balanced_cuts(std::span<const i64> weights, int parts) {
 }
 
 std::vector<i64> match_weights(std::span<const std::string> type_names, std::string_view regex, std::string_view key) {
+  const std::set<std::string_view> distinct(type_names.begin(), type_names.end());
+  const std::vector<std::string_view> types(distinct.begin(), distinct.end());
+  const TypeMatch match = match_types(regex, types);
+  DS_CHECK(match.problem.empty(), Errc::Config, "{}: {}", key, match.problem);
   std::vector<i64> weights;
-  try {
-    const std::regex pattern = compile_pattern(regex);
-    for (const std::string& name : type_names) weights.push_back(std::regex_search(name, pattern) ? 1 : 0);
-  } catch (const std::regex_error& e) {
-    throw Error(Errc::Config, fmt::format("{}: \"{}\" is no regular expression: {}", key, regex, e.what()));
-  }
-  if (std::find(weights.begin(), weights.end(), 1) == weights.end()) {
-    const std::set<std::string> types(type_names.begin(), type_names.end());
-    throw Error(Errc::Config,
-                fmt::format("{}: \"{}\" matches no layer; their types are {}", key, regex, fmt::join(types, ", ")));
-  }
+  for (const std::string& name : type_names)
+    weights.push_back(match.matches[std::ranges::lower_bound(types, name) - types.begin()] ? 1 : 0);
   return weights;
 }
 

@@ -23,7 +23,7 @@ std::vector<i64> uniform_cuts(i64 items, int parts);
 // Weights are not negative. Takes n + parts log n log(sum of weights).
 std::vector<i64> balanced_cuts(std::span<const i64> weights, int parts);
 
-// Per layer 1 if its type's name contains a match of `regex` (ECMAScript, no matter the case), else 0.
+// Per layer 1 if its type's name contains a match of `regex` (match_types), else 0.
 // Throws Errc::Config, naming `key`, for a broken expression or one that matches no type.
 std::vector<i64> match_weights(std::span<const std::string> type_names, std::string_view regex,
                                std::string_view key = "pipeline.partition");

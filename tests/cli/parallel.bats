@@ -182,3 +182,15 @@ PY
     exec ds-train cfg.json --set pipeline.stages=2 --set tensor_parallel.tp_size=2 --steps 100000 --set save.every=0'
   [[ $stderr == *"rank 2"*"was killed by signal 9"* ]]
 }
+
+@test "no regular expression takes the process down or runs for long" {
+  nested=$(printf '(%.0s' {1..5000})Block$(printf ')%.0s' {1..5000})
+  for regex in "$nested" '((.*)*)*$x' "$(printf 'a%.0s' {1..100000})"; do
+    run -2 --separate-stderr timeout 20 ds-launch -n 2 ds-train cfg.json --check --set pipeline.stages=2 \
+      --set "pipeline.partition=type:$regex"
+    [[ $stderr == *"pipeline.partition: \""* ]] || fail "$stderr"
+    run -2 --separate-stderr timeout 20 ds-shard "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition "type:$regex"
+    [[ $stderr == *"--partition: \""* ]] || fail "$stderr"
+  done
+  ds-launch -n 2 ds-train cfg.json --check --quiet --set pipeline.stages=2 --set 'pipeline.partition=type:^gpt2b|HEAD'
+}

@@ -410,3 +410,39 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   # Whatever optimizer trained it.
   ds-train big.json "${one[@]}" --set optimizer.type=Lion --out run --resume latest --generate The --max-tokens 4 --quiet
 }
+
+@test "what nobody has chosen is stated in one line, at the start and by --check" {
+  sed -i 's/"params": {"lr": 3e-3}/"params": {"lr": "auto", "weight_decay": "auto"}/' cfg.json
+  line='cfg.json:5:45: optimizer.params.lr: no learning rate is given, and the run takes 0.001 in every step, with neither
+    warm-up nor decay; optimizer.params.weight_decay 0.0, gradient_clipping 1.0; give the values that you want'
+  line=$(tr -s '\n ' ' ' <<<"$line")
+  for option in --check --steps=1; do
+    run --separate-stderr ds-launch -n 2 ds-train cfg.json --set gradient_clipping=auto "$option"
+    assert_success
+    assert_equal "$(grep -c 'the run takes' <<<"$stderr")" 1
+    [[ $stderr == *"ds-train: warning: ${line% }"* ]] || fail "$stderr"
+  done
+  run --separate-stderr ds-train cfg.json --set optimizer.params.lr=1e-3 --set optimizer.params.weight_decay=0 --check
+  [[ $stderr != *"the run takes"* ]] || fail "$stderr"
+}
+
+@test "micro-batches with other numbers of targets say which key makes them one batch" {
+  for i in {1..40}; do
+    printf '{"prompt": "p%d", "completion": "%s"}\n' "$i" "$(seq -s '' $((i * 7 % 31 + 1)))"
+  done >pairs.jsonl
+  pairs=(--set data.train=pairs.jsonl --set data.split=0 --set data.seq_length=16 --steps 1)
+  for command in "ds-train cfg.json" "ds-train cfg.json --check" "ds-launch -n 4 ds-train cfg.json --check"; do
+    # shellcheck disable=SC2086
+    run --separate-stderr $command "${pairs[@]}"
+    assert_success
+    assert_equal "$(grep -c 'loss_norm "micro": the micro-batches of a step have different numbers of targets .*; loss_norm "token" gives' <<<"$stderr")" 1
+    # One batch, or the other mean.
+    # shellcheck disable=SC2086
+    run --separate-stderr $command "${pairs[@]}" --set loss_norm=token
+    [[ $stderr != *'loss_norm "micro"'* ]] || fail "$stderr"
+  done
+  run --separate-stderr ds-train cfg.json --check "${pairs[@]}" --set train_micro_batch_size_per_gpu=8
+  [[ $stderr != *'loss_norm "micro"'* ]] || fail "$stderr"
+  run --separate-stderr ds-train cfg.json --check # all tokens are targets
+  [[ $stderr != *'loss_norm "micro"'* ]] || fail "$stderr"
+}

@@ -13,7 +13,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
-#include <regex>
 
 #include "fuzz/rounds.h"
 #include "temp_directory.h"
@@ -165,25 +164,61 @@ struct Tokens {
   }
 };
 
-// What a parser of whole documents makes of the lines; nothing: one of them is wrong.
-// With 0 for numbers that no double holds, and for those that JSON has no word for, outside of strings.
-std::string with_doubles(const std::string& line) {
-  static const std::regex kPart(
-      R"rx("(?:\\.|[^"\\])*"?|-?Infinity(?=[,\]} \t\r]|$)|NaN(?=[,\]} \t\r]|$)|[-+.0-9eE]+)rx");
-  static const std::regex kNumber(R"rx(-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?)rx");
-  std::string out;
-  auto end = line.cbegin();
-  for (std::sregex_iterator it(line.begin(), line.end(), kPart), last; it != last; ++it) {
-    const std::string part = it->str();
-    const bool is_word = part == "NaN" || part.ends_with("Infinity");
-    const bool is_huge = std::regex_match(part, kNumber) && std::isinf(std::strtod(part.c_str(), nullptr));
-    out.append(end, it->prefix().second);
-    out += is_word || is_huge ? "0" : part;
-    end = (*it)[0].second;
+// Whether it is a number by the grammar of JSON.
+bool is_number(std::string_view s) {
+  const auto digits = [&] {
+    const size_t n = std::min(s.find_first_not_of("0123456789"), s.size());
+    s.remove_prefix(n);
+    return n;
+  };
+  const auto take = [&](std::string_view any_of) {
+    if (s.empty() || any_of.find(s.front()) == any_of.npos) return false;
+    s.remove_prefix(1);
+    return true;
+  };
+  take("-");
+  if (!take("0") && digits() == 0) return false;
+  if (take(".") && digits() == 0) return false;
+  if (take("eE")) {
+    take("+-");
+    if (digits() == 0) return false;
   }
-  return out.append(end, line.cend());
+  return s.empty();
 }
 
+// With 0 for numbers that no double holds, and for those that JSON has no word for, outside of strings.
+std::string with_doubles(const std::string& line) {
+  constexpr std::string_view kOfNumbers = "-+.0123456789eE";
+  std::string out;
+  for (size_t at = 0; at < line.size();) {
+    const std::string_view rest = std::string_view(line).substr(at);
+    size_t length = 1;
+    bool is_zero = false;
+    if (rest.front() == '"') {
+      while (length < rest.size() && rest[length] != '"') length += rest[length] == '\\' ? 2 : 1;
+      length = std::min(length + 1, rest.size());
+    } else {
+      for (const std::string_view word : {"-Infinity", "Infinity", "NaN"}) {
+        constexpr std::string_view kBehind = ",]} \t\r";
+        if (rest.starts_with(word) && (rest.size() == word.size() || kBehind.find(rest[word.size()]) != kBehind.npos)) {
+          length = word.size();
+          is_zero = true;
+          break;
+        }
+      }
+      if (!is_zero && kOfNumbers.find(rest.front()) != kOfNumbers.npos) {
+        length = std::min(rest.find_first_not_of(kOfNumbers), rest.size());
+        const std::string part(rest.substr(0, length));
+        is_zero = is_number(part) && std::isinf(std::strtod(part.c_str(), nullptr));
+      }
+    }
+    out += is_zero ? std::string_view("0") : rest.substr(0, length);
+    at += length;
+  }
+  return out;
+}
+
+// What a parser of whole documents makes of the lines; nothing: one of them is wrong.
 std::optional<Tokens> tokens_of(const std::string& lines) {
   Tokens all;
   std::string form;

@@ -312,6 +312,9 @@ const Wrong kWrong[] = {
     {R"("pipeline": {"stagess": 2})", kBad, "pipeline.stages"},
     {R"("pipeline": {"schedule": "1F1b2"})", kBad, "1f1b"},
     {R"("pipeline": {"partition": "type:(Block"})", kBad, "\"(Block\" is no regular expression"},
+    {R"("pipeline": {"partition": "type:\\C"})", kBad, "is no regular expression"},
+    {R"("pipeline": {"stages": 2, "partition": "type:((.*)*)*$x"}, "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})",
+     kBad, "pipeline.partition: \"((.*)*)*$x\" matches no layer; their types are Embedding, Gpt2Block, Head", 2},
     {R"("pipeline": {"partition": "even"})", kBad, "must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\""},
     {R"("pipeline": {"virtual_stages": 2})", kBad, "pipeline.virtual_stages: 2: pipeline.schedule 1f1b takes 1"},
     {R"("pipeline": {"stages": 2, "schedule": "interleaved", "virtual_stages": 2}, "gradient_accumulation_steps": 3,
@@ -529,9 +532,8 @@ TEST(Config, TakesADeepSpeedConfigurationAsItIs) {
   EXPECT_TRUE(r.ok()) << r.message();
   ASSERT_EQ(r.diagnostics.size(), 1u);
   EXPECT_EQ(to_string(r.diagnostics[0]),
-            "cfg:4:14: bf16.enabled: \"auto\" is bf16, which needs no loss scale: the run has bf16 parameters, and "
-            "masters in fp32; true or false "
-            "chooses");
+            "cfg:4:14: bf16.enabled: results depend on what \"auto\" leaves open; the run takes: "
+            "bf16.enabled true; give the values that you want");
   EXPECT_TRUE(r.config.bf16.enabled);
 }
 
@@ -573,6 +575,71 @@ TEST(Config, AutoPrecisionIsSaid) {
     EXPECT_EQ(r.config.work_dtype(), c.work) << c.text;
     EXPECT_EQ(r.diagnostics.size(), c.words) << c.text;
     EXPECT_EQ(parse(resolved_json(r.config)).config.work_dtype(), c.work) << c.text;
+  }
+}
+
+// The values that a run takes where nobody has chosen them; nothing where somebody has.
+TEST(Config, OneWarningStatesWhatNobodyHasChosen) {
+  const std::string rest = R"("steps": 20, "data": {"train": "x", "tokenizer": "bytes"},
+    "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2})";
+  const std::string params = R"("betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1)";
+  const struct {
+    std::string text, warning;  // empty: none
+  } cases[] = {
+      {R"("train_batch_size": 1)",
+       "optimizer.params.lr: no learning rate is given, and the run takes 0.001 in every step, with neither warm-up "
+       "nor "
+       "decay; optimizer.params.weight_decay 0.0; give the values that you want"},
+      {R"("train_batch_size": 1, "optimizer": {"type": "Lion", "params": {"lr": "auto", "weight_decay": 0.1}},
+          "scheduler": {"type": "Cosine", "params": {"warmup_num_steps": "auto"}})",
+       "optimizer.params.lr: no learning rate is given, and the run takes 0.0001 with the schedule Cosine "
+       "(warmup_num_steps 1000, total_num_steps 20, min_lr_ratio 0.0); give"},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": 1e-4}}, "gradient_clipping": "auto",
+          "communication_data_type": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"})",
+       "gradient_clipping: results depend on what \"auto\" leaves open; the run takes: "
+       "gradient_clipping "
+       "1.0, bf16.enabled true, communication_data_type \"bf16\"; give"},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": 1e-4, "betas": "auto", "eps": "auto",
+          "weight_decay": "auto"}})",
+       "optimizer.params.betas [0.9,0.999], optimizer.params.eps 1e-08, optimizer.params.weight_decay 0.0; give"},
+      {R"("train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+          "optimizer": {"params": {"lr": 1e-4}})",
+       "train_batch_size 1, train_micro_batch_size_per_gpu 1, gradient_accumulation_steps 1; give"},
+      {R"("train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto",
+          "optimizer": {"params": {"lr": 1e-4}})",
+       "train_batch_size 3, gradient_accumulation_steps 1; give"},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": 1e-4}}, "scheduler": {"type": "WarmupDecayLR", "params":
+          {"warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": "auto"}})",
+       "the run takes: scheduler.params.warmup_max_lr 0.0001, scheduler.params.total_num_steps 20; give"},
+      {R"("train_batch_size": 1, "scheduler": {"type": "LRRangeTest"})",
+       "scheduler.params.lr_range_test_min_lr: no learning rate is given, and the run takes 0.001 with the schedule "
+       "LRRangeTest (lr_range_test_step_size 2000"},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": 1e-4}}, "fp16": {"enabled": true, "loss_scale": "auto"})",
+       "the run takes: fp16.loss_scale 0.0; give"},
+      // Chosen, or without an effect on results.
+      {R"("train_batch_size": 2, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+          "optimizer": {"params": {"lr": 1e-4, )" +
+           params + R"(}}, "fp16": {"enabled": "auto", "loss_scale": "auto"}, "bf16": {"enabled": true},
+          "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+          "overlap_comm": "auto", "stage3_param_persistence_threshold": "auto"}, "steps_per_print": "auto")",
+       ""},
+      {R"("train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": "auto",
+          "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3}})",
+       ""},
+      {R"("train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}})", ""},
+      {R"("train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4,
+          "cycle_max_lr": 1e-3, "cycle_momentum": false}})",
+       ""}};
+  for (const auto& c : cases) {
+    const std::string text = fmt::format("{{{}, {}}}", c.text, rest);
+    const ConfigResult r = parse_config(text, "cfg", {}, 1, ConfigUse::Train);
+    ASSERT_TRUE(r.ok()) << text << "\n" << r.message();
+    const auto is_said = [](const Diagnostic& d) { return to_string(d).find("the run takes") != std::string::npos; };
+    ASSERT_EQ(std::ranges::count_if(r.diagnostics, is_said), c.warning.empty() ? 0 : 1) << text;
+    if (c.warning.empty()) continue;
+    EXPECT_THAT(to_string(*std::ranges::find_if(r.diagnostics, is_said)), HasSubstr(c.warning));
+    EXPECT_TRUE(std::ranges::none_of(parse_config(text, "cfg", {}, 1, ConfigUse::Evaluate).diagnostics,
+                                     [](const Diagnostic& d) { return d.key == "optimizer.params.lr"; }));
   }
 }
 

@@ -182,7 +182,7 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e-300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "hiden_size": 64})", "did you mean hidden_size?"},
-           Case{R"({"model_type": "qwen2", "attention_bias": true})", "attention_bias: unknown key"},
+           Case{R"({"model_type": "qwen2", "mlp_bias": true})", "mlp_bias: unknown key"},
            Case{R"({"hidden_size": 64})", "model_type: is missing"},
            Case{R"({"model_type": 3})", "must be one of"},
            Case{R"({"model_type": "llama", "rope_scaling": {"type": "linear"}})", "needs it"},
@@ -246,6 +246,109 @@ TEST(ModelConfig, PassesOverWhatOtherProgramsLeft) {
     EXPECT_THAT(d.message, HasSubstr("passed over"));
   }
   EXPECT_THAT(failure(R"({"model_type": "gpt2", "n_layers": 6})", Errc::Config), HasSubstr("did you mean n_layer?"));
+}
+
+// Values that turn nothing on, whatever family reads the key, and what transformers passes over inside of objects.
+TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
+  const std::string
+      llama = R"("model_type": "llama", "hidden_size": 32, "num_attention_heads": 4)",
+      qwen2 = R"("model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4)",
+      gpt2 = R"("model_type": "gpt2", "n_embd": 32, "n_head": 4)",
+      bert = R"("model_type": "bert", "hidden_size": 32, "num_attention_heads": 4)";
+  const struct {
+    const std::string& model;
+    const char* more;
+    const char* warned;  // the one key with a warning; empty: none
+  } cases[] = {
+      {llama, R"("use_sliding_window": false, "sliding_window": null)", ""},
+      {llama, R"("use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28)", ""},
+      {llama, R"("layer_types": ["full_attention", "full_attention"])", ""},
+      {llama, R"("rope_scaling": null, "rope_parameters": null, "head_dim": null, "num_key_value_heads": null)", ""},
+      {llama, R"("rope_scaling": false, "quantization_config": {}, "quantization": null)", ""},
+      {llama, R"("rope_scaling": {})", ""},
+      {llama, R"("rope_scaling": null, "rope_parameters": {"rope_type": "default", "rope_theta": 500000})", ""},
+      {llama, R"("rope_parameters": {"rope_type": "default"}, "rope_scaling": null)", ""},
+      {llama, R"("attention_bias": null, "mlp_bias": null, "tie_word_embeddings": null, "attention_dropout": null)",
+       ""},
+      {llama, R"("pretraining_tp": null)", ""},
+      {llama, R"("pretraining_tp": 0, "is_causal": true, "use_bidirectional_attention": null)", ""},
+      {llama, R"("hidden_dropout_prob": 0.0, "resid_pdrop": 0, "embd_pdrop": null, "n_inner": null)", ""},
+      {llama, R"("quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": false,
+                 "llm_int8_threshold": 6.0})",
+       ""},
+      {llama, R"("rope_scaling": {"rope_type": null, "type": null, "factor": null, "low_freq_factor": null,
+                 "high_freq_factor": null, "original_max_position_embeddings": null, "attention_factor": null,
+                 "beta_fast": null, "beta_slow": null, "mscale": null, "mscale_all_dim": null, "truncate": null,
+                 "short_factor": null, "long_factor": null, "rope_theta": 10000, "partial_rotary_factor": 1.0})",
+       ""},
+      {llama, R"("rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32,
+                 "finetuned": true})",
+       "rope_scaling.finetuned"},
+      {llama, R"("rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"})",
+       "rope_scaling.mrope_section"},
+      {llama, R"("hidden_activation": null)", "hidden_activation"},  // as Gemma's, which resembles hidden_act
+      {llama, R"("unsloth_version": "2025.1.1")", "unsloth_version"},
+      {llama, R"("attention_out_bias": false)", "attention_out_bias"},
+      {llama, R"("summary_type": "cls_index", "n_ctx": 64, "classifier_dropout": 0.1, "tokenizer_class": "x")", ""},
+      {bert, R"("hidden_dropout": 0.0)", "hidden_dropout"},
+      {gpt2, R"("position_embedding_type": "absolute")", ""},
+      {qwen2, R"("attention_bias": true, "mlp_bias": false, "pretraining_tp": 1)", ""},
+      {qwen2, R"("attention_bias": false, "sliding_window": false, "use_sliding_window": null)", ""},
+      {qwen2, R"("max_window_layers": null, "layer_types": null)", ""},
+      {gpt2, R"("scale_attn_by_inverse_layer_idx": null, "rope_scaling": null, "attention_bias": false)", ""},
+      {gpt2, R"("reorder_and_upcast_attn": null, "add_cross_attention": null, "sliding_window": null)", ""},
+      {bert, R"("classifier_dropout": null, "position_embedding_type": null, "is_decoder": null, "is_causal": false)",
+       ""},
+      {bert, R"("use_sliding_window": false, "attention_dropout": 0.0, "rope_scaling": null)", ""}};
+  for (const auto& c : cases) {
+    const ModelDir dir(fmt::format("{{{}, {}}}", c.model, c.more));
+    std::vector<Diagnostic> diagnostics;
+    const ModelConfig read = read_model_file(dir.dir(), diagnostics);
+    for (const Diagnostic& d : diagnostics) EXPECT_EQ(d.severity, Severity::Warning) << to_string(d);
+    ASSERT_EQ(diagnostics.size(), *c.warned == '\0' ? 0u : 1u)
+        << c.more << (diagnostics.empty() ? "" : to_string(diagnostics.front()));
+    if (!diagnostics.empty()) {
+      EXPECT_EQ(diagnostics.front().key, c.warned);
+    }
+    if (*c.warned != '\0') continue;
+    const bool theta = std::string_view(c.more).find("500000") != std::string_view::npos;
+    ModelConfig plain = load(fmt::format("{{{}{}}}", c.model, theta ? R"(, "rope_theta": 500000)" : ""));
+    EXPECT_EQ(model_config_json(read), model_config_json(plain)) << c.more;
+  }
+}
+
+// Where Python takes null for false, and that is not the default.
+TEST(ModelConfig, NullIsFalse) {
+  const ModelConfig m = load(R"({"model_type": "gpt2", "tie_word_embeddings": null, "scale_attn_weights": null})");
+  EXPECT_FALSE(m.tie_embeddings);
+  EXPECT_FALSE(m.scale_attn_weights);
+}
+
+// What would compute something else stays a mistake, or is not there yet.
+TEST(ModelConfig, WhatChangesTheComputationIsRefused) {
+  const std::string llama = R"({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, )";
+  for (const char* more :
+       {R"("sliding_window": 4096)", R"("use_sliding_window": true)", R"("hidden_dropout_prob": 0.1)",
+        R"("layer_types": ["sliding_attention"])", R"("n_embd": 32)", R"("rope_scaling": true)",
+        R"("rope_scaling": 2.0)", R"("atention_bias": true)", R"("rope_theta": null)",
+        R"("rope_scaling": {"rope_type": "linear", "factor": 2, "factr": 3})",
+        R"("rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2}})"})
+    EXPECT_NE(failure(llama + more + "}", Errc::Config), "accepted") << more;
+  for (const char* more :
+       {R"("is_causal": false)", R"("use_bidirectional_attention": true)", R"("partial_rotary_factor": 0.5)",
+        R"("quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false})",
+        R"("quantization_config": {"quant_method": "awq", "bits": 4})",
+        R"("quantization": {"group_size": 64, "bits": 4})", R"("pretraining_tp": 2)"})
+    EXPECT_NE(failure(llama + more + "}", Errc::Unavailable), "accepted") << more;
+}
+
+TEST(ModelConfig, IsPublishedWithWhatWasPassedOverInSections) {
+  const Json published = Json::parse(R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
+    "num_attention_heads": 4, "rope_scaling": {"type": "yarn", "factor": 2, "finetuned": true}})");
+  const Json again = publish_model(published, load_model_config(ModelDir(published.dump()).dir()));
+  EXPECT_EQ(again["rope_scaling"]["finetuned"], true);
+  EXPECT_EQ(again["rope_scaling"]["rope_type"], "yarn");
+  EXPECT_FALSE(again["rope_scaling"].contains("type"));
 }
 
 TEST(ModelConfig, IsPublishedWithoutOneKeyUnderTwoNames) {

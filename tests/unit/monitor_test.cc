@@ -7,12 +7,12 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <functional>
 #include <limits>
-#include <regex>
 #include <set>
 #include <sstream>
 
@@ -132,7 +132,7 @@ TEST(EventFile, EachStartHasOneWithAVersionAndARecordForEachNumber) {
   ASSERT_EQ(names.size(), 2u);
   std::vector<size_t> counts;
   for (const std::string& name : names) {
-    EXPECT_TRUE(std::regex_match(name, std::regex(R"(events\.out\.tfevents\.\d{10}\..+\.\d+\.\d+)"))) << name;
+    EXPECT_THAT(name, ::testing::MatchesRegex(R"(events\.out\.tfevents\.[0-9]{10}\..+\.[0-9]+\.[0-9]+)"));
     const std::vector<std::string> records = records_of(read_file(dir / name));
     EXPECT_THAT(records.front(), HasSubstr("brain.Event:2"));
     EXPECT_THAT(records.back(), HasSubstr("validation/loss"));
@@ -231,27 +231,36 @@ TEST(AppendedFile, IsAFileThatNothingElseShares) {
 // A strict reader of Prometheus's text format, for what a textfile collector takes: HELP and TYPE before the samples of
 // a metric, which stand together; no time stamps; no sample twice.
 std::map<std::string, std::string> parse_prometheus(const std::string& text) {
-  static const std::regex help(R"(# HELP ([a-z_]+) [^\n]+)"), type(R"(# TYPE ([a-z_]+) (gauge|counter))"),
-      sample(R"re(([a-z_]+)(\{[a-z_]+="(?:[^"\\]|\\["\\n])*"(?:,[a-z_]+="(?:[^"\\]|\\["\\n])*")*\}) ([^ ]+))re"),
-      number(R"([+-]?Inf|NaN|-?\d+(\.\d+)?(e[+-]?\d+)?)");
+  using ::testing::MatchesRegex;
+  const auto help = MatchesRegex("# HELP [a-z_]+ .+");
+  const auto type = MatchesRegex("# TYPE [a-z_]+ (gauge|counter)");
+  const std::string label = R"re([a-z_]+="([^"\\]|\\["\\n])*")re";
+  const auto sample = MatchesRegex(fmt::format(R"re([a-z_]+\{{{0}(,{0})*\}} [^ ]+)re", label));
+  const auto number = MatchesRegex(R"([+-]?Inf|NaN|-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)");
+  const auto word = [](const std::string& line, size_t n) {
+    std::istringstream words(line);
+    std::string w;
+    for (size_t i = 0; i <= n; ++i) words >> w;
+    return w;
+  };
   std::map<std::string, std::string> samples;
   std::set<std::string> metrics;
   std::string helped, typed;
-  std::smatch m;
   EXPECT_EQ(text.back(), '\n');
   for (const std::string& line : lines_of(text)) {
-    if (std::regex_match(line, m, help)) {
-      helped = m[1];
+    if (::testing::Value(line, help)) {
+      helped = word(line, 2);
       EXPECT_TRUE(metrics.insert(helped).second) << line;
-    } else if (std::regex_match(line, m, type)) {
-      typed = m[1];
+    } else if (::testing::Value(line, type)) {
+      typed = word(line, 2);
       EXPECT_EQ(typed, helped) << line;
-      EXPECT_EQ(m[2] == "counter", typed.ends_with("_total")) << line;
-    } else if (std::regex_match(line, m, sample)) {
-      EXPECT_EQ(m[1], typed) << line;
-      const std::string value = m[3];
-      EXPECT_TRUE(std::regex_match(value, number)) << line;
-      EXPECT_TRUE(samples.emplace(m[1].str() + m[2].str(), value).second) << line;
+      EXPECT_EQ(word(line, 3) == "counter", typed.ends_with("_total")) << line;
+    } else if (::testing::Value(line, sample)) {
+      EXPECT_EQ(line.substr(0, line.find('{')), typed) << line;
+      const size_t blank = line.rfind(' ');
+      const std::string value = line.substr(blank + 1);
+      EXPECT_THAT(value, number) << line;
+      EXPECT_TRUE(samples.emplace(line.substr(0, blank), value).second) << line;
     } else {
       ADD_FAILURE() << "no line of the text format: " << line;
     }
@@ -393,7 +402,11 @@ TEST(FlopsReport, IsWrittenAtItsStep) {
   const std::string text = read_file(dir / "flops");
   const std::vector<std::string> lines = lines_of(text);
   EXPECT_EQ(lines[0], "work of rank 0 of 4 in step 2: 1234 parameters in the model, 256 tokens of all ranks");
-  const auto numbers = [&](size_t line) { return std::regex_replace(lines[line], std::regex(" +"), " "); };
+  const auto numbers = [&](size_t line) {
+    std::string one = lines[line];
+    one.erase(std::ranges::unique(one, [](char a, char b) { return a == ' ' && b == ' '; }).begin(), one.end());
+    return one;
+  };
   EXPECT_EQ(numbers(2), " forward 6 6.000 MFLOP 6.000 KiB 4.00");
   EXPECT_EQ(numbers(3), " backward 8 12.000 MFLOP 13.000 KiB 8.00");
   EXPECT_EQ(numbers(4), " update 1 - 4.000 KiB 2.00");

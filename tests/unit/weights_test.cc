@@ -6,8 +6,12 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 
 #include "base/json.h"
+#include "checkpoint/state_source.h"
+#include "config/trainer_output.h"
+#include "ds/checkpoint.h"
 #include "ds/log.h"
 #include "temp_directory.h"
 
@@ -125,6 +129,66 @@ TEST_P(Weights, ThatAreNotNumbersAreRefused) {
     file[names[0]].data = bytes_of(values);
     EXPECT_ERROR(load(file), Errc::Numeric, "element 5 of " + names[0]);
   }
+}
+
+// What wrappers of a module put in front of all names, or into many.
+TEST_P(Weights, AreFoundBehindTheWrappersOfTheirModule) {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
+  const auto loads = [&](const std::string& removed, const std::function<std::string(std::string)>& rename) {
+    engine.init_weights();
+    Tensors file;
+    for (const auto& [name, t] : tensors) file[rename(name)] = t;
+    warnings.clear();
+    load(file);
+    expect_loaded();
+    ASSERT_EQ(warnings.size(), 1u) << removed;
+    EXPECT_EQ(warnings[0], fmt::format("{}: names of its tensors are read without {}, which a wrapper of the model has "
+                                       "put there",
+                                       dir / "w.safetensors", removed));
+  };
+  for (const char* prefix : {"module.", "module.module.", "model.", "base_model.model.", "anything.at.all."})
+    loads(fmt::format("'{}'", prefix), [&](const std::string& name) { return prefix + name; });
+  for (const char* wrapper : {"_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "language_model."})
+    loads(fmt::format("'{}'", wrapper), [&](const std::string& name) { return wrapper + name; });
+  loads("'_orig_mod.' and 'module.'", [](const std::string& name) { return "module._orig_mod." + name; });
+  loads("'_orig_mod.' and 'module.'", [](const std::string& name) { return "_orig_mod.module." + name; });
+  // Of layers alone.
+  loads("'_checkpoint_wrapped_module.'", [](std::string name) {
+    const size_t at = name.find(".0.");
+    return at == name.npos ? name : name.insert(at + 3, "_checkpoint_wrapped_module.");
+  });
+  loads("'_fsdp_wrapped_module.' and 'model.'", [](std::string name) {
+    const size_t at = name.find(".0.");
+    return "_fsdp_wrapped_module.model." + (at == name.npos ? name : name.insert(at + 3, "_fsdp_wrapped_module."));
+  });
+  set_log_sink(nullptr);
+}
+
+TEST_P(Weights, BehindNoWrapperTwoOfTheFilesNamesStandInTheMessage) {
+  Tensors file;
+  for (const auto& [name, t] : tensors) file[(name == names[0] ? "a." : "b.") + name] = t;
+  EXPECT_ERROR(load(file), Errc::Mismatch, names[0] + " is missing");
+  EXPECT_ERROR(load(file), Errc::Mismatch, "\n  names of the file: ");
+  const std::string second = file.begin()->first;
+  EXPECT_ERROR(load(file), Errc::Mismatch, second);
+  // Which of two would it be?
+  file = tensors;
+  file["_orig_mod." + names[0]] = tensors[names[0]];
+  EXPECT_ERROR(load(file), Errc::Mismatch, "_orig_mod." + names[0] + " is not a parameter of the model");
+}
+
+TEST_P(Weights, AnAdapterBesideThemIsNotDropped) {
+  for (const char* part : {"lora_A.default.weight", "lora_B.weight", "lora_magnitude_vector.default", "ia3_l.weight"}) {
+    Tensors file = tensors;
+    file[names[1].substr(0, names[1].rfind('.') + 1) + part] = {.data = std::string(8, 'x'), .shape = {2}};
+    EXPECT_ERROR(load(file), Errc::Unavailable, "belongs to an adapter of PEFT");
+    EXPECT_ERROR(load(file), Errc::Unavailable, part);
+  }
+  Tensors file;
+  for (const auto& [name, t] : tensors) file["base_model.model." + name] = t;
+  file["base_model.model.x.base_layer.weight"] = {.data = std::string(8, 'x'), .shape = {2}};
+  EXPECT_ERROR(load(file), Errc::Unavailable, "merge it (merge_and_unload)");
 }
 
 TEST_P(Weights, UnreadableTypesAreNamedAndNotMissing) {
@@ -252,8 +316,8 @@ TEST(PublishedWeights, StandBesideConfigJson) {
   for (const char* name : {"tokenizer.json", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "train.bin"})
     write_file(dir / name, "x");
   EXPECT_EQ(published_weights(dir.path()), "");
-  for (const char* name : {"model-00001-of-00002.bin", "model.pt", "consolidated.00.pth", "tf_model.h5",
-                           "flax_model.msgpack", "adapter_model.safetensors"}) {
+  for (const char* name :
+       {"model-00001-of-00002.bin", "model.pt", "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack"}) {
     write_file(dir / name, "x");
     EXPECT_ERROR(published_weights(dir.path()), Errc::Unavailable, std::string("weights in ") + name);
     EXPECT_ERROR(published_weights(dir / "config.json"), Errc::Unavailable, name);
@@ -270,6 +334,73 @@ TEST(PublishedWeights, StandBesideConfigJson) {
     EXPECT_EQ(published_weights(dir / "config.json"), dir.path());
     std::filesystem::remove(dir / name);
   }
+}
+
+// In the order of transformers; where there are several, a warning names them and the one that is read.
+TEST(PublishedWeights, OneFileComesBeforeAnIndexAndSafetensorsBeforePickles) {
+  const TempDirectory dir;
+  write_safetensors(dir / "model-00001-of-00001.safetensors", {{"old", {.data = "1234", .shape = {1}}}});
+  write_safetensors(dir / "model.safetensors", {{"new", {.data = "1234", .shape = {1}}}});
+  write_file(dir / "model.safetensors.index.json", R"({"weight_map": {"old": "model-00001-of-00001.safetensors"}})");
+  write_file(dir / "pytorch_model.bin.index.json", "{}");
+  write_file(dir / "pytorch_model.bin", "x");
+  std::string said;
+  set_log_sink([&](LogLevel, std::string_view text) { said = text; });
+  const auto warning = [&] {
+    said.clear();
+    warn_of_several_weights(dir.path());
+    return said;
+  };
+  EXPECT_NE(open_source(dir.path())->find("new"), nullptr);
+  EXPECT_EQ(warning(), dir.path() +
+                           " holds model.safetensors and model.safetensors.index.json and pytorch_model.bin and "
+                           "pytorch_model.bin.index.json: model.safetensors is read, as transformers reads it");
+  EXPECT_NE(open_state(dir.path())->path(), "");
+  EXPECT_EQ(said, warning());
+  std::filesystem::remove(dir / "model.safetensors");
+  EXPECT_NE(open_source(dir.path())->find("old"), nullptr);
+  EXPECT_EQ(warning().find(dir.path() + " holds model.safetensors.index.json and pytorch_model.bin and "), 0u) << said;
+  std::filesystem::remove(dir / "model.safetensors.index.json");
+  EXPECT_EQ(published_weights_in(dir.path()),
+            (std::vector<std::string>{"pytorch_model.bin", "pytorch_model.bin.index.json"}));
+  std::filesystem::remove(dir / "pytorch_model.bin");
+  EXPECT_EQ(warning(), "");
+  std::filesystem::create_directory(dir / "model.safetensors");  // no file
+  EXPECT_EQ(published_weights_in(dir.path()), std::vector<std::string>{"pytorch_model.bin.index.json"});
+  set_log_sink(nullptr);
+}
+
+TEST(PublishedWeights, AnAdapterBesideThemIsRefused) {
+  for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}) {
+    const TempDirectory dir;
+    write_file(dir / "config.json", "{}");
+    write_safetensors(dir / "model.safetensors", {{"a", {.data = "1234", .shape = {1}}}});
+    EXPECT_EQ(published_weights(dir.path()), dir.path());
+    write_file(dir / name, "{}");
+    const std::string message = std::string(name) + ": belongs to an adapter of PEFT";
+    EXPECT_ERROR(published_weights(dir.path()), Errc::Unavailable, message);
+    EXPECT_ERROR(open_source(dir.path()), Errc::Unavailable, message);
+    EXPECT_ERROR(open_state(dir.path()), Errc::Unavailable, message);
+  }
+}
+
+// Its saves are named where the directory itself holds no model.
+TEST(PublishedWeights, OfHuggingFacesTrainerAreInItsCheckpoints) {
+  const TempDirectory dir;
+  write_file(dir / "config.json", "{}");
+  for (const char* name : {"checkpoint-1000", "checkpoint-90", "checkpoint-x", "checkpoint-5-old", "checkpoint-"})
+    std::filesystem::create_directory(dir / name);
+  write_file(dir / "checkpoint-7", "");
+  const std::string names = "Hugging Face's Trainer has saved checkpoint-90, checkpoint-1000 ";
+  EXPECT_ERROR(published_weights(dir.path()), Errc::Config, names + "there: name one of them");
+  EXPECT_ERROR(open_source(dir.path()), Errc::Io, names + "in it: name one of them");
+  EXPECT_ERROR(open_state(dir.path()), Errc::Io, names + "in it: name one of them");
+  EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Io, names + "in it: name one of them");
+  for (int step = 1; step <= 4; ++step) std::filesystem::create_directory(dir / fmt::format("checkpoint-{}", step));
+  EXPECT_EQ(trainer_checkpoints(dir.path()),
+            "..., checkpoint-2, checkpoint-3, checkpoint-4, checkpoint-90, checkpoint-1000");
+  write_safetensors(dir / "model.safetensors", {{"a", {.data = "1234", .shape = {1}}}});
+  EXPECT_EQ(published_weights(dir.path()), dir.path());
 }
 
 }  // namespace weights_test

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data/tokenizer/regex.h"
 
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
-
 #include <algorithm>
-#include <new>
+
+#include "base/pattern.h"
 
 namespace ds::tokenizer {
 namespace {
@@ -182,75 +180,37 @@ class Translator {
   std::string out_;
 };
 
-pcre2_jit_stack* stack_of_thread() {
-  thread_local const std::unique_ptr<pcre2_jit_stack, decltype(&pcre2_jit_stack_free)> stack(
-      pcre2_jit_stack_create(32 * 1024, 64 << 20, nullptr), &pcre2_jit_stack_free);
-  return stack.get();
-}
-
 }  // namespace
 
 struct Regex::Code {
-  struct Free {
-    void operator()(pcre2_code* p) const noexcept { pcre2_code_free(p); }
-    void operator()(pcre2_match_context* p) const noexcept { pcre2_match_context_free(p); }
-    void operator()(pcre2_match_data* p) const noexcept { pcre2_match_data_free(p); }
-  };
-  std::unique_ptr<pcre2_code, Free> code;
-  std::unique_ptr<pcre2_match_context, Free> context;
+  Pattern compiled;
   std::string pattern;
   Place place;
 };
 
-Regex::Regex(std::string_view pattern, const Place& place) : code_(std::make_unique<Code>()) {
+Regex::Regex(std::string_view pattern, const Place& place) {
   constexpr size_t kLongest = 20'000;
   if (pattern.size() > kLongest) place.unsupported(fmt::format("a regular expression of {} bytes", pattern.size()));
-  code_->pattern = pattern;
-  code_->place = place;
   const std::string translated = Translator(pattern, place).run();
-  int error = 0;
-  size_t offset = 0;
-  const std::unique_ptr<pcre2_compile_context, decltype(&pcre2_compile_context_free)> options(
-      pcre2_compile_context_create(nullptr), &pcre2_compile_context_free);
-  pcre2_set_newline(options.get(), PCRE2_NEWLINE_LF);
-  code_->code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                                  PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &offset, options.get()));
-  if (!code_->code) {
-    PCRE2_UCHAR message[256] = {};
-    pcre2_get_error_message(error, message, sizeof message);
-    const std::string what = fmt::format("the regular expression '{}' cannot be compiled: {}", pattern,
-                                         reinterpret_cast<const char*>(message));
-    if (error == PCRE2_ERROR_UNKNOWN_UNICODE_PROPERTY) place.unsupported(what);
+  try {
+    code_ = std::make_unique<Code>(Pattern(translated, Pattern::Kind::Text), std::string(pattern), place);
+  } catch (const Error& e) {
+    const std::string what = fmt::format("the regular expression '{}' cannot be compiled: {}", pattern, e.what());
+    if (e.code() == Errc::Unavailable) place.unsupported(what);
     place.corrupt(what);
   }
-  // Without it (no executable memory, say) the interpreter gives the same matches, slower.
-  pcre2_jit_compile(code_->code.get(), PCRE2_JIT_COMPLETE);
-  code_->context.reset(pcre2_match_context_create(nullptr));
-  if (!code_->context) throw std::bad_alloc();
-  // Steps of one match; real expressions take one or two per character.
-  pcre2_set_match_limit(code_->context.get(), 20'000'000);
-  pcre2_set_heap_limit(code_->context.get(), 256 * 1024);  // KiB
-  pcre2_jit_stack_assign(
-      code_->context.get(), [](void*) { return stack_of_thread(); }, nullptr);
 }
 
 Regex::~Regex() = default;
 Regex::Regex(Regex&&) noexcept = default;
 
 std::optional<std::pair<size_t, size_t>> Regex::find(std::string_view text, size_t at) const {
-  thread_local const std::unique_ptr<pcre2_match_data, Code::Free> match(pcre2_match_data_create(1, nullptr));
-  if (!match) throw std::bad_alloc();
-  const int rc = pcre2_match(code_->code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), at,
-                             PCRE2_NO_UTF_CHECK, match.get(), code_->context.get());
-  if (rc == PCRE2_ERROR_NOMATCH) return std::nullopt;
-  if (rc < 0) {
-    PCRE2_UCHAR message[256] = {};
-    pcre2_get_error_message(rc, message, sizeof message);
+  try {
+    return code_->compiled.find(text, at);
+  } catch (const Error& e) {
     code_->place.unsupported(fmt::format("matching the regular expression '{}' against a text of {} bytes: {}",
-                                         code_->pattern, text.size(), reinterpret_cast<const char*>(message)));
+                                         code_->pattern, text.size(), e.what()));
   }
-  const size_t* const found = pcre2_get_ovector_pointer(match.get());
-  return std::pair{found[0], found[1]};
 }
 
 }  // namespace ds::tokenizer
