@@ -2,9 +2,9 @@
 #pragma once
 // A file that only grows, by whole texts.
 //
-// Its name is often made by us, in a directory that the user has named. If something else has that name already - a
-// symbolic link, a file with a second name (hard link), a directory, a pipe, a device - then writing would change a
-// file that nobody has named, or wait for a reader. So that is refused.
+// We often make its name ourselves, in a directory that the user has named. Under that name there may be a symbolic
+// link, a file with a second name (hard link), a directory, a pipe or a device. Writing would change a file that nobody
+// has named, or wait for a reader: it is refused.
 
 #include <optional>
 #include <string>

@@ -153,8 +153,8 @@ struct DiskName {
   std::string id, host;
 };
 std::optional<DiskName> parse_disk_name(std::string_view file, const std::string& server);
-// Removes what `link` names, and then the link: a file, or a directory of a step, in a directory that is shared.
-// Leaves what is not of this ID. Throws as Generation::remove().
+// Removes the file, or the directory of a step, that `link` names, in a directory that may be shared. Leaves it if its
+// name has another ID. Throws as Generation::remove().
 void remove_from_disk(const std::string& link, const std::string& id);
 
 }  // namespace ds::serve

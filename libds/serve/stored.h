@@ -11,8 +11,8 @@ namespace ds::serve {
 
 // Where the slots of a generation are: a directory of a disk; empty: in memory.
 std::string states_directory(const std::string& directory, const std::string& id);
-// Removes what its earlier generations have left of a server, whose lock the caller has: all but `current`, which may
-// be empty. Throws as Generation::remove().
+// Removes the generations of a server but `current`, which may be empty, and its steps. The caller holds the lock.
+// Throws as Generation::remove().
 void remove_leftovers(const std::string& directory, const std::string& current);
 // A step for a run of another layout: in the server's directory or, where `path` is not empty, in that directory of a
 // disk, with a link to it. For its owner alone. `entry`: its name in the server's directory.
@@ -22,7 +22,8 @@ struct StepPlace {
 StepPlace make_step_place(const std::string& directory, const std::string& path, const std::string& server);
 // Throws as Generation::remove().
 void remove_step(const std::string& entry);
-// Files in the directory of a disk that servers of this name have made and `id` is not of, each with whose it is.
+// The files in the directory of a disk that servers of this name have made, without those of generation `id`, each with
+// its user and host.
 std::vector<std::string> states_of_others(const std::string& path, const std::string& server, const std::string& id);
 
 void write_run(const Generation& generation, const RunTexts& texts);

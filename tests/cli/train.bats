@@ -164,8 +164,8 @@ reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[
   check 2 "nofile.txt" cfg.json --set data.train=nofile.txt
   check 2 "tiny.txt" cfg.json --set data.train=tiny.txt
   mkfifo pipe.txt
-  check 2 "pipe.txt' is not a regular file" cfg.json --set data.train=pipe.txt
-  check 2 "' is not a regular file" cfg.json --set data.train=/
+  check 2 "data.train: pipe.txt is a pipe" cfg.json --set data.train=pipe.txt
+  check 2 "data.train: / is a directory" cfg.json --set data.train=/
   { head -c 100000 /dev/zero && printf '\377\377'; } >tokens.bin
   check 3 "token 65535 at position 50000" cfg.json --set data.train=tokens.bin
   check 2 "vocab" cfg.json --set model.vocab_size=100

@@ -336,8 +336,8 @@ TEST(AttentionLayoutFile, WhatIsNoLayoutIsRefused) {
   refuse("[[[1, 0], [1, true]]]", Errc::Config, "layout[0][1][1] is neither 0 nor 1");
   refuse("[[[1, 0], [1, 0.5]]]", Errc::Config, "layout[0][1][1] is neither 0 nor 1");
   refuse("[[[1, 0], [1, 1]], [[1, 0], [0, 0]]]", Errc::Config, "head 1, block row 1: no key");
-  EXPECT_ERROR(make(of_file(dir / "missing.json"), 2, 2), Errc::Io, "missing.json");
-  EXPECT_ERROR(make(of_file(dir / "missing.h5"), 2, 2), Errc::Io, "missing.h5");
+  EXPECT_ERROR(make(of_file(dir / "missing.json"), 2, 2), Errc::Config, "sparse_attention.layout: cannot open ");
+  EXPECT_ERROR(make(of_file(dir / "missing.h5"), 2, 2), Errc::Config, "missing.h5");
 
   write_file(dir / "text.h5", "[[[1, 0], [1, 1]]]");
   EXPECT_ERROR(make(of_file(dir / "text.h5"), 2, 2), Errc::Corrupt, "text.h5");

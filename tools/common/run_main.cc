@@ -192,10 +192,9 @@ void check_report(const CLI::App& app, const Output& output) {
   std::error_code ignored;
   for (const CLI::Option* option : app.get_options()) {
     if (option->get_name() == output.option()) continue;
-    constexpr std::string_view kPaths[] = {"FILE", "DIR", "OUT"};  // which need not exist
-    const bool is_path = option->check_lname("output") || std::ranges::count(kPaths, option->get_type_name()) > 0;
+    const bool is_file = option->check_lname("output") || option->get_type_name() == "FILE";  // which need not exist
     for (const std::string& value : option->results())
-      if ((is_path || std::filesystem::exists(value, ignored)) && output.replaces(value))
+      if ((is_file || std::filesystem::exists(value, ignored)) && output.replaces(value))
         throw Error(Errc::Config, fmt::format("{} {}: is also {}", output.option(), output.file(), option->get_name()));
   }
   for (const CLI::App* command : app.get_subcommands()) check_report(*command, output);
