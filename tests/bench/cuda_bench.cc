@@ -448,7 +448,7 @@ void Bench::features() {
 // Long sequences: dense, over a layout of which a quarter or less is there, and of packed documents. Counted are the
 // pairs that see each other, so that a rate like that of the dense one says that nothing else was computed.
 void Bench::sparse_attention() {
-  const i64 B = 2, T = small_ ? 128 : 8192, H = small_ ? 2 : 16, D = 64, block = small_ ? 16 : 64;
+  const i64 B = small_ ? 1 : 2, T = small_ ? 64 : 8192, H = small_ ? 1 : 16, D = 64, block = small_ ? 16 : 64;
   Arena arena(device_);
   const TensorView q = arena.take(BF16, {B, T, H, D}), k = arena.take(BF16, {B, T, H, D}),
                    v = arena.take(BF16, {B, T, H, D}), dout = arena.take(BF16, {B, T, H, D}),
@@ -507,7 +507,7 @@ void Bench::evoformer() {
     i64 N, T, H, D;
   };
   std::vector<Shape> shapes{{512, 256, 8, 32}, {256, 256, 4, 32}, {512, 512, 4, 32}};
-  if (small_) shapes = {{4, 32, 2, 16}};
+  if (small_) shapes = {{2, 16, 2, 16}};
   for (const auto& [N, T, H, D] : shapes) {
     Arena arena(device_);
     const TensorView q = arena.take(BF16, {N, T, H, D}), k = arena.take(BF16, {N, T, H, D}),
@@ -646,14 +646,14 @@ void Bench::gemm() {
   }
 }
 
-// Three steps, op by op: a table of sums, and lines of JSON for each kind of call.
+// Three steps, or one small one, op by op: a table of sums, and lines of JSON for each kind of call.
 void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, testing::OpClock& clock,
                         const std::function<double()>& train) {
-  constexpr int kSteps = 3;
+  const int num_steps = small_ ? 1 : 3;
   double steps_s = 0;
   std::map<testing::ClockedCall, testing::ClockedTime> all;
   report::OpTally tally;
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < num_steps; ++i) {
     clock.start();
     steps_s += train();
     for (const auto& [call, t] : clock.stop()) {
@@ -672,18 +672,18 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
     record(fmt::format(R"("section": "by-op", "model": "{}", "queue": "{}", "op": "{}", "dtype": "{}", )"
                        R"("shape": [{}, {}, {}], "calls": {}, "ms": {:.4f}, "tflop": {:.5f}, "gb": {:.5f})",
                        name, kQueues[static_cast<size_t>(call.queue)], call.op, dtype_name(call.dtype), call.shape[0],
-                       call.shape[1], call.shape[2], t.calls / kSteps, t.seconds / kSteps * 1e3,
-                       t.flops / kSteps * 1e-12, t.bytes / kSteps * 1e-9));
+                       call.shape[1], call.shape[2], t.calls / num_steps, t.seconds / num_steps * 1e3,
+                       t.flops / num_steps * 1e-12, t.bytes / num_steps * 1e-9));
   }
   std::vector<std::pair<std::pair<Queue, std::string_view>, testing::ClockedTime>> sorted(by_op.begin(), by_op.end());
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
-  std::printf("  op by op, %d steps of %.2f ms, %.2f ms between ops:\n", kSteps, steps_s / kSteps * 1e3,
-              (steps_s - busy_s) / kSteps * 1e3);
+  std::printf("  op by op, %d steps of %.2f ms, %.2f ms between ops:\n", num_steps, steps_s / num_steps * 1e3,
+              (steps_s - busy_s) / num_steps * 1e3);
   for (const auto& [of, t] : sorted) {
     std::printf("    %-8s %-22s %6ld calls %10.3f ms %9.1f TFLOP/s %9.1f GB/s\n",
-                kQueues[static_cast<size_t>(of.first)], std::string(of.second).c_str(), t.calls / kSteps,
-                t.seconds / kSteps * 1e3, t.flops / t.seconds * 1e-12, t.bytes / t.seconds * 1e-9);
+                kQueues[static_cast<size_t>(of.first)], std::string(of.second).c_str(), t.calls / num_steps,
+                t.seconds / num_steps * 1e3, t.flops / t.seconds * 1e-12, t.bytes / t.seconds * 1e-9);
   }
   std::fflush(stdout);
   // A clock that misses ops would say nothing of what is slow.
@@ -694,7 +694,7 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
   DS_CHECK(all_there || !small_, Errc::Internal, "the clock of ops has not seen what the plan says a step calls");
   record(fmt::format(R"("section": "by-op-step", "model": "{}", "step_ms": {:.3f}, "ops_ms": {:.3f}, )"
                      R"("between_ms": {:.3f}, "all_ops": {})",
-                     name, steps_s / kSteps * 1e3, busy_s / kSteps * 1e3, (steps_s - busy_s) / kSteps * 1e3,
+                     name, steps_s / num_steps * 1e3, busy_s / num_steps * 1e3, (steps_s - busy_s) / num_steps * 1e3,
                      all_there));
 }
 

@@ -127,7 +127,7 @@ END
   assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.69\)'
   assert_line --regexp '^numbers +gpt2-124m +passed .* op by op, ms \(at least\): .* between ops [0-9.]*; clocks not noted'
   assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 783842'
-  assert_line --regexp '^numbers +features +passed .*BigBird of 16: .*documents: .*evoformer|N4 .*quantize_signs'
+  assert_line --regexp '^numbers +features +passed .*BigBird of 16: .* documents: .*; evoformer fwd, .*; quantize_signs, '
   assert_line --regexp '^features +one-bit +passed .* from the CPU; zero-one-adam to [0-9.]*, [0-9.e-]* from the CPU;'
   assert_line --regexp '^features +codes +passed .*; sparse gradients move no bit$'
   assert_line --regexp '^features +generation +passed .* 4 prompts, the same alone and together; [0-4] of 4 are'

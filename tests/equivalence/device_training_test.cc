@@ -11,6 +11,8 @@
 
 #include "equivalence/layouts.h"
 #include "equivalence/serving.h"
+#include "model/attention_pattern.h"
+#include "model/pass_memory.h"
 #include "parity/device_ops.h"
 #include "report/planned.h"
 #include "temp_directory.h"
@@ -574,6 +576,23 @@ TEST_P(DeviceTraining, WhatChoosesTokensFollowsTheCpu) {
       EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
           << what << " " << tag_name(tag);
   }
+}
+
+// Kernels read the words of a layout, which lie among other things of Tag::Data, as whole ones.
+TEST(DeviceLayouts, WordsOfALayoutThatAreNotAlignedAreAnError) {
+  Config c = config_of(tiny_gpt2(), DType::BF16, 1, 1, 0);
+  c.data.seq_length = c.model.max_positions = 32;
+  c.sparse_attention.mode = SparseAttentionMode::Local;
+  c.sparse_attention.unidirectional = true;
+  model::Model model = model::make_model(c.model, c.data.seq_length);
+  model.layout = model::attention_layout_of(c);
+  const auto device = make_cpu_device(*cpu_ops(), 1);
+  model::PassMemory memory(model, {.B = 1, .T = 32, .sequence_length = 32, .gradients = true});
+  std::vector<u64> words(model.layout->keys().size() + 1);
+  memory.layout_keys.data = memory.layout_queries.data = words.data();
+  EXPECT_NO_THROW(model::upload_layout(memory, model, *device));
+  memory.layout_queries.data = reinterpret_cast<char*>(words.data()) + 4;
+  EXPECT_THROW(model::upload_layout(memory, model, *device), Error);
 }
 
 // Many runs: one model for each type, with heads for two ranks of tp and sp, and few tokens.
