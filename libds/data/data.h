@@ -183,8 +183,9 @@ class BatchLoader {
 
   // Micro-batches per rank that cover every sample once.
   i64 num_sequential_batches() const noexcept;
-  // Micro-batch `batch` of `rank` in the order of the file, for evaluation: the same draws every time. Rows past the
-  // last sample are filled with id 0 and kIgnoredTarget, which no loss counts. Returns the number of real rows.
+  // Micro-batch `batch` of `rank` in the order of the file, for evaluation: the same draws every time. Sample k belongs
+  // to worker k mod workers, whatever a worker is made of; its ranks take turns by micro-batches. Rows past the last
+  // sample are filled with id 0 and kIgnoredTarget, which no loss counts. Returns the number of real rows.
   i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
  private:

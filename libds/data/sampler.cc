@@ -127,11 +127,14 @@ i64 BatchLoader::num_sequential_batches() const noexcept {
 }
 
 i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
-  const i64 first = (batch * shape_.num_ranks + rank) * shape_.micro;
-  const i64 real = std::clamp<i64>(num_samples_ - first, 0, shape_.micro);
+  const i64 workers = shape_.workers, ranks = shape_.num_ranks / workers, worker = rank / ranks;
+  // Among the samples of the worker, which are every workers-th one.
+  const i64 first = (batch * ranks + rank % ranks) * shape_.micro;
+  const i64 real = std::clamp<i64>(div_ceil(num_samples_ - worker, workers) - first, 0, shape_.micro);
   for (i64 row = 0; row < real; ++row) {
-    const Part& part = part_of(first + row);
-    load_row(part, (first + row - part.first) % part.num_samples, row, {seed_, kValidationSite, 0}, inputs, targets);
+    const i64 number = (first + row) * workers + worker;
+    const Part& part = part_of(number);
+    load_row(part, (number - part.first) % part.num_samples, row, {seed_, kValidationSite, 0}, inputs, targets);
   }
   const auto filled = static_cast<size_t>(real * shape_.seq_length);
   std::ranges::fill(inputs.subspan(filled), 0);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/pass_memory.h"
 
+#include <cstdint>
+
+#include "base/check.h"
 #include "model/attention_pattern.h"
 
 namespace ds::model {
@@ -46,6 +49,12 @@ namespace {
 
 TensorView first_rows(const TensorView& v, i64 rows) { return v.rank > 0 ? v.rows(0, rows) : v; }
 
+// Kernels read the bits of a layout in words of 64, and the views before it in Tag::Data have elements of 32.
+const u64* layout_words(const TensorView& v) {
+  DS_ASSERT(reinterpret_cast<std::uintptr_t>(v.data) % alignof(u64) == 0);
+  return static_cast<const u64*>(v.data);
+}
+
 }  // namespace
 
 void upload_layout(const PassMemory& m, const Model& model, Device& device) {
@@ -75,8 +84,8 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
     ctx.blocks = {.block = layout->block(),
                   .count = layout->count(),
                   .layouts = layout->layouts(),
-                  .keys = static_cast<const u64*>(m.layout_keys.data),
-                  .queries = static_cast<const u64*>(m.layout_queries.data)};
+                  .keys = layout_words(m.layout_keys),
+                  .queries = layout_words(m.layout_queries)};
   }
   ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
   Groups& g = ctx.groups;

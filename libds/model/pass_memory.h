@@ -40,7 +40,8 @@ struct PassMemory {
   PassMemory() = default;
   PassMemory(const Model& model, const PassSizes& sizes);
 
-  // Calls visit(tag, view) for each, always in the same order.
+  // Calls visit(tag, view) for each, always in the same order. The layouts come first: make_context() demands that
+  // their words are aligned.
   template <class F>
   void for_each(F&& visit) {
     for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,

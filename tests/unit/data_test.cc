@@ -400,6 +400,36 @@ TEST_F(Data, SequentialBatchesCoverEverySampleOnceAndPadTheLast) {
   }
 }
 
+// Whatever its ranks and micro-batches are.
+TEST_F(Data, SequentialSampleKBelongsToWorkerKModTheirNumber) {
+  constexpr i64 kSamples = 23, kLength = 2;
+  const std::string file = write_counting_bin("a.bin", kSamples * kLength + 1);
+  for (const i64 workers : {1, 2, 4, 30}) {
+    for (const i64 ranks : {1, 2, 3}) {  // of a worker
+      for (const i64 micro : {1, 2, 5}) {
+        const BatchLoader loader = loader_of(
+            open({file}), {.micro = micro, .num_ranks = ranks * workers, .seq_length = kLength, .workers = workers}, 3,
+            65536);
+        std::vector<i64> worker_of(kSamples, -1);
+        Batch b(static_cast<size_t>(micro * kLength));
+        for (i64 i = 0; i < loader.num_sequential_batches(); ++i) {
+          for (i64 r = 0; r < ranks * workers; ++r) {
+            const i64 real = loader.load_sequential(i, r, b.inputs, b.targets);
+            for (i64 row = 0; row < real; ++row) {
+              i64& worker = worker_of[static_cast<size_t>(b.inputs[static_cast<size_t>(row * kLength)] / kLength)];
+              EXPECT_EQ(worker, -1) << "seen twice";
+              worker = r / ranks;
+            }
+          }
+        }
+        for (i64 k = 0; k < kSamples; ++k)
+          EXPECT_EQ(worker_of[static_cast<size_t>(k)], k % workers)
+              << "sample " << k << ", " << ranks << " ranks, micro " << micro;
+      }
+    }
+  }
+}
+
 TEST_F(Data, MissingFileIsAConfigurationMistake) {
   expect_error(Errc::Config, AllOf(HasSubstr("nowhere.txt"), HasSubstr("No such file")),
                [&] { open({(dir_ / "nowhere.txt").string()}); });

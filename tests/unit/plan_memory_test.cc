@@ -8,6 +8,7 @@
 
 #include <set>
 
+#include "base/check.h"
 #include "model/models.h"
 #include "report/run_plan.h"
 
@@ -167,6 +168,31 @@ TEST(PlanMemory, OneStageKeepsOneMicroBatch) {
     c.pipeline.partition = "type:None";
     EXPECT_EQ(memory(c, {}, 0, Tag::Activations), want);
   }
+}
+
+// As Stage lays it out: the views of Tag::Data in one piece, one after the other.
+TEST(PassMemory, WordsOfALayoutAreAligned) {
+  Config c = gpt2_124m({});
+  c.model.vocab_size = 100;
+  c.data.seq_length = 48;  // an odd number of views of 4-byte elements stands before nothing that is wider
+  c.sparse_attention.mode = SparseAttentionMode::Local;
+  const model::Model model = model::make_model(c, {});
+  const report::RunPlan plan = report::make_run_plan(c, model, {}, {});
+  std::vector<u64> words(static_cast<size_t>(plan.pass.bytes(Tag::Data)) / sizeof(u64) + 2);
+  const auto context_at = [&](i64 first) {
+    model::PassMemory memory = plan.pass;
+    char* at = reinterpret_cast<char*>(words.data()) + first;
+    memory.for_each([&](Tag tag, TensorView& v) {
+      if (tag != Tag::Data || v.rank == 0) return;
+      v.data = at;
+      at += v.bytes();
+    });
+    Stream stream;
+    return model::make_context(memory, {.B = b, .T = 48}, model, no_ops(), stream, nullptr, nullptr);
+  };
+  EXPECT_EQ(static_cast<const void*>(context_at(0).blocks.keys), words.data());
+  EXPECT_NE(context_at(0).blocks.queries, nullptr);
+  EXPECT_THROW(context_at(4), Error);
 }
 
 }  // namespace plan_memory_test
