@@ -24,7 +24,6 @@ namespace {
 
 using ds::tools::add_number;
 using ds::tools::Output;
-using Json = nlohmann::ordered_json;
 
 struct Options {
   std::string config, out, resume, weights, trace;
@@ -40,12 +39,6 @@ volatile std::sig_atomic_t stop_signal = 0;
 extern "C" void on_signal(int signal) {
   if (stop_signal != 0 && signal == SIGINT) std::_Exit(128 + SIGINT);  // the second Ctrl-C
   stop_signal = signal;
-}
-
-Json memory_json(const std::vector<ds::TagMemory>& memory) {
-  Json rows = Json::object();
-  for (const auto& m : memory) rows[m.tag] = {{"predicted_bytes", m.predicted}, {"peak_bytes", m.counted}};
-  return rows;
 }
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
@@ -100,8 +93,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
                   {"seconds", result.seconds},
                   {"tokens_per_s", tokens_per_s},
                   {"checkpoint", result.checkpoint},
-                  {"memory", memory_json(result.memory)},
-                  {"files", memory_json(result.files)}},
+                  {"memory", ds::tools::memory_json(result.memory)},
+                  {"files", ds::tools::memory_json(result.files)}},
                  true);
     return 0;
   }
@@ -116,7 +109,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   if (!result.checkpoint.empty()) out.print("\ncheckpoint {}", result.checkpoint);
   out.print("\n\nmemory of rank 0       predicted           peak\n");
   for (const auto& m : result.memory)
-    out.print("  {:<14} {:>15} {:>14}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
+    out.print("  {:<14} {:>15} {:>14}{}{}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
+              m.bound == ds::Bound::Exact ? "" : " ", ds::bound_text(m.bound));
   for (const auto& m : result.files)
     out.print("  {:<14} {:>15} {:>14} {}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
               ds::tools::place_of_offloaded(config, m.tag));

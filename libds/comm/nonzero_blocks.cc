@@ -8,14 +8,25 @@ namespace {
 
 constexpr i32 kNoBlock = -1;  // fills up what others have more of
 
+i64 range_of(i64 ranks, i64 max_elems, i64 room) noexcept {
+  return std::clamp<i64>(room / ranks, 1, std::max<i64>(1, ranks * (max_elems / NonzeroBlocks::kBlock)));
+}
+i64 sent_bytes(i64 blocks, i64 block_bytes) noexcept { return blocks * (4 + block_bytes); }
+
 }  // namespace
+
+i64 NonzeroBlocks::most_at_once(int ranks, i64 max_elems, i64 slice_bytes, i64 block_bytes, i64 most,
+                                i64 room) noexcept {
+  const i64 saving = (slice_bytes - 1) / sent_bytes(1, block_bytes);
+  return std::min({range_of(ranks, max_elems, room), saving, most});
+}
 
 NonzeroBlocks::NonzeroBlocks(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
                              i64 width, i64 room)
     : comm_(comm), device_(device) {
   const i64 P = comm.size(), blocks = P * div_exact(max_elems, kBlock);
   if (P == 1) return;
-  range_ = std::clamp<i64>(room / P, 1, std::max<i64>(1, blocks));
+  range_ = range_of(P, max_elems, room);
   const i64 ranges = (blocks + range_ - 1) / range_;
   flags_ = device_buffer(device, ledger, tag, blocks);
   counts_ = comm.allocate(ledger, tag, P * ranges * 4);
@@ -82,7 +93,7 @@ bool NonzeroBlocks::find(TensorView blocks, i64 first, i64 most, i64 slice_bytes
 
   i64 sent = 0;  // blocks, to each other rank
   for_each_exchange([&](i64 of_one, i64) { sent += of_one; });
-  return sent * (4 + kBlock * dtype_bytes(blocks.dtype)) < slice_bytes;
+  return sent_bytes(sent, kBlock * dtype_bytes(blocks.dtype)) < slice_bytes;
 }
 
 // consume(values [k, kBlock], numbers [k]) for each exchange, in rank order; some numbers are kNoBlock. table: what

@@ -28,6 +28,11 @@ class NonzeroBlocks {
   NonzeroBlocks(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems, i64 width,
                 i64 room = i64{1} << 14);
 
+  // Blocks of each rank that one exchange has at most, of a vector that sends less so than as slices of slice_bytes
+  // each: the `most` of each rank that are not zero, of block_bytes.
+  static i64 most_at_once(int ranks, i64 max_elems, i64 slice_bytes, i64 block_bytes, i64 most,
+                          i64 room = i64{1} << 14) noexcept;
+
   // Whether reduce_scatter of this source [P*n], any work dtype, sends less than a dense one; where it does, that is
   // the next call. most: its blocks that are not zero, at most, for who only counts. Never of one rank.
   bool saves(TensorView source, i64 most, std::string_view tag);

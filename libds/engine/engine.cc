@@ -81,9 +81,9 @@ model::Model Engine::make_model(const Config& config, const MeshCoord& coord) co
 // Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
 void Engine::shape_to(i64 length, i64 kept) {
   if (kept >= length) kept = 0;
-  const PassLengths wanted{length, kept};
+  const report::PassLengths wanted{length, kept};
   if (std::exchange(laid_out_, wanted) == wanted) return;
-  if (wanted == PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
+  if (wanted == report::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
   if (!shorter_ || shorter_->lengths != wanted) {
     Config config = config_;
     config.data.seq_length = length;

@@ -198,17 +198,13 @@ class Engine {
   offload::Offload offload_;
   zero::AllShards shards_;
   stage::Stage stage_;
-  struct PassLengths {
-    i64 sequence = 0, kept = 0;
-    bool operator==(const PassLengths&) const = default;
-  };
   struct Shorter {
-    PassLengths lengths;
+    report::PassLengths lengths;
     model::Model model;
     report::RunPlan plan;
   };
   std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
-  PassLengths laid_out_;                  // by what the stage is laid out
+  report::PassLengths laid_out_;          // by what the stage is laid out
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;

@@ -18,13 +18,15 @@
 
 #include "comm/shared_record.h"
 #include "device/memory.h"
+#include "ds/units.h"
 
 namespace ds::engine {
 
 inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;  // "dds-LVE1"
-inline constexpr u32 kLiveVersion = 2;                  // of what follows the header
+inline constexpr u32 kLiveVersion = 3;                  // of what follows the header
 
 using LiveTags = std::array<i64, static_cast<size_t>(Tag::Count)>;  // bytes
+using LiveBounds = std::array<Bound, static_cast<size_t>(Tag::Count)>;
 
 struct LiveHeader {  // the same in every version
   u64 magic = kLiveMagic;
@@ -42,6 +44,7 @@ struct LiveIdentity {
   i64 total_steps = 0;
   i64 base_bytes = 0;  // resident before the engine took its memory (probe/resident.h)
   LiveTags predicted{};
+  LiveBounds bounds{};                 // of the counts of a run that goes on
   std::array<char, 136> job{};         // of RankInfo; empty: a rank alone
   std::array<char, 4096> directory{};  // of the run, absolute; empty: it keeps nothing
   std::array<char, 64> device{};

@@ -47,17 +47,29 @@ CommBackend backend_of(const Config& config, const report::RunPlan& plan, int ra
 
 }  // namespace
 
+namespace {
+
+report::Host host_of(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+  const CommBackend backend = backend_of(config, plan, ranks_per_node);
+  return {.backend = backend == CommBackend::Self  ? "self"
+                     : backend == CommBackend::Shm ? "shm"
+                     : backend == CommBackend::Mpi ? "mpi"
+                                                   : "shm+mpi",
+          .kernels = probe::cpu_backend(),
+          .threads = thread_count(config, {.local_world_size = ranks_per_node})};
+}
+
+}  // namespace
+
 report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
                             int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
-  const CommBackend backend = backend_of(config, plan, ranks_per_node);
-  const report::Host host{.backend = backend == CommBackend::Self  ? "self"
-                                     : backend == CommBackend::Shm ? "shm"
-                                     : backend == CommBackend::Mpi ? "mpi"
-                                                                   : "shm+mpi",
-                          .kernels = probe::cpu_backend(),
-                          .threads = thread_count(config, {.local_world_size = ranks_per_node})};
-  return report::own_memory(model, plan, host);
+  return report::own_memory(config, model, plan, host_of(config, plan, ranks_per_node));
+}
+
+report::TagBounds own_bounds(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+  if (plan.device != DeviceKind::Cpu) return {};
+  return report::own_bounds(config, plan, host_of(config, plan, ranks_per_node), true);
 }
 
 ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, const report::TagBytes& own,
@@ -124,6 +136,7 @@ WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, Devi
                      const EncodedPrompts* writing)
     : Planned(config, mesh, rank, device),
       own(own_memory(config, model, plan, ranks_per_node)),
+      bounds(own_bounds(config, plan, ranks_per_node)),
       text(writing == nullptr ? report::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 

@@ -16,6 +16,7 @@ namespace ds::engine {
 // nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
 report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
                             int ranks_per_node);
+report::TagBounds own_bounds(const Config& config, const report::RunPlan& plan, int ranks_per_node);
 // What the process of a rank on a CPU has resident beside that and what `plan` counts. Measured, not exact; nothing of
 // a rank with a GPU.
 struct ProcessBytes {
@@ -30,8 +31,9 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
 struct WholePlan : report::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
             const EncodedPrompts* writing = nullptr);
-  report::TagBytes own;   // of kernels and communicators
-  report::TagBytes text;  // of what is written
+  report::TagBytes own;      // of kernels and communicators
+  report::TagBounds bounds;  // of `own`, of a run that takes all of its steps
+  report::TagBytes text;     // of what is written
   ProcessBytes process;
   report::TagBytes memory() const noexcept { return report::sum_of(report::sum_of(plan.memory, own), text); }
   i64 total_memory() const noexcept { return plan.total_memory() + report::total_of(own) + report::total_of(text); }

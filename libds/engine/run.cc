@@ -41,13 +41,14 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
   p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
-  p.memory = engine::memory_table(planned.memory(), {});
+  p.memory = engine::memory_table(planned.memory(), {}, planned.bounds);
   p.files = engine::memory_table(plan.files, {});
   p.total_bytes = planned.total_memory();
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
   p.mean_comm_bytes = plan.mean_traffic;
+  p.most_comm_bytes = plan.most_traffic;
   p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
   const probe::AvailableMemory node = probe::available_memory();
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;

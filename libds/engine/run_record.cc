@@ -37,23 +37,40 @@ i64 now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-report::TagBytes predicted_bytes(const model::Model& model, const report::RunPlan& plan, const Mesh& mesh,
-                                 Device& device) {
+Json bounds_json(const report::TagBounds& bounds) {
+  Json json = Json::object();
+  for (size_t t = 0; t < bounds.size(); ++t) {
+    if (bounds[t] != Bound::Exact) json[std::string(tag_name(static_cast<Tag>(t)))] = bound_text(bounds[t]);
+  }
+  return json;
+}
+
+report::Host host_of(const Mesh& mesh, Device& device) {
+  return {mesh.world().backend(), device.ops(), device.stream().pool->num_threads()};
+}
+
+report::TagBytes predicted_bytes(const Config& config, const model::Model& model, const report::RunPlan& plan,
+                                 const Mesh& mesh, Device& device) {
   report::TagBytes bytes = plan.memory;
   if (!device.is_host()) return bytes;
-  const report::Host host{mesh.world().backend(), device.ops(), device.stream().pool->num_threads()};
-  const report::TagBytes own = report::own_memory(model, plan, host);
+  const report::TagBytes own = report::own_memory(config, model, plan, host_of(mesh, device));
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] += own[t];
   return bytes;
 }
 
+report::TagBounds bounds_of(const Config& config, const report::RunPlan& plan, const Mesh& mesh, Device& device,
+                            bool whole_run) {
+  return device.is_host() ? report::own_bounds(config, plan, host_of(mesh, device), whole_run) : report::TagBounds{};
+}
+
 }  // namespace
 
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted) {
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted,
+                                    const report::TagBounds& bounds) {
   std::vector<TagMemory> table;
   for (size_t t = 0; t < predicted.size(); ++t) {
     if (predicted[t] != 0 || counted[t] != 0)
-      table.push_back({std::string(tag_name(static_cast<Tag>(t))), predicted[t], counted[t]});
+      table.push_back({std::string(tag_name(static_cast<Tag>(t))), predicted[t], counted[t], bounds[t]});
   }
   return table;
 }
@@ -99,8 +116,12 @@ Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
   Json stages = Json::array();
   for (int stage = 0; stage < plans.mesh().pp; ++stage) {
     const report::Planned& planned = plans.of_stage(stage);
-    stages.push_back({{"ranks", ranks_of_stage(plans.mesh(), stage)},
-                      {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, mesh, device))}});
+    const Config& config = plans.config();
+    stages.push_back(
+        {{"ranks", ranks_of_stage(plans.mesh(), stage)},
+         {"predicted_bytes", bytes_json(predicted_bytes(config, planned.model, planned.plan, mesh, device))}});
+    const Json bounds = bounds_json(bounds_of(config, planned.plan, mesh, device, false));
+    if (!bounds.empty()) stages.back()["bounds"] = bounds;
   }
   return stages;
 }
@@ -146,8 +167,14 @@ report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
   return bytes;
 }
 
-report::TagBytes RunRecord::predicted(const Engine& engine) const {
-  return predicted_bytes(engine.model(), engine.plan(), mesh_, device_);
+const report::TagBytes& RunRecord::predicted(const Engine& engine) {
+  if (!predicted_) predicted_ = predicted_bytes(engine.config(), engine.model(), engine.plan(), mesh_, device_);
+  return *predicted_;
+}
+
+report::TagBounds RunRecord::bounds(const Engine& engine, i64 step) const {
+  const bool whole_run = first_step_ == 1 && step >= engine.config().steps;
+  return bounds_of(engine.config(), engine.plan(), mesh_, device_, whole_run);
 }
 
 void RunRecord::add_own(report::TagBytes& bytes) const {
@@ -164,7 +191,8 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
                    .coord = {.pp = coord.pp, .dp = coord.dp, .sp = coord.sp, .tp = coord.tp, .worker = coord.worker},
                    .total_steps = engine.config().steps,
                    .base_bytes = base_bytes(),
-                   .predicted = predicted(engine)};
+                   .predicted = predicted(engine),
+                   .bounds = bounds(engine, step)};
   copy_text(who.job, job);
   if (!directory.empty()) copy_text(who.directory, std::filesystem::absolute(directory).lexically_normal().string());
   copy_text(who.device, device_.name());
@@ -219,12 +247,13 @@ Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std
 
 Json RunRecord::memory_line(const Engine& engine, i64 step) {
   const probe::ResidentMeter::Peaks resident = resident_.peaks();
-  const Json mine = {{"rank", mesh_.rank()},
-                     {"counted_bytes", bytes_json(counted(engine.ledger()))},
-                     {"predicted_bytes", bytes_json(predicted(engine))},
-                     {"resident_bytes", resident.own},
-                     {"momentary_bytes", resident.momentary},
-                     {"base_bytes", base_bytes()}};
+  Json mine = {{"rank", mesh_.rank()},
+               {"counted_bytes", bytes_json(counted(engine.ledger()))},
+               {"predicted_bytes", bytes_json(predicted(engine))},
+               {"resident_bytes", resident.own},
+               {"momentary_bytes", resident.momentary},
+               {"base_bytes", base_bytes()}};
+  if (Json of_tags = bounds_json(bounds(engine, step)); !of_tags.empty()) mine["bounds"] = std::move(of_tags);
   Json ranks = Json::array();
   for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) ranks.push_back(Json::parse(rank));
   return {{"type", "memory"}, {"step", step}, {"ranks", ranks}};

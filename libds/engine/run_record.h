@@ -18,7 +18,8 @@
 namespace ds::engine {
 
 // The tags that are predicted or counted.
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted);
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted,
+                                    const report::TagBounds& bounds = {});
 
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text);
@@ -45,8 +46,9 @@ class RunRecord {
   // Peaks of this rank, with what kernels and communicators took for themselves. No operation is pending.
   report::TagBytes counted(const MemoryLedger& ledger) const;
 
-  // The same, predicted.
-  report::TagBytes predicted(const Engine& engine) const;
+  // The same, predicted; and what the counts are to that when so many steps have been taken.
+  const report::TagBytes& predicted(const Engine& engine);
+  report::TagBounds bounds(const Engine& engine, i64 step) const;
 
   // Shows this rank's counters from now on, `step` steps being taken. `directory`: of the run; empty: it keeps nothing.
   void show(const Engine& engine, const std::string& job, const std::string& directory, i64 step);
@@ -71,6 +73,7 @@ class RunRecord {
   const i64 staging_at_first_;
   probe::ResidentMeter resident_;
   i64 first_step_ = 0;
+  std::optional<report::TagBytes> predicted_;  // once it has been asked for
   std::optional<LiveCounters> counters_;
 };
 

@@ -355,7 +355,8 @@ void Training::end() {
   result_.step = step();
   result_.skipped_steps = s_.engine->progress().skipped_steps;
   result_.checkpoint = s_.writes() ? saver_.newest() : "";
-  result_.memory = engine::memory_table(s_.record->predicted(*s_.engine), s_.record->counted(s_.ledger));
+  result_.memory = engine::memory_table(s_.record->predicted(*s_.engine), s_.record->counted(s_.ledger),
+                                        s_.record->bounds(*s_.engine, step()));
   const offload::Offload& offload = s_.engine->offload();
   report::TagBytes in_files{};
   for (size_t t = 0; t < in_files.size(); ++t) in_files[t] = offload.files().current(static_cast<Tag>(t));

@@ -253,6 +253,7 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
 }
 
 i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
+  config = report::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
   const MeshShape mesh = report::mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
   // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them

@@ -189,19 +189,27 @@ LeastTime extended(const LeastTime& a, const LeastTime& b, double times) {
   return {extended(a.own, b.own, times), extended(a.any_cut, b.any_cut, times)};
 }
 
+// Whole sequences, and no evaluations between steps, which leave second shards to the next one.
+Config with_alike_steps(const Config& config) {
+  Config alike = report::of_whole_sequences(config);
+  alike.eval.every = 0;
+  return alike;
+}
+
 }  // namespace
 
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                       Models& models) {
   return of_any_length(
-      config, [&](const Config& c) { return Stages(c, world, device, hardware, models).predicted(c); },
+      with_alike_steps(config),
+      [&](const Config& c) { return Stages(c, world, device, hardware, models).predicted(c); },
       [](const auto&... of) { return extended(of...); });
 }
 
 LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                      Models& models) {
   return of_any_length(
-      config, [&](const Config& c) { return Stages(c, world, device, hardware, models).least(); },
+      with_alike_steps(config), [&](const Config& c) { return Stages(c, world, device, hardware, models).least(); },
       [](const auto&... of) { return extended(of...); });
 }
 

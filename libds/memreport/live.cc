@@ -28,6 +28,8 @@ LiveRank read_live(i64 pid) {
   const engine::LiveIdentity& who = view->identity();
   const std::optional<engine::LiveRecord> r = view->read();
   DS_CHECK(r, Errc::Timeout, "process {} was stopped while it wrote its counters", pid);
+  report::TagBounds bounds = who.bounds;
+  for (Bound& b : bounds) b = std::min(b, Bound::AtLeast);  // whatever is written there
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return {
       .pid = pid,
@@ -49,7 +51,7 @@ LiveRank read_live(i64 pid) {
       .resident_bytes = r->resident_bytes,
       .base_bytes = who.base_bytes,
       .age_s = std::chrono::duration<double>(now - std::chrono::nanoseconds(r->updated_ns)).count(),
-      .memory = engine::memory_table(who.predicted, r->peak)};
+      .memory = engine::memory_table(who.predicted, r->peak, bounds)};
 }
 
 std::vector<LiveRank> find_live() {

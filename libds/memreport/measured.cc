@@ -48,31 +48,38 @@ i64 sum(const MeasuredRank& r, i64 TagMemory::*what) {
 // What communicators between nodes, and all parts of a GPU's software, take for themselves is not predicted.
 bool is_predicted(const TagMemory& t) { return t.predicted > 0; }
 
-std::string difference(i64 predicted, i64 counted) {
+std::string difference(i64 predicted, i64 counted, Bound bound = Bound::Exact) {
   if (predicted == counted) return "exact";
   if (predicted == 0) return "not predicted";
+  if (bound == Bound::AtMost ? counted < predicted : bound == Bound::AtLeast && counted > predicted)
+    return std::string(bound_text(bound));
   return fmt::format("{:+.2f} %", 100 * (static_cast<double>(counted) / static_cast<double>(predicted) - 1));
 }
 
 std::string rank_text(const MeasuredRank& r) {
   std::string out = fmt::format("{:<20} {:>14} {:>14} {:>14}\n", fmt::format("memory of rank {}", r.rank), "predicted",
                                 r.counted ? "counted" : "", r.counted ? "difference" : "");
-  const auto row = [&](const std::string& name, i64 predicted, i64 counted) {
+  const auto row = [&](const std::string& name, i64 predicted, i64 counted, Bound bound) {
     out += fmt::format("  {:<18} {:>14}", printable(name), bytes_text(predicted));
-    if (r.counted) out += fmt::format(" {:>14} {:>14}", bytes_text(counted), difference(predicted, counted));
+    if (r.counted) out += fmt::format(" {:>14} {:>14}", bytes_text(counted), difference(predicted, counted, bound));
     out += '\n';
   };
   i64 predicted = 0, met = 0;
+  Bound bound = Bound::Exact;  // of sums: that of the tags that are not exact, where these agree
+  bool agree = true;
   for (const TagMemory& t : r.tags) {
-    row(t.tag, t.predicted, t.counted);
-    if (is_predicted(t)) {
-      predicted += t.predicted;
-      met += t.counted;
-    }
+    row(t.tag, t.predicted, t.counted, t.bound);
+    if (!is_predicted(t)) continue;
+    predicted += t.predicted;
+    met += t.counted;
+    if (t.bound == Bound::Exact) continue;
+    agree = agree && (bound == Bound::Exact || bound == t.bound);
+    bound = t.bound;
   }
-  row("what is predicted", predicted, met);
+  if (!agree) bound = Bound::Exact;
+  row("what is predicted", predicted, met, bound);
   const i64 counted = sum(r, &TagMemory::counted);
-  row("total", sum(r, &TagMemory::predicted), counted);
+  row("total", sum(r, &TagMemory::predicted), counted, bound);
   if (r.resident_bytes > 0) {
     const i64 expected = r.base_bytes + counted;
     out += fmt::format("  {:<18} {:>14} {:>14} {:>14}\n", "resident", r.counted ? bytes_text(expected) : "",
@@ -160,13 +167,15 @@ std::string text(const Measured& m, bool all) {
 std::string json(const Measured& m) {
   Json ranks = Json::array();
   for (const MeasuredRank& r : m.ranks) {
-    Json predicted = Json::object(), counted = Json::object();
+    Json predicted = Json::object(), counted = Json::object(), bounds = Json::object();
     for (const TagMemory& t : r.tags) {
       predicted[t.tag] = t.predicted;
       counted[t.tag] = t.counted;
+      if (t.bound != Bound::Exact) bounds[t.tag] = bound_text(t.bound);
     }
     ranks.push_back({{"rank", r.rank}, {"predicted_bytes", predicted}});
     if (r.counted) ranks.back()["counted_bytes"] = counted;
+    if (!bounds.empty()) ranks.back()["bounds"] = bounds;
     if (r.resident_bytes > 0) {
       ranks.back()["resident_bytes"] = r.resident_bytes;
       ranks.back()["momentary_bytes"] = r.momentary_bytes;

@@ -67,6 +67,20 @@ class Fields {
     for (const Json& item : at(key)) all.push_back(narrow<int>(count(item, key, kMostRanks)));
     return all;
   }
+  // Of those tags that have one; nothing in files that were written before there were any.
+  std::vector<std::pair<std::string, Bound>> bounds_by_tag(const char* key) const {
+    std::vector<std::pair<std::string, Bound>> all;
+    if (!has(key)) return all;
+    const Fields tags = object(key);
+    DS_CHECK(tags.json_.size() <= kMostTags, Errc::Corrupt, "{}: \"{}\" has {} kinds of memory", where_, key,
+             tags.json_.size());
+    for (const auto& [tag, text] : tags.json_.items()) {
+      const auto is = [&](Bound b) { return text.is_string() && text.get_ref<const std::string&>() == bound_text(b); };
+      DS_CHECK(is(Bound::AtMost) || is(Bound::AtLeast), Errc::Corrupt, "{}: \"{}\" is no bound", where_, tag);
+      all.emplace_back(tag, is(Bound::AtMost) ? Bound::AtMost : Bound::AtLeast);
+    }
+    return all;
+  }
   std::vector<std::pair<std::string, i64>> bytes_by_tag(const char* key) const {
     const Fields tags = object(key);
     DS_CHECK(tags.json_.size() <= kMostTags, Errc::Corrupt, "{}: \"{}\" has {} kinds of memory", where_, key,
@@ -95,8 +109,9 @@ size_t place_of(std::string_view tag) {
 }
 
 using TagBytes = std::vector<std::pair<std::string, i64>>;
+using TagBounds = std::vector<std::pair<std::string, Bound>>;
 
-std::vector<TagMemory> rows_of(const TagBytes& predicted, const TagBytes& counted) {
+std::vector<TagMemory> rows_of(const TagBytes& predicted, const TagBytes& counted, const TagBounds& bounds = {}) {
   std::vector<TagMemory> table;
   const auto row = [&](const std::string& tag) -> TagMemory& {
     const auto there = std::ranges::find(table, tag, &TagMemory::tag);
@@ -104,6 +119,7 @@ std::vector<TagMemory> rows_of(const TagBytes& predicted, const TagBytes& counte
   };
   for (const auto& [tag, bytes] : predicted) row(tag).predicted = bytes;
   for (const auto& [tag, bytes] : counted) row(tag).counted = bytes;
+  for (const auto& [tag, bound] : bounds) row(tag).bound = bound;
   std::ranges::stable_sort(table, {}, [](const TagMemory& m) { return place_of(m.tag); });
   return table;
 }
@@ -137,9 +153,9 @@ class Reader {
 
   MetricsFile finish() {
     const auto known = [&](int rank) -> RankMemory& { return ranks_[rank]; };
-    for (const auto& [stage_ranks, predicted] : stages_) {
-      for (const int r : stage_ranks) {
-        if (!file_.ended) known(r).tags = rows_of(predicted, r == 0 ? counted_ : TagBytes{});
+    for (const Stage& stage : stages_) {
+      for (const int r : stage.ranks) {
+        if (!file_.ended) known(r).tags = rows_of(stage.predicted, r == 0 ? counted_ : TagBytes{}, stage.bounds);
       }
     }
     if (!file_.ended && !counted_.empty()) {
@@ -158,6 +174,11 @@ class Reader {
   struct Step {
     double ms, mfu, loss;
     i64 tokens;
+  };
+  struct Stage {
+    std::vector<int> ranks;
+    TagBytes predicted;
+    TagBounds bounds;
   };
 
   std::string where() const { return fmt::format("{}:{}", file_.path, number_); }
@@ -214,7 +235,7 @@ class Reader {
     file_.model_json = line.at("model").dump(-1, ' ', false, Json::error_handler_t::replace);
     file_.first_step = file_.last_step = line.count("step");
     for (const Fields& stage : line.objects("stages"))
-      stages_.emplace_back(stage.ranks("ranks"), stage.bytes_by_tag("predicted_bytes"));
+      stages_.push_back({stage.ranks("ranks"), stage.bytes_by_tag("predicted_bytes"), stage.bounds_by_tag("bounds")});
   }
 
   void take_step(const Fields& line) {
@@ -235,7 +256,8 @@ class Reader {
       const auto [there, added] = ranks_.try_emplace(narrow<int>(number));
       DS_CHECK(added, Errc::Corrupt, "{}: rank {} twice", where(), number);
       RankMemory& memory = there->second;
-      memory.tags = rows_of(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
+      memory.tags = rows_of(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"),
+                            rank.bounds_by_tag("bounds"));
       memory.counts_known = true;
       memory.resident_bytes = rank.count("resident_bytes");
       memory.momentary_bytes = rank.count("momentary_bytes");
@@ -267,7 +289,7 @@ class Reader {
   const size_t window_;
   MetricsFile file_;
   i64 number_ = 0;  // of the line, from 1
-  std::vector<std::pair<std::vector<int>, TagBytes>> stages_;
+  std::vector<Stage> stages_;
   std::map<int, RankMemory> ranks_;
   std::deque<Step> steps_;
   TagBytes counted_;  // of rank 0 in the last step

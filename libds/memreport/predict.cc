@@ -15,8 +15,8 @@ namespace ds::memreport {
 namespace {
 
 // `first`: rank 0 is among them.
-RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, const engine::ProcessBytes& process,
-                   bool first) {
+RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, const report::TagBounds& bounds,
+                   const engine::ProcessBytes& process, bool first) {
   RankGroup group;
   group.process_bytes = process.own;
   group.momentary_bytes = process.momentary_of(first ? 0 : 1);
@@ -25,7 +25,7 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
   group.device_bytes = plan.total_memory();
   for (size_t t = 0; t < plan.memory.size(); ++t) {
     const i64 bytes = plan.memory[t] + own[t];
-    if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes});
+    if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes, bounds[t]});
     if (plan.files[t] > 0) group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.files[t]});
     group.device_bytes += own[t];
   }
@@ -37,12 +37,13 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
     if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
   }
   group.mean_traffic = plan.mean_traffic;
+  group.most_traffic = plan.most_traffic;
   return group;
 }
 
 bool same(const RankGroup& a, const RankGroup& b) {
   return a.num_params == b.num_params && a.memory == b.memory && a.files == b.files && a.traffic == b.traffic &&
-         a.mean_traffic == b.mean_traffic;
+         a.mean_traffic == b.mean_traffic && a.most_traffic == b.most_traffic;
 }
 
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.
@@ -51,8 +52,9 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
   std::vector<RankGroup> groups;
   const auto group_at = [&](const report::RunPlan& plan) {
     const report::TagBytes own = models.own_memory(config, world, plan);
-    return group_of(plan, own, engine::process_bytes(config, plan, own, world.ranks / world.nodes),
-                    plan.coord.pp == 0 && plan.coord.tp == 0);
+    const int per_node = world.ranks / world.nodes;
+    return group_of(plan, own, engine::own_bounds(config, plan, per_node),
+                    engine::process_bytes(config, plan, own, per_node), plan.coord.pp == 0 && plan.coord.tp == 0);
   };
   i64 share = -1;
   for (int tp = 0; tp < mesh.tp; ++tp) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/json.h"
 #include "ds/memreport.h"
 #include "ds/units.h"
@@ -46,7 +48,9 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
   std::string text = fmt::format("memory of {} {}{}\n", g.ranks.size() == 1 ? "rank" : "ranks", short_ranges(g.ranks),
                                  p.groups.size() > 1 && &g == &p.worst_group() ? ", which need most" : "");
   for (const TagBytes& t : g.memory) {
-    if (p.device == "cpu" || t.tag != "host") text += fmt::format("  {:<20} {:>14}\n", t.tag, bytes_text(t.bytes));
+    if (p.device != "cpu" && t.tag == "host") continue;
+    text += fmt::format("  {:<20} {:>14}{}\n", t.tag, bytes_text(t.bytes),
+                        t.bound == Bound::Exact ? "" : fmt::format(" {}", bound_text(t.bound)));
   }
   text += fmt::format("  {:<20} {:>14}\n", "total", bytes_text(g.device_bytes));
   if (g.process_bytes > 0)
@@ -66,9 +70,17 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
 std::string traffic_text(const RankGroup& g) {
   std::string text = fmt::format("sent by each of ranks {} in {} step\n", short_ranges(g.ranks),
                                  g.mean_traffic.empty() ? "a" : "the last");
+  const auto at_most = [&](const std::string& name) {
+    const auto found = g.most_traffic.find(name);
+    return found == g.most_traffic.end() ? "" : fmt::format(", at most {} in a step", bytes_text(found->second));
+  };
   for (const Traffic& t : g.traffic)
-    text +=
-        fmt::format("  {:<20} {:>14} in {} call{}\n", t.name, bytes_text(t.bytes), t.calls, t.calls == 1 ? "" : "s");
+    text += fmt::format("  {:<20} {:>14} in {} call{}{}\n", t.name, bytes_text(t.bytes), t.calls,
+                        t.calls == 1 ? "" : "s", at_most(t.name));
+  for (const auto& [name, bytes] : g.most_traffic) {
+    if (std::ranges::find(g.traffic, name, &Traffic::name) == g.traffic.end())
+      text += fmt::format("  {:<20} {:>14}{}\n", name, bytes_text(0), at_most(name));
+  }
   if (g.traffic.empty()) text += "  nothing\n";
   if (!g.mean_traffic.empty()) text += "on average over all steps\n";
   for (const auto& [name, bytes] : g.mean_traffic) text += fmt::format("  {:<20} {:>14}\n", name, bytes_text(bytes));
@@ -108,8 +120,11 @@ std::string text(const Prediction& p, bool all) {
 std::string json(const Prediction& p) {
   Json groups = Json::array();
   for (const RankGroup& g : p.groups) {
-    Json memory = Json::object(), traffic = Json::object();
-    for (const TagBytes& t : g.memory) memory[t.tag] = t.bytes;
+    Json memory = Json::object(), traffic = Json::object(), bounds = Json::object();
+    for (const TagBytes& t : g.memory) {
+      memory[t.tag] = t.bytes;
+      if (t.bound != Bound::Exact) bounds[t.tag] = bound_text(t.bound);
+    }
     for (const Traffic& t : g.traffic) traffic[t.name] = {{"calls", t.calls}, {"bytes", t.bytes}};
     groups.push_back({{"ranks", g.ranks},
                       {"stage", g.stage},
@@ -120,7 +135,9 @@ std::string json(const Prediction& p) {
                       {"process_bytes", g.process_bytes},
                       {"momentary_bytes", g.momentary_bytes},
                       {"comm_per_step", traffic}});
+    if (!bounds.empty()) groups.back()["memory_bounds"] = bounds;
     if (!g.mean_traffic.empty()) groups.back()["mean_comm_bytes_per_step"] = g.mean_traffic;
+    if (!g.most_traffic.empty()) groups.back()["most_comm_bytes_per_step"] = g.most_traffic;
     if (g.files.empty()) continue;
     Json files = Json::object();
     for (const TagBytes& t : g.files) files[t.tag] = t.bytes;

@@ -110,17 +110,16 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   take_messages(1);
 }
 
-std::map<std::string, CommCount> CountedUpdate::meetings() {
-  std::map<std::string, CommCount> all;
-  if (!update_ || update_->outer() == nullptr) return all;
-  for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
-    update_->outer()->send(f);
-    (void)update_->outer()->land(f);
-  }
-  (void)update_->outer_gradient_norm(plan_.diloco.sync_every + plan_.diloco.overlap_steps);
-  all = outer_.counts();
+std::map<std::string, CommCount> CountedUpdate::meeting(i64 fragment) {
+  update_->outer()->send(fragment);
+  (void)update_->outer()->land(fragment);
+  std::map<std::string, CommCount> sent = outer_.counts();
   outer_.reset_counts();
-  return all;
+  return sent;
+}
+
+void CountedUpdate::norm_of_meeting() {
+  (void)update_->outer_gradient_norm(plan_.diloco.sync_every + plan_.diloco.overlap_steps);
 }
 
 RankLocalBytes CountedUpdate::rank_local_bytes() {
@@ -152,7 +151,7 @@ std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic(
   return {states, offload_.moved() - all_before_ - states + repeated_};
 }
 
-void CountedUpdate::gather() {
+void CountedUpdate::gather(bool evaluated) {
   for (const auto& s : shards_) {
     if (!s->params().in_place()) {  // in their order, and read ahead, which decides what is in memory still
       s->params().begin(s->plan().train_gathers);
@@ -171,11 +170,11 @@ void CountedUpdate::gather() {
     for (const auto& [n, alike] : units) {
       for (const i64 unit : alike) s->params().gather({unit, 0});
       const bool second = s->params().keeps_second_shards();
-      take_messages(second ? 1 : n);
+      take_messages(!second ? n : evaluated ? 0 : 1);
       if (!second) continue;
       for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
       for (const i64 unit : alike) s->params().gather({unit, 0});
-      take_messages(n - 1);
+      take_messages(evaluated ? n : n - 1);
     }
   }
 }

@@ -41,8 +41,9 @@ class CountedUpdate {
   // All of a step of who trains, once for each micro-batch that does something else; `number`: of its update.
   // `meets`: with the meetings of DiLoCo behind it.
   void run(Enter enter, i64 number, bool meets = true);
-  // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device.
-  void gather();
+  // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device. evaluated:
+  // since the last update, so that all second shards are there already.
+  void gather(bool evaluated = false);
   void use_inputs();
 
   // What has been counted so far was of a step before: files are as a step finds them now.
@@ -52,8 +53,9 @@ class CountedUpdate {
   // The same, between a GPU and its host.
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
-  // What is sent where all fragments of DiLoCo meet.
-  std::map<std::string, CommCount> meetings();
+  // What workers of DiLoCo send where a fragment meets; and the norm behind a meeting, which is statistics.
+  std::map<std::string, CommCount> meeting(i64 fragment);
+  void norm_of_meeting();
 
   RankLocalBytes rank_local_bytes();
 

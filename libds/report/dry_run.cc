@@ -193,4 +193,13 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   return messages;
 }
 
+void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  Stream stream;
+  walk_forward(model, plan, plan.pass, {.mode = Mode::Eval, .B = plan.B, .T = plan.T}, {no_ops(), stream, tp, sp},
+               [](i64, model::PassContext&) { return true; });
+  calls.tp.add(tp.largest());
+  calls.sp.add(sp.largest());
+}
+
 }  // namespace ds::report

@@ -30,6 +30,8 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
 // What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
 // largest calls are noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
+// The same of an evaluation, its largest calls alone.
+void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 
 // The rows of a layer, or their gradients, as views of that data.
 std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data);

@@ -3,6 +3,7 @@
 // What the CPU's kernels and the communicators over host memory take for themselves, beside what a plan has memory for:
 // tags "scratch" and "comm".
 
+#include "ds/units.h"
 #include "report/run_plan.h"
 
 namespace ds::report {
@@ -13,7 +14,12 @@ struct Host {
   const OpTable& kernels;
   int threads;
 };
-// `model`: of which `plan` was made, for the CPU.
-TagBytes own_memory(const model::Model& model, const RunPlan& plan, const Host& host);
+using TagBounds = std::array<Bound, static_cast<size_t>(Tag::Count)>;
+
+// `config`, `model`: of which `plan` was made, for the CPU.
+TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host);
+// What a run's counts are to that. whole_run: it takes all of its steps, from the first one on; part of a run whose
+// steps differ may never come to those that take most.
+TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host, bool whole_run);
 
 }  // namespace ds::report

@@ -15,6 +15,7 @@
 #include "offload/offload.h"
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
+#include "report/step_lengths.h"
 #include "update/update_plan.h"
 
 namespace ds::report {
@@ -91,12 +92,19 @@ struct RunPlan : update::UpdatePlan {
   std::map<std::string, CommCount> meetings;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
-  // The same on average over the run, in bytes, where steps differ; that above is of its last one.
+  // The same on average over the run, in bytes, where steps differ; that above is of its last one. Both are of a run
+  // that skips no step.
   std::map<std::string, i64> mean_traffic;
-  MeshCalls largest_calls;  // statistics too
+  // Bytes in any step at most, of those names alone of which a step may send less or more than that: with sparse
+  // gradients, whose bytes depend on the tokens, and where ranks average by signs and a step may be skipped.
+  std::map<std::string, i64> most_traffic;
+  MeshCalls largest_calls;  // of all steps, statistics too
 
   // Else there are weights alone: neither gradients nor states, and memory of forward passes.
   bool trains() const noexcept { return ds::trains(use); }
+  bool has_sparse_gradients() const noexcept {
+    return std::ranges::any_of(shards, [](const zero::ShardsPlan& s) { return !s.grads.sparse.empty(); });
+  }
   // Columns of the widest matrix in tiles; 0: there are no tiles.
   i64 tile_cols() const noexcept;
   bool has_tiles() const noexcept {
@@ -127,6 +135,13 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 // The same run with shorter sequences: what passes are made of is planned anew for `model`, of config.data.seq_length;
 // all else is that of `plan`, what is predicted, too, which has more.
 RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model);
+
+// Calls visit(model, plan) with those of steps of such lengths: the given ones, or plan_of_length().
+void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,
+                  FunctionRef<void(const model::Model&, const RunPlan&)> visit);
+
+// Whether a run that trains evaluates: after its last step at least.
+bool evaluates(const Config& config) noexcept;
 
 // The activations of a chunk for one micro-batch in this memory; the same calls that counted it. input_grad: of its
 // first layer, which the stage before waits for.

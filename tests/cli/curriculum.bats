@@ -38,6 +38,35 @@ tokens() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"tokens":\([0-9]*\
   cmp whole.safetensors half.safetensors
 }
 
+@test "what is predicted of steps of several lengths is what they send and take" {
+  local steps
+  for steps in 2 10; do
+    set -- --steps $steps --set curriculum_learning="$grows" --set tensor_parallel.tp_size=2
+    ds-launch -n 2 ds-train cfg.json --out run$steps --quiet "$@"
+    ds-launch -n 2 ds-train cfg.json --check --json "$@" >check.json
+    python3 - run$steps $steps <<'PYTHON'
+import json, sys
+check, steps, sent = json.load(open("check.json")), int(sys.argv[2]), []
+for line in map(json.loads, open(sys.argv[1] + "/metrics.jsonl")):
+    if line["type"] == "step":
+        sent.append({k: v for k, v in line["comm_bytes"].items() if not k.endswith(".stats")})
+    if line["type"] == "memory":
+        for rank in line["ranks"]:
+            assert rank["predicted_bytes"] == rank["counted_bytes"], rank
+            assert "bounds" not in rank, rank
+for name, mean in check.get("mean_comm_bytes_per_step", check["comm_bytes_per_step"]).items():
+    assert abs(sum(s.get(name, 0) for s in sent) / steps - mean) < 1, name
+for name, last in check["comm_bytes_per_step"].items():
+    assert sent[-1].get(name, 0) == last, name
+PYTHON
+  done
+  # Part of a run may not come to the steps that take most.
+  ds-launch -n 2 ds-train cfg.json --out run2 --quiet --steps 4 --resume latest "${@:3}"
+  tail -1 run2/metrics.jsonl | grep -q '"bounds":{"comm":"at most","scratch":"at most"}'
+  run ds-memreport run2/metrics.jsonl
+  assert_line --regexp '^ *scratch .* (exact|at most)$'
+}
+
 @test "what does not fit, or is not there, is refused before anything is written" {
   refused 2 'curriculum_learning.schedule_config.total_curriculum_step: is missing' --set curriculum_learning.enabled=true \
     --set curriculum_learning.schedule_type=fixed_linear

@@ -122,7 +122,7 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
 JSON
   local vocab most sent
   for vocab in 1024 4096; do # the most is dense, and is not
-    most=$(ds-launch -n 4 ds-train wide.json --check --json --set model.vocab_size=$vocab | grep -o '"dp.[a-z_]*": [0-9]*' | awk '{ sum += $2 } END { print sum }')
+    most=$(ds-launch -n 4 ds-train wide.json --check --json --set model.vocab_size=$vocab | sed '/"most_comm/,$d' | grep -o '"dp.[a-z_]*": [0-9]*' | awk '{ sum += $2 } END { print sum }')
     ds-launch -n 4 ds-train wide.json --out run$vocab --quiet --set model.vocab_size=$vocab
     while read -r sent; do
       assert [ "$(grep -o '"dp.[a-rt-z][a-z_]*":[0-9]*\|"dp.sparse_gather":[0-9]*' <<<"$sent" | awk -F: '{ sum += $2 } END { print sum }')" -le "$most" ]
@@ -144,10 +144,23 @@ JSON
     sent=$(bytes_of sparse) dense=$(bytes_of dense)
     assert [ $((sent * 5)) -lt $((dense * 4)) ]
     ds-launch -n 2 ds-train cfg.json --check --json "$@" --set sparse_gradients=true >check.json
-    most=$(grep -o '"dp.sparse_gather": [0-9]*' check.json | cut -d' ' -f2)
-    for sent in $(grep -o '"dp.sparse_gather":[0-9]*' sparse/metrics.jsonl | cut -d: -f2); do assert [ "$sent" -le "$most" ]; done
+    # Of each kind of message no step sends more than is said.
+    local name
+    for name in dp.sparse_gather dp.reduce_scatter dp.all_gather; do
+      most=$(sed -n '/"most_comm/,/}/p' check.json | grep -o "\"$name\": [0-9]*" | cut -d' ' -f2)
+      [[ -n $most ]] || most=$(sed -n '/"comm_bytes_per_step/,/}/p' check.json | grep -o "\"$name\": [0-9]*" | head -1 | cut -d' ' -f2)
+      for sent in $(grep -o "\"$name\":[0-9]*" sparse/metrics.jsonl | cut -d: -f2); do assert [ "$sent" -le "$most" ]; done
+    done
+    run ds-memreport sparse/metrics.jsonl
+    assert_line --regexp '^ *scratch .* (exact|at most)$'
     rm -rf dense sparse
   done
+  run ds-launch -n 2 ds-train cfg.json --check "$@" --set sparse_gradients=true
+  assert_line --regexp 'scratch +[0-9.]+ [KM]iB at most$'
+  assert_line --regexp 'dp.sparse_gather +[0-9.]+ [KM]iB, at most [0-9.]+ [KM]iB in a step$'
+  run ds-memreport cfg.json -n 2 --device cpu "$@" --set sparse_gradients=true
+  assert_line --regexp 'scratch +[0-9.]+ [KM]iB at most$'
+  assert_line --regexp 'dp.sparse_gather .*, at most [0-9.]+ [KM]iB in a step$'
 }
 
 @test "a rank that is killed while codes and blocks travel is named" {

@@ -2,7 +2,10 @@
 // Prediction = count: bytes per rank by tag and bytes on the wire, against the run plan and against the ZeRO table
 // written out.
 
-#include "equivalence/training.h"
+#include <set>
+
+#include "equivalence/layouts.h"
+#include "report/own_memory.h"
 
 namespace ds::testing {
 namespace memory_traffic_test {
@@ -148,6 +151,228 @@ TEST(Buckets, CallsAreThoseCountedByHand) {
       EXPECT_EQ(t.sent.at("dp.all_gather").calls, 2 * (stage == 0 ? 1 : k.publications));
     }
   }
+}
+
+using Sent = std::map<std::string, i64>;  // bytes, by "axis.collective"
+
+Sent sent_by(const Mesh& mesh) {
+  Sent sent;
+  for (const auto& [name, count] : mesh.counts()) {
+    if (!name.ends_with(".stats")) sent[name] = count.bytes;
+  }
+  return sent;
+}
+i64 of(const Sent& sent, const std::string& name) {
+  const auto found = sent.find(name);
+  return found == sent.end() ? 0 : found->second;
+}
+
+// What each rank sends in the steps of a run, in the last one and in the mean, is what its plan says; of what the plan
+// has a bound for, no step sends more. All of that is to be what `bounded` says.
+void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std::string& what) {
+  SCOPED_TRACE(fmt::format("{}, {} ranks, {} steps", what, ranks, steps));
+  c.steps = steps;
+  Hooks hooks;
+  hooks.same_logits = false;
+  hooks.length = [&](i64 step) { return report::lengths_of_step(c, step + 1).sequence; };
+  std::vector<std::vector<Sent>> sent(static_cast<size_t>(ranks));  // behind each step
+  hooks.after_step = [&](engine::Engine& engine, i64) {
+    sent[static_cast<size_t>(engine.mesh().rank())].push_back(sent_by(engine.mesh()));
+  };
+  hooks.at_end = [&](engine::Engine& engine) {
+    const report::RunPlan& plan = engine.plan();
+    const std::vector<Sent>& of_rank = sent[static_cast<size_t>(engine.mesh().rank())];
+    EXPECT_EQ(plan.most_traffic.empty(), !bounded);
+    std::set<std::string> names;
+    for (const auto& [name, bytes] : of_rank.back()) names.insert(name);
+    for (const auto& [name, count] : plan.traffic) names.insert(name);
+    for (const std::string& name : names) {
+      Sent before;
+      i64 most = 0;
+      for (const Sent& after : of_rank) {
+        most = std::max(most, of(after, name) - of(before, name));
+        before = after;
+      }
+      if (const auto bound = plan.most_traffic.find(name); bound != plan.most_traffic.end()) {
+        EXPECT_LE(most, bound->second) << name;
+        continue;
+      }
+      const Sent all_but_last = steps > 1 ? of_rank[static_cast<size_t>(steps) - 2] : Sent();
+      const auto planned = plan.traffic.find(name);
+      EXPECT_EQ(of(of_rank.back(), name) - of(all_but_last, name),
+                planned == plan.traffic.end() ? 0 : planned->second.bytes)
+          << name << " in the last step";
+      const double mean = static_cast<double>(of(of_rank.back(), name)) / static_cast<double>(steps);
+      if (!plan.mean_traffic.empty())
+        EXPECT_EQ(std::llround(mean), of(plan.mean_traffic, name)) << name << " on average";
+      else
+        EXPECT_EQ(of(of_rank.back(), name), steps * (planned == plan.traffic.end() ? 0 : planned->second.bytes));
+    }
+  };
+  traces_of_threads(c, ranks, steps, 1, hooks);
+}
+
+Config longer(const Layout& l) {
+  Config c = config_of(of_four_heads(tiny_gpt2()), l, 2);
+  c.data.seq_length = 24;
+  return c;
+}
+
+TEST(StepsThatDiffer, InLengthSendWhatIsPlannedOfTheLastOneAndInTheMean) {
+  for (const Layout& l : {Layout{.dp = 2, .stage = 3},
+                          {.tp = 2},
+                          {.tp = 2, .sequence = true},
+                          {.pp = 2},
+                          {.sp = 2},
+                          {.sp = 2, .mode = SequenceParallelMode::Ring},
+                          {.dp = 2, .tp = 2, .stage = 2}}) {
+    Config grows = longer(l);
+    grows.curriculum = {.enabled = true, .min_difficulty = 4, .max_difficulty = 24};
+    grows.curriculum.total_curriculum_step = 5;
+    grows.curriculum.difficulty_step = 4;
+    for (const i64 steps : {1, 3, 7}) expect_run_planned(grows, l.ranks(), steps, false, "grows " + l.name());
+    Config listed = longer(l);
+    listed.curriculum = {.enabled = true, .schedule = CurriculumSchedule::FixedDiscrete};
+    listed.curriculum.difficulty = {12, 24, 8, 12};
+    listed.curriculum.max_step = {1, 2, 4};
+    expect_run_planned(listed, l.ranks(), 6, false, "listed " + l.name());
+    if (l.sp > 1 || l.sequence) continue;
+    for (Config* c : {&grows, &listed}) {
+      RandomLtdConfig& ltd = c->random_ltd;
+      ltd.data_efficiency = ltd.data_routing = ltd.enabled = true;
+      ltd.layers = {1};
+      ltd.min_value = 3, ltd.max_value = 20, ltd.require_steps = 4, ltd.seq_per_step = 1;
+      expect_run_planned(*c, l.ranks(), 6, false, "drops " + l.name());
+    }
+  }
+}
+
+TEST(StepsThatDiffer, InTheFragmentsThatMeetSendWhatIsPlanned) {
+  for (const i64 fragments : {1, 2, 3}) {
+    for (const i64 bits : {32, 8}) {
+      for (const i64 overlap : {0, 1}) {
+        const Layout l{.dp = 1, .stage = 1};
+        Config c = longer(l);
+        c.batch.train *= 2;
+        c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 4, .fragments = fragments};
+        c.optimizer.diloco.outer_gradient_bits = bits;
+        c.optimizer.diloco.overlap_steps = overlap;
+        for (const i64 steps : {2, 5, 7})
+          expect_run_planned(c, 2, steps, false, fmt::format("{} fragments, {} bits, {}", fragments, bits, overlap));
+      }
+    }
+  }
+}
+
+// Of whom nothing meets before the run has ended.
+TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
+  const Layout l{.dp = 1, .stage = 1};
+  Config c = longer(l);
+  c.batch.train *= 2;
+  c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 4};
+  c.steps = 3;
+  const report::Planned never(c, report::mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  c.steps = 4;
+  const report::Planned once(c, report::mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  EXPECT_EQ(never.plan.largest_calls.outer.combined_bytes, 0);
+  EXPECT_GT(once.plan.largest_calls.outer.combined_bytes, 0);
+  EXPECT_GT(never.plan.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
+}
+
+// Steps that are skipped send less, and put off what comes behind them.
+TEST(StepsThatDiffer, InUpdatesOfWhichSomeAreSkippedSendNoMoreThanPlanned) {
+  for (const OptimizerType type : {OptimizerType::OneBitAdam, OptimizerType::OneBitLamb, OptimizerType::ZeroOneAdam}) {
+    for (const int scale : {8, 40}) {  // nothing overflows, or nearly all does
+      for (const DType work : {DType::F16, DType::F32}) {
+        const Layout l{.dp = 2, .stage = type == OptimizerType::ZeroOneAdam ? 0 : 1};
+        Config c = longer(l);
+        c.optimizer.type = type;
+        c.optimizer.freeze_step = c.optimizer.var_freeze_step = 2;
+        c.optimizer.var_update_scaler = 1;
+        c.optimizer.local_step_scaler = c.optimizer.local_step_clipper = 2;
+        c.gradient_clipping = 0;
+        c.reduce_order = ReduceOrder::Boundary;
+        c.fp16 = {.enabled = work == DType::F16, .initial_scale_power = scale};
+        if (work == DType::F16) c.communication_data_type = WireType::F16;
+        expect_run_planned(c, 2, 6, true, fmt::format("optimizer {} scale {}", static_cast<int>(type), scale));
+      }
+    }
+  }
+}
+
+// Windows into sums that are kept in 16 bits serve all that fits into them: which there are depends on the order in
+// which updates ask for them.
+TEST(StepsThatDiffer, InUpdatesTakeTheWindowsOfTheirOrder) {
+  for (const Layout& l : {Layout{.pp = 2, .stage = 1}, {.tp = 2}, {.dp = 2, .stage = 1}}) {
+    for (const i64 steps : {2, 4}) {
+      Config c = longer(l);
+      c.optimizer.type = OptimizerType::OneBitLamb;
+      c.optimizer.freeze_step = 1;
+      c.gradient_clipping = 0;
+      c.reduce_order = ReduceOrder::Boundary;
+      c.bf16.enabled = true;
+      c.communication_data_type = WireType::BF16;
+      c.grad_accum_dtype = DType::BF16;
+      c.steps = steps;
+      for (const Trace& t : traces_of_threads(c, l.ranks(), steps)) {
+        for (size_t tag = 0; tag < t.counted.size(); ++tag)
+          EXPECT_EQ(t.counted[tag], t.predicted[tag]) << l.name() << " " << tag_name(static_cast<Tag>(tag));
+      }
+    }
+  }
+}
+
+TEST(SparseGradients, SendNoMoreThanPlannedUnderAnyName) {
+  for (const i64 vocab : {64, 300, 2000}) {  // nearly all rows are seen, or few
+    for (i64 stage = 0; stage <= 3; ++stage) {
+      for (const bool tied : {false, true}) {
+        const Layout l{.dp = 2, .stage = stage};
+        Config c = longer(l);
+        c.model.vocab_size = vocab;
+        c.model.tie_embeddings = tied;
+        c.sparse_gradients = true;
+        expect_run_planned(c, 2, 3, true, fmt::format("vocabulary {} stage {} tied {}", vocab, stage, tied));
+      }
+    }
+  }
+}
+
+TEST(Bounds, NameWhatDependsOnMoreThanTheConfiguration) {
+  constexpr Bound kExact = Bound::Exact, kMost = Bound::AtMost, kLeast = Bound::AtLeast;
+  const auto expect = [](Config c, int ranks, std::string_view backend, bool whole_run, Bound scratch, Bound comm) {
+    const report::Planned planned(c, report::mesh_shape(c, ranks), 0, DeviceKind::Cpu);
+    const report::TagBounds bounds = report::own_bounds(c, planned.plan, {backend, *cpu_ops(), 1}, whole_run);
+    for (size_t t = 0; t < bounds.size(); ++t) {
+      const auto tag = static_cast<Tag>(t);
+      EXPECT_EQ(bounds[t], tag == Tag::Scratch ? scratch : tag == Tag::Comm ? comm : Bound::Exact) << tag_name(tag);
+    }
+  };
+  const Config plain = longer({.dp = 2, .stage = 1});
+  expect(plain, 2, "shm", true, kExact, kExact);
+  expect(plain, 2, "mpi", false, kExact, kExact);
+  Config c = plain;
+  c.sparse_gradients = true;
+  expect(c, 2, "shm", true, kMost, kExact);
+  expect(c, 2, "mpi", true, kMost, kMost);
+  c = plain;
+  c.optimizer.type = OptimizerType::OneBitLamb;
+  c.reduce_order = ReduceOrder::Boundary;
+  c.optimizer.freeze_step = 100;  // of more steps than there are: norms are skipped, too
+  expect(c, 2, "shm", true, kExact, kMost);
+  c = plain;
+  c.curriculum = {.enabled = true, .min_difficulty = 1, .max_difficulty = 24};
+  c.curriculum.total_curriculum_step = 1000;
+  c.curriculum.difficulty_step = 1;
+  c.steps = 1000;
+  expect(c, 2, "shm", true, kExact, kExact);
+  expect(c, 2, "shm", false, kMost, kMost);
+  c.data.seq_length = c.model.max_positions = c.curriculum.max_difficulty = 1000;
+  expect(c, 2, "shm", true, kLeast, kExact);
+  c = plain;
+  c.batch.train *= 2;
+  c.optimizer.diloco = {.enabled = true, .workers = 2};
+  expect(c, 4, "shm", true, kExact, kExact);
+  expect(c, 4, "shm", false, kExact, kMost);
 }
 
 }  // namespace memory_traffic_test

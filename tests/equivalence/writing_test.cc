@@ -146,7 +146,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
       const i64 held = engine.device().scratch_bytes();
       EXPECT_LE(held, *said);
       EXPECT_GE(held, exact ? *said : 1);
-      EXPECT_EQ(report::scratch_bytes(engine.model(), engine.plan(), ops, threads), 0);
+      EXPECT_EQ(report::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads), 0);
     };
     with_engines(c, ranks, body, ops, threads);
   };

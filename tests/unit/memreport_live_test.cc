@@ -328,7 +328,7 @@ TEST(LiveCounters, WhatIsNotOfThisVersionIsRefusedAndStays) {
   refused(*s, sizeof *s, "is not what a ds-train");
   s = segment(pid);
   s->header.version += 1;
-  refused(*s, sizeof *s, "of another version of ds-train: 3, this one reads 2");
+  refused(*s, sizeof *s, "of another version of ds-train: 4, this one reads 3");
   refused(*s, sizeof *s - 64, "of another version of ds-train");  // whatever its size
   s = segment(pid);
   refused(*s, sizeof *s - 8, "bytes, not");

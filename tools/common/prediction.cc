@@ -5,6 +5,15 @@
 
 namespace ds::tools {
 
+nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory) {
+  nlohmann::ordered_json rows = nlohmann::ordered_json::object();
+  for (const TagMemory& m : memory) {
+    rows[m.tag] = {{"predicted_bytes", m.predicted}, {"peak_bytes", m.counted}};
+    if (m.bound != Bound::Exact) rows[m.tag]["bound"] = bound_text(m.bound);
+  }
+  return rows;
+}
+
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing) {
   const RunPrediction p = predict_run(config, ranks, writing);
   if (p.needed_bytes > p.available_bytes && (ranks.rank == 0 || p.device == "cuda"))  // each rank may have its own GPU
@@ -13,7 +22,11 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   if (out.json()) {
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
-    for (const auto& m : p.memory) tags[m.tag] = m.predicted;
+    Json bounds = Json::object();
+    for (const auto& m : p.memory) {
+      tags[m.tag] = m.predicted;
+      if (m.bound != Bound::Exact) bounds[m.tag] = bound_text(m.bound);
+    }
     Json files = Json::object();
     for (const auto& m : p.files) files[m.tag] = m.predicted;
     Json stages = Json::array();
@@ -38,7 +51,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
                      {"needed_bytes", p.needed_bytes},
                      {"available_bytes", p.available_bytes},
                      {"comm_bytes_per_step", p.comm_bytes}};
+    if (!bounds.empty()) document["memory_bounds"] = bounds;
     if (!p.mean_comm_bytes.empty()) document["mean_comm_bytes_per_step"] = p.mean_comm_bytes;
+    if (!p.most_comm_bytes.empty()) document["most_comm_bytes_per_step"] = p.most_comm_bytes;
     out.document(document);
     return;
   }
@@ -48,7 +63,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
             p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device,
             cut ? fmt::format("of rank {}", ranks.rank) : "per rank");
   for (const auto& m : p.memory) {
-    if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>14}\n", m.tag, bytes_text(m.predicted));
+    if (m.tag != "host" || p.host_bytes == 0)
+      out.print("  {:<12} {:>14}{}{}\n", m.tag, bytes_text(m.predicted), m.bound == Bound::Exact ? "" : " ",
+                bound_text(m.bound));
   }
   out.print("  {:<12} {:>14}\n", "total", bytes_text(p.total_bytes));
   if (p.process_bytes > 0)
@@ -60,13 +77,23 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   for (const auto& m : p.files)
     out.print("  {:<12} {:>14} {}\n", m.tag, bytes_text(m.predicted), place_of_offloaded(config, m.tag));
   const bool differ = !p.mean_comm_bytes.empty();
+  const auto print = [&](const std::map<std::string, i64>& sent) {
+    for (const auto& [name, bytes] : sent) {
+      const auto most = p.most_comm_bytes.find(name);
+      const bool exact = most == p.most_comm_bytes.end();
+      if (bytes > 0 || !exact)
+        out.print("  {:<20} {:>14}{}\n", name, bytes_text(bytes),
+                  exact ? "" : fmt::format(", at most {} in a step", bytes_text(most->second)));
+    }
+  };
   out.print("\nsent per rank {}\n", differ ? "in the last step" : "and step");
-  for (const auto& [name, bytes] : p.comm_bytes) {
-    if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
-  }
-  if (config.sparse_gradients) out.print("  together at most: what sparse gradients send depends on tokens\n");
-  if (differ) out.print("\nsent per rank on average over all steps\n");
-  for (const auto& [name, bytes] : p.mean_comm_bytes) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
+  std::map<std::string, i64> last = p.comm_bytes;
+  for (const auto& [name, bytes] : p.most_comm_bytes) last.try_emplace(name, 0);
+  print(last);
+  if (config.sparse_gradients) out.print("  what sparse gradients send depends on the tokens\n");
+  if (differ)
+    out.print("\nsent per rank on average over all steps{}\n", p.most_comm_bytes.empty() ? "" : ", if none is skipped");
+  print(p.mean_comm_bytes);
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
   if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
 }

@@ -40,6 +40,7 @@ struct World {
 struct TagBytes {
   std::string tag;  // "params", "optimizer", ...: one list for all tools
   i64 bytes = 0;
+  Bound bound = Bound::Exact;
   bool operator==(const TagBytes&) const = default;
 };
 
@@ -65,6 +66,7 @@ struct RankGroup {
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<Traffic> traffic;
   std::map<std::string, i64> mean_traffic;  // bytes in a step on average, where steps differ; the last one is above
+  std::map<std::string, i64> most_traffic;  // as RunPrediction::most_comm_bytes
 };
 
 // What a node's ranks take together, of host memory; on the CPU that is all of theirs.

@@ -15,6 +15,7 @@
 #include "ds/prompts.h"
 #include "ds/ranks.h"
 #include "ds/step_record.h"
+#include "ds/units.h"
 
 namespace ds {
 
@@ -22,6 +23,7 @@ struct TagMemory {
   std::string tag;    // "params", "grads", ...: one list for all tools
   i64 predicted = 0;  // bytes per rank
   i64 counted = 0;    // peak of this run; 0 in a prediction
+  Bound bound = Bound::Exact;
 };
 
 // What one pipeline stage holds; the numbers are those of each of its ranks.
@@ -61,8 +63,12 @@ struct RunPrediction {
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<TagMemory> files;           // of this rank, of what is offloaded to NVMe
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
-  // The same on average over the run, where steps differ; comm_bytes is then of its last one.
+  // The same on average over the run, where steps differ; comm_bytes is then of its last one. Both are of a run that
+  // skips no step.
   std::map<std::string, i64> mean_comm_bytes;
+  // In any step at most, of those alone that the run may send less or more of than comm_bytes and mean_comm_bytes say:
+  // with sparse gradients, and where optimizers average by signs and a step may be skipped.
+  std::map<std::string, i64> most_comm_bytes;
   i64 host_bytes = 0;       // beside a GPU: of the node's memory, per rank; not in total_bytes
   std::string device;       // "cpu", "cuda"
   int sharers = 1;          // ranks of this node, or on this rank's GPU
