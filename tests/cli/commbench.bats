@@ -226,7 +226,7 @@ PY
   refuses 2 "--csv excludes --json" --op all --csv --json
   refuses 2 "--min-busbw needs --op" --matrix --min-busbw 1 --ranks 2
   refuses 2 "--hostfile requires --ranks" --op all --hostfile hosts
-  refuses 2 "--save x: is also --output" --op all --save x --output x
+  refuses 2 "--output x: is also --save" --op all --save x --output x
   run -2 --separate-stderr timeout 60 ds-launch -n 2 ds-commbench --op all_reduces
   assert_equal "$(grep -c '^ds-commbench.*error: ' <<<"$stderr")" 1
   run -2 --separate-stderr timeout 60 ds-launch -n 2 ds-commbench --ranks 3 --op all

@@ -144,7 +144,7 @@ PY
   run --separate-stderr ds-train cfg.json --check --set data.train=cut.txt.gz
   assert_equal "$stderr" "ds-train: data file 'cut.txt.gz': 9000 bytes of text, decompressed by gzip"
   run --separate-stderr ds-train cfg.json --check --set data.train=chat.jsonl
-  assert_equal "$stderr" "ds-train: data file 'chat.jsonl': 100 messages of weight 0 are not trained on"
+  [[ $stderr == *"ds-train: data file 'chat.jsonl': 100 messages of weight 0 are not trained on"* ]] || fail "$stderr"
   run --separate-stderr ds-train cfg.json --check --set data.train=wide.bin --set data.token_dtype=uint16
   [[ $stderr == *"warning: data file 'wide.bin' looks like ids of 4 or more bytes"* ]] || fail "$stderr"
   refused 3 "wide.bin' looks like ids of 4 or more bytes: every second one is almost 0; the file is read as uint16 (set data.token_dtype)" --set data.train=wide.bin

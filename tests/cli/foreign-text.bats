@@ -152,5 +152,5 @@ EOS
   says 2 "data file 'empty.txt' is empty" ds-train cfg.json --set data.train=empty.txt
   says 2 "one sample of seq_length 32 needs 33" ds-train cfg.json --set data.train=short.txt
   printf 'odd' >odd.bin
-  says 3 "odd number of bytes" ds-train cfg.json --set data.train=odd.bin
+  says 3 "has 3 bytes, no multiple of 2" ds-train cfg.json --set data.train=odd.bin
 }
