@@ -18,6 +18,8 @@ struct Signature {
 constexpr std::string_view kUtf16 = "text in UTF-16, where UTF-8 is read";
 constexpr std::string_view kFromUtf16 = "convert it: iconv -f UTF-16 -t UTF-8";
 constexpr std::string_view kOffice = "an old document of Microsoft Office";
+// A pickle of the number 0x1950a86a20f9469cfc6c.
+constexpr std::string_view kTorchMagic("\x80\2\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", 14);
 constexpr Signature kSignatures[] = {
     {"\x89HDF\r\n\x1a\n", "an HDF5 file"},
     {"PK\3\4", "a zip archive, as PyTorch's files are"},
@@ -41,11 +43,14 @@ constexpr Signature kSignatures[] = {
     {"\x93NUMPY", "a NumPy file", "tokens are read from what numpy's tofile() writes (data.token_dtype)"},
     {"LITPKDS\1", "a chunk of LitGPT's packed dataset", "tail -c +25 drops its header; data.token_dtype is its type"},
     {std::string_view("MMIDIDX\0\0", 9), "an index of Megatron-LM"},
-    {"PAR1", "a Parquet file", "set data.format to \"parquet\""},
+    {"PAR1\x15", "a Parquet file", "set data.format to \"parquet\""},
     {std::string_view("ARROW1\0\0", 8), "an Arrow file", "set data.format to \"arrow\""},
-    {"\xff\xff\xff\xff", "a stream of Arrow", "set data.format to \"arrow\""},
     {"Obj\x01", "an Avro file", "convert it to JSONL"},
     {std::string_view("SQLite format 3\0", 16), "an SQLite database", "export its text"},
+    {"version https://git-lfs", "a pointer of Git LFS to a file that is not here", "git lfs pull"},
+    {"%!PS-Adobe", "a PostScript document", "extract its text"},
+    {std::string_view("TNTIDX\0\0", 8), "an index of fairseq or an older Megatron-LM"},
+    {kTorchMagic, "a file of an old torch.save"},
     {"%PDF-", "a PDF document", "extract its text"},
     {"{\\rtf", "an RTF document", "extract its text"},
     {"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", kOffice, "extract its text"},

@@ -248,8 +248,11 @@ class WatchedColumns {
       if (!number.ok())
         refuse(fmt::format("its \"{}\" is of type {}, where a number belongs", name, array->type()->ToString()));
       const double value = static_cast<const arrow::DoubleScalar&>(**number).value;
-      result = is_trained_on(meaning, value);
-      if (!result) refuse(fmt::format("its \"{}\" is {}; the weights 0 and 1 are supported", name, value));
+      const std::optional<bool> is_trained = is_trained_on(meaning, value);
+      if (!is_trained) refuse(fmt::format("its \"{}\" is {}; the weights 0 and 1 are supported", name, value));
+      if (result.value_or(*is_trained) != *is_trained)
+        refuse(fmt::format("its \"{}\" contradicts another one of its weights", name));
+      result = is_trained;
     }
     return result;
   }

@@ -2,6 +2,8 @@
 // Token ids without a header. Nothing in such a file says how wide an id is: where the configuration does not either,
 // ids are uint16, and a file whose bytes contradict that is refused.
 
+#include <simdjson.h>
+
 #include <algorithm>
 #include <bitset>
 #include <cstring>
@@ -9,6 +11,7 @@
 #include "base/check.h"
 #include "base/content_kind.h"
 #include "data/token_file.h"
+#include "formats/compressed.h"
 
 namespace ds {
 namespace {
@@ -67,16 +70,35 @@ bool looks_half_as_wide(const MappedFile& bin, i64 width) noexcept {
   return width > 1 && count >= kLeast && low < 128 && high.count() >= kLeastHigh;
 }
 
+bool looks_like_text(const MappedFile& bin) noexcept {
+  constexpr size_t kLeast = 64;
+  std::string_view text = bin.text().substr(0, kLookedAt);
+  for (int back = 0; text.size() < bin.text().size() && back < 4 && !simdjson::validate_utf8(text); ++back)
+    text.remove_suffix(1);  // a character that is cut
+  return text.size() >= kLeast && text.find('\0') == text.npos && simdjson::validate_utf8(text);
+}
+
 // Why the ids do not look like ids of `width` bytes; empty: they may be.
 std::string what_it_looks_like(const MappedFile& bin, i64 width) {
   if (const std::string_view kind = kind_by_signature(bin.text().substr(0, 4096), kLeastSignature); !kind.empty()) {
     const std::string_view advice = how_to_get_text(kind);
     return fmt::format("is {}, not token ids without a header{}{}", kind, advice.empty() ? "" : ": ", advice);
   }
+  if (looks_like_text(bin)) return "looks like text: it is UTF-8 without NUL";
   if (looks_twice_as_wide(bin, width))
     return fmt::format("looks like ids of {} or more bytes: every second one is almost 0", 2 * width);
-  if (looks_half_as_wide(bin, width)) return "looks like text, ids of 1 byte or big-endian ids";
+  if (looks_half_as_wide(bin, width)) return "looks like ids of 1 byte or big-endian ids: no low byte is above 127";
   return {};
+}
+
+}  // namespace
+
+namespace {
+
+// By its name and its content: ids may begin like a compressed file.
+bool is_compressed(const std::string& path, const MappedFile& bin) {
+  const bool is_named = path.ends_with(".gz") || path.ends_with(".zst") || path.ends_with(".zstd");
+  return is_named && compression_of(bin.text()) != Compression::None;
 }
 
 }  // namespace
@@ -91,12 +113,13 @@ std::unique_ptr<TokenFile> open_bin_file(const std::string& path, TokenDtype typ
   const bool is_given = type != TokenDtype::Auto;
   file->read_as = fmt::format("; the file is read as {} ({})", name, is_given ? "data.token_dtype" : kSetWidth);
   if (const std::string looks = what_it_looks_like(bin, width); !looks.empty()) {
-    DS_CHECK(is_given, Errc::Mismatch, "data file '{}' {}{}", path, looks, file->read_as);
+    DS_CHECK(is_given && !is_compressed(path, bin), Errc::Mismatch, "data file '{}' {} ({})", path, looks, kSetWidth);
     file->warn(fmt::format("data file '{}' {}{}", path, looks, file->read_as));
   }
   DS_CHECK(bin.bytes() % width == 0, Errc::Corrupt, "data file '{}' has {} bytes, no multiple of {}{}", path,
            bin.bytes(), width, file->read_as);
   file->view = {bin.data(), dtype, bin.bytes() / width};
+  file->width_is_assumed = !is_given;
   if (dtype != DType::U16) file->reading = fmt::format("{} without a header", name);
   return file;
 }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ds/config.h"
@@ -46,6 +47,9 @@ struct DataIdentity {
 };
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
+
+// Whether two identities of tokenizers differ in the version of a library at most.
+bool is_same_tokenizer(std::string_view a, std::string_view b);
 
 // One JSON object, as a checkpoint's manifest holds it; parse throws Errc::Corrupt.
 std::string data_identity_json(const DataIdentity&);
@@ -97,6 +101,8 @@ class TokenStream {
   // Whether there may be such tokens.
   bool has_marks() const noexcept;
 
+  // Throws Errc::Mismatch where ids of a width that nobody has given cannot hold the vocabulary.
+  void check_width(i64 vocab_size) const;
   // Reads all tokens once, unless none can be wrong, and throws as read() does.
   void check(i64 vocab_size) const;
 

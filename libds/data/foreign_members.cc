@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "data/records.h"
+
 namespace ds {
 namespace {
 
@@ -14,6 +16,16 @@ using nlohmann::json;
 bool has_string(const json& record, std::string_view name) {
   const auto it = record.find(name);
   return it != record.end() && it->is_string();
+}
+
+// Whether a member asks for something that no filter would keep: a weight, a message of the system, tools.
+bool has_more(const json& object, MemberMeaning (*meaning)(std::string_view)) {
+  for (const auto& [name, value] : object.items()) {
+    const bool is_nothing =
+        value.is_null() || value == false || value == "" || ((value.is_array() || value.is_object()) && value.empty());
+    if (meaning(name) != MemberMeaning::Other && !is_nothing) return true;
+  }
+  return false;
 }
 
 // The first object of a member that is an array of them; null: it is none.
@@ -25,7 +37,7 @@ const json* first_object(const json& record, std::string_view name) {
 std::string filter_for_messages(const json& record) {
   for (const std::string_view name : {"messages", "conversations", "conversation", "dialogue", "dialog", "turns"}) {
     const json* const message = first_object(record, name);
-    if (message == nullptr) continue;
+    if (message == nullptr || has_more(*message, meaning_in_message)) continue;
     if (has_string(*message, "from") && has_string(*message, "value"))
       return fmt::format(
           "{{messages: [.{}[] | {{role: ({{human: \"user\", gpt: \"assistant\"}}[.from] // .from), content: "
@@ -46,14 +58,10 @@ std::string filter_for_prompt(const json& record) {
       {"instruction", "output"}, {"instruction", "response"}, {"instruction", "completion"}};
   for (const auto& [prompt, completion] : kInstructions) {
     if (!has_string(record, prompt) || !has_string(record, completion)) continue;
-    for (const std::string_view more : {"input", "context"}) {
-      if (record.contains(more))
-        return fmt::format(
-            "{{prompt: (([.{}, .{} // \"\"] | map(select(. != \"\")) | join(\"\\n\\n\")) + \"\\n\\n\"), completion: "
-            ".{}}}",
-            prompt, more, completion);
-    }
-    return fmt::format("{{prompt: (.{} + \"\\n\\n\"), completion: .{}}}", prompt, completion);
+    return fmt::format(
+        "{{prompt: (([.{}, .input // .context // \"\"] | map(select(. != \"\")) | join(\"\\n\\n\")) + \"\\n\\n\"), "
+        "completion: .{}}}",
+        prompt, completion);
   }
   constexpr Names kPairs[] = {{"prompt", "response"}, {"prompt", "output"},     {"prompt", "answer"},
                               {"prompt", "chosen"},   {"question", "answer"},   {"query", "answer"},
@@ -68,15 +76,18 @@ std::string filter_for_prompt(const json& record) {
 }  // namespace
 
 std::string jq_filter_for(const json& record) {
-  if (record.is_array()) return ".[]";
-  if (!record.is_object()) return {};
+  if (record.is_array()) {
+    const bool is_conversation = !record.empty() && record.front().is_object() && has_string(record.front(), "role");
+    return is_conversation ? "{messages: .}" : ".[]";
+  }
+  if (!record.is_object() || has_more(record, meaning_in_record)) return {};
   if (std::string filter = filter_for_messages(record); !filter.empty()) return filter;
   if (std::string filter = filter_for_prompt(record); !filter.empty()) return filter;
   for (const std::string_view name :
        {"content", "raw_content", "body", "document", "article", "sentence", "code", "txt"})
     if (has_string(record, name)) return fmt::format("{{text: .{}}}", name);
   for (const std::string_view name : {"data", "rows", "examples", "instances", "train"})
-    if (first_object(record, name) != nullptr) return fmt::format(".{}[]", name);
+    if (record.size() == 1 && first_object(record, name) != nullptr) return fmt::format(".{}[]", name);
   return {};
 }
 

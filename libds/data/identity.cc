@@ -28,6 +28,8 @@ u64 parse_hexadecimal(const std::string& text) {
 
 }  // namespace
 
+bool is_same_tokenizer(std::string_view a, std::string_view b) { return without_version(a) == without_version(b); }
+
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
            "data.train has {} files, but the run was started with {}", now.files.size(), saved.files.size());
@@ -40,15 +42,15 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
              "data file '{}' has other content than '{}' had when the run was started, or is read in another way",
              n.name, s.name);
   }
-  DS_CHECK(without_version(saved.tokenizer) == without_version(now.tokenizer) || saved.tokenizer.empty() ||
-               now.tokenizer.empty(),
+  DS_CHECK(is_same_tokenizer(saved.tokenizer, now.tokenizer) || saved.tokenizer.empty() || now.tokenizer.empty(),
            Errc::Mismatch, "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
   for (size_t i = 0; i < saved.files.size(); ++i) {
     const FileFingerprint &s = saved.files[i], &n = now.files[i];
     DS_CHECK(s.ids == n.ids || s.ids == 0 || n.ids == 0, Errc::Mismatch,
              "data file '{}' becomes other tokens than when the run was started, by the same tokenizer file: another "
-             "version of libds or of a library reads it ({}; then {})",
-             n.name, now.tokenizer, saved.tokenizer);
+             "version of libds or of a library reads it{}",
+             n.name,
+             saved.tokenizer == now.tokenizer ? "" : fmt::format(" ({}; then {})", now.tokenizer, saved.tokenizer));
   }
   DS_CHECK(saved.weights == now.weights, Errc::Mismatch, "data.weights is [{}], but the run was started with [{}]",
            fmt::join(now.weights, ", "), fmt::join(saved.weights, ", "));

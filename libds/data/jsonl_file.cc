@@ -20,6 +20,7 @@
 #include "base/json.h"
 #include "data/foreign_members.h"
 #include "data/records.h"
+#include "formats/compressed.h"
 
 namespace ds {
 namespace {
@@ -31,15 +32,31 @@ constexpr int kMaxDepth = 100;
 struct LinePlace {
   const std::string& path;
   i64 line;
+  Compression compression = Compression::None;
 
   [[noreturn]] void refuse(const std::string& why, Errc code = Errc::Corrupt) const {
     throw Error(code, fmt::format("{}:{}: {}", path, line, why));
   }
 };
 
-// The end of a message: how a file becomes one that is read.
-std::string mended_by(std::string_view filter, const std::string& path) {
-  return fmt::format("; this converts the file: jq -c '{}' {} > NEW.jsonl", filter, path);
+// A word for a shell.
+std::string quoted(const std::string& word) {
+  constexpr std::string_view kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+,@%";
+  if (word.find_first_not_of(kPlain) == word.npos) return word.starts_with('-') ? "./" + word : word;
+  std::string result = word.starts_with('-') ? "'./" : "'";
+  for (const char c : word) result += c == '\'' ? "'\\''" : std::string(1, c);
+  return result + "'";
+}
+
+// The end of a message: how a file becomes one that is read, under a name of its own.
+std::string mended_by(std::string_view filter, const LinePlace& place) {
+  const std::string name = place.path.substr(place.path.find_last_of('/') + 1);
+  const std::string converted = quoted(name.substr(0, std::max<size_t>(name.find('.'), 1)) + "-new.jsonl");
+  const std::string from = quoted(place.path);
+  return place.compression == Compression::None
+             ? fmt::format("; this converts the file: jq -c '{}' {} > {}", filter, from, converted)
+             : fmt::format("; this converts the file: {} -dc {} | jq -c '{}' > {}", compression_name(place.compression),
+                           from, filter, converted);
 }
 
 // Whether it is a number as JSON writes them, and no double holds it.
@@ -283,7 +300,10 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     if (watched_ != MemberMeaning::Weight && watched_ != MemberMeaning::Mask) return watch(is_content, "a number");
     const std::optional<bool> is_trained = is_trained_on(watched_, value);
     watched_ = MemberMeaning::Other;
-    if (is_trained)
+    if (is_trained && watched_place_->is_trained.value_or(*is_trained) != *is_trained)
+      watched_place_->wrong_weight =
+          fmt::format("its member \"{}\" contradicts another one of its weights", watched_name_);
+    else if (is_trained)
       watched_place_->is_trained = is_trained;
     else
       watched_place_->wrong_weight =
@@ -321,7 +341,7 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   // "; jq .. converts it", where the record has the members of another program's.
   std::string how_to_mend() const {
     const std::string filter = jq_filter_for(nlohmann::json::parse(text_, nullptr, false));
-    return filter.empty() ? "" : mended_by(filter, place_.path);
+    return filter.empty() ? "" : mended_by(filter, place_);
   }
 
   // Why a member cannot be taken; empty: it can.
@@ -356,8 +376,8 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
 
   bool other(std::string_view what) {
     if (depth_ == 0)
-      place_.refuse(fmt::format("is {}, where each line is an object{}", what,
-                                what == "an array" ? mended_by(".[]", place_.path) : ""));
+      place_.refuse(
+          fmt::format("is {}, where each line is an object{}", what, what == "an array" ? how_to_mend() : ""));
     if (is_messages_next_ && wrong_message_.empty())
       wrong_message_ = fmt::format("its member \"messages\" is {}, where an array belongs", what);
     if (depth_ == 2 && is_in_messages_) {
@@ -432,7 +452,7 @@ void refuse_document(std::string_view line, const LinePlace& place) {
   const size_t first = line.find_first_not_of(" \t\r"), last = line.find_last_not_of(" \t\r");
   if (first != last || (line[first] != '[' && line[first] != '{')) return;
   place.refuse("this is a document of JSON over several lines, where each line is an object" +
-               mended_by(line[first] == '[' ? ".[]" : ".", place.path));
+               mended_by(line[first] == '[' ? ".[]" : ".", place));
 }
 
 // The form of the first line that is not blank.
@@ -444,7 +464,7 @@ RecordForm form_of(const MappedFile& file, const ChatTemplate& chat, TokenFile& 
   }
   RecordForm form = RecordForm::Text;
   for_each_line(file, [&](std::string_view text, i64 line) {
-    const LinePlace place{file.path(), line};
+    const LinePlace place{file.path(), line, of.compression()};
     refuse_document(text, place);
     form = LineHandler(text, place, chat).take().form;
     if (form != RecordForm::Messages) return false;
@@ -467,7 +487,7 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
   const RecordForm form = form_of(mapped, chat, *file);
   const auto parse = [&](std::string_view text, i64 line) {
     mapped.check_size();
-    Record read = LineHandler(text, {path, line}, chat).take();
+    Record read = LineHandler(text, {path, line, file->compression()}, chat).take();
     if (read.form != form)
       LinePlace{path, line}.refuse(
           fmt::format("has {}, and the first line {}: all of a file are alike", form_name(read.form), form_name(form)));

@@ -25,55 +25,55 @@ struct Member {
   MemberMeaning meaning;
 };
 
-// By the formats of OpenAI, Mistral, axolotl, ms-swift, torchtune and transformers' templates.
-constexpr Member kInMessages[] = {
-    {"weight", MemberMeaning::Weight},
-    {"loss_weight", MemberMeaning::Weight},
-    {"loss", MemberMeaning::Weight},
-    {"train", MemberMeaning::Weight},
-    {"training", MemberMeaning::Weight},
-    {"trainable", MemberMeaning::Weight},
-    {"mask", MemberMeaning::Mask},
-    {"masked", MemberMeaning::Mask},
-    {"audio", MemberMeaning::Unsupported},
-    {"channel", MemberMeaning::Unsupported},
-    {"end_turn", MemberMeaning::Unsupported},
-    {"function_call", MemberMeaning::Unsupported},
-    {"functions", MemberMeaning::Unsupported},
-    {"image", MemberMeaning::Unsupported},
-    {"images", MemberMeaning::Unsupported},
-    {"loss_scale", MemberMeaning::Unsupported},
-    {"name", MemberMeaning::Unsupported},
-    {"prefix", MemberMeaning::Unsupported},
-    {"reasoning", MemberMeaning::Unsupported},
-    {"reasoning_content", MemberMeaning::Unsupported},
-    {"recipient", MemberMeaning::Unsupported},
-    {"refusal", MemberMeaning::Unsupported},
-    {"thinking", MemberMeaning::Unsupported},
-    {"tool_call_id", MemberMeaning::Unsupported},
-    {"tool_calls", MemberMeaning::Unsupported},
-    {"tools", MemberMeaning::Unsupported},
-    {"training_detail", MemberMeaning::Unsupported},
-    {"videos", MemberMeaning::Unsupported},
-};
-constexpr Member kInRecords[] = {
-    {"weight", MemberMeaning::Weight},         {"loss_weight", MemberMeaning::Weight},
-    {"audios", MemberMeaning::Unsupported},    {"chat_template_kwargs", MemberMeaning::Unsupported},
-    {"documents", MemberMeaning::Unsupported}, {"functions", MemberMeaning::Unsupported},
-    {"images", MemberMeaning::Unsupported},    {"suffix", MemberMeaning::Unsupported},
-    {"system", MemberMeaning::Unsupported},    {"system_prompt", MemberMeaning::Unsupported},
-    {"tools", MemberMeaning::Unsupported},     {"videos", MemberMeaning::Unsupported},
+// By the formats of OpenAI, Mistral, axolotl, ms-swift and torchtune.
+constexpr Member kWeights[] = {
+    {"weight", MemberMeaning::Weight}, {"loss_weight", MemberMeaning::Weight}, {"loss", MemberMeaning::Weight},
+    {"train", MemberMeaning::Weight},  {"training", MemberMeaning::Weight},    {"trainable", MemberMeaning::Weight},
+    {"mask", MemberMeaning::Mask},     {"masked", MemberMeaning::Mask},
 };
 
-MemberMeaning meaning_of(std::span<const Member> members, std::string_view name) {
-  const auto it = std::ranges::find(members, name, &Member::name);
-  return it == members.end() ? MemberMeaning::Other : it->meaning;
+// Words of other names that say what is trained on, or that templates put into the text. A plural counts as the word.
+constexpr std::string_view kOfLoss[] = {"weight",  "loss",      "mask",   "masked", "train",
+                                        "trained", "trainable", "ignore", "ignored"};
+constexpr std::string_view kOfTemplates[] = {"tool",  "function", "image",  "audio",
+                                             "video", "document", "system", "suffix"};
+constexpr std::string_view kOfMessages[] = {"name",     "think",   "thinking",  "thought", "reason", "reasoning",
+                                            "citation", "channel", "recipient", "refusal", "prefix", "turn"};
+constexpr std::string_view kOfRecords[] = {"history", "template"};
+
+// "toolCalls", "tool_calls": "tool", "calls".
+std::vector<std::string> words_of(std::string_view name) {
+  std::vector<std::string> words(1);
+  bool was_lower = false;
+  for (const char c : name) {
+    const bool is_upper = c >= 'A' && c <= 'Z', is_letter = is_upper || (c >= 'a' && c <= 'z');
+    if ((!is_letter || (is_upper && was_lower)) && !words.back().empty()) words.emplace_back();
+    if (is_letter) words.back() += static_cast<char>(is_upper ? c - 'A' + 'a' : c);
+    was_lower = is_letter && !is_upper;
+  }
+  return words;
+}
+
+bool has_word(const std::vector<std::string>& words, std::span<const std::string_view> of) {
+  return std::ranges::any_of(words, [&](std::string_view word) {
+    return std::ranges::any_of(of, [&](std::string_view known) {
+      return word == known || (word.starts_with(known) && word.substr(known.size()) == "s");
+    });
+  });
+}
+
+MemberMeaning meaning_of(std::string_view name, std::span<const std::string_view> own_words) {
+  if (const auto* const it = std::ranges::find(kWeights, name, &Member::name); it != std::end(kWeights))
+    return it->meaning;
+  const std::vector<std::string> words = words_of(name);
+  const bool matters = has_word(words, kOfLoss) || has_word(words, kOfTemplates) || has_word(words, own_words);
+  return matters ? MemberMeaning::Unsupported : MemberMeaning::Other;
 }
 
 }  // namespace
 
-MemberMeaning meaning_in_record(std::string_view name) { return meaning_of(kInRecords, name); }
-MemberMeaning meaning_in_message(std::string_view name) { return meaning_of(kInMessages, name); }
+MemberMeaning meaning_in_record(std::string_view name) { return meaning_of(name, kOfRecords); }
+MemberMeaning meaning_in_message(std::string_view name) { return meaning_of(name, kOfMessages); }
 
 std::optional<bool> is_trained_on(MemberMeaning meaning, double value) {
   if (value != 0 && value != 1) return std::nullopt;
@@ -82,6 +82,9 @@ std::optional<bool> is_trained_on(MemberMeaning meaning, double value) {
 
 std::string Conversation::add(std::string_view role, std::string_view content, std::optional<bool> is_trained) {
   if (role.empty() || role.find_first_of("\n<>|") != role.npos) return "its member \"role\" is no name of a role";
+  constexpr std::string_view kOtherNames[] = {"model", "gpt", "chatgpt", "bot", "bing", "ai", "chatbot"};
+  if (std::ranges::find(kOtherNames, role) != std::end(kOtherNames))
+    return fmt::format("the role \"{}\" is not trained on; answers of the model have the role \"assistant\"", role);
   const std::optional<ChatTemplate::Form> form = chat_.form(role);
   if (!form) return fmt::format("data.chat_template has no form of the role \"{}\"", role);
   if (is_trained.value_or(false) && !form->is_learnt)

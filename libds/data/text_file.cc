@@ -5,11 +5,13 @@
 #include <simdjson.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "base/check.h"
 #include "base/content_kind.h"
 #include "base/utf8.h"
+#include "data/foreign_members.h"
 #include "data/token_file.h"
 
 namespace ds {
@@ -29,8 +31,9 @@ size_t chunk_end(std::string_view text, size_t begin) {
   const auto before = file.text().substr(0, at);
   const i64 line = std::ranges::count(before, '\n') + 1;
   const char* why = file.text()[at] == '\0'
-                        ? "is NUL, which binary data, token ids and UTF-16 contain and text does not: convert the file"
-                        : "is not UTF-8: convert the file, as by iconv -f LATIN1 -t UTF-8";
+                        ? "is NUL, which text does not contain, but UTF-16, binary data and token ids do (data.format "
+                          "\"bin\"): convert the file"
+                        : "is not UTF-8: convert the file, as by iconv";
   throw Error(Errc::Mismatch,
               fmt::format("data file '{}', line {}: byte {} {}, or {}", file.path(), line, at, why, kTakesAll));
 }
@@ -55,6 +58,19 @@ void check_characters(const MappedFile& file) {
   }
 }
 
+// Lines of JSON under a name that does not say so would be trained on as text, with their braces.
+bool looks_like_jsonl(std::string_view text) {
+  constexpr size_t kMostLooked = size_t{1} << 20;
+  const size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == text.npos || text[begin] != '{') return false;
+  const std::string_view line = text.substr(begin, std::min(text.find('\n', begin), begin + kMostLooked) - begin);
+  const auto json = nlohmann::json::parse(line, nullptr, false);
+  if (!json.is_object()) return false;
+  for (const char* name : {"text", "messages", "prompt"})
+    if (json.contains(name)) return true;
+  return !jq_filter_for(json).empty();
+}
+
 void check_text(TokenFile& of, const MappedFile& file, bool takes_any_bytes) {
   const std::string_view kind = kind_of_content(file.text());
   const bool is_known = !kind.empty() && kind != kBinaryData;
@@ -68,6 +84,11 @@ void check_text(TokenFile& of, const MappedFile& file, bool takes_any_bytes) {
     throw Error(Errc::Mismatch, fmt::format("data file '{}' is {}, not text{}{}", file.path(), kind,
                                             advice.empty() ? "" : ": ", advice));
   }
+  DS_CHECK(
+      !looks_like_jsonl(file.text()), Errc::Mismatch,
+      "data file '{}' has lines of JSON: set data.format to \"jsonl\" to read them as records (or to \"text\", which "
+      "trains on the lines as they are)",
+      file.path());
   check_characters(file);
 }
 

@@ -13,6 +13,7 @@
 #include "data/data.h"
 #include "data/temporary_file.h"
 #include "data/token_ids.h"
+#include "formats/compressed.h"
 
 namespace ds {
 
@@ -75,6 +76,7 @@ struct TokenFile {
   bool has_messages = false;      // conversations, which have a template
   i64 first_token = 0;            // position in the stream
   std::string read_as;            // what messages of bad tokens add: "; the file is read as uint16"
+  bool width_is_assumed = false;  // ids are read as uint16, and nobody has said so
   std::vector<Remark> remarks;
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
@@ -82,6 +84,7 @@ struct TokenFile {
   void note(std::string text) { remarks.push_back({LogLevel::Info, std::move(text)}); }
   // A file of text, decompressed if it is compressed by gzip or zstd. Throws Errc::Corrupt where that fails.
   const MappedFile& map_text(const std::string& path);
+  Compression compression() const noexcept { return compression_of(mapped.front()->text()); }
   // The view is what the tokenizer has made of the file. Throws Errc::Config where that is nothing.
   void view_ids();
 

@@ -144,6 +144,15 @@ bool TokenStream::has_marks() const noexcept {
   return std::ranges::any_of(files_, [](const auto& file) { return file->view.has_marks; });
 }
 
+void TokenStream::check_width(i64 vocab_size) const {
+  constexpr i64 kMostOfUint16 = i64{1} << 16;
+  const auto narrow = std::ranges::find_if(files_, [](const auto& file) { return file->width_is_assumed; });
+  DS_CHECK(narrow == files_.end() || vocab_size <= kMostOfUint16, Errc::Mismatch,
+           "data file '{}' has no header, and uint16 cannot hold the model's vocabulary of {}: set data.token_dtype to "
+           "the type of its ids (\"uint32\", or \"uint16\" if it is)",
+           (*narrow)->name, vocab_size);
+}
+
 void TokenStream::check(i64 vocab_size) const {
   for (const auto& f : files_) {
     const i64 begin = std::max<i64>(begin_ - f->first_token, 0), end = std::min(end_ - f->first_token, f->view.count);

@@ -369,8 +369,8 @@ void TrainingRun::State::check_same_run(const CheckpointMeta& meta, const std::s
     const std::string saved = parse_data_identity(meta.data_json).tokenizer;
     const std::string now =
         train_data ? train_data->identity().tokenizer : open_tokenizer(config.data.tokenizer)->identity();
-    DS_CHECK(saved.empty() || saved == now, Errc::Mismatch, "data.tokenizer is {}, but {} was trained with {}", now,
-             source, saved);
+    DS_CHECK(saved.empty() || is_same_tokenizer(saved, now), Errc::Mismatch,
+             "data.tokenizer is {}, but {} was trained with {}", now, source, saved);
   }
   if (options.read_only) return;  // which has neither dropout nor samples that go on
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,

@@ -201,6 +201,8 @@ void TrainingRun::State::open_data(i64 num_ranks) {
   const auto tokenizer = config.model.causal() ? nullptr : open_tokenizer(config.data.tokenizer);
   const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, tokenizer.get());
   Dataset data = open_dataset(config.data, *objective, engine::thread_count(config, ranks));
+  data.train.check_width(config.model.vocab_size);
+  if (data.validation) data.validation->check_width(config.model.vocab_size);
   if (is_root()) {
     std::vector<Remark> remarks = data.train.remarks();
     if (!config.data.validation.empty()) std::ranges::move(data.validation->remarks(), std::back_inserter(remarks));

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "launch/job.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -16,9 +18,20 @@ namespace {
 
 constexpr std::size_t kLastLines = 20;
 
+// A pipe that somebody reads; nothing: it is something else, or nobody does.
+Fd open_read_pipe(const std::string& path) {
+  Fd fd(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC));
+  struct stat st {};
+  if (!fd || ::fstat(fd.get(), &st) != 0 || !S_ISFIFO(st.st_mode)) return {};
+  ::fcntl(fd.get(), F_SETFL, ::fcntl(fd.get(), F_GETFL) & ~O_NONBLOCK);
+  return fd;
+}
+
 Fd open_log(const std::string& folder, int rank) {
+  const std::string path = fmt::format("{}/rank-{:05}.log", folder, rank);
+  if (Fd pipe = open_read_pipe(path)) return pipe;
   try {
-    return Fd(open_to_append(fmt::format("{}/rank-{:05}.log", folder, rank), 0666));
+    return Fd(open_to_append(path, 0666));
   } catch (const Error& e) {
     throw Error(Errc::Config, fmt::format("--log-dir: {}", e.what()));
   }

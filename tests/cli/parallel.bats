@@ -107,7 +107,7 @@ PY
   run -2 --separate-stderr ds-train cfg.json --check --plan cfg.json
   [[ $stderr == *"--plan cfg.json: is also CFG"* ]]
   run -2 --separate-stderr ds-train cfg.json --check --plan both --output both
-  [[ $stderr == *"--plan both: is also --output"* ]]
+  [[ $stderr == *"--output both: is also --plan"* ]]
   [ ! -e both ]
   grep -q '"model"' cfg.json
 }

@@ -155,8 +155,8 @@ TEST(CompressedText, OfJsonlAndByATokenizerToo) {
   const std::vector<i32> want = read_all(open(dir / "a.jsonl", gpt2));
   for (const char* name : {"a.jsonl.gz", "a.json.zst", "a.ndjson.zstd"})
     EXPECT_EQ(read_all(open(dir / name, gpt2)), want);
-  write_file(dir / "a.txt", lines);
-  write_file(dir / "a.txt.gz", gzip(lines));
+  write_file(dir / "a.txt", long_text());
+  write_file(dir / "a.txt.gz", gzip(long_text()));
   EXPECT_EQ(read_all(open(dir / "a.txt.gz", gpt2)), read_all(open(dir / "a.txt", gpt2)));
 }
 
@@ -215,6 +215,7 @@ TEST(TextKind, OtherKindsAreNamedWhateverTheirSuffix) {
       {"BZh91AY&SY1234", "bzip2"},
       {std::string("\x04\x22\x4d\x18\x64\x40", 6), "lz4"},
       {"PAR1\x15\x04", "a Parquet file"},
+      {"version https://git-lfs.github.com/spec/v1\n", "Git LFS"},
       {std::string("ARROW1\0\0", 8), "an Arrow file"},
       {std::string("SQLite format 3\0", 16), "SQLite"},
       {"\x89PNG\r\n\x1a\n", "PNG"},
@@ -226,7 +227,7 @@ TEST(TextKind, OtherKindsAreNamedWhateverTheirSuffix) {
     write_file(dir / "a.txt", bytes + std::string(50, 'x'));
     expect_error(Errc::Mismatch, AllOf(HasSubstr("a.txt"), HasSubstr(kind), HasSubstr("not text")),
                  [&] { open(dir / "a.txt"); });
-    // Who says that it is text has it so, and is told what it is.
+    // With data.format "text" it is read, with a warning.
     const TokenStream stream = open(dir / "a.txt", {.format = DataFormat::Text});
     EXPECT_EQ(stream.num_tokens(), std::ssize(bytes) + 50);
     EXPECT_THAT(warnings_of(stream), ElementsAre(AllOf(HasSubstr("a.txt"), HasSubstr(kind))));
@@ -268,10 +269,23 @@ TEST(TextKind, CharactersAreNotCutWhereTheyAreChecked) {
 TEST(TextKind, PlainTextThatBeginsOddlyIsText) {
   const TempDirectory dir;
   for (const char* const text :
-       {"BZh is how bzip2 begins", "GGUF is a format", "ORC shouted", "PKZIP", "RIFF raff", "ustar", "{\"a\": 1}",
-        "[1, 2]", "\xef\xbb\xbfwith a mark", "7zip", "MMIDIDX", "LITPKDS"}) {
+       {"BZh is how bzip2 begins", "GGUF is a format", "ORC shouted", "PAR1 begins Parquet", "PKZIP", "RIFF raff",
+        "ustar", "{\"a\": 1}", "[1, 2]", "\xef\xbb\xbfwith a mark", "7zip", "MMIDIDX", "LITPKDS"}) {
     write_file(dir / "a.txt", text);
     EXPECT_EQ(text_of(open(dir / "a.txt")), text);
+  }
+}
+
+TEST(TextKind, LinesOfJsonUnderAnotherNameAreNoText) {
+  const TempDirectory dir;
+  for (const char* const line :
+       {R"({"text": "a"})", R"({"id": 1, "messages": []})", R"({"instruction": "a", "output": "b"})"}) {
+    for (const char* const name : {"a.txt", "a.jl", "a", "a.JSONL"}) {
+      write_file(dir / name, std::string("\n") + line + "\n" + line + "\n");
+      expect_error(Errc::Mismatch, AllOf(HasSubstr(name), HasSubstr("set data.format to \"jsonl\"")),
+                   [&] { open(dir / name); });
+      EXPECT_GT(open(dir / name, {.format = DataFormat::Text}).num_tokens(), 0);
+    }
   }
 }
 
@@ -316,8 +330,16 @@ TEST(BinKind, IdsThatDoNotLookLikeUint16AreRefused) {
   refused(bytes_of<u32>(ids(500, 50257)), "ids of 4 or more bytes");
   refused(bytes_of<u32>(ids(500, 128256)), "ids of 4 or more bytes");
   refused(bytes_of<i64>(ids(500, 32000)), "ids of 4 or more bytes");
-  refused(bytes_of<u8>(ids(800, 96)), "ids of 1 byte");
+  std::vector<i64> bytes = ids(800, 96);
+  bytes[3] = 0;  // which text does not contain
+  refused(bytes_of<u8>(bytes), "ids of 1 byte");
   refused(long_text().substr(0, 4000), "looks like text");
+  refused(long_text().substr(0, 1 << 20), "looks like text");
+  std::string french, csv;
+  while (french.size() < 70000) french += "L\xe2\x80\x99\xc3\xa9t\xc3\xa9 \xc3\xa0 la plage. ";
+  while (csv.size() < 6000) csv += "1,2,3,";
+  refused(french, "looks like text");
+  refused(csv, "looks like text");
   std::vector<i64> swapped = ids(500, 120);
   for (i64& id : swapped) id <<= 8;
   refused(bytes_of<u16>(swapped), "big-endian");
@@ -325,6 +347,24 @@ TEST(BinKind, IdsThatDoNotLookLikeUint16AreRefused) {
   refused(std::string("\x93NUMPY\1\0", 8) + std::string(120, ' ') + bytes_of<u16>(ids(100, 50257)), "a NumPy file");
   refused(std::string("PK\3\4", 4) + std::string(200, '\3'), "a zip archive");
   refused(bytes_of<u32>({3, 20, 60, 100, 140}) + std::string(120, '\5'), "MDS");
+}
+
+TEST(BinKind, AVocabularyThatUint16CannotHoldNeedsTheWidth) {
+  const TempDirectory dir;
+  write_file(dir / "a.bin", bytes_of<u16>(ids(400, 50257)));
+  open(dir / "a.bin").check_width(65536);
+  open(dir / "a.bin", {.token_dtype = TokenDtype::U16}).check_width(152064);
+  open(test_data("data/llama3.bin")).check_width(152064);
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("a.bin"), HasSubstr("152064"), HasSubstr("data.token_dtype")),
+               [&] { open(dir / "a.bin").check_width(152064); });
+}
+
+TEST(BinKind, CompressedIdsAreRefusedWhateverTheWidth) {
+  const TempDirectory dir;
+  write_file(dir / "a.bin.gz", gzip(bytes_of<u32>(ids(400, 50257))) + "more");
+  for (const TokenDtype type : {TokenDtype::Auto, TokenDtype::U16, TokenDtype::U32})
+    expect_error(Errc::Mismatch, AllOf(HasSubstr("gzip"), HasSubstr("decompress it")),
+                 [&] { open(dir / "a.bin.gz", {.token_dtype = type}); });
 }
 
 TEST(BinKind, ABadIdSaysHowTheFileIsRead) {
@@ -386,18 +426,36 @@ TEST_F(Chat, AnotherFormThanTheTokenizersIsRefused) {
 }
 
 TEST_F(Chat, ChatmlIsWarnedOfWhereTheTokenizerHasOtherIdeas) {
+  const std::string begin = "{% for message in messages %}", end = "{% endfor %}";
+  const std::string generation = "{% if add_generation_prompt %}\n    {{ '<|im_start|>assistant\\n' }}\n{% endif %}";
   EXPECT_THAT(caveats("bytes"), IsEmpty());
   EXPECT_THAT(caveats(tokenizer("qwen2", "", "")), IsEmpty());
-  const std::string chatml =
-      "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n'}}{% endfor %}";
-  EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", chatml)), IsEmpty());
+  EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", " \n")), IsEmpty());
   EXPECT_THAT(caveats(tokenizer("gpt2", "", "")),
               ElementsAre(AllOf(HasSubstr("m.jsonl"), HasSubstr("cut into pieces"))));
-  for (const char* newline : {"\\n", "\n"}) {
-    const std::string system = "{{ '<|im_start|>system" + std::string(newline) + "You are Qwen.<|im_end|>' }}" + chatml;
-    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", system)),
-                ElementsAre(HasSubstr("begins conversations that have no system message")));
+  const std::string plain[] = {
+      "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}",
+      "{{- \"<|im_start|>\" + message.role + \"\\n\" + message.content + \"<|im_end|>\\n\" -}}",
+      "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}\n"};
+  for (const std::string& body : plain) {
+    for (const std::string& jinja :
+         {begin + body + end, begin + body + end + generation, "{# a remark #}" + begin + body + end})
+      EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)), IsEmpty()) << jinja;
   }
+  const std::string other[] = {
+      "{{ '<|im_start|>system\\nYou are Qwen.<|im_end|>' }}" + begin + plain[0] + end,
+      "{{ bos_token }}" + begin + plain[0] + end,
+      begin + "{{'<|im_start|>' + message['role'] + message['content'] + '<|im_end|>'}}" + end,
+      begin + "{{'<|im_start|>' + message['role'] + '\\n<think>' + message['content'] + '<|im_end|>'}}" + end};
+  for (const std::string& jinja : other)
+    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)), ElementsAre(HasSubstr("is not interpreted")))
+        << jinja;
+  const std::string foreign[] = {
+      begin + "{{'<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>'}}" + end,
+      begin + "{# not <|im_start|> #}[INST]{{ message['content'] }}" + end};
+  for (const std::string& jinja : foreign)
+    expect_error(Errc::Unavailable, HasSubstr("another form"),
+                 [&] { caveats(tokenizer("qwen2", "chat_template.jinja", jinja)); });
 }
 
 // ---- members that change what is trained on ----
@@ -432,6 +490,9 @@ TEST_F(Members, WeightsOfMessagesAreHonoured) {
     EXPECT_EQ(targets_of(lines(conversation("", zero))), first) << zero;
     EXPECT_THAT(warnings_of(stream), IsEmpty());
   }
+  for (const char* both_ways :
+       {R"(, "weight": 0, "train": true)", R"(, "mask": 1, "weight": 1)", R"(, "train": true, "weight": 0)"})
+    refused(conversation(both_ways, ""), HasSubstr("contradicts"));
   for (const char* one : {R"(, "weight": 1)", R"(, "weight": null)", R"(, "train": true)", R"(, "masked": false)"})
     EXPECT_EQ(targets_of(lines(conversation(one, one))), both) << one;
   expect_error(Errc::Config, HasSubstr("nothing in it is trained on"),
@@ -456,13 +517,17 @@ TEST_F(Members, OtherWeightsAreRefused) {
                           R"(, "weight": "0")", R"(, "weight": [0])", R"(, "train": {})"})
     refused(conversation(odd, ""), AllOf(HasSubstr("message 2: "), HasSubstr("its member")));
   refused(R"({"text": "a", "weight": 0.25})", HasSubstr("weights 0 and 1"));
+  expect_error(Errc::Corrupt, HasSubstr("answers of the model have the role \"assistant\""), [&] {
+    lines(R"({"messages": [{"role": "gpt", "content": "1"}, {"role": "assistant", "content": "2"}]})");
+  });
   expect_error(Errc::Corrupt, HasSubstr("weight asks for training on the role \"user\""), [&] {
     lines(R"({"messages": [{"role": "user", "content": "1", "weight": 1}, {"role": "assistant", "content": "2"}]})");
   });
 }
 
 TEST_F(Members, WhatIsNotSupportedIsRefusedUnlessItIsEmpty) {
-  for (const char* name : {"tool_calls", "name", "function_call", "reasoning_content", "tool_call_id", "images"}) {
+  for (const char* name : {"tool_calls", "name", "function_call", "reasoning_content", "tool_call_id", "images",
+                           "toolCalls", "loss_mask", "lossWeight", "is_masked", "do_train", "ignore", "documents"}) {
     for (const char* value : {R"("x")", R"([{"id": 1}])", R"({"a": null})", "[[]]", "1", "true"})
       refused(conversation(fmt::format(R"(, "{}": {})", name, value), ""),
               AllOf(HasSubstr("message 2: "), HasSubstr(name), HasSubstr("jq -c 'del(.messages[].")));
@@ -470,7 +535,7 @@ TEST_F(Members, WhatIsNotSupportedIsRefusedUnlessItIsEmpty) {
       EXPECT_EQ(targets_of(lines(conversation(fmt::format(R"(, "{}": {})", name, nothing), ""))), "---++---++")
           << name << nothing;
   }
-  for (const char* name : {"tools", "system", "images"}) {
+  for (const char* name : {"tools", "system", "images", "history", "system_message", "loss_mask"}) {
     std::string record = conversation("", "");
     record.insert(1, fmt::format(R"("{}": ["x"], )", name));
     refused(record, AllOf(HasSubstr(name), HasSubstr(fmt::format("del(.{})", name))));
@@ -481,9 +546,9 @@ TEST_F(Members, WhatIsNotSupportedIsRefusedUnlessItIsEmpty) {
 }
 
 TEST_F(Members, OthersArePassedOverAndNamedOnce) {
-  const std::string odd = conversation(R"(, "id": 7, "when": "now")", "");
+  const std::string odd = conversation(R"(, "id": 7, "when": "now", "constraints": [1])", "");
   EXPECT_THAT(warnings_of(lines(odd + odd)),
-              ElementsAre(AllOf(HasSubstr("m.jsonl:1: "), HasSubstr(R"("id", "when")"))));
+              ElementsAre(AllOf(HasSubstr("m.jsonl:1: "), HasSubstr(R"("constraints", "id", "when")"))));
 }
 
 // ---- other programs' names ----
@@ -496,8 +561,8 @@ TEST(ForeignRecords, AMessageEndsWithTheCommandThatConverts) {
       {"{\n  \"text\": \"a\"\n}", "jq -c '.'"},
       {R"({"content": "a"})", "jq -c '{text: .content}'"},
       {R"({"instruction": "a", "input": "", "output": "b"})",
-       R"x(jq -c '{prompt: (([.instruction, .input // ""] | map(select(. != "")) | join("\n\n")) + "\n\n"), completion: .output}')x"},
-      {R"({"instruction": "a", "output": "b"})", R"x(jq -c '{prompt: (.instruction + "\n\n"), completion: .output}')x"},
+       R"x(jq -c '{prompt: (([.instruction, .input // .context // ""] | map(select(. != "")) | join("\n\n")) + "\n\n"), completion: .output}')x"},
+      {R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])", "jq -c '{messages: .}'"},
       {R"({"prompt": "a", "response": "b"})", "jq -c '{prompt: .prompt, completion: .response}'"},
       {R"({"question": "a", "answer": "b"})", "jq -c '{prompt: .question, completion: .answer}'"},
       {R"({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})",
@@ -508,9 +573,31 @@ TEST(ForeignRecords, AMessageEndsWithTheCommandThatConverts) {
   };
   for (const auto& [text, command] : records) {
     write_file(dir / "a.json", text);
-    expect_error(Errc::Corrupt, AllOf(HasSubstr("a.json:1: "), HasSubstr(command), ::testing::EndsWith(" > NEW.jsonl")),
+    expect_error(Errc::Corrupt,
+                 AllOf(HasSubstr("a.json:1: "), HasSubstr(command), ::testing::EndsWith(" > a-new.jsonl")),
                  [&] { open(dir / "a.json"); });
   }
+}
+
+TEST(ForeignRecords, TheCommandIsForTheShellAndLosesNothing) {
+  const TempDirectory dir;
+  const std::string record = R"({"question": "a", "answer": "b"})";
+  write_file(dir / "it's here.jsonl", record);
+  expect_error(Errc::Corrupt, AllOf(HasSubstr("it'\\''s here.jsonl' > 'it'\\''s here-new.jsonl'")),
+               [&] { open(dir / "it's here.jsonl"); });
+  write_file(dir / "a.jsonl.gz", gzip(record));
+  expect_error(
+      Errc::Corrupt,
+      AllOf(HasSubstr(": gzip -dc "), HasSubstr("a.jsonl.gz | jq -c '"), ::testing::EndsWith("' > a-new.jsonl")),
+      [&] { open(dir / "a.jsonl.gz"); });
+  // A weight, a message of the system or a history would be lost.
+  for (const char* const more :
+       {R"("system": "s")", R"("weight": 0)", R"("history": [["a", "b"]])", R"("tools": "x")"}) {
+    write_file(dir / "b.jsonl", std::string(R"({"question": "a", "answer": "b", )") + more + "}");
+    expect_error(Errc::Corrupt, ::testing::Not(HasSubstr("jq")), [&] { open(dir / "b.jsonl"); });
+  }
+  write_file(dir / "c.jsonl", R"({"conversations": [{"from": "gpt", "value": "a", "weight": 0}]})");
+  expect_error(Errc::Corrupt, ::testing::Not(HasSubstr("jq")), [&] { open(dir / "c.jsonl"); });
 }
 
 // ---- identity ----

@@ -139,7 +139,9 @@ TEST(DataFormat, TokensAndTextAreNotMixed) {
 // The bits of a loader that goes on at `consumed` are those of one that has not stopped.
 TEST(DataFormat, EveryKindResumesExactly) {
   const TempDirectory dir;
-  write_file(dir / "nano.bin", std::string(600, '\1'));
+  std::string nano;
+  for (const i32 id : made(300, 50257)) nano += bytes_of<u16>({static_cast<u16>(id)});
+  write_file(dir / "nano.bin", nano);
   write_file(dir / "a.txt", std::string(600, 'a') + std::string(20, 'b'));
   for (const std::string& name :
        {golden("gpt2.bin"), golden("llama3.bin"), golden("megatron-int64"), golden("megatron-int8.idx"),
@@ -596,7 +598,7 @@ TEST(JsonlFile, HasSeveralNames) {
 // Roles of another program, or none that answers: a run would learn nothing, and its loss be 0.
 TEST(JsonlFile, DataOfWhichNothingIsLearntAreRefused) {
   const TempDirectory dir;
-  write_file(dir / "a.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]})"
+  write_file(dir / "a.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "judge", "content": "b"}]})"
                               "\n");
   expect_error(Errc::Config,
                AllOf(HasSubstr("a.jsonl"), HasSubstr("no message of the role \"assistant\" has a weight")),

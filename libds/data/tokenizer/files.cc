@@ -146,13 +146,18 @@ std::optional<std::string> read_chat_template(const std::string& path) {
   std::error_code ignored;
   if (path == "bytes") return std::nullopt;
   const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
-  if (const std::string jinja = beside(any, "chat_template.jinja"); exists(jinja))
+  if (const std::string jinja = beside(any, "chat_template.jinja"); fs::is_regular_file(jinja, ignored))
     return read_text_file(jinja, kMostFileBytes);
   for (const char* name : {"chat_template.json", "tokenizer_config.json"}) {
     const Json file = optional_json(beside(any, name));
     const auto it = file.find("chat_template");
     if (it == file.end()) continue;
     if (it->is_string()) return it->get<std::string>();
+    if (it->is_object()) {
+      for (const auto& [key, value] : it->items())
+        if (value.is_string() && (key == "default" || it->size() == 1 || !it->contains("default")))
+          return value.get<std::string>();
+    }
     if (!it->is_array()) continue;
     std::optional<std::string> found;
     for (const Json& named : *it) {
