@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-launch: start N ranks of a program, on this machine or several, and watch over them.
 
+#include <filesystem>
+#include <span>
+
 #include "common/foreign.h"
 #include "common/ranks.h"
 #include "common/tool.h"
@@ -67,6 +70,22 @@ void explain(const LaunchReport& report) {
       text += quoted_lines(shortened(lines[i], kShownBytes));
   }
   tools::report_error(text);
+}
+
+// The report replaces no file that the program's command line names: the program, an argument, or a part of one behind
+// an '='.
+void check_inputs(const std::string& program, std::span<const std::string> words, const tools::Output& out) {
+  std::vector<std::string> names = {program};
+  for (const std::string& word : words) {
+    names.push_back(word);
+    for (size_t at = word.find('='); at != std::string::npos; at = word.find('=', at + 1))
+      names.push_back(word.substr(at + 1));
+  }
+  std::error_code ignored;
+  for (const std::string& name : names) {
+    if (std::filesystem::is_regular_file(name, ignored) && out.replaces(name))
+      throw Error(Errc::Config, fmt::format("--output {}: the program's command line names this file", out.file()));
+  }
 }
 
 }  // namespace
@@ -139,6 +158,7 @@ int main(int argc, char** argv) {
         tools::report_error(plan.why);
         return plan.refused;
       }
+      check_inputs(plan.program, options.command, out);
       if (dry_run) {
         print_plan(plan, options, out);
         return 0;

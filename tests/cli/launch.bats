@@ -427,6 +427,29 @@ END
   assert_failure 2
 }
 
+@test "--output replaces nothing that the program's command line names" {
+  printf '#!/bin/sh\necho "$@"\n' >prog
+  chmod +x prog
+  cp prog before
+  echo data >data.txt
+  local words
+  for words in ./prog "echo prog" "echo --file=prog" "echo --set=a.b=prog" "echo $PWD/prog"; do
+    for dry in "" --dry-run; do
+      run -2 --separate-stderr "$launch" --output prog $dry $words
+      [[ $stderr == *"--output prog: the program's command line names this file"* ]] || fail "$words: $stderr"
+      cmp prog before
+    done
+  done
+  "$launch" --output report ./prog new data.txt
+  grep -q 'status 0' report
+}
+
+@test "a directory of logs that is a link to itself is a mistake" {
+  ln -s loop loop
+  run -2 --separate-stderr "$launch" --log-dir loop true
+  [[ $stderr == *"--log-dir: cannot create loop: Too many levels of symbolic links"* ]] || fail "$stderr"
+}
+
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 @test "TERM and USR1 reach the ranks, which may take their time to return 75" {
