@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"none", "core"}));
-    app.add_flag_callback(tools::both_spellings("--bind-cores-to-rank"), [&] { bind = "core"; })->group("");
+    app.add_flag_callback(tools::both_spellings("--bind-cores-to-rank"), [&] { bind = "core"; })->group(tools::kHidden);
     app.add_option(tools::both_spellings("--log-dir,--enable-each-rank-log"), options.log_dir,
                    "also append the output of each rank to DIR/rank-00000.log ...")
         ->type_name("DIR");

@@ -338,6 +338,10 @@ END
   refuses "--module" "python3 -m MODULE"
   run -2 "$launch" --nproc_per_node gpu touch started
   assert_output --partial "--nproc-per-node: must be an integer"
+  run -2 "$launch" --nproc_per_node 2 --nproc_per_node 2 touch started
+  assert_output --partial "error: --nproc-per-node was given more than once"
+  run -2 "$launch" --max-restarts
+  assert_output --partial "error: --max-restarts needs a value"
   run -2 "$launch" -n 3 --nproc_per_node 2 touch started
   assert_output --partial "--ranks 3 and --nproc-per-node 2 say different things"
   run -2 "$launch" --host a:2,b:1 --nproc_per_node 2 touch started
