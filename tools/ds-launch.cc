@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-launch: start N ranks of a program, on this machine or several, and watch over them.
 
+#include <filesystem>
+#include <span>
+
 #include "common/foreign.h"
 #include "common/ranks.h"
 #include "common/tool.h"
@@ -69,6 +72,22 @@ void explain(const LaunchReport& report) {
   tools::report_error(text);
 }
 
+// The report replaces no file that the program's command line names: the program, an argument, or a part of one behind
+// an '='.
+void check_inputs(const std::string& program, std::span<const std::string> words, const tools::Output& out) {
+  std::vector<std::string> names = {program};
+  for (const std::string& word : words) {
+    names.push_back(word);
+    for (size_t at = word.find('='); at != std::string::npos; at = word.find('=', at + 1))
+      names.push_back(word.substr(at + 1));
+  }
+  std::error_code ignored;
+  for (const std::string& name : names) {
+    if (std::filesystem::is_regular_file(name, ignored) && out.replaces(name))
+      throw Error(Errc::Config, fmt::format("--output {}: the program's command line names this file", out.file()));
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -112,7 +131,7 @@ int main(int argc, char** argv) {
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"none", "core"}));
-    app.add_flag_callback(tools::both_spellings("--bind-cores-to-rank"), [&] { bind = "core"; })->group("");
+    app.add_flag_callback(tools::both_spellings("--bind-cores-to-rank"), [&] { bind = "core"; })->group(tools::kHidden);
     app.add_option(tools::both_spellings("--log-dir,--enable-each-rank-log"), options.log_dir,
                    "also append the output of each rank to DIR/rank-00000.log ...")
         ->type_name("DIR");
@@ -139,6 +158,7 @@ int main(int argc, char** argv) {
         tools::report_error(plan.why);
         return plan.refused;
       }
+      check_inputs(plan.program, options.command, out);
       if (dry_run) {
         print_plan(plan, options, out);
         return 0;

@@ -163,7 +163,8 @@ int run(Options& o, const CLI::App& app, Output& out) {
   ds::RunOptions options{o.out, o.resume, o.weights, o.trace, o.config == "-" ? "" : o.config};
   options.read_only = o.eval || o.writing;
   options.writing = writing;
-  if (ranks.rank == 0) o.pictures.check(out, config, options);
+  // Against what the configuration names, also where this run does not read it.
+  if (ranks.rank == 0) o.pictures.check(out, loaded.config, options);
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out, writing);
     ds::TrainingRun::check(config, ranks, options);

@@ -297,8 +297,9 @@ LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan) {
   SignalInbox inbox(heeded_signals());  // first: one that comes while the job starts waits for it
   if (!options.log_dir.empty()) {
     std::error_code error;
-    fs::create_directories(follow_links(options.log_dir), error);
-    DS_CHECK(!error, Errc::Config, "cannot create {}: {}", options.log_dir, error.message());
+    if (fs::status(options.log_dir, error).type() != fs::file_type::none)  // a link that leads to itself is one
+      fs::create_directories(follow_links(options.log_dir), error);
+    DS_CHECK(!error, Errc::Config, "--log-dir: cannot create {}: {}", options.log_dir, error.message());
   }
   if (const std::size_t cpus = usable_cpus().size(); plan.hosts.empty() && std::cmp_greater(plan.ranks, cpus))
     log_message(LogLevel::Warning, fmt::format("{} ranks share {} cores", plan.ranks, cpus));

@@ -21,7 +21,7 @@ std::string python_text(double x) {
   return std::isinf(x) ? x > 0 ? "inf" : "-inf" : Json(x).dump();
 }
 
-constexpr std::string_view kHeader = "step,";
+constexpr std::string_view kHeader = "step,", kEnd = ".csv";
 
 std::string name_of(std::string_view tag) {
   std::string name(tag);
@@ -29,6 +29,16 @@ std::string name_of(std::string_view tag) {
       name, [](char c) { return c == '/' || c == ' '; }, '_');
   return name;
 }
+
+// How the name of a file begins; empty: it is none of ours.
+std::string family_of(std::string_view name) {
+  if (!name.ends_with(kEnd)) return "";
+  for (const char* tags : kTagFamilies)
+    if (const std::string family = name_of(tags); name.starts_with(family)) return family;
+  return "";
+}
+
+std::string header_of(std::string_view last) { return fmt::format("{}{}\r\n", kHeader, last); }
 
 class CsvFiles final : public Monitor {
  public:
@@ -47,9 +57,9 @@ class CsvFiles final : public Monitor {
 
   AppendedFile& file_of(const std::string& tag) {
     if (const auto there = files_.find(tag); there != files_.end()) return there->second;
-    const std::string path = fmt::format("{}/{}.csv", directory_, name_of(tag));
+    const std::string path = fmt::format("{}/{}{}", directory_, name_of(tag), kEnd);
     AppendedFile file(path);
-    const std::string header = fmt::format("{}{}\r\n", kHeader, tag.substr(tag.rfind('/') + 1));
+    const std::string header = header_of(tag.substr(tag.rfind('/') + 1));
     DS_CHECK(file.begins(header), Errc::Io,
              "cannot write {}: it is not a file of csv_monitor, which begins with \"{}\"", path,
              header.substr(0, header.size() - 2));
@@ -69,17 +79,18 @@ void check_csv_files(const std::string& directory, std::string_view key) {
   namespace fs = std::filesystem;
   std::error_code error;
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
-    const std::string path = it->path(), name = it->path().filename();
-    const bool is_written =
-        std::ranges::any_of(kTagFamilies, [&](const char* f) { return name.starts_with(name_of(f)); });
-    if (!name.ends_with(".csv") || !is_written) continue;
+    const std::string path = it->path(), name = it->path().filename(), family = family_of(name);
+    if (family.empty()) continue;
     const std::string why = why_not_appendable(path);
     DS_CHECK(why.empty(), Errc::Config, "{}: {} {}: remove it, or choose another directory", key, path, why);
-    DS_CHECK(AppendedFile(path).begins(kHeader), Errc::Config,
+    const std::string header = header_of(name.substr(family.size(), name.size() - family.size() - kEnd.size()));
+    DS_CHECK(AppendedFile(path).begins(header), Errc::Config,
              "{}: {} is not a file of csv_monitor, which begins with \"{}\": choose another directory", key, path,
-             kHeader);
+             header.substr(0, header.size() - 2));
   }
 }
+
+bool is_csv_file(std::string_view name) { return !family_of(name).empty(); }
 
 std::unique_ptr<Monitor> make_csv_files(const std::string& directory, bool has_loss_scale) {
   return std::make_unique<CsvFiles>(directory, has_loss_scale);

@@ -14,6 +14,9 @@ namespace ds::monitor {
 // pipe, a table of something else.
 void check_csv_files(const std::string& directory, std::string_view key);
 
+// Whether a file of this name, in a directory of csv_monitor, may be one that a run writes.
+bool is_csv_file(std::string_view name);
+
 // Adds to the files in `directory`, which exists, or makes them: TAG.csv with "/" and blanks as "_", the header
 // "step,LAST" (the last part of the tag), lines that end as those of Python's csv do. A file has one header, whatever
 // number of runs write it.

@@ -16,6 +16,8 @@
 namespace ds::monitor {
 namespace {
 
+constexpr std::string_view kPrefix = "events.out.tfevents.";
+
 constexpr std::array<u32, 256> kCrcTable = [] {
   std::array<u32, 256> table{};
   for (u32 i = 0; i < 256; ++i) {
@@ -86,8 +88,8 @@ class EventFile final : public Monitor {
     static std::atomic<int> files = 0;
     for (;;) {
       std::optional<AppendedFile> file =
-          AppendedFile::create(fmt::format("{}/events.out.tfevents.{:010}.{}.{}.{}", directory,
-                                           static_cast<i64>(unix_time()), launch::host_name(), getpid(), files++));
+          AppendedFile::create(fmt::format("{}/{}{:010}.{}.{}.{}", directory, kPrefix, static_cast<i64>(unix_time()),
+                                           launch::host_name(), getpid(), files++));
       if (file) return std::move(*file);
     }
   }
@@ -116,6 +118,8 @@ std::string scalar_record(double wall_time, const Scalar& s) {
     event += field_key(2, Wire::Varint) + varint(static_cast<u64>(s.at));  // zero is not written in protobuf
   return tf_record(event + bytes_field(5, bytes_field(1, value)));
 }
+
+bool is_event_file(std::string_view name) noexcept { return name.starts_with(kPrefix); }
 
 std::unique_ptr<Monitor> make_event_file(const std::string& directory, bool has_loss_scale) {
   return std::make_unique<EventFile>(directory, has_loss_scale);

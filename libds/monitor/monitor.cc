@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <exception>
 #include <filesystem>
 #include <fstream>
@@ -41,17 +42,43 @@ std::string directory_of(const MonitorConfig& config, std::string_view name, con
   return (error ? directory : there).string();
 }
 
+// Where `path` is or will be, behind its links.
+fs::path place_of(const std::string& path) {
+  std::error_code error;
+  const bool leads_somewhere = fs::status(path, error).type() != fs::file_type::none;  // not to itself
+  const fs::path place = fs::weakly_canonical(fs::absolute(leads_somewhere ? follow_links(path) : path), error);
+  return place.has_filename() ? place : place.parent_path();
+}
+
+// The way from `directory` down to `place`: "." if they are one, empty if it is elsewhere.
+fs::path way_inside(const fs::path& place, const fs::path& directory) {
+  const fs::path way = place.lexically_relative(directory);
+  return way.empty() || *way.begin() == ".." ? fs::path() : way;
+}
+
 // What is there of `directory` is one, and takes what is missing.
 void check_directory(const std::string& directory, std::string_view key, bool may_be_missing) {
   std::error_code error;
   fs::path there = fs::absolute(directory).lexically_normal();
-  while (may_be_missing && !fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
-  const bool is_directory = fs::is_directory(there, error);
-  DS_CHECK(is_directory && access(there.c_str(), W_OK | X_OK) == 0, Errc::Config, "{}: cannot write in {}: {}", key,
-           directory,
-           is_directory ? system_reason(errno)
-                        : fmt::format("{} {}", there.string(),
-                                      fs::exists(there, error) ? "is not a directory" : "does not exist"));
+  for (const fs::path& name : there) {
+    DS_CHECK(name.native().size() <= NAME_MAX, Errc::Config, "{}: cannot write in {}: {}", key, directory,
+             system_reason(ENAMETOOLONG));
+  }
+  while (may_be_missing && fs::symlink_status(there, error).type() == fs::file_type::not_found &&
+         there.has_relative_path())
+    there = there.parent_path();
+  const fs::file_type type = fs::status(there, error).type();
+  const auto why_not = [&] {
+    if (type == fs::file_type::directory) return system_reason(errno);
+    if (type == fs::file_type::none) return fmt::format("{}: {}", there.string(), system_reason(error.value()));
+    const bool exists = type != fs::file_type::not_found;
+    return fmt::format("{} {}", there.string(),
+                       exists                         ? "is not a directory"
+                       : fs::is_symlink(there, error) ? "is a link that leads to nothing"
+                                                      : "does not exist");
+  };
+  DS_CHECK(type == fs::file_type::directory && access(there.c_str(), W_OK | X_OK) == 0, Errc::Config,
+           "{}: cannot write in {}: {}", key, directory, why_not());
 }
 
 // The user has named a link, not what it leads to: that is replaced only if it is empty, or a report of the same kind.
@@ -68,6 +95,56 @@ void check_link(const std::string& file, std::string_view key, std::string_view 
 }
 
 std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
+
+// A directory in which a monitor names the files itself.
+struct Kept {
+  std::string_view monitor;
+  fs::path directory;
+  bool (*is_file)(std::string_view name);
+};
+
+std::vector<Kept> kept_directories(const Config& config, const Places& places) {
+  std::vector<Kept> all;
+  const auto add = [&](const MonitorConfig& monitor, std::string_view name, bool (*is_file)(std::string_view)) {
+    const bool is_known = !monitor.output_path.empty() || !places.run_directory.empty();
+    if (monitor.enabled && is_known)
+      all.push_back({name, place_of(directory_of(monitor, name, places.run_directory)), is_file});
+  };
+  add(config.tensorboard, kTensorboard, is_event_file);
+  add(config.csv_monitor, kCsv, is_csv_file);
+  return all;
+}
+
+bool is_file_of(const Kept& kept, const fs::path& place) {
+  return place.parent_path() == kept.directory && kept.is_file(place.filename().native());
+}
+
+// Nothing that a run has under a name of its own: this one, or that which it goes on from.
+void check_not_of_run(const std::string& path, std::string_view key, const Places& places) {
+  const fs::path place = place_of(path), resumed(places.resumed);
+  for (const fs::path& run : {fs::path(places.run_directory), resumed, resumed.parent_path()}) {
+    if (run.empty()) continue;
+    const fs::path way = way_inside(place, place_of(run.string()));
+    const std::string name = way.empty() ? "" : way.begin()->string();
+    const bool is_own = name == kMetricsName || name == kLockName || name == kLatestName || parse_step_name(name);
+    DS_CHECK(!is_own, Errc::Config, "{}: {} is a file that {}", key, path,
+             run == places.run_directory ? "the run writes itself" : "another run has written");
+  }
+  DS_CHECK(resumed.empty() || !parse_step_name(resumed.filename().string()) ||
+               way_inside(place, place_of(places.resumed)).empty(),
+           Errc::Config, "{}: {} is in the checkpoint that this run goes on from", key, path);
+}
+
+std::vector<NamedFile> inputs_of(const Config& config, const Places& places) {
+  std::vector<NamedFile> inputs = named_inputs(config);
+  for (const std::string& input : places.inputs) inputs.push_back({"", input});
+  return inputs;
+}
+
+Error is_input(std::string_view key, const std::string& file, const NamedFile& input) {
+  return Error(Errc::Config, fmt::format("{}: {} is an input of this run{}", key, file,
+                                         input.key.empty() ? "" : fmt::format(", by {}", input.key)));
+}
 
 // Directories of monitors: all of them, or none.
 class Directories {
@@ -104,50 +181,51 @@ class Directories {
 
 void check_file(const std::string& file, std::string_view key, const Config& config, const Places& places) {
   std::error_code error;
-  DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
-  DS_CHECK(!fs::exists(file, error) || fs::is_regular_file(file, error), Errc::Config, "{}: {} is not a regular file",
-           key, file);
-  const auto place_of = [&](const std::string& path) {
-    return fs::weakly_canonical(fs::absolute(follow_links(path)), error);
-  };
+  const fs::file_type type = fs::status(file, error).type();
+  DS_CHECK(type != fs::file_type::none, Errc::Config, "{}: {}: {}", key, file, system_reason(error.value()));
+  const bool exists = type != fs::file_type::not_found;
+  DS_CHECK(type != fs::file_type::directory, Errc::Config, "{}: {} is a directory", key, file);
+  DS_CHECK(!exists || type == fs::file_type::regular, Errc::Config, "{}: {} is not a regular file", key, file);
+  check_not_of_run(file, key, places);
   const fs::path place = place_of(file);
-  const fs::path resumed(places.resumed);
-  for (const fs::path& run : {fs::path(places.run_directory), resumed, resumed.parent_path()}) {
-    if (run.empty()) continue;
-    const fs::path inside = place.lexically_relative(place_of(run.string()));
-    const std::string name = inside.empty() ? "" : inside.begin()->string();
-    const bool is_own = name == kMetricsName || name == kLockName || name == kLatestName || parse_step_name(name);
-    DS_CHECK(!is_own, Errc::Config, "{}: {} is a file that {}", key, file,
-             run == places.run_directory ? "the run writes itself" : "another run has written");
+  DS_CHECK(places.run_directory.empty() || way_inside(place_of(places.run_directory), place).empty(), Errc::Config,
+           "{}: {} is where the run makes its directory", key, file);
+  for (const Kept& kept : kept_directories(config, places)) {
+    DS_CHECK(!is_file_of(kept, place), Errc::Config, "{}: {} is a file of {}, too", key, file, kept.monitor);
+    DS_CHECK(way_inside(kept.directory, place).empty(), Errc::Config, "{}: {} is where {} makes its directory", key,
+             file, kept.monitor);
   }
-  DS_CHECK(resumed.empty() || !parse_step_name(resumed.filename().string()) ||
-               place.lexically_relative(place_of(places.resumed)).string().starts_with(".."),
-           Errc::Config, "{}: {} is in the checkpoint that this run goes on from", key, file);
   for (const auto& [other, of_key] :
        {std::pair(config.prometheus.file, kPrometheus), {config.flops_profiler.output_file, kFlops}}) {
     DS_CHECK(other.empty() || of_key == key || place_of(other) != place, Errc::Config, "{}: {} is the file of {}, too",
              key, file, of_key);
   }
-  std::vector<NamedFile> inputs = named_inputs(config);
-  for (const std::string& input : places.inputs) inputs.push_back({"", input});
-  for (const NamedFile& input : inputs) {
-    const bool inside = fs::is_directory(input.path, error) && fs::exists(file, error) &&
-                        (input.key.empty() || is_model_file(file)) &&
-                        !place.lexically_relative(place_of(input.path)).string().starts_with("..");
-    DS_CHECK(!inside && !fs::equivalent(file, input.path, error) && place != place_of(input.path), Errc::Config,
-             "{}: {} is an input of this run{}", key, file, input.key.empty() ? "" : fmt::format(", by {}", input.key));
+  for (const NamedFile& input : inputs_of(config, places)) {
+    const bool inside = input.key.empty() && exists && fs::is_directory(input.path, error) &&
+                        !way_inside(place, place_of(input.path)).empty();
+    if (inside || fs::equivalent(file, input.path, error) || place == place_of(input.path))
+      throw is_input(key, file, input);
   }
+  DS_CHECK(!exists || !is_model_file(place.string()), Errc::Config,
+           "{}: {} is a file of a model, which a report does not replace", key, file);
   check_directory(parent_directory(follow_links(file)), key, false);
 }
 
 void Monitors::check(const Config& config, const Places& places) {
   const auto check_monitor = [&](const MonitorConfig& monitor, std::string_view name) {
-    if (monitor.enabled) check_directory(directory_of(monitor, name, places.run_directory), key_of(name), true);
+    if (!monitor.enabled) return;
+    const std::string directory = directory_of(monitor, name, places.run_directory);
+    check_directory(directory, key_of(name), true);
+    check_not_of_run(directory, key_of(name), places);
   };
   check_monitor(config.tensorboard, kTensorboard);
   check_monitor(config.csv_monitor, kCsv);
   if (config.csv_monitor.enabled)
     check_csv_files(directory_of(config.csv_monitor, kCsv, places.run_directory), key_of(kCsv));
+  for (const Kept& kept : kept_directories(config, places)) {
+    for (const NamedFile& input : inputs_of(config, places))
+      if (is_file_of(kept, place_of(input.path))) throw is_input(key_of(kept.monitor), input.path, input);
+  }
   const auto check_report = [&](const std::string& file, std::string_view key, std::string_view begin) {
     if (file.empty()) return;
     check_file(file, key, config, places);

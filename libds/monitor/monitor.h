@@ -42,12 +42,14 @@ struct Places {
 };
 
 // Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written; if
-// something is there that is no regular file, or is an input of the run; if a run writes it itself, or for another key.
+// something is there that is no regular file, or is an input of the run or a part of a model; if a run writes it
+// itself, for another key or as a file of another monitor; if it is where a directory of the run will be.
 void check_file(const std::string& file, std::string_view key, const Config& config, const Places& places);
 
 class Monitors {
  public:
-  // Throws Errc::Config, naming the key, if something cannot be written where the configuration says. Touches nothing.
+  // Throws Errc::Config, naming the key, if something cannot be written where the configuration says, would change an
+  // input, or has a name that the run gives itself. Touches nothing.
   static void check(const Config& config, const Places& places);
   // Whether the phases of this step are to be timed.
   static bool wants_phases(const Config& config, i64 step) noexcept;

@@ -338,6 +338,10 @@ END
   refuses "--module" "python3 -m MODULE"
   run -2 "$launch" --nproc_per_node gpu touch started
   assert_output --partial "--nproc-per-node: must be an integer"
+  run -2 "$launch" --nproc_per_node 2 --nproc_per_node 2 touch started
+  assert_output --partial "error: --nproc-per-node was given more than once"
+  run -2 "$launch" --max-restarts
+  assert_output --partial "error: --max-restarts needs a value"
   run -2 "$launch" -n 3 --nproc_per_node 2 touch started
   assert_output --partial "--ranks 3 and --nproc-per-node 2 say different things"
   run -2 "$launch" --host a:2,b:1 --nproc_per_node 2 touch started
@@ -425,6 +429,29 @@ END
   grep -q '"culprit": 1' report.json
   run "$launch" --json true
   assert_failure 2
+}
+
+@test "--output replaces nothing that the program's command line names" {
+  printf '#!/bin/sh\necho "$@"\n' >prog
+  chmod +x prog
+  cp prog before
+  echo data >data.txt
+  local words
+  for words in ./prog "echo prog" "echo --file=prog" "echo --set=a.b=prog" "echo $PWD/prog"; do
+    for dry in "" --dry-run; do
+      run -2 --separate-stderr "$launch" --output prog $dry $words
+      [[ $stderr == *"--output prog: the program's command line names this file"* ]] || fail "$words: $stderr"
+      cmp prog before
+    done
+  done
+  "$launch" --output report ./prog new data.txt
+  grep -q 'status 0' report
+}
+
+@test "a directory of logs that is a link to itself is a mistake" {
+  ln -s loop loop
+  run -2 --separate-stderr "$launch" --log-dir loop true
+  [[ $stderr == *"--log-dir: cannot create loop: Too many levels of symbolic links"* ]] || fail "$stderr"
 }
 
 # ---- signals --------------------------------------------------------------------------------------------------------

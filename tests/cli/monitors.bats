@@ -264,9 +264,65 @@ PY
   reports w.safetensors cfg.json --weights w.safetensors
   reports first/step-00000002/model.h5 cfg.json --resume first
   reports first/metrics.jsonl cfg.json --resume first/step-00000002
+  reports hfm/config.json cfg.json --weights hfm/model.safetensors
+  printf 'a\n' >prompts.txt
+  sha256sum prompts.txt >>before
+  local mode
+  for mode in "--generate a --max-tokens 4" "--prompts prompts.txt --max-tokens 4" --eval "--check --generate a --max-tokens 4" \
+    "--check --prompts prompts.txt --max-tokens 4"; do
+    run -2 --separate-stderr ds-train cfg.json --weights hfm $mode --output text.txt
+    [[ $stderr == *'--output: text.txt is an input of this run, by data.train'* ]] || fail "$mode: $stderr"
+  done
   sha256sum --check --quiet before
   # A new file beside them is nobody's.
   ds-train hf.json --out run --quiet --steps 2 --trace hfm/trace.json
+}
+
+@test "what a run names itself is no place for its monitors, and theirs none for a report" {
+  local csv="--set csv_monitor.enabled=true --set csv_monitor.output_path=csv --set csv_monitor.job_name=j"
+  local where name file=csv/j/train_loss.csv
+  reports_refused() { # file, text, further arguments
+    local file=$1 text=$2
+    shift 2
+    for where in "--trace $file" "--set prometheus.file=$file" "--output $file" \
+      "--set flops_profiler.enabled=true --set flops_profiler.output_file=$file"; do
+      refused 2 "$text" "$@" $where
+    done
+  }
+  reports_refused ./refused "refused is "
+  reports_refused csv "csv is where csv_monitor makes its directory" $csv
+  mkdir -p csv/j
+  reports_refused $file "$file is a file of csv_monitor, too" $csv
+  reports_refused csv/j/events.out.tfevents.1 "is a file of tensorboard, too" --set tensorboard.enabled=true \
+    --set tensorboard.output_path=csv/j --set tensorboard.job_name=.
+  for name in step-00000002 latest lock metrics.jsonl; do
+    for where in csv_monitor tensorboard; do
+      refused 2 "$where.output_path: refused/$name is a file that the run writes itself" --set $where.enabled=true \
+        --set $where.output_path=refused --set $where.job_name=$name
+    done
+  done
+  # One that begins as those of csv_monitor do.
+  (printf 'step,loss\r\n' && cat text.txt) >$file
+  cp $file kept
+  refused 2 "csv_monitor.output_path: $file is an input of this run, by data.train" --set data.train=$file $csv
+  cmp $file kept
+  printf 'step,other\r\n1,2\r\n' >$file
+  refused 2 "$file is not a file of csv_monitor, which begins with \"step,loss\"" $csv
+}
+
+@test "a report or a directory that is a link to itself is refused before anything is written" {
+  ln -s loop loop
+  local where
+  for where in "--trace loop" "--set prometheus.file=loop" \
+    "--set flops_profiler.enabled=true --set flops_profiler.output_file=loop" \
+    "--set csv_monitor.enabled=true --set csv_monitor.output_path=loop" \
+    "--set tensorboard.enabled=true --set tensorboard.output_path=loop"; do
+    refused 2 "Too many levels of symbolic links" $where
+  done
+  refused 2 "File name too long" --set csv_monitor.enabled=true --set csv_monitor.output_path=new \
+    --set csv_monitor.job_name="$(printf '%300s' '' | tr ' ' a)"
+  ln -s nowhere dangling
+  refused 2 "a link that leads to nothing" --set csv_monitor.enabled=true --set csv_monitor.output_path=dangling
 }
 
 @test "a monitor that cannot be written leaves no run behind" {

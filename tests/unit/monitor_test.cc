@@ -547,6 +547,8 @@ TEST(Monitors, WhatLiesInThePlaceOfTheirFilesIsKnownBefore) {
   EXPECT_THAT(message("train_loss.csv", link), HasSubstr("is a symbolic link"));
   EXPECT_THAT(message("memory_params.csv", hard), HasSubstr("(hard link)"));
   EXPECT_THAT(message("comm_dp.all_gather.csv", text), HasSubstr("is not a file of csv_monitor"));
+  EXPECT_THAT(message("train_loss.csv", [](const std::string& path) { write_file(path, "step,other\r\n"); }),
+              HasSubstr("begins with \"step,loss\""));
   EXPECT_THAT(message("validation_loss.csv", pipe), HasSubstr("is not a regular file"));
   EXPECT_EQ(message("book.csv", link), "");
   EXPECT_EQ(message("train_loss.csv", [](const std::string& path) { write_file(path, "step,loss\r\n1,2\r\n"); }), "");

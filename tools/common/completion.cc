@@ -48,7 +48,7 @@ struct Table {
 // Options of the tool and of all its commands: more offered than strictly valid, nothing valid missing.
 void collect(const CLI::App& app, Table& table) {
   for (const CLI::Option* option : app.get_options())
-    if (option->nonpositional() && !option->get_group().empty()) table.options.push_back(make_row(*option));
+    if (option->nonpositional() && option->get_group() != kHidden) table.options.push_back(make_row(*option));
   for (const CLI::App* command : app.get_subcommands(nullptr)) {
     table.commands.push_back(command->get_name());
     collect(*command, table);

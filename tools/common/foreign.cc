@@ -32,14 +32,14 @@ void add_foreign(CLI::App& app, const std::vector<ForeignOption>& options) {
                             [names, option] {
                               if (!option.instead.empty()) refuse(names.substr(0, names.find(',')), option.instead);
                             })
-          ->group("");
+          ->group(kHidden);
       continue;
     }
     const auto check = [names, option](const std::string& value) {
       if (std::ranges::find(option.accepted, value) == option.accepted.end())
         refuse(names.substr(0, names.find(',')) + " " + value, option.instead);
     };
-    app.add_option_function<std::string>(names, check)->group("")->type_name("VALUE");
+    app.add_option_function<std::string>(names, check)->group(kHidden)->type_name("VALUE");
   }
 }
 
@@ -135,7 +135,7 @@ std::vector<ForeignOption> options_of_launchers() {
 
 void add_ranks_per_node(CLI::App& app, RanksPerNode& given) {
   add_number(app, both_spellings("--nproc-per-node,--num-gpus,--num-accelerators"), given.ranks, 1, 4096, "")
-      ->group("")
+      ->group(kHidden)
       ->type_name("N");
   const std::string names = both_spellings("--nnodes,--num-nodes,--num-machines");
   const auto store = [&given](const std::string& text) {  // torchrun also takes the least and the most
@@ -144,7 +144,7 @@ void add_ranks_per_node(CLI::App& app, RanksPerNode& given) {
     if (colon != std::string::npos && parse_integer("--nnodes", text.substr(colon + 1), 1, 4096) != given.nodes)
       throw CLI::ValidationError("--nnodes " + text, "the number of hosts is fixed while a job runs: give one number");
   };
-  app.add_option_function<std::string>(names, store)->group("")->type_name("N");
+  app.add_option_function<std::string>(names, store)->group(kHidden)->type_name("N");
 }
 
 void apply(const RanksPerNode& given, LaunchOptions& options) {

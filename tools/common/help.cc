@@ -55,7 +55,7 @@ std::string option_head(const CLI::Option& option) {
 
 std::vector<std::string> shown_names(const CLI::Option& option) {
   std::vector<std::string> names;
-  if (option.get_group().empty()) return names;
+  if (option.get_group() == kHidden) return names;
   if (!option.get_snames().empty()) names.push_back("-" + option.get_snames().front());
   if (!option.get_lnames().empty()) names.push_back("--" + option.get_lnames().front());
   return names;
@@ -90,7 +90,7 @@ std::string help_text(const ToolInfo& tool, const CLI::App& app) {
     for (const CLI::Option* option : app.get_options())
       if (option->nonpositional() && option->get_group() == group)
         options += entry(option_head(*option), option->get_description());
-    if (!group.empty() && !options.empty()) text += fmt::format("\n{}:\n{}", group, options);
+    if (group != kHidden && !options.empty()) text += fmt::format("\n{}:\n{}", group, options);
   }
 
   if (!top) return text + fmt::format("\n'{} --help' lists the options of all commands.\n", tool.name);

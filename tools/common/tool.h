@@ -136,6 +136,9 @@ CLI::Option* add_number(CLI::App& app, const std::string& names, T& target, std:
   return app.add_option_function<std::string>(names, store, description);
 }
 
+// The group of options that help and completion leave out. (CLI11 has "" for them, and then no name in its messages.)
+inline constexpr const char* kHidden = "Hidden";
+
 int rank() noexcept;  // RANK of the environment, else 0
 
 // Messages on stderr, "ds-x: error: ..." ("ds-x[3]: ..." on rank 3), each in one write. --quiet drops all but errors.
