@@ -514,7 +514,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   check_named_files(c, r);
   if (!has_error(diagnostics))
     tell_automatic(
-        c, [&](std::string_view path) { return applies(c, path); }, r);
+        c, text, [&](std::string_view path) { return applies(c, path); }, r);
   return result;
 }
 

@@ -90,9 +90,9 @@ constexpr Key kGpt2Keys[] = {
     effect("activation_function", activation_slot<kPlainActivations>),
     effect("layer_norm_epsilon", slot_of<&H::m, &M::norm_eps>, kAboveZero),
     effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
-    effect("embd_pdrop", slot_of<&H::m, &M::embd_dropout>, kDropout),
-    effect("resid_pdrop", slot_of<&H::m, &M::resid_dropout>, kDropout),
-    effect("attn_pdrop", slot_of<&H::m, &M::attn_dropout>, kDropout),
+    effect("embd_pdrop", slot_of<&H::m, &M::embd_dropout>, kDropout, kNull),
+    effect("resid_pdrop", slot_of<&H::m, &M::resid_dropout>, kDropout, kNull),
+    effect("attn_pdrop", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
     effect("scale_attn_weights", slot_of<&H::m, &M::scale_attn_weights>, {}, kNull),
     effect("scale_attn_by_inverse_layer_idx", slot_of<&H::m, &M::scale_attn_by_inverse_layer_idx>, {}, kNull),
     effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
@@ -156,8 +156,8 @@ constexpr Key kBertKeys[] = {
     effect("num_attention_heads", slot_of<&H::m, &M::heads>, kSize),
     effect("intermediate_size", slot_of<&H::m, &M::intermediate>, kSize),
     effect("hidden_act", activation_slot<kPlainActivations>),
-    effect("hidden_dropout_prob", slot_of<&H::m, &M::resid_dropout>, kDropout),
-    effect("attention_probs_dropout_prob", slot_of<&H::m, &M::attn_dropout>, kDropout),
+    effect("hidden_dropout_prob", slot_of<&H::m, &M::resid_dropout>, kDropout, kNull),
+    effect("attention_probs_dropout_prob", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
     effect("max_position_embeddings", slot_of<&H::m, &M::max_positions>, kSize),
     effect("type_vocab_size", slot_of<&H::m, &M::token_types>, kSize),
     effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
@@ -360,11 +360,16 @@ std::optional<Family> read_family(const Json& object, std::string_view key, Read
   return std::nullopt;
 }
 
-// bitsandbytes' section where both of its switches are off: what is left of a merge.
+// A section whose method is "none", or bitsandbytes' where both of its switches are off: what is left of a merge.
 bool quantizes_nothing(const Json& object) {
   const auto it = object.find("quantization_config");
   if (it == object.end() || !it->is_object()) return false;
   const Json method = it->value("quant_method", Json("bitsandbytes"));
+  if (method == "none") {
+    return std::ranges::all_of(it->items(), [](const auto& member) {
+      return member.key() == "quant_method" || member.value().is_null() || member.value() == false;
+    });
+  }
   const bool has_switch = it->contains("load_in_4bit") || it->contains("load_in_8bit");
   return method == "bitsandbytes" && has_switch && it->value("load_in_4bit", Json(false)) == false &&
          it->value("load_in_8bit", Json(false)) == false;
@@ -378,7 +383,8 @@ bool asks_for_nothing(Family family, const Json& object, std::string_view name, 
     return it != object.end() && (it->is_null() || *it == false);
   };
   if (name == "sliding_window") return off("use_sliding_window");
-  if (name == "max_window_layers") return true;  // of windows that another key turns on
+  if (name == "scale_attn_weights") return value == true;  // which every family does
+  if (name == "max_window_layers") return true;            // of windows that another key turns on
   if (name == "layer_types")
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
   if (name == "attention_bias") return family == Family::Qwen2 && value == true;
@@ -414,6 +420,19 @@ std::vector<Key> model_keys(Family family, ModelSource source) {
   return keys;
 }
 
+// Why a model of this type has no such key, although others do; empty: none has.
+std::string types_that_have(std::string_view name, Family own, ModelSource source) {
+  std::vector<std::string> others;
+  for (const auto& [type, family] : kFamilies) {
+    const std::vector<Key> keys = model_keys(family, source);
+    if (std::ranges::any_of(keys, [&](const Key& k) { return k.path.substr(0, k.path.find('.')) == name; }))
+      others.push_back(fmt::format("\"{}\"", type));
+  }
+  if (others.empty()) return "";
+  return fmt::format("no model of type \"{}\" has it, but those of type {} do", family_name(own),
+                     fmt::join(others, " and "));
+}
+
 ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
                        std::vector<Diagnostic>& diagnostics) {
   const bool is_inline = source == ModelSource::Inline;
@@ -442,6 +461,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
     };
     r.pass_over_unknown(of_others, is_neutral);
   }
+  r.explain_unknown([&](std::string_view name) { return types_that_have(name, *family, source); });
   r.read(object);
 
   const SizeNames names = names_of(*family);
@@ -460,6 +480,12 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   const auto is_null = [&](const char* key) { return object.contains(key) && object[key].is_null(); };
   if (is_null("tie_word_embeddings") && *family == Family::Gpt2) h.m.tie_embeddings = false;
   if (is_null("scale_attn_weights")) h.m.scale_attn_weights = false;
+  for (const Key& k : keys) {
+    const bool is_dropout = k.kind == KeyKind::Effect && k.range.open_high;
+    if (const auto it = object.find(std::string(k.path));
+        is_dropout && it != object.end() && (it->is_null() || *it == false))
+      *std::get<float*>(k.slot(&h)) = 0;
+  }
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
   if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;

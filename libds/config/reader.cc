@@ -652,8 +652,9 @@ void Reader::unknown(std::string_view name, const Json& value, const std::string
                      const std::string& parent_path) {
   if (passes_over_unknown_ && parent_path.empty() && is_neutral_(name, value)) return;
   std::string best;
+  bool best_is_beside = false;  // in the same section
   i64 best_score = std::numeric_limits<i64>::max();
-  const auto consider = [&](std::string_view candidate, std::string path, i64 penalty) {
+  const auto consider = [&](std::string_view candidate, std::string path, i64 penalty, bool is_beside) {
     if (!resembles(name, candidate)) return;
     // A name with a word left out at an end is the likeliest of all.
     const bool whole_words =
@@ -663,6 +664,7 @@ void Reader::unknown(std::string_view name, const Json& value, const std::string
     if (score >= best_score) return;
     best_score = score;
     best = std::move(path);
+    best_is_beside = is_beside;
   };
   const bool passed_over =
       passes_over_unknown_ && (parent_path.empty() ? !never_passed_over_.contains(name) : !value.is_object());
@@ -677,12 +679,13 @@ void Reader::unknown(std::string_view name, const Json& value, const std::string
     consider(leaf, json_join(section == parent_path ? parent : prefix_, section == parent_path ? leaf : k.path),
              section == parent_path ? 0
              : parent_path.empty()  ? 1
-                                    : 3);
+                                    : 3,
+             section == parent_path);
     if (section.starts_with(parent_path)) {  // a section inside this one
       std::string_view rest = section.substr(parent_path.size());
       if (!parent_path.empty() && rest.starts_with('.')) rest.remove_prefix(1);
       rest = rest.substr(0, rest.find('.'));
-      if (!rest.empty()) consider(rest, json_member(parent, rest), 0);
+      if (!rest.empty()) consider(rest, json_member(parent, rest), 0, true);
     }
   }
   const std::string typed = json_member(parent, name);
@@ -691,9 +694,13 @@ void Reader::unknown(std::string_view name, const Json& value, const std::string
   const bool is_off = value.is_null() || value == false || (value == 0 && name.find("dropout") != name.npos);
   if (((best.empty() && weighed) || is_off) && passed_over)
     return report_unknown(Severity::Warning, typed, "unknown key, passed over: no model of this type has it");
-  report_unknown(
-      Severity::Error, typed,
-      best.empty() ? "unknown key; ds-config(5) lists all" : fmt::format("unknown key; did you mean {}?", best));
+  const bool is_told = unknown_told_ < kMostUnknown;
+  const std::string why = is_told && why_unknown_ && parent_path.empty() ? why_unknown_(name) : "";
+  if (!why.empty() && !best_is_beside) best.clear();
+  const std::string hint = !best.empty() ? fmt::format("; did you mean {}?", best)
+                           : why.empty() ? "; ds-config(5) lists all"
+                                         : "";
+  report_unknown(Severity::Error, typed, fmt::format("unknown key{}{}{}", why.empty() ? "" : ": ", why, hint));
 }
 
 }  // namespace ds

@@ -60,6 +60,10 @@ class Reader {
     is_neutral_ = std::move(is_neutral);
   }
 
+  // `why`: why an outermost key is unknown here, although elsewhere it is not; empty: it is nowhere known. Where it
+  // says something, no name inside a section is suggested.
+  void explain_unknown(std::function<std::string(std::string_view name)> why) { why_unknown_ = std::move(why); }
+
   bool given(std::string_view path) const {
     return given_.contains(path);
   }  // and good, and neither auto nor null
@@ -102,6 +106,7 @@ class Reader {
   bool passes_over_unknown_ = false;
   std::set<std::string_view> never_passed_over_;
   std::function<bool(std::string_view, const Json&)> is_neutral_;
+  std::function<std::string(std::string_view)> why_unknown_;
   std::span<const Key> keys_;
   void* root_;
   const ConfigText& text_;

@@ -25,10 +25,38 @@ bool is_other_weights(std::string_view name) {
     if (name.starts_with(prefix)) return false;
   }
   if (name.ends_with(".index.json")) name.remove_suffix(std::string_view(".index.json").size());
-  for (const std::string_view suffix : {".bin", ".pt", ".pth", ".safetensors", ".h5", ".msgpack", ".ckpt", ".gguf"}) {
+  for (const std::string_view suffix : {".bin", ".pt", ".pth", ".safetensors", ".h5", ".msgpack", ".ckpt", ".gguf",
+                                        ".distcp", ".onnx", ".ot", ".tflite"}) {
     if (name.ends_with(suffix)) return true;
   }
   return false;
+}
+
+// Folders in which other programs write a model: FSDP's shards, Megatron's checkpoints, exports, and
+// the files of Meta beside those of transformers.
+bool is_folder_of_weights(std::string_view name) {
+  for (const std::string_view known : {"onnx", "openvino", "coreml", "tflite", "original"}) {
+    if (name == known) return true;
+  }
+  for (const std::string_view prefix : {"pytorch_model_fsdp", "iter_"}) {
+    if (name.starts_with(prefix)) return true;
+  }
+  return false;
+}
+
+// Paths, from `dir` on, of weights that are not read.
+std::set<std::string> other_weights(const fs::path& dir) {
+  std::set<std::string> others;
+  for (const fs::directory_entry& entry : fs::directory_iterator(dir)) {
+    const fs::path name = entry.path().filename();
+    if (is_other_weights(name.string())) others.insert(name.string());
+    if (!entry.is_directory() || !is_folder_of_weights(name.string())) continue;
+    for (const fs::directory_entry& inner : fs::recursive_directory_iterator(entry.path())) {
+      if (is_other_weights(inner.path().filename().string()))
+        others.insert((name / inner.path().lexically_relative(entry.path())).string());
+    }
+  }
+  return others;
 }
 
 // Elements [begin, begin + count) in fp32.
@@ -72,11 +100,7 @@ std::string published_weights(const std::string& model_path) {
            model_path, saves);
   DS_CHECK(!is_checkpoint(dir.string()), Errc::Unavailable,
            "model.path {}: its weights are in a checkpoint; name {} with --weights, too", model_path, dir.string());
-  std::set<std::string> others;
-  for (const fs::directory_entry& entry : fs::directory_iterator(dir)) {
-    const std::string name = entry.path().filename().string();
-    if (is_other_weights(name)) others.insert(name);
-  }
+  const std::set<std::string> others = other_weights(dir);
   DS_CHECK(
       others.empty(), Errc::Unavailable,
       "model.path {}: there are weights in {}, but only {} are read; convert them, name a file with --weights, or put "

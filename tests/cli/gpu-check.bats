@@ -427,8 +427,21 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   run -2 "$gpu_check" --total 0
   assert_line --index 0 "gpu-check: error: --total wants seconds, not '0'"
   stand_ins
-  run -2 "$gpu_check" --build stub -o results --to results
-  assert_line --index 0 'gpu-check: error: --to is another folder than -o, and gets copies alone'
+  local inside option path
+  for inside in results results/copies ./results/../results/a/b; do
+    run -2 "$gpu_check" --build stub -o results --to "$inside"
+    assert_line --index 0 'gpu-check: error: --to is a folder outside -o, and gets copies alone'
+  done
+  [[ ! -e results ]]
+  touch file
+  for option in -o --to; do
+    run -2 "$gpu_check" --build stub "$option" file
+    assert_line --index 0 "gpu-check: error: $option: $PWD/file is no folder"
+    for path in file/in /proc/x; do
+      run -2 "$gpu_check" --build stub "$option" $path
+      assert_line --index 0 --regexp "^gpu-check: error: $option: the folder /.* cannot be made: name one where"
+    done
+  done
 }
 
 @test "a plan: its steps in its order, and what does not fit into the total is not begun and says so" {

@@ -629,7 +629,26 @@ TEST(Config, OneWarningStatesWhatNobodyHasChosen) {
       {R"("train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}})", ""},
       {R"("train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4,
           "cycle_max_lr": 1e-3, "cycle_momentum": false}})",
-       ""}};
+       ""},
+      // A rate that the run never takes.
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": "auto"}},
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}})",
+       ""},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": "auto"}},
+          "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-4}})",
+       ""},
+      {R"("train_batch_size": 1, "optimizer": {"params": {"lr": "auto"}, "param_groups": [
+          {"params": ["*.bias"], "frozen": true}, {"params": ["ln_f.*", "*"], "lr": 1e-4}]})",
+       ""},
+      {R"("train_batch_size": 1, "optimizer": {"param_groups": [{"params": ["*.bias"], "lr": 1e-4}]})",
+       "optimizer.params.lr: no learning rate is given beside those of optimizer.param_groups, and the run takes "
+       "0.001"},
+      {R"("train_batch_size": 1, "optimizer": {"param_groups": [{"params": ["*.bias"], "weight_decay": 0},
+          {"params": ["*"], "lr": 1e-4}]})",
+       "no learning rate is given beside those of optimizer.param_groups"},
+      {R"("train_batch_size": 1, "optimizer": {"param_groups": [{"params": ["*"], "weight_decay": 0.1},
+          {"params": ["*.bias"], "lr": 1e-4}]})",
+       "optimizer.params.lr: no learning rate is given, and the run takes 0.001"}};
   for (const auto& c : cases) {
     const std::string text = fmt::format("{{{}, {}}}", c.text, rest);
     const ConfigResult r = parse_config(text, "cfg", {}, 1, ConfigUse::Train);

@@ -182,7 +182,16 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e-300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "hiden_size": 64})", "did you mean hidden_size?"},
-           Case{R"({"model_type": "qwen2", "mlp_bias": true})", "mlp_bias: unknown key"},
+           Case{R"({"model_type": "qwen2", "mlp_bias": true})",
+                "mlp_bias: unknown key: no model of type \"qwen2\" has it, but those of type \"llama\" do"},
+           Case{R"({"model_type": "llama", "layer_types": ["sliding_attention"]})",
+                "layer_types: unknown key: no model of type \"llama\" has it, but those of type \"qwen2\" and "
+                "\"qwen3\" do"},
+           Case{R"({"model_type": "llama", "sliding_window": 4096})",
+                "sliding_window: unknown key: no model of type \"llama\" has it, but those of type \"qwen2\" and "
+                "\"qwen3\" do"},
+           Case{R"({"model_type": "gpt2", "layer_norm_eps": 1e-5})",
+                "no model of type \"gpt2\" has it, but those of type \"bert\" do; did you mean layer_norm_epsilon?"},
            Case{R"({"hidden_size": 64})", "model_type: is missing"},
            Case{R"({"model_type": 3})", "must be one of"},
            Case{R"({"model_type": "llama", "rope_scaling": {"type": "linear"}})", "needs it"},
@@ -291,6 +300,9 @@ TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
       {llama, R"("attention_out_bias": false)", "attention_out_bias"},
       {llama, R"("summary_type": "cls_index", "n_ctx": 64, "classifier_dropout": 0.1, "tokenizer_class": "x")", ""},
       {bert, R"("hidden_dropout": 0.0)", "hidden_dropout"},
+      {llama, R"("quantization_config": {"quant_method": "none", "modules_to_not_convert": null})", ""},
+      {llama, R"("scale_attn_weights": true)", ""},
+      {bert, R"("scale_attn_weights": true)", ""},
       {gpt2, R"("position_embedding_type": "absolute")", ""},
       {qwen2, R"("attention_bias": true, "mlp_bias": false, "pretraining_tp": 1)", ""},
       {qwen2, R"("attention_bias": false, "sliding_window": false, "use_sliding_window": null)", ""},
@@ -322,6 +334,19 @@ TEST(ModelConfig, NullIsFalse) {
   const ModelConfig m = load(R"({"model_type": "gpt2", "tie_word_embeddings": null, "scale_attn_weights": null})");
   EXPECT_FALSE(m.tie_embeddings);
   EXPECT_FALSE(m.scale_attn_weights);
+  for (const char* off : {"null", "false"}) {
+    const ModelConfig gpt2 =
+        load(fmt::format(R"({{"model_type": "gpt2", "embd_pdrop": {0}, "resid_pdrop": {0}, "attn_pdrop": {0}}})", off));
+    EXPECT_EQ(gpt2.embd_dropout, 0);
+    EXPECT_EQ(gpt2.resid_dropout, 0);
+    EXPECT_EQ(gpt2.attn_dropout, 0);
+    const ModelConfig bert = load(fmt::format(
+        R"({{"model_type": "bert", "hidden_dropout_prob": {0}, "attention_probs_dropout_prob": {0}}})", off));
+    EXPECT_EQ(bert.embd_dropout, 0);
+    EXPECT_EQ(bert.resid_dropout, 0);
+    EXPECT_EQ(bert.attn_dropout, 0);
+    EXPECT_EQ(load(fmt::format(R"({{"model_type": "llama", "attention_dropout": {}}})", off)).attn_dropout, 0);
+  }
 }
 
 // What would compute something else stays a mistake, or is not there yet.
@@ -338,6 +363,7 @@ TEST(ModelConfig, WhatChangesTheComputationIsRefused) {
        {R"("is_causal": false)", R"("use_bidirectional_attention": true)", R"("partial_rotary_factor": 0.5)",
         R"("quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false})",
         R"("quantization_config": {"quant_method": "awq", "bits": 4})",
+        R"("quantization_config": {"quant_method": "none", "bits": 4})",
         R"("quantization": {"group_size": 64, "bits": 4})", R"("pretraining_tp": 2)"})
     EXPECT_NE(failure(llama + more + "}", Errc::Unavailable), "accepted") << more;
 }

@@ -323,6 +323,17 @@ TEST(PublishedWeights, StandBesideConfigJson) {
     EXPECT_ERROR(published_weights(dir / "config.json"), Errc::Unavailable, name);
     std::filesystem::remove(dir / name);
   }
+  for (const char* folder : {"runs", "pytorch_model_fsdp_0"}) std::filesystem::create_directory(dir / folder);
+  write_file(dir / "runs/model.pt", "x");  // of no model that stands here
+  EXPECT_EQ(published_weights(dir.path()), "");
+  for (const char* name :
+       {"__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp", "onnx/model.onnx", "model.onnx",
+        "iter_0000010/mp_rank_00/model_optim_rng.pt", "original/consolidated.00.pth", "openvino/openvino_model.bin"}) {
+    std::filesystem::create_directories(std::filesystem::path(dir / name).parent_path());
+    write_file(dir / name, "x");
+    EXPECT_ERROR(published_weights(dir.path()), Errc::Unavailable, std::string("weights in ") + name + ",");
+    std::filesystem::remove(dir / name);
+  }
   write_file(dir / "small.json", "{}");
   write_file(dir / "pytorch_model.bin", "x");
   EXPECT_EQ(published_weights(dir / "small.json"), "");  // a description that belongs to no weights
