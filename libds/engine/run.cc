@@ -170,7 +170,7 @@ void TrainingRun::State::open() {
   model_json = published_config(config);
   load();
   take_directory();
-  if (directory) stages = engine::stages_json(*plans, *mesh, *device);
+  if (writes()) stages = record->stages_json(*engine);
   plans.reset();  // the engine has its own
 }
 

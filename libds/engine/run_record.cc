@@ -112,20 +112,6 @@ Config with_absolute_paths(Config config) {
   return config;
 }
 
-Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
-  Json stages = Json::array();
-  for (int stage = 0; stage < plans.mesh().pp; ++stage) {
-    const report::Planned& planned = plans.of_stage(stage);
-    const Config& config = plans.config();
-    stages.push_back(
-        {{"ranks", ranks_of_stage(plans.mesh(), stage)},
-         {"predicted_bytes", bytes_json(predicted_bytes(config, planned.model, planned.plan, mesh, device))}});
-    const Json bounds = bounds_json(bounds_of(config, planned.plan, mesh, device, false));
-    if (!bounds.empty()) stages.back()["bounds"] = bounds;
-  }
-  return stages;
-}
-
 Json step_line(const StepRecord& r) {
   Json line = {{"type", "step"},
                {step_field::kStep, r.step},
@@ -222,6 +208,36 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
   for (size_t t = 0; t < r.current.size(); ++t) r.current[t] = engine.ledger().current(static_cast<Tag>(t));
   add_own(r.current);
   return r;
+}
+
+Json RunRecord::stages_json(const Engine& engine) {
+  const Json mine = {{"predicted_bytes", bytes_json(predicted(engine))},
+                     {"bounds", bounds_json(bounds_of(engine.config(), engine.plan(), mesh_, device_, false))}};
+  std::vector<Json> of_ranks;
+  for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) of_ranks.push_back(Json::parse(rank));
+  Json stages = Json::array();
+  for (int stage = 0; stage < mesh_.shape().pp; ++stage) {
+    const std::vector<int> ranks = ranks_of_stage(mesh_.shape(), stage);
+    Json most = Json::object(), bounds = Json::object();
+    for (const int r : ranks) {
+      for (const auto& [tag, bytes] : of_ranks[r]["predicted_bytes"].items())
+        most[tag] = std::max(most.value(tag, i64{0}), bytes.get<i64>());
+    }
+    for (const auto& [tag, bytes] : most.items()) {
+      for (const int r : ranks) {
+        const std::string bound = of_ranks[r]["bounds"].value(tag, "");
+        if (bound == bound_text(Bound::AtLeast)) {
+          bounds[tag] = bound;
+        } else if (!bounds.contains(tag) &&
+                   (!bound.empty() || of_ranks[r]["predicted_bytes"].value(tag, i64{0}) < bytes)) {
+          bounds[tag] = bound_text(Bound::AtMost);
+        }
+      }
+    }
+    stages.push_back({{"ranks", ranks}, {"predicted_bytes", most}});
+    if (!bounds.empty()) stages.back()["bounds"] = bounds;
+  }
+  return stages;
 }
 
 Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,

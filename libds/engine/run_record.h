@@ -31,9 +31,6 @@ std::string attention_identity(const Config& config);
 // What is saved is read from other working directories.
 Config with_absolute_paths(Config config);
 
-// What each stage of a run is predicted to take.
-Json stages_json(Plans& plans, const Mesh& mesh, Device& device);
-
 Json step_line(const StepRecord& record);
 
 // One rank's record of one run. Made when ranks are connected and data is open, just before the engine takes its
@@ -54,6 +51,10 @@ class RunRecord {
   void show(const Engine& engine, const std::string& job, const std::string& directory, i64 step);
   // After a step; peak: what counted() says. Allocates nothing.
   void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
+
+  // What the ranks of each stage are predicted to take: of each tag the most, named as a bound where they differ.
+  // Collective.
+  Json stages_json(const Engine& engine);
 
   // What a start is about, its first line: `step` steps had been taken. model_json: the config.json of what is saved.
   // `stages`: stages_json().

@@ -74,8 +74,9 @@ std::string traffic_text(const RankGroup& g) {
     const auto found = g.most_traffic.find(name);
     return found == g.most_traffic.end() ? "" : fmt::format(", at most {} in a step", bytes_text(found->second));
   };
+  const auto uneven = [&](const std::string& name) { return g.uneven_traffic.contains(name) ? " at most" : ""; };
   for (const Traffic& t : g.traffic)
-    text += fmt::format("  {:<20} {:>14} in {} call{}{}\n", t.name, bytes_text(t.bytes), t.calls,
+    text += fmt::format("  {:<20} {:>14}{} in {} call{}{}\n", t.name, bytes_text(t.bytes), uneven(t.name), t.calls,
                         t.calls == 1 ? "" : "s", at_most(t.name));
   for (const auto& [name, bytes] : g.most_traffic) {
     if (std::ranges::find(g.traffic, name, &Traffic::name) == g.traffic.end())
@@ -83,7 +84,8 @@ std::string traffic_text(const RankGroup& g) {
   }
   if (g.traffic.empty()) text += "  nothing\n";
   if (!g.mean_traffic.empty()) text += "on average over all steps\n";
-  for (const auto& [name, bytes] : g.mean_traffic) text += fmt::format("  {:<20} {:>14}\n", name, bytes_text(bytes));
+  for (const auto& [name, bytes] : g.mean_traffic)
+    text += fmt::format("  {:<20} {:>14}{}\n", name, bytes_text(bytes), uneven(name));
   return text;
 }
 
@@ -136,6 +138,7 @@ std::string json(const Prediction& p) {
                       {"momentary_bytes", g.momentary_bytes},
                       {"comm_per_step", traffic}});
     if (!bounds.empty()) groups.back()["memory_bounds"] = bounds;
+    for (const std::string& name : g.uneven_traffic) groups.back()["comm_bounds"][name] = bound_text(Bound::AtMost);
     if (!g.mean_traffic.empty()) groups.back()["mean_comm_bytes_per_step"] = g.mean_traffic;
     if (!g.most_traffic.empty()) groups.back()["most_comm_bytes_per_step"] = g.most_traffic;
     if (g.files.empty()) continue;

@@ -71,6 +71,40 @@ JSON
   same_as_counted run p.json
 }
 
+# What each rank of a run counts, against the numbers that it shares with others: no less anywhere, and where no bound is
+# named, no more.
+no_rank_counts_more() { # RUN PREDICTION
+  python3 - "$1" "$2" <<'PY'
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1] + "/metrics.jsonl")]
+run, ranks = lines[0], lines[-1]["ranks"]
+groups = [(g["ranks"], g["memory_bytes"], g.get("memory_bounds", {})) for g in json.load(open(sys.argv[2]))["groups"]]
+stages = [(s["ranks"], s["predicted_bytes"], s.get("bounds", {})) for s in run["stages"]]
+for rank in ranks:
+    for alike in groups, stages:
+        members, most, bounds = next(g for g in alike if rank["rank"] in g[0])
+        for tag, n in rank["counted_bytes"].items():
+            assert n <= most[tag], (rank["rank"], tag, n, most[tag])
+            assert n == most[tag] or bounds.get(tag) == "at most", (rank["rank"], tag, n, most[tag])
+for members, most, bounds in groups:
+    for tag in most:
+        assert tag == "comm" or most[tag] == max(ranks[r]["counted_bytes"].get(tag, 0) for r in members), tag
+PY
+}
+
+@test "no rank counts more than what is predicted of the ranks that are shown as one" {
+  set -- --set 'data.split=0' --set steps=2 --set zero_optimization.stage=3
+  local -a diloco=(--set diloco.enabled=true --set diloco.workers=2 --set diloco.sync_every=2)
+  local -a coded=(--set optimizer.type=AdamW8bit)
+  local -A keys=([diloco]="${diloco[*]}" [coded]="${coded[*]}" [matrices]="--set optimizer.type=Muon --set tensor_parallel.tp_size=2")
+  for case in "${!keys[@]}"; do
+    read -ra more <<< "${keys[$case]}"
+    ds-memreport -n 4 --device cpu cfg.json "$@" "${more[@]}" --json --output "$case.json"
+    ds-launch -n 4 ds-train cfg.json "$@" "${more[@]}" --out "$case" --quiet
+    no_rank_counts_more "$case" "$case.json"
+  done
+}
+
 @test "what a backend of several parts keeps is not predicted, on one node too" {
   run -0 ds-memreport cfg.json -n 2 --device cpu
   assert_line --regexp '^ +comm +2[.]'

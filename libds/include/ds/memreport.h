@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -50,8 +51,8 @@ struct Traffic {
   bool operator==(const Traffic&) const = default;
 };
 
-// Ranks that hold and send the same; where tensor-parallel ranks sum gradients of small parameters, whose slices not
-// all own, the numbers are those of the rank with most of them.
+// Ranks that hold and send the same, or nearly: where slices of parameters differ, so do their states and what is sent
+// for them. Each number is that of the rank with most of it; those that differ are named as bounds.
 struct RankGroup {
   std::vector<int> ranks;  // ascending
   int stage = 0;           // of the pipeline
@@ -60,13 +61,15 @@ struct RankGroup {
   std::vector<TagBytes> files;                      // of what is offloaded to NVMe
   bool served = false;                              // no: of what a server has
   i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
-  i64 device_bytes = 0;                             // of the device: all tags, but beside a GPU "host"
-  i64 host_bytes = 0;                               // beside a GPU
+  // Of the device: all tags, but beside a GPU "host"; of the rank that has most, and so perhaps less than their sum.
+  i64 device_bytes = 0;
+  i64 host_bytes = 0;  // beside a GPU
   // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<Traffic> traffic;
   std::map<std::string, i64> mean_traffic;  // bytes in a step on average, where steps differ; the last one is above
   std::map<std::string, i64> most_traffic;  // as RunPrediction::most_comm_bytes
+  std::set<std::string> uneven_traffic;     // names of messages of which some of these ranks send less
 };
 
 // What a node's ranks take together, of host memory; on the CPU that is all of theirs.
