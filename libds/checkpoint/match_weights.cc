@@ -92,7 +92,7 @@ std::vector<std::string_view> remove_wrappers(std::vector<std::string>& names) {
   return removed;
 }
 
-// What all names begin with, up to a dot.
+// The longest common prefix of all names that ends with a dot.
 std::string_view shared_prefix(const std::vector<std::string>& names) {
   if (names.empty()) return {};
   std::string_view shared = names.front();

@@ -16,7 +16,7 @@
 namespace ds {
 namespace {
 
-// Who wrote a number into the lock.
+// The number of the process that holds the lock, as the lock file states it.
 std::string read_holder(int fd) {
   char holder[32] = {};
   const ssize_t n = ::read(fd, holder, sizeof holder - 1);

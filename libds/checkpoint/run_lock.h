@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Who writes in a run directory: one process at a time, by a lock that ends with it.
+// The lock of a run directory: one process at a time writes there, and the lock ends with that process.
 
 #include <string>
 #include <utility>

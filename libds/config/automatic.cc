@@ -56,7 +56,7 @@ bool schedule_has_rates(const Config& c, const Reader& r) {
 
 // Whether nobody has chosen the value of a key.
 bool is_open(const Config& c, std::string_view path, const Reader& r) {
-  // Of the two that choose the precision "auto" makes one true, perhaps the other one.
+  // "auto" makes one of the two precision keys true, perhaps not the one that says "auto".
   if (path == kFp16Enabled) return c.fp16.enabled && !r.given(kFp16Enabled);
   if (path == kBf16Enabled) return c.bf16.enabled && !r.given(kBf16Enabled);
   if (!r.automatic(path)) return false;

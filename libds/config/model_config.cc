@@ -619,7 +619,7 @@ Json publish_model(const Json& published, const ModelConfig& model) {
     if (k.kind == KeyKind::Alias && k.path.find('.') == k.path.npos) out.erase(std::string(k.path));
   }
   out.update(Json::parse(model_config_json(model)));
-  // What was passed over in its section stands there again.
+  // Members of the section that reading passed over are written back.
   const auto rope = out.find("rope_scaling");
   if (rope == out.end() || !rope->is_object()) return out;
   for (const char* section : {"rope_scaling", "rope_parameters"}) {

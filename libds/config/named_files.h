@@ -23,8 +23,8 @@ struct NamedFile {
 std::vector<NamedFile> named_inputs(const Config& config);
 // Why it can never be read: "is a directory, not a file". Empty if it can be, or does not exist.
 std::string why_not_input(const NamedFile& file);
-// What `read` returns. A file that cannot be opened is a mistake of the configuration: Errc::Io becomes Errc::Config.
-// The messages of both get the key.
+// Returns read(). A file that cannot be opened is a mistake of the configuration: Errc::Io becomes Errc::Config. The
+// messages of both get the key.
 template <class Read>
 auto read_named(std::string_view key, Read&& read) try {
   return read();

@@ -49,10 +49,10 @@ class Reader {
       : keys_(keys), root_(root), text_(text), prefix_(std::move(prefix)), diagnostics_(diagnostics) {}
 
   void read(const Json& object);
-  // Of an object that another program wrote: keys that no known one resembles are warnings, but for outermost ones of
-  // `errors` and nested objects; and with null, false or a dropout of 0 they are warnings whatever they resemble.
-  // Unknown outermost keys that are neutral are not told. false is null for a key or section that takes null, and null
-  // is no second value of a key.
+  // Unknown keys of an object that another program wrote become warnings if they resemble no known key, except
+  // outermost keys in `errors` and nested objects. With null, false or a dropout of 0 they are warnings whatever they
+  // resemble. Unknown outermost keys that are neutral are not told. false is null for a key or section that takes null,
+  // and null is no second value of a key.
   void pass_over_unknown(std::set<std::string_view> errors,
                          std::function<bool(std::string_view name, const Json& value)> is_neutral) {
     passes_over_unknown_ = true;

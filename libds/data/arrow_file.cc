@@ -91,7 +91,7 @@ class ArrowFile {
   [[noreturn]] void refuse(i64 row, const std::string& why) const {
     throw Error(Errc::Corrupt, fmt::format("{}: {}", place(row), why));
   }
-  // Of a row that asks for something that libds does not have.
+  // Refuses a row that asks for something that libds does not support.
   [[noreturn]] void refuse_row(i64 row, const std::string& why) const {
     throw Error(Errc::Unavailable, fmt::format("{}: {}", place(row), why));
   }
@@ -233,7 +233,7 @@ class WatchedColumns {
   void add(const std::string& name, MemberMeaning meaning, std::shared_ptr<arrow::Array> array) {
     if (meaning != MemberMeaning::Other) all_.push_back({name, meaning, std::move(array)});
   }
-  // What they say of row i: nothing, or whether it is trained on. refuse(why) throws.
+  // Whether row i is trained on; nothing if no column decides it. refuse(why) throws.
   template <class Refuse>
   std::optional<bool> is_trained(i64 i, Refuse&& refuse) const {
     std::optional<bool> result;

@@ -31,7 +31,7 @@ DType id_dtype(TokenDtype type) {
   throw Error(Errc::Internal, "a type of tokens without a name");
 }
 
-// Of the first ids, at most: patterns that no width but a wrong one leaves.
+// The checks look at no more than the first ids, for patterns that only a wrong width leaves.
 constexpr i64 kLookedAt = i64{1} << 16;
 // Ids may look like a shorter one.
 constexpr size_t kLeastSignature = 3;

@@ -407,7 +407,7 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   std::string wrong_message_;
   Errc wrong_code_ = Errc::Corrupt;
 
-  // What members beside those that are read say of a record or of a message.
+  // The effect of members beside those that make a record or a message.
   struct Beside {
     std::optional<bool> is_trained{};
     std::string wrong_weight{}, unsupported{};

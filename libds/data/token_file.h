@@ -22,7 +22,7 @@ class MappedFile {
  public:
   // Throws Errc::Config (cannot be opened, not a file, empty), Errc::Io.
   explicit MappedFile(const std::string& path);
-  // What `file` contains now; `path` stands for it in messages.
+  // Maps the present content of `file`; messages name it `path`.
   MappedFile(const TemporaryFile& file, const std::string& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

@@ -52,7 +52,7 @@ class RunRecord {
   // After a step; peak: what counted() says. Allocates nothing.
   void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
 
-  // What the ranks of each stage are predicted to take: of each tag the most, named as a bound where they differ.
+  // The predicted memory of each stage: for each tag the most of its ranks, marked as a bound where they differ.
   // Collective.
   Json stages_json(const Engine& engine);
 

@@ -325,7 +325,8 @@ void kill_descendants() {
 
 namespace {
 
-// Of /proc/PID/status. Only async-signal-safe calls: for a process that was forked and does not execute.
+// The state that /proc/PID/status reports. Makes only async-signal-safe calls, so that a forked process may use it
+// before exec.
 struct StoppedState {
   bool stopped = false;
   u64 pending = 0;  // signal n is bit n - 1

@@ -67,7 +67,7 @@ class Fields {
     for (const Json& item : at(key)) all.push_back(narrow<int>(count(item, key, kMostRanks)));
     return all;
   }
-  // Of those tags that have one; nothing in files that were written before there were any.
+  // The bounds of the tags that have one; empty for files of earlier versions.
   std::vector<std::pair<std::string, Bound>> bounds_by_tag(const char* key) const {
     std::vector<std::pair<std::string, Bound>> all;
     if (!has(key)) return all;

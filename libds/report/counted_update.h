@@ -53,7 +53,8 @@ class CountedUpdate {
   // The same, between a GPU and its host.
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
-  // What workers of DiLoCo send where a fragment meets; and the norm behind a meeting, which is statistics.
+  // The messages of DiLoCo's workers when a fragment meets. norm_of_meeting(): the norm after a meeting, which is
+  // statistics.
   std::map<std::string, CommCount> meeting(i64 fragment);
   void norm_of_meeting();
 

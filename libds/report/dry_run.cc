@@ -11,7 +11,7 @@ namespace {
 using model::Mode;
 using pipeline::LayerCall;
 
-// What stands for memory: views with it are there, and nobody looks at it. Aligned for any of them.
+// Stands for memory that is never read: a view of it is not null. Aligned for every dtype.
 alignas(64) float there = 0;
 
 TensorView present(DType dtype, std::initializer_list<i64> shape) { return TensorView::of(&there, dtype, shape); }

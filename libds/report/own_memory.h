@@ -18,8 +18,8 @@ using TagBounds = std::array<Bound, static_cast<size_t>(Tag::Count)>;
 
 // `config`, `model`: of which `plan` was made, for the CPU.
 TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host);
-// What a run's counts are to that. whole_run: it takes all of its steps, from the first one on; part of a run whose
-// steps differ may never come to those that take most.
+// How a run's counts relate to own_memory(). whole_run: the run takes all of its steps; part of a run whose steps
+// differ may never reach those that take most.
 TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host, bool whole_run);
 
 }  // namespace ds::report

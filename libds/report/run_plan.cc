@@ -588,7 +588,7 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalByte
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
 
-// What layers and the pipeline send: in the last step, and in all steps together, which may differ in length.
+// Messages of layers and of the pipeline, in the last step and in all steps together, which may differ in length.
 struct LayerTraffic {
   std::map<std::string, CommCount> last;
   std::map<std::string, double> all;  // bytes
@@ -702,7 +702,7 @@ std::vector<StepKind> count_kinds(RunPlan& plan, CountedUpdate& update, i64 step
   return all;
 }
 
-// What a step may send, where that is not one number.
+// The most that a step may send under each name for which that is not one number.
 void count_most_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, const LayerTraffic& layers) {
   std::set<std::string> names;
   for (const StepKind& k : kinds) {
@@ -728,7 +728,7 @@ i64 meetings_of(const DilocoConfig& d, i64 fragment, i64 step) {
   return step < first ? 0 : (step - first) / d.sync_every + 1;
 }
 
-// Of steps that differ: by what kinds of them there are, how long they are, and how often DiLoCo's fragments meet.
+// The mean over steps that differ in kind, in length, or in which fragments of DiLoCo meet.
 void count_mean_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, i64 steps, const LayerTraffic& layers,
                         const std::vector<std::map<std::string, CommCount>>& meetings) {
   std::map<std::string, double> bytes = layers.all;
@@ -744,7 +744,7 @@ void count_mean_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, i64 s
   }
 }
 
-// What workers send where each fragment meets; their calls are noted in `update`, of those that meet in the run.
+// The messages of workers when each fragment meets. Notes the calls of those that meet in the run in `update`.
 std::vector<std::map<std::string, CommCount>> count_meetings(RunPlan& plan, CountedUpdate& update) {
   std::vector<std::map<std::string, CommCount>> meetings;
   const DilocoConfig& d = plan.diloco;

@@ -7,8 +7,8 @@ namespace ds::report {
 
 namespace {
 
-// What sparse gradients reserve where as many blocks travel at once as save something, which a counted update, whose
-// blocks are the most that there may be, may send as a dense vector instead.
+// Notes the scratch of sparse gradients with as many blocks as still save something. A counted update has the most
+// blocks that there may be, and so may send a dense vector instead.
 void note_sparse(const RunPlan& plan, const OpTable& ops, Stream& stream) {
   constexpr i64 kBlock = NonzeroBlocks::kBlock;
   float there = 0;

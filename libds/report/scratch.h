@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the kernels of a rank hold as worker scratch: the most that any op of a run reserves, for each thread.
+// The worker scratch of a rank's kernels: for each thread, the most that any op of a run reserves.
 
 #include <optional>
 

@@ -148,7 +148,7 @@ bool is_generation_id(std::string_view name);
 // The names that a server gives to files in the directory of --path: "ds-offload.NAME.ID.HOST", with "step-" before the
 // ID of a step.
 std::string disk_name(const std::string& server, const std::string& id);
-// What such a name states; nothing if it is not one of `server`. host: empty for a file of earlier versions.
+// The parts of such a name; nothing if it is not one of `server`. host: empty for a file of earlier versions.
 struct DiskName {
   std::string id, host;
 };

@@ -107,7 +107,7 @@ Server::~Server() {
   run_.reset();
   current_.reset();
   drop_step();
-  // What one never had anything in needs no name. A link to a file that could not be removed stays.
+  // A server that never had states leaves no name. A link to a file that could not be removed stays.
   std::error_code unknown;
   const bool empty = !fs::exists(place_.directory + "/current", unknown) && !unknown &&
                      std::ranges::none_of(fs::directory_iterator(place_.directory, unknown), [&](const auto& entry) {

@@ -532,7 +532,7 @@ void Bench::evoformer() {
   }
 }
 
-// What compressed collectives and ZeRO++ do to gradients and weights.
+// Compressed collectives and ZeRO++, on gradients and weights.
 void Bench::codes() {
   const i64 N = small_ ? 1 << 13 : i64{1} << 26;
   const std::string vector = fmt::format("{}", N);

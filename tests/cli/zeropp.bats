@@ -144,7 +144,7 @@ JSON
     sent=$(bytes_of sparse) dense=$(bytes_of dense)
     assert [ $((sent * 5)) -lt $((dense * 4)) ]
     ds-launch -n 2 ds-train cfg.json --check --json "$@" --set sparse_gradients=true >check.json
-    # Of each kind of message no step sends more than is said.
+    # No step sends more of any kind of message than predicted.
     local name
     for name in dp.sparse_gather dp.reduce_scatter dp.all_gather; do
       most=$(sed -n '/"most_comm/,/}/p' check.json | grep -o "\"$name\": [0-9]*" | cut -d' ' -f2)

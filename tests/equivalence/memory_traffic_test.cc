@@ -264,7 +264,7 @@ TEST(StepsThatDiffer, InTheFragmentsThatMeetSendWhatIsPlanned) {
   }
 }
 
-// Of whom nothing meets before the run has ended.
+// Nothing meets before the run ends.
 TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   const Layout l{.dp = 1, .stage = 1};
   Config c = longer(l);

@@ -218,7 +218,7 @@ std::string with_doubles(const std::string& line) {
   return out;
 }
 
-// What a parser of whole documents makes of the lines; nothing: one of them is wrong.
+// The result of parsing each line as a whole document; nothing if one of them is wrong.
 std::optional<Tokens> tokens_of(const std::string& lines) {
   Tokens all;
   std::string form;

@@ -53,7 +53,7 @@ std::vector<std::string> texts_of(const TokenStream& stream, LogLevel level) {
 }
 std::vector<std::string> warnings_of(const TokenStream& stream) { return texts_of(stream, LogLevel::Warning); }
 std::vector<std::string> notes_of(const TokenStream& stream) { return texts_of(stream, LogLevel::Info); }
-// Of each token, whether it is to be predicted: '+' or '-'.
+// '+' for each token that is to be predicted, '-' for the others.
 std::string targets_of(const TokenStream& stream) {
   std::vector<i32> out(static_cast<size_t>(stream.num_tokens()));
   stream.read_targets(0, out, kAnyId);
@@ -322,7 +322,7 @@ TEST(BinKind, IdsThatDoNotLookLikeUint16AreRefused) {
   const auto refused = [&](const std::string& bytes, const std::string& why) {
     write_file(dir / "a.bin", bytes);
     expect_error(Errc::Mismatch, AllOf(HasSubstr("a.bin"), HasSubstr(why)), [&] { open(dir / "a.bin"); });
-    // Who has said uint16 gets it, and a warning.
+    // With uint16 given, the file is read, with a warning.
     const TokenStream stream = open(dir / "a.bin", {.token_dtype = TokenDtype::U16});
     EXPECT_THAT(warnings_of(stream),
                 ElementsAre(AllOf(HasSubstr("a.bin"), HasSubstr(why), HasSubstr("data.token_dtype"))));

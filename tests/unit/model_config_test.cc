@@ -349,7 +349,7 @@ TEST(ModelConfig, NullIsFalse) {
   }
 }
 
-// What would compute something else stays a mistake, or is not there yet.
+// Values that would change the computation are errors.
 TEST(ModelConfig, WhatChangesTheComputationIsRefused) {
   const std::string llama = R"({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, )";
   for (const char* more :

@@ -131,7 +131,7 @@ TEST_P(Weights, ThatAreNotNumbersAreRefused) {
   }
 }
 
-// What wrappers of a module put in front of all names, or into many.
+// Parts that wrappers of a module put in front of all names, or into many.
 TEST_P(Weights, AreFoundBehindTheWrappersOfTheirModule) {
   std::vector<std::string> warnings;
   set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });

@@ -29,7 +29,7 @@ std::string both_spellings(const std::string& names);
 
 std::vector<ForeignOption> options_of_nccl_tests();
 CLI::Validator named_average();  // of its -a, 0 to 3: our names of them
-// Of torchrun, deepspeed, mpirun and accelerate launch.
+// The options of torchrun, deepspeed, mpirun and accelerate launch.
 std::vector<ForeignOption> options_of_launchers();
 
 // How they say how many ranks there are: --nproc-per-node and --nnodes, by their names.

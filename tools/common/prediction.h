@@ -11,7 +11,7 @@ namespace ds::tools {
 // `writing`: with the memory of what is written, or null.
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
 
-// What a run has taken, beside what was predicted, by tag.
+// The memory of a run beside its prediction, by tag.
 nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory);
 
 // Where what is offloaded stays, by the tag of memory that it does not take.

@@ -274,7 +274,8 @@ struct CudaConfig {
 // Text, Jsonl, Parquet and Arrow are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's,
 // Megatron-LM's, datasets of HDF5.
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
-// Of token ids in files without a header, little-endian. Auto: uint16, and files that do not look like it are refused.
+// The type of token ids in files without a header, little-endian. Auto: uint16, and files that do not look like it are
+// refused.
 enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
 // How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
 enum class DataPacking : u8 { None, BestFit };

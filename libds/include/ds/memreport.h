@@ -61,7 +61,8 @@ struct RankGroup {
   std::vector<TagBytes> files;                      // of what is offloaded to NVMe
   bool served = false;                              // no: of what a server has
   i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
-  // Of the device: all tags, but beside a GPU "host"; of the rank that has most, and so perhaps less than their sum.
+  // Device memory of the rank that has most: all tags, except "host" beside a GPU. Perhaps less than the sum of the
+  // tags' maxima.
   i64 device_bytes = 0;
   i64 host_bytes = 0;  // beside a GPU
   // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
