@@ -521,8 +521,9 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
                          ConfigUse use) {
   const bool dash = path == "-";
-  if (dash && world_size > 1) {
-    Diagnostic d{.source = "standard input",
+  std::error_code ignored;
+  if ((dash || std::filesystem::is_fifo(path, ignored)) && world_size > 1) {
+    Diagnostic d{.source = dash ? "standard input" : path,
                  .message = fmt::format("only one of {} ranks can read it; name a file", world_size)};
     return {.config = {}, .diagnostics = {std::move(d)}};
   }

@@ -5,23 +5,18 @@
 
 namespace ds {
 
-namespace {
-
-// Without the suffix of a compressed file.
-std::string plain_name(const std::string& file) {
+std::string name_without_compression(const std::string& file) {
   for (const std::string_view suffix : {".gz", ".zst", ".zstd"})
     if (file.ends_with(suffix)) return file.substr(0, file.size() - suffix.size());
   return file;
 }
-
-}  // namespace
 
 DataFormat data_format_of(const std::string& file) {
   const auto exists = [](const std::string& path) {
     std::error_code ignored;
     return std::filesystem::exists(path, ignored);
   };
-  const std::string plain = plain_name(file);
+  const std::string plain = name_without_compression(file);
   const std::string hdf5 = split_hdf5_name(plain).file;
   if (hdf5.ends_with(".h5") || hdf5.ends_with(".hdf5")) return DataFormat::Hdf5;
   for (const char* const suffix : {".jsonl", ".ndjson", ".json"}) {

@@ -11,6 +11,9 @@ namespace ds {
 // Never Auto. Bin where the name says ".bin": only the content tells nanoGPT's files from llm.c's.
 DataFormat data_format_of(const std::string& file);
 
+// "a.jsonl" of "a.jsonl.gz", "a.jsonl.zst" and "a.jsonl.zstd"; any other name as it is.
+std::string name_without_compression(const std::string& file);
+
 // Whether a tokenizer reads it.
 constexpr bool is_text(DataFormat format) noexcept {
   return format == DataFormat::Text || format == DataFormat::Jsonl || format == DataFormat::Parquet ||

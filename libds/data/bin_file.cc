@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/content_kind.h"
+#include "config/data_format.h"
 #include "data/token_file.h"
 #include "formats/compressed.h"
 
@@ -91,14 +92,9 @@ std::string what_it_looks_like(const MappedFile& bin, i64 width) {
   return {};
 }
 
-}  // namespace
-
-namespace {
-
 // By its name and its content: ids may begin like a compressed file.
 bool is_compressed(const std::string& path, const MappedFile& bin) {
-  const bool is_named = path.ends_with(".gz") || path.ends_with(".zst") || path.ends_with(".zstd");
-  return is_named && compression_of(bin.text()) != Compression::None;
+  return name_without_compression(path) != path && compression_of(bin.text()) != Compression::None;
 }
 
 }  // namespace

@@ -32,48 +32,52 @@ constexpr Member kWeights[] = {
     {"mask", MemberMeaning::Mask},     {"masked", MemberMeaning::Mask},
 };
 
-// Words of other names that say what is trained on, or that templates put into the text. A plural counts as the word.
-constexpr std::string_view kOfLoss[] = {"weight",  "loss",      "mask",   "masked", "train",
-                                        "trained", "trainable", "ignore", "ignored"};
-constexpr std::string_view kOfTemplates[] = {"tool",  "function", "image",  "audio",
-                                             "video", "document", "system", "suffix"};
-constexpr std::string_view kOfMessages[] = {"name",     "think",   "thinking",  "thought", "reason", "reasoning",
-                                            "citation", "channel", "recipient", "refusal", "prefix", "turn"};
-constexpr std::string_view kOfRecords[] = {"history", "template"};
+// Words of names that concern the loss, or that templates put into the text. A plural counts as the word.
+constexpr std::string_view kWords[] = {"weight",    "loss",     "mask",    "masked",   "train",    "trained",
+                                       "trainable", "ignore",   "ignored", "tool",     "image",    "audio",
+                                       "video",     "function", "thought", "thinking", "reasoning"};
+// Whole names: a word of theirs also stands in names that change nothing, such as model_name or finish_reason.
+constexpr std::string_view kMessageNames[] = {"name",     "prefix", "channel",   "recipient", "refusal",
+                                              "end_turn", "think",  "citations", "documents", "suffix"};
+constexpr std::string_view kRecordNames[] = {"system",    "system_prompt", "system_message", "history",
+                                             "documents", "suffix",        "chat_template",  "chat_template_kwargs"};
 
-// "toolCalls", "tool_calls": "tool", "calls".
-std::vector<std::string> words_of(std::string_view name) {
-  std::vector<std::string> words(1);
-  bool was_lower = false;
-  for (const char c : name) {
-    const bool is_upper = c >= 'A' && c <= 'Z', is_letter = is_upper || (c >= 'a' && c <= 'z');
-    if ((!is_letter || (is_upper && was_lower)) && !words.back().empty()) words.emplace_back();
-    if (is_letter) words.back() += static_cast<char>(is_upper ? c - 'A' + 'a' : c);
-    was_lower = is_letter && !is_upper;
+char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
+
+// Whether a word is `known` or its plural, in any case.
+bool is_word(std::string_view word, std::string_view known) {
+  if (word.size() > known.size() && lower(word.back()) == 's') word.remove_suffix(1);
+  return std::ranges::equal(word, known, {}, lower);
+}
+
+// Whether one of a name's words satisfies is_known: "tool" and "calls" of "toolCalls" and of "tool_calls".
+template <class F>
+bool any_word(std::string_view name, F&& is_known) {
+  size_t begin = 0;
+  for (size_t i = 0; i <= name.size(); ++i) {
+    const bool is_letter = i < name.size() && lower(name[i]) >= 'a' && lower(name[i]) <= 'z';
+    const bool begins = is_letter && i > begin && lower(name[i]) != name[i] && lower(name[i - 1]) == name[i - 1];
+    if (is_letter && !begins) continue;
+    if (i > begin && is_known(name.substr(begin, i - begin))) return true;
+    begin = is_letter ? i : i + 1;
   }
-  return words;
+  return false;
 }
 
-bool has_word(const std::vector<std::string>& words, std::span<const std::string_view> of) {
-  return std::ranges::any_of(words, [&](std::string_view word) {
-    return std::ranges::any_of(of, [&](std::string_view known) {
-      return word == known || (word.starts_with(known) && word.substr(known.size()) == "s");
-    });
-  });
-}
-
-MemberMeaning meaning_of(std::string_view name, std::span<const std::string_view> own_words) {
+MemberMeaning meaning_of(std::string_view name, std::span<const std::string_view> names) {
   if (const auto* const it = std::ranges::find(kWeights, name, &Member::name); it != std::end(kWeights))
     return it->meaning;
-  const std::vector<std::string> words = words_of(name);
-  const bool matters = has_word(words, kOfLoss) || has_word(words, kOfTemplates) || has_word(words, own_words);
+  const bool matters =
+      std::ranges::find(names, name) != names.end() || any_word(name, [](std::string_view word) {
+        return std::ranges::any_of(kWords, [&](std::string_view known) { return is_word(word, known); });
+      });
   return matters ? MemberMeaning::Unsupported : MemberMeaning::Other;
 }
 
 }  // namespace
 
-MemberMeaning meaning_in_record(std::string_view name) { return meaning_of(name, kOfRecords); }
-MemberMeaning meaning_in_message(std::string_view name) { return meaning_of(name, kOfMessages); }
+MemberMeaning meaning_in_record(std::string_view name) { return meaning_of(name, kRecordNames); }
+MemberMeaning meaning_in_message(std::string_view name) { return meaning_of(name, kMessageNames); }
 
 std::optional<bool> is_trained_on(MemberMeaning meaning, double value) {
   if (value != 0 && value != 1) return std::nullopt;

@@ -45,10 +45,6 @@ CommBackend backend_of(const Config& config, const report::RunPlan& plan, int ra
   return asked == CommBackend::Auto ? default_backend(plan.mesh.world(), ranks_per_node, true) : asked;
 }
 
-}  // namespace
-
-namespace {
-
 report::Host host_of(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   return {.backend = backend == CommBackend::Self  ? "self"

@@ -57,6 +57,8 @@ std::string TrainingRun::State::find_resumed() const {
                "--resume {0}: holds {1}, weights but no state that a run resumes from: start from them with --weights "
                "{0}",
                options.resume, fmt::join(files, " and "));
+      DS_CHECK(!std::filesystem::is_directory(options.resume), Errc::Config,
+               "--resume {}: there is no checkpoint in this directory", options.resume);
     }
     return find_checkpoint(options.resume);
   }
@@ -84,6 +86,10 @@ std::string TrainingRun::State::find_weights() const {
   if (!options.weights.empty()) {
     const std::string why = why_not_input({"--weights", options.weights, true});
     DS_CHECK(why.empty(), Errc::Config, "--weights: {} {}", options.weights, why);
+    const bool is_model = !std::filesystem::is_directory(options.weights) || is_checkpoint(options.weights) ||
+                          !published_weights_in(options.weights).empty();
+    DS_CHECK(is_model, Errc::Config, "--weights {}: there is no {} in this directory, and no checkpoint{}",
+             options.weights, fmt::join(kPublishedWeights, ", no "), trainer_hint(options.weights));
   }
   const std::string path = options.weights.empty() ? engine::published_weights(config.model_path) : options.weights;
   if (!path.empty()) {

@@ -228,12 +228,13 @@ void TrainingRun::State::warn_of_uneven_targets() const {
   const BatchShape& shape = train_data->shape();
   const i64 replicas = shape.num_ranks / shape.workers, passes = config.batch.accumulation * replicas;
   if (config.loss_norm != LossNorm::Micro || passes == 1 || !train_data->has_uneven_targets()) return;
-  constexpr i64 kMost = 32;  // micro-batches that are looked at
+  constexpr i64 kMost = 32;  // micro-batches that are looked at, of as many steps as it takes
   const i64 rows = shape.micro * shape.seq_length;
   std::vector<i32> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
   i64 least = rows, most = 0;
-  for (i64 pass = 0; pass < std::min(passes, kMost); ++pass) {
-    train_data->load(0, pass / replicas, pass % replicas, inputs, targets);
+  for (i64 k = 0; k < kMost; ++k) {
+    const i64 step = k / passes, pass = k % passes;
+    train_data->load(step * passes * shape.micro * shape.workers, pass / replicas, pass % replicas, inputs, targets);
     const i64 count = rows - std::ranges::count(targets, kIgnoredTarget);
     least = std::min(least, count);
     most = std::max(most, count);
@@ -242,7 +243,7 @@ void TrainingRun::State::warn_of_uneven_targets() const {
   log_message(
       LogLevel::Warning,
       fmt::format("loss_norm \"micro\": the micro-batches of a step have different numbers of targets ({} to {} in the "
-                  "first step) but the same weight, so the loss is not that of the same samples in one batch; "
+                  "first ones) but the same weight, so the loss is not that of the same samples in one batch; "
                   "loss_norm \"token\"{} gives each target the same weight",
                   least, most,
                   config.gradient_reduce == GradientReduce::Sum ? ", with gradient_allreduce_op \"mean\"," : ""));

@@ -211,31 +211,29 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
 }
 
 Json RunRecord::stages_json(const Engine& engine) {
-  const Json mine = {{"predicted_bytes", bytes_json(predicted(engine))},
-                     {"bounds", bounds_json(bounds_of(engine.config(), engine.plan(), mesh_, device_, false))}};
+  const report::TagBytes& own = predicted(engine);
+  const report::TagBounds own_bounds = bounds_of(engine.config(), engine.plan(), mesh_, device_, false);
+  Json mine = Json::array();
+  for (size_t t = 0; t < own.size(); ++t) mine.push_back({own[t], static_cast<int>(own_bounds[t])});
   std::vector<Json> of_ranks;
   for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) of_ranks.push_back(Json::parse(rank));
   Json stages = Json::array();
   for (int stage = 0; stage < mesh_.shape().pp; ++stage) {
     const std::vector<int> ranks = ranks_of_stage(mesh_.shape(), stage);
-    Json most = Json::object(), bounds = Json::object();
-    for (const int r : ranks) {
-      for (const auto& [tag, bytes] : of_ranks[r]["predicted_bytes"].items())
-        most[tag] = std::max(most.value(tag, i64{0}), bytes.get<i64>());
+    report::TagBytes bytes{};
+    report::TagBounds bounds{};
+    for (size_t t = 0; t < bytes.size(); ++t) {
+      const auto of_rank = [&](int r) {
+        const Json& number = of_ranks[static_cast<size_t>(r)][t];
+        return report::BoundedBytes{number[0].get<i64>(), static_cast<Bound>(number[1].get<int>())};
+      };
+      report::BoundedBytes most = of_rank(ranks.front());
+      for (const int r : ranks) most = report::most_of(most, of_rank(r));
+      bytes[t] = most.bytes;
+      bounds[t] = most.bound;
     }
-    for (const auto& [tag, bytes] : most.items()) {
-      for (const int r : ranks) {
-        const std::string bound = of_ranks[r]["bounds"].value(tag, "");
-        if (bound == bound_text(Bound::AtLeast)) {
-          bounds[tag] = bound;
-        } else if (!bounds.contains(tag) &&
-                   (!bound.empty() || of_ranks[r]["predicted_bytes"].value(tag, i64{0}) < bytes)) {
-          bounds[tag] = bound_text(Bound::AtMost);
-        }
-      }
-    }
-    stages.push_back({{"ranks", ranks}, {"predicted_bytes", most}});
-    if (!bounds.empty()) stages.back()["bounds"] = bounds;
+    stages.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(bytes)}});
+    if (Json named = bounds_json(bounds); !named.empty()) stages.back()["bounds"] = std::move(named);
   }
   return stages;
 }

@@ -161,9 +161,9 @@ void load_weights(Engine& engine, const std::string& path) {
   });
 }
 
-void check_weights(const model::Model& model, const std::string& path, bool new_head, bool speaks) {
+void check_weights(const model::Model& model, const std::string& path, bool new_head, bool warns) {
   const Match found = match(model, path, new_head);
-  if (speaks) tell_removed(found);
+  if (warns) tell_removed(found);
 }
 
 }  // namespace ds::engine

@@ -21,7 +21,7 @@ std::string published_weights(const std::string& model_path);
 // with values of its own; Errc::Unavailable naming parameters of other types. With Config::new_head, parameters of the
 // last layer may be missing: they begin as init_weights() would have them, which a warning says. Collective.
 void load_weights(Engine& engine, const std::string& path);
-// Throws what load_weights would throw for this model before it reads the bulk. `speaks`: with its warning about names.
-void check_weights(const model::Model& model, const std::string& path, bool new_head, bool speaks);
+// Throws what load_weights would throw for this model before it reads the bulk. `warns`: with its warning about names.
+void check_weights(const model::Model& model, const std::string& path, bool new_head, bool warns);
 
 }  // namespace ds::engine

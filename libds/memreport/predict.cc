@@ -49,14 +49,10 @@ bool same(const RankGroup& a, const RankGroup& b) {
          a.most_traffic == b.most_traffic && a.uneven_traffic == b.uneven_traffic;
 }
 
-// The larger of two numbers, and what that is to ranks with either.
 void raise(memreport::TagBytes& to, const memreport::TagBytes& other) {
-  if (to.bound == Bound::AtLeast || other.bound == Bound::AtLeast) {
-    to.bound = Bound::AtLeast;
-  } else if (to.bytes != other.bytes || other.bound == Bound::AtMost) {
-    to.bound = Bound::AtMost;
-  }
-  to.bytes = std::max(to.bytes, other.bytes);
+  const report::BoundedBytes most = report::most_of({to.bytes, to.bound}, {other.bytes, other.bound});
+  to.bytes = most.bytes;
+  to.bound = most.bound;
 }
 
 void raise(std::vector<memreport::TagBytes>& to, const std::vector<memreport::TagBytes>& others) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report/own_memory.h"
 
+#include <algorithm>
+
 #include "report/scratch.h"
 
 namespace ds::report {
@@ -28,6 +30,12 @@ TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host
   }
   if (!lengths.complete) scratch = Bound::AtLeast;
   return bounds;
+}
+
+BoundedBytes most_of(const BoundedBytes& a, const BoundedBytes& b) noexcept {
+  const bool is_least = a.bound == Bound::AtLeast || b.bound == Bound::AtLeast;
+  const bool is_exact = a.bytes == b.bytes && a.bound == Bound::Exact && b.bound == Bound::Exact;
+  return {std::max(a.bytes, b.bytes), is_least ? Bound::AtLeast : is_exact ? Bound::Exact : Bound::AtMost};
 }
 
 }  // namespace ds::report

@@ -16,6 +16,14 @@ struct Host {
 };
 using TagBounds = std::array<Bound, static_cast<size_t>(Tag::Count)>;
 
+// A predicted number, and how the counts of the ranks that it stands for relate to it.
+struct BoundedBytes {
+  i64 bytes = 0;
+  Bound bound = Bound::Exact;
+};
+// The number that stands for the ranks of both: the larger one, "at most" where they differ.
+BoundedBytes most_of(const BoundedBytes& a, const BoundedBytes& b) noexcept;
+
 // `config`, `model`: of which `plan` was made, for the CPU.
 TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host);
 // How a run's counts relate to own_memory(). whole_run: the run takes all of its steps; part of a run whose steps

@@ -82,6 +82,9 @@ Server::Server(const offload::ServeOptions& options, Event event)
              "the server '{}' has its states {}; serve it there, or remove it first: ds-offload rm {}", place_.name,
              at.empty() ? "in memory (--shm)" : "in " + at, place_.name);
     current_ = std::make_unique<Generation>(place_.directory, id, files_);
+    DS_CHECK(files_.capacity == 0 || current_->bytes() <= files_.capacity, Errc::Unavailable,
+             "the states of the server '{}' take {}, and its --capacity is {}", place_.name,
+             bytes_text(current_->bytes()), bytes_text(files_.capacity));
     const bool has_checksums = current_->header().checksums != 0;
     DS_CHECK(
         has_checksums == files_.checksums, Errc::Config,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuBLASLt offers on this GPU beyond what matmul asks of it: fused gradients of GELU and biases, sums added to in
+// Fused products of cuBLASLt on this GPU that matmul does not ask for: gradients of GELU and biases, sums added to in
 // fp32, FP8 with a scale for each block. For each, whether the heuristic names an algorithm, and its time beside the
 // plain bf16 product of the same shape:
 //   cuda_epilogues [--json FILE] [--seconds S]

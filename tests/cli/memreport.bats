@@ -71,8 +71,8 @@ JSON
   same_as_counted run p.json
 }
 
-# What each rank of a run counts, against the numbers that it shares with others: no less anywhere, and where no bound is
-# named, no more.
+# Compares the counts of each rank of a run with the numbers that it shares with others: these are no less anywhere, and
+# no more where no bound is named.
 no_rank_counts_more() { # RUN PREDICTION
   python3 - "$1" "$2" <<'PY'
 import json, sys

@@ -80,6 +80,9 @@ refuses() {
 
 @test "initial weights that are not there are a mistake of the command line" {
   refuses 2 "--weights: no.safetensors: No such file or directory" cfg.json --weights no.safetensors
+  mkdir empty
+  refuses 2 "--weights empty: there is no model.safetensors, no " cfg.json --weights empty --out run
+  refuses 2 "--resume empty: there is no checkpoint in this directory" cfg.json --resume empty --out run
 }
 
 @test "--output that cannot be written is found out before the run" {
@@ -170,6 +173,9 @@ refuses() {
   run -0 ds-train - --check <cfg.json
   run -2 --separate-stderr ds-launch -n 2 ds-train - <cfg.json
   [[ $stderr == "ds-train: error: standard input: only one of 2 ranks can read it; name a file"* ]]
+  mkfifo pipe # without a writer, which a rank alone would wait for
+  run -2 --separate-stderr timeout 20 ds-launch -n 2 ds-train pipe
+  [[ $stderr == "ds-train: error: pipe: only one of 2 ranks can read it; name a file"* ]]
 }
 
 @test "mpirun, srun and others alone do not start several runs that know nothing of each other" {

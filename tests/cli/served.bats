@@ -254,6 +254,18 @@ ordinary() { # optimizer where
   assert [ ! -e "$(place)" ]
 }
 
+@test "states that take more than --capacity are refused when their server starts again, and stay" {
+  serve --shm
+  train 1 --steps 2
+  kill "$server"
+  wait "$server" || true
+  run -4 --separate-stderr timeout 20 ds-offload serve "$name" --shm --capacity 100KiB
+  [[ $stderr == *"the states of the server '$name' take "*", and its --capacity is 100.000 KiB"* ]] || fail "$stderr"
+  serve --shm --capacity 100MiB
+  train 1 --steps 4
+  assert_equal "$(losses away | wc -l)" 4
+}
+
 @test "another run than the server's is refused, and a checkpoint that is asked for takes its place" {
   serve --shm
   train 2 --steps 4

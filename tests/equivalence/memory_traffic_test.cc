@@ -167,8 +167,8 @@ i64 of(const Sent& sent, const std::string& name) {
   return found == sent.end() ? 0 : found->second;
 }
 
-// What each rank sends in the steps of a run, in the last one and in the mean, is what its plan says; of what the plan
-// has a bound for, no step sends more. All of that is to be what `bounded` says.
+// Each rank sends as much as its plan says, in the last step and in the mean; where the plan has a bound, no step sends
+// more. `bounded`: whether the plan has bounds.
 void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std::string& what) {
   SCOPED_TRACE(fmt::format("{}, {} ranks, {} steps", what, ranks, steps));
   c.steps = steps;

@@ -14,6 +14,7 @@
 
 #include "data/token_file.h"
 #include "data/tokenizer.h"
+#include "expect_error.h"
 #include "formats/compressed.h"
 #include "temp_directory.h"
 #include "test_data.h"
@@ -24,6 +25,7 @@ namespace data_kind_test {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using testing::expect_error;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::TempDirectory;
@@ -60,16 +62,6 @@ std::string targets_of(const TokenStream& stream) {
   std::string marks;
   for (const i32 id : out) marks += id == kIgnoredTarget ? '-' : '+';
   return marks;
-}
-
-void expect_error(Errc code, const ::testing::Matcher<const std::string&>& text, const std::function<void()>& action) {
-  try {
-    action();
-    ADD_FAILURE() << "no error";
-  } catch (const Error& e) {
-    EXPECT_EQ(static_cast<int>(e.code()), static_cast<int>(code)) << e.what();
-    EXPECT_THAT(std::string(e.what()), text);
-  }
 }
 
 std::string gzip(std::string_view text) {
@@ -546,9 +538,11 @@ TEST_F(Members, WhatIsNotSupportedIsRefusedUnlessItIsEmpty) {
 }
 
 TEST_F(Members, OthersArePassedOverAndNamedOnce) {
-  const std::string odd = conversation(R"(, "id": 7, "when": "now", "constraints": [1])", "");
+  const std::string odd =
+      conversation(R"(, "id": 7, "finish_reason": "stop", "constraints": [1], "model_name": "m", "turn": 3)", "");
   EXPECT_THAT(warnings_of(lines(odd + odd)),
-              ElementsAre(AllOf(HasSubstr("m.jsonl:1: "), HasSubstr(R"("constraints", "id", "when")"))));
+              ElementsAre(AllOf(HasSubstr("m.jsonl:1: "),
+                                HasSubstr(R"("constraints", "finish_reason", "id", "model_name", "turn")"))));
 }
 
 // ---- other programs' names ----

@@ -12,11 +12,14 @@
 #include <map>
 #include <numeric>
 
+#include "expect_error.h"
+
 namespace ds {
 namespace data_test {
 
 namespace fs = std::filesystem;
 using ::testing::AllOf;
+using testing::expect_error;
 using ::testing::HasSubstr;
 
 class Data : public ::testing::Test {
@@ -62,16 +65,6 @@ struct Batch {
   std::vector<i32> inputs, targets;
   explicit Batch(i64 elems) : inputs(static_cast<size_t>(elems), -7), targets(static_cast<size_t>(elems), -7) {}
 };
-
-void expect_error(Errc code, const ::testing::Matcher<const std::string&>& text, const std::function<void()>& action) {
-  try {
-    action();
-    ADD_FAILURE() << "no error";
-  } catch (const Error& e) {
-    EXPECT_EQ(static_cast<int>(e.code()), static_cast<int>(code)) << e.what();
-    EXPECT_THAT(std::string(e.what()), text);
-  }
-}
 
 TEST_F(Data, TextTokensAreBytes) {
   const TokenStream s = open({write("a.txt", std::string("A\0\xFFz", 4))}, DataFormat::Text);

@@ -16,6 +16,7 @@
 #include "base/json.h"
 #include "config/data_format.h"
 #include "data/objective.h"
+#include "expect_error.h"
 #include "formats/hdf5.h"
 #include "temp_directory.h"
 #include "test_data.h"
@@ -26,6 +27,7 @@ namespace token_files_test {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using testing::expect_error;
 using ::testing::HasSubstr;
 using testing::TempDirectory;
 using testing::test_data;
@@ -53,16 +55,6 @@ std::vector<i32> made(i64 count, i64 vocabulary) {
   std::vector<i32> ids;
   for (i64 i = 0; i < count; ++i) ids.push_back(static_cast<i32>((31 * i * i + 7 * i) % vocabulary));
   return ids;
-}
-
-void expect_error(Errc code, const ::testing::Matcher<const std::string&>& text, const std::function<void()>& action) {
-  try {
-    action();
-    ADD_FAILURE() << "no error";
-  } catch (const Error& e) {
-    EXPECT_EQ(static_cast<int>(e.code()), static_cast<int>(code)) << e.what();
-    EXPECT_THAT(std::string(e.what()), text);
-  }
 }
 
 template <class T>

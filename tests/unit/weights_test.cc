@@ -153,7 +153,7 @@ TEST_P(Weights, AreFoundBehindTheWrappersOfTheirModule) {
     loads(fmt::format("'{}'", wrapper), [&](const std::string& name) { return wrapper + name; });
   loads("'_orig_mod.' and 'module.'", [](const std::string& name) { return "module._orig_mod." + name; });
   loads("'_orig_mod.' and 'module.'", [](const std::string& name) { return "_orig_mod.module." + name; });
-  // Of layers alone.
+  // In the names of layers only.
   loads("'_checkpoint_wrapped_module.'", [](std::string name) {
     const size_t at = name.find(".0.");
     return at == name.npos ? name : name.insert(at + 3, "_checkpoint_wrapped_module.");
