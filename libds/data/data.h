@@ -31,8 +31,9 @@ struct Remark {
 struct FileFingerprint {
   std::string name;  // for messages only: files may move
   i64 bytes = 0;
-  u64 hash = 0;  // XXH3 of the first and the last MiB, and of how the file is read where that is not plain
-  u64 ids = 0;   // XXH3 of the ids that a tokenizer made of its text; 0: no tokenizer, or not known
+  u64 hash = 0;              // XXH3 of the first and the last MiB, and of how the file is read where that is not plain
+  u64 ids = 0;               // XXH3 of the ids that a tokenizer made of its text; 0: no tokenizer, or not known
+  std::string reading = {};  // how the file is read, where that is not plain: "JSONL, messages in a line"
 };
 
 // All that the order and content of training samples depend on; a checkpoint keeps it.

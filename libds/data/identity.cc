@@ -38,6 +38,10 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
     DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
              "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
              s.name);
+    // Checkpoints of older builds do not state how a file is read.
+    DS_CHECK(s.hash == n.hash || s.reading == n.reading || s.reading.empty(), Errc::Mismatch,
+             "data file '{}' is read as {}, but the run was started with {}", n.name,
+             n.reading.empty() ? "a plain file" : n.reading, s.reading);
     DS_CHECK(s.hash == n.hash, Errc::Mismatch,
              "data file '{}' has other content than '{}' had when the run was started, or is read in another way",
              n.name, s.name);
@@ -70,6 +74,7 @@ std::string data_identity_json(const DataIdentity& identity) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const FileFingerprint& f : identity.files) {
     files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", hexadecimal(f.hash)}});
+    if (!f.reading.empty()) files.back()["reading"] = f.reading;
     if (f.ids != 0) files.back()["ids_xxh3"] = hexadecimal(f.ids);
   }
   nlohmann::ordered_json json{{"files", files},
@@ -91,6 +96,7 @@ DataIdentity parse_data_identity(const std::string& json) {
       file.at("name").get_to(f.name);
       file.at("bytes").get_to(f.bytes);
       f.hash = parse_hexadecimal(file.at("xxh3").get_ref<const std::string&>());
+      f.reading = file.value("reading", "");
       if (file.contains("ids_xxh3")) f.ids = parse_hexadecimal(file.at("ids_xxh3").get_ref<const std::string&>());
     }
     identity.tokenizer = j.value("tokenizer", "bytes");  // checkpoints without it are from when text was bytes

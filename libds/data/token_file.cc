@@ -224,6 +224,7 @@ std::vector<FileFingerprint> TokenFile::fingerprints() const {
   std::vector<FileFingerprint> all;
   for (const auto& file : mapped) all.push_back(file->fingerprint());
   if (ids) all.front().ids = ids->hash();
+  all.front().reading = reading;
   if (!reading.empty()) all.front().hash = XXH3_64bits_withSeed(reading.data(), reading.size(), all.front().hash);
   return all;
 }

@@ -104,7 +104,7 @@ evaluates() { ds-train cfg.json --eval --set "model={\"path\": \"$1\"}" --set da
   cp -r out/checkpoint-20 out/checkpoint-100
   said="Hugging Face's Trainer has saved checkpoint-20, checkpoint-100"
   for command in "1 ds-ckpt-merge out -o a.safetensors" "1 ds-shard out -o run" "1 ds-memreport out" \
-    "1 ds-train cfg.json --weights out" "2 ds-train cfg.json --resume out --out run"; do
+    "2 ds-train cfg.json --weights out" "2 ds-train cfg.json --resume out --out run"; do
     # shellcheck disable=SC2086
     run -"${command%% *}" --separate-stderr ${command#* }
     [[ $stderr == *"$said in it"* ]] || fail "$command: $stderr"

@@ -173,12 +173,21 @@ TEST(DataFormat, ResumingNoticesAnotherReadingOfTheSameFile) {
   const auto refused = [&](const TokenStream& a, const TokenStream& b, const char* why) {
     expect_error(Errc::Mismatch, HasSubstr(why), [&] { check_same_data(identity(a), identity(b)); });
   };
-  refused(open({golden("gpt2.bin")}), open({golden("gpt2.bin")}, DataFormat::Bin), "read in another way");
-  refused(open({golden("several.h5:/i8")}), open({golden("several.h5:/u8")}), "read in another way");
+  refused(open({golden("gpt2.bin")}), open({golden("gpt2.bin")}, DataFormat::Bin),
+          "is read as a plain file, but the run was started with llm.c");
+  refused(open({golden("several.h5:/i8")}), open({golden("several.h5:/u8")}),
+          "read as HDF5 /u8, but the run was started with HDF5 /i8");
   check_same_data(identity(open({golden("one.h5")})), identity(open({golden("one.h5:/tokens")})));
-  refused(open({golden("texts.jsonl")}), open({golden("texts.jsonl")}, DataFormat::Auto, 300), "read in another way");
-  refused(open({golden("texts.jsonl")}), open({golden("texts.jsonl")}, DataFormat::Text), "read in another way");
+  refused(open({golden("texts.jsonl")}), open({golden("texts.jsonl")}, DataFormat::Auto, 300), "300 behind each, but");
+  refused(open({golden("texts.jsonl")}), open({golden("texts.jsonl")}, DataFormat::Text),
+          "a plain file, but the run was started with JSONL");
   refused(open({golden("megatron-uint16")}), open({golden("megatron-uint16.bin")}, DataFormat::Bin), "files");
+  // Checkpoints of older builds do not state it.
+  DataIdentity older = identity(open({golden("gpt2.bin")}));
+  older.files[0].reading.clear();
+  expect_error(Errc::Mismatch, HasSubstr("or is read in another way"),
+               [&] { check_same_data(older, identity(open({golden("gpt2.bin")}, DataFormat::Bin))); });
+  EXPECT_EQ(parse_data_identity(data_identity_json(identity(open({golden("gpt2.bin")})))).files[0].reading, "llm.c");
   // The index counts.
   for (const char* suffix : {".bin", ".idx"})
     fs::copy_file(golden(std::string("megatron-int32") + suffix), dir / (std::string("m") + suffix));
