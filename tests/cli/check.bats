@@ -101,3 +101,52 @@ SPDX='// SPDX-License-Identifier: Apache-2.0'
   assert_output --partial SC2086
   assert_output --partial README.md:1
 }
+
+@test "test_map: a test file that is missing, an entry that does not exist" {
+  plant tests/README.md '| `libds/zero`, `libds/gone` | unit: layout, lost; cli: train |'
+  cp "$DS_SOURCE/tests/select" "$repo/tests/"
+  plant tests/unit/layout_test.cc "$SPDX"
+  plant tests/fuzz/new_fuzz_test.cc "$SPDX"
+  plant tests/cli/train.bats "$SPDX"
+  plant libds/zero/layout.cc "$SPDX"
+  run "$repo/scripts/check" test_map
+  assert_failure 1
+  assert_line 'libds/gone is in the map of tests/README.md and does not exist'
+  assert_line 'unit/lost_test is in the map of tests/README.md and does not exist'
+  assert_line 'tests/README.md: the map lacks fuzz/new_fuzz_test'
+  refute_output --partial layout_test
+  refute_output --partial cli/train
+}
+
+@test "tests/select: rooms, paths and changed files" {
+  plant tests/README.md '| `libds/zero`, `ds/state.h` | unit: layout; cli: train |' '| `tools` | cli: common |' \
+    '| `tools/ds-train.cc` | cli: train |'
+  cp "$DS_SOURCE/tests/select" "$repo/tests/"
+  plant tests/unit/layout_test.cc "$SPDX" '#include "layouts.h"'
+  plant tests/layouts.h "$SPDX"
+  plant libds/zero/layout.cc "$SPDX"
+  plant libds/include/ds/state.h "$SPDX"
+  plant tools/ds-train.cc "$SPDX"
+  plant tools/ds-new.cc "$SPDX"
+  cd "$repo"
+  for name in zero libds/zero/layout.cc ds/state.h; do
+    run tests/select "$name"
+    assert_success
+    assert_output $'cli/train\nunit/layout_test'
+  done
+  run tests/select ds-new ds-train unit/layout_test
+  assert_output $'cli/common\ncli/train\nunit/layout_test'
+  run tests/select nowhere
+  assert_failure 2
+  git add . && git -c user.name=n -c user.email=e commit -qm first
+  run tests/select --changed
+  assert_output ''
+  echo '//' >>tests/layouts.h
+  run tests/select --changed HEAD
+  assert_output unit/layout_test
+  plant tools/ds-newer.cc "$SPDX"
+  plant libds/other/x.cc "$SPDX"
+  run tests/select --changed
+  assert_output --partial cli/common
+  assert_output --partial 'tests/README.md maps no tests to libds/other/x.cc'
+}
