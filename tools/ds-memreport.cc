@@ -235,7 +235,7 @@ int main(int argc, char** argv) {
   return tools::run_main(
       argc, argv,
       {.name = "ds-memreport",
-       .purpose = "tell what a training run needs, what it took, and what would fit",
+       .purpose = "predict the memory, messages and time of a training run, and report what a run took",
        .usage = {"[options] CONFIG|MODEL|CHECKPOINT", "[options] METRICS.jsonl", "--running [--watch S] [RUN]",
                  "--params N [options]", "--measure FILE [-n N]"},
        .examples = {{"ds-memreport cfg.json -n 64 --nodes 8", "a configuration on 64 GPUs of 8 nodes"},

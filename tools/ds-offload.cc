@@ -103,7 +103,7 @@ int main(int argc, char** argv) {
   return tools::run_main(
       argc, argv,
       {.name = "ds-offload",
-       .purpose = "own optimizer states for runs, and measure where they can be offloaded to",
+       .purpose = "keep optimizer states for runs in a server, and measure disks and updates for offloading",
        .usage = {"serve NAME (--shm | --path DIR) [options]", "ls [options]", "rm NAME...", "dump NAME DIR",
                  "verify NAME", "bench [options]"},
        .examples = {{"ds-offload serve states --shm --capacity 100GiB &",

@@ -196,7 +196,7 @@ int main(int argc, char** argv) {
   return ds::tools::run_main(
       argc, argv,
       {.name = "ds-train",
-       .purpose = "train a model as a configuration says",
+       .purpose = "train, evaluate and sample a transformer model",
        .usage = {"[options] CFG.json"},
        .examples = {{"ds-launch -n 2 ds-train cfg.json --out runs/a", "train on two ranks"},
                     {"ds-train cfg.json --check", "validate, show the resolved configuration and the memory it needs"},
