@@ -259,7 +259,7 @@ constexpr WireType wire_type_of(DType t) noexcept {
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
 enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
-enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
+enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA if there is a GPU
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 
 struct CommunicationConfig {
@@ -432,9 +432,9 @@ struct FlopsProfilerConfig {
   std::string output_file{};  // empty: the report is printed
 };
 
-// What the configuration is for, which decides the required keys. Train needs model, data.train, steps and batch sizes;
-// Evaluate needs the same without steps; Generate only the model. Generate ignores batch sizes, which would have to fit
-// the number of ranks, and resolves to one sample per rank. Inspect accepts what is there.
+// The purpose of the configuration, which decides the required keys. Train needs model, data.train, steps and batch
+// sizes; Evaluate needs the same without steps; Generate only the model. Generate ignores batch sizes, which would have
+// to fit the number of ranks, and resolves to one sample per rank. Inspect accepts what is there.
 enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
 // True if the run has gradients, masters and optimizer states; else it has only weights.
 constexpr bool trains(ConfigUse use) noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }

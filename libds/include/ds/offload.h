@@ -84,7 +84,7 @@ DS_API UpdateResult measure_updates(const UpdateOptions& options, const std::fun
 struct ServeOptions {
   std::string name{};
   std::string path{};     // directory on the disk; empty: memory (/dev/shm)
-  i64 capacity = 0;       // bytes available to states; 0: all free space
+  i64 capacity = 0;       // bytes available to states; 0: as many as the file system has
   int threads = 0;        // of updates; 0: the cores available to this process
   FileWay way{};          // how files on a disk are read and written
   bool checksum = false;  // checks that each chunk read equals the chunk written
