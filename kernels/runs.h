@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What copy_heads moves: runs of bytes that lie without gaps in both tensors, as long as there are, and where they lie.
-// Static functions: these files are compiled for several instruction sets, which must not share a symbol.
+// Runs for copy_heads: byte ranges, as long as possible, that are contiguous in both tensors, and their positions.
+// Static functions, since files compiled for several instruction sets must not share symbols.
 
 #include "ds/kernels/tensor.h"
 
 namespace ds {
 
 struct Runs {
-  i64 bytes = 0;                 // of a run; 0: nothing to move
-  i64 size[3] = {1, 1, 1};       // how many, outermost first
+  i64 bytes = 0;                 // bytes per run; 0: nothing to move
+  i64 size[3] = {1, 1, 1};       // number of runs, outermost first
   i64 from[3] = {}, to[3] = {};  // their distances in bytes
 };
 
@@ -18,7 +18,7 @@ static Runs runs_of(const TensorView& y, const TensorView& x) noexcept {
   if (x.numel() == 0) return r;
   const i64 width = dtype_bytes(x.dtype);
   r.bytes = x.dim(3) * width;
-  int outer = 3;  // the outermost dim so far, 3: the run itself
+  int outer = 3;  // the outermost dim so far; 3: the run itself
   for (int d = 2; d >= 0; --d) {
     const i64 n = x.dim(d);
     if (n == 1) continue;

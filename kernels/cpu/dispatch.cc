@@ -61,7 +61,7 @@ const OpTable* cpu_ops(std::string_view isa) noexcept {
     static const OpTable ops = cpu::onednn::table("cpu.amx");
     return &ops;
   }
-  if (isa == "onednn" && cpu::has_avx512()) {  // the engine of "amx" where there is no AMX: for tests
+  if (isa == "onednn" && cpu::has_avx512()) {  // the engine of "amx" on CPUs without AMX: for tests
     static const OpTable ops = cpu::onednn::table("cpu.onednn");
     return &ops;
   }

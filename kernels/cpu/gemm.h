@@ -6,7 +6,7 @@
 //   a panel  [words][rows <= kMR]   one column of A per word, broadcast from L1
 //   b panel  [words][kNR]           two vectors of B per word, streamed from L2
 //
-// A word is one fp32 number, or a pair of bf16 numbers (k, k+1) where the CPU multiplies pairs. The kernel keeps a
+// A word is one fp32 number, or a pair of bf16 numbers (k, k+1) if the CPU multiplies pairs. The kernel keeps a
 // [rows, kNR] block of fp32 sums in registers.
 
 #include <algorithm>
@@ -22,16 +22,16 @@ inline constexpr i64 kMR = kLanes == 16 ? 14 : 6;  // kMR * 2 sums, 2 of B and 1
 inline constexpr i64 kNR = 2 * kLanes;
 inline constexpr i64 kWords = 384;  // depth of a panel: an a panel is 21 KiB, most of L1
 
-// Products of fp32 words; the 16-bit floats are converted while they are packed.
+// Products of fp32 words; 16-bit floats are converted while they are packed.
 struct Single {
   static constexpr i64 kDepth = 1;
   static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept { return fma(a, b, sum); }
-  // Words [0, n) of a row whose k runs along memory; `left` elements remain in it.
+  // Words [0, n) of a row in which k is contiguous in memory; `left` elements remain in it.
   template <class T, class N>
   static Vec load_along(const T* p, N n) noexcept {
     return load(p, n);
   }
-  // One word each of n rows side by side; k runs across memory.
+  // One word from each of n adjacent rows; k is strided in memory.
   template <class T, class N>
   static Vec load_across(const T* p, i64, i64, N n) noexcept {
     return load(p, n);
@@ -111,8 +111,7 @@ inline void transpose(Vec (&r)[kLanes]) noexcept {
 #endif
 }
 
-// Rows (of A) or columns (of B) to be packed: element (i, k) lies at i*ld + k when `along` (k runs along memory), else
-// at k*ld + i.
+// Rows (of A) or columns (of B) to pack: element (i, k) is at i*ld + k if `along` (k is contiguous), else at k*ld + i.
 template <class T>
 struct Source {
   const T* data;
@@ -121,8 +120,8 @@ struct Source {
   const T* at(i64 i, i64 k) const noexcept { return along ? data + i * ld + k : data + k * ld + i; }
 };
 
-// Packs `count` <= kLanes rows from i on and k in [k0, k0 + depth): dst[word * stride + row]. Every word stores a whole
-// vector, zero beyond `count`; with stride < kLanes the next word overwrites what is too much, and the last one needs
+// Packs `count` <= kLanes rows, from i on, and k in [k0, k0 + depth): dst[word * stride + row]. Each word stores a
+// whole vector, zero beyond `count`; with stride < kLanes the next word overwrites the excess, and the last word needs
 // room for it.
 template <class Product, class T>
 inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i64 k0, i64 depth) noexcept {
@@ -168,7 +167,7 @@ inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i
 // be narrower. A panel needs room for kLanes words beyond its end unless kWidth is a multiple of kLanes.
 template <class Product, i64 kWidth, class T>
 inline void pack_panels(float* dst, i64 pitch, const Source<T>& s, i64 begin, i64 end, i64 k0, i64 depth) noexcept {
-  // Across memory, a few k of all panels at a time: each is one long piece of memory.
+  // If k is strided, packs a few k of all panels at a time: each is one long piece of memory.
   const i64 step = s.along ? depth : std::min<i64>(depth, 16);
   for (i64 k = 0; k < depth; k += step) {
     float* panel = dst;

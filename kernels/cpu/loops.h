@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The loops that the elementwise kernels share: fixed tiles over threads, vectors with a tail, dispatch on the dtype.
+// Loops shared by the elementwise kernels: fixed tiles over threads, vectors with a tail, dispatch on the dtype.
 
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-// Stands for "all lanes" where a lane count may stand, so that one loop body serves whole vectors and the tail.
+// Means "all lanes" in place of a lane count, so that one loop body serves whole vectors and the tail.
 struct AllLanes {};
 template <class T>
 inline Vec load(const T* p, AllLanes) noexcept {
@@ -19,7 +19,7 @@ inline void store(T* p, Vec a, AllLanes) noexcept {
   store(p, a);
 }
 
-// f(i, lanes) for the vectors of [begin, end); lanes is AllLanes, or the number left in the last one.
+// Calls f(i, lanes) for the vectors of [begin, end); lanes is AllLanes, or the number left in the last one.
 template <class F>
 inline void for_vectors(i64 begin, i64 end, F&& f) noexcept {
   i64 i = begin;
@@ -27,20 +27,21 @@ inline void for_vectors(i64 begin, i64 end, F&& f) noexcept {
   if (i < end) f(i, end - i);
 }
 
-// f(begin, end) over tiles of n elements: small enough to share out, long enough to hide the cost of claiming one.
+// Calls f(begin, end) for tiles of n elements: small enough to distribute, large enough to hide the cost of claiming
+// one.
 inline constexpr i64 kTileElements = 16384;
 template <class F>
 inline void for_tiles(Stream& stream, i64 n, F&& f, i64 tile = kTileElements) noexcept {
   stream.pool->parallel_for((n + tile - 1) / tile, [&](i64 t, int) { f(t * tile, std::min(n, (t + 1) * tile)); });
 }
 
-// f(i, lanes) for all vectors of n elements, over threads.
+// Calls f(i, lanes) for all vectors of n elements, over threads.
 template <class F>
 inline void for_all_vectors(Stream& stream, i64 n, F&& f) noexcept {
   for_tiles(stream, n, [&](i64 begin, i64 end) { for_vectors(begin, end, f); });
 }
 
-// Calls f with a value of the element type that `dtype` names: float, bf16 or f16.
+// Calls f with a value of the element type for `dtype`: float, bf16 or f16.
 template <class F>
 inline void with_work_type(DType dtype, F&& f) noexcept {
   switch (dtype) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 products by oneDNN, which drives the AMX tiles where the CPU has them. C is cut into tiles whose bounds the
-// shape fixes, and one single-threaded oneDNN call computes each: so the bits do not depend on threads. What has no
-// oneDNN product is decided here and nowhere else: `taken` below; all other calls, and all other ops, are the AVX-512
-// ones.
+// bf16 products by oneDNN, which uses the AMX tiles of CPUs that have them. C is cut into tiles whose bounds depend
+// only on the shape, and each is computed by one single-threaded oneDNN call, so the bits do not depend on threads.
+// `taken` below is the only place that decides which products oneDNN computes; all other calls, and all other ops, are
+// the AVX-512 ones.
 //
 // Every thread keeps its own primitives by shape, with memory objects that are pointed at each tile in turn. oneDNN
 // allocates when a thread meets a new shape, and inside its own calls.
@@ -45,7 +45,8 @@ struct Shape {
   auto operator<=>(const Shape&) const = default;
 };
 
-// The OpenMP threads are oneDNN's, and each of ours is to work alone: this outlives the call, for the calling thread.
+// oneDNN uses OpenMP threads, and each of our threads must work alone. The setting is per calling thread and outlives
+// the call.
 struct Place {
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
@@ -60,7 +61,7 @@ class Product {
  public:
   Product(const dnnl::engine& engine, const Shape& s) : Product(engine, make(engine, s)) {}
 
-  // Of a product of this shape that nobody has made yet.
+  // For a product of this shape that no thread has created yet.
   static size_t scratch_bytes(const dnnl::engine& engine, const Shape& s) {
     return make(engine, s).scratchpad_desc().get_size();
   }
@@ -102,7 +103,7 @@ class Product {
   dnnl::memory a_, b_, c_, scratch_;
 };
 
-// oneDNN 2.6 has no fp16 product, and its fp32 one is no faster than ours; below this size calling costs more.
+// oneDNN 2.6 has no fp16 product, and its fp32 product is no faster than ours; below this size calls cost more.
 bool taken(DType work, i64 M, i64 N, i64 K, const MatmulParams& p) noexcept {
   return work == DType::BF16 && std::min({M, N, K}) >= 16 && !p.rowwise;
 }
@@ -110,7 +111,7 @@ bool taken(DType work, i64 M, i64 N, i64 K, const MatmulParams& p) noexcept {
 struct Tile {
   i64 m = 512, n = 1024;
 };
-// Large enough for oneDNN to pay for its copies, many enough for some sixteen threads.
+// Large enough to pay for oneDNN's copies, numerous enough for about sixteen threads.
 Tile tile_for(i64 M, i64 N) noexcept {
   Tile t;
   const auto count = [&] { return ((M + t.m - 1) / t.m) * ((N + t.n - 1) / t.n); };
@@ -121,7 +122,8 @@ Tile tile_for(i64 M, i64 N) noexcept {
   return t;
 }
 
-// A product in tiles. A tile's sums are oneDNN's result, or fp32 in scratch where there is more to be done with them.
+// A product in tiles. oneDNN computes a tile's final result, or its fp32 sums in scratch if more has to be done with
+// them.
 struct Cut {
   Shape whole;
   bool plain;
@@ -151,9 +153,9 @@ bool is_plain(const TensorView& bias, const TensorView& preact, const TensorView
   return !bias && !preact && !residual && !p.accumulate && p.activation == Activation::None;
 }
 
-// What a worker needs for any tile: the sums, and oneDNN's scratchpad behind them.
+// A worker's need for any tile: the sums, followed by oneDNN's scratchpad.
 size_t scratch_bytes(const Cut& cut) {
-  thread_local std::map<Shape, size_t> known;  // without sums ldc is never 0: the shape says whether there are any
+  thread_local std::map<Shape, size_t> known;  // without sums ldc is never 0, so the shape tells whether there are any
   if (const auto found = known.find(cut.whole); found != known.end()) return found->second;
   const auto sizes = [](i64 n, i64 tile) { return std::array{std::min(n, tile), n % tile}; };  // the last one: the edge
   size_t most = 0;
@@ -219,7 +221,7 @@ void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView d
 
 }  // namespace
 
-// The AVX-512 table with these products under the given name.
+// The AVX-512 table with these products, under the given name.
 OpTable table(std::string_view name) noexcept {
   OpTable ops = avx512::table();
   ops.name = name;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Philox4x32-10 on vectors, the same numbers as ds/kernels/philox.h. A counter word occupies the low half of a 64-bit
-// lane and whatever the rounds leave in the high half is ignored by the 32 x 32 -> 64 bit product: a round is two
-// products, two shifts and four exclusive-ors, with no shuffle.
+// Philox4x32-10 on vectors, with the same numbers as ds/kernels/philox.h. A counter word occupies the low half of a
+// 64-bit lane, and the 32 x 32 -> 64 bit product ignores what the rounds leave in the high half, so a round is two
+// products, two shifts and four exclusive-ors, without shuffles.
 
 #include "cpu/simd.h"
 
@@ -19,7 +19,7 @@ inline Words words(u64 x) noexcept { return _mm512_set1_epi64(static_cast<long l
 inline Words product(Words a, Words b) noexcept { return _mm512_mul_epu32(a, b); }
 inline Words high(Words a) noexcept { return _mm512_srli_epi64(a, 32); }
 inline Words xor3(Words a, Words b, Words c) noexcept { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-// The blocks of the lanes, in the order that makes the unpacks of `uniforms` leave them sorted.
+// The blocks of the lanes, ordered so that the unpacks of `uniforms` sort them.
 inline Words lane_blocks(u64 first) noexcept {
   return _mm512_add_epi64(words(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
 }
@@ -74,8 +74,8 @@ inline VecPair uniforms(const RngKey& key, u64 block) noexcept {
   return {uniform(w.first), uniform(w.second)};
 }
 
-// What dropout multiplies elements first .. first + n - 1 by: 0 or 1/(1-p). `buffer` has room for keep_room(n) floats;
-// the answer lies in it.
+// The factors of dropout for elements first .. first + n - 1: 0 or 1/(1-p). The result is in `buffer`, which must have
+// room for keep_room(n) floats.
 constexpr i64 keep_room(i64 n) noexcept { return n + 4 + 2 * Vec::kLanes; }
 inline const float* keep_factors(float* buffer, const RngKey& key, float p, u64 first, i64 n) noexcept {
   const i64 skip = static_cast<i64>(first % 4);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Ops that say what others would reserve as scratch (ds/kernels/ops.h: ScratchMeter). Each stands beside the op that it
-// speaks for, and both ask the same function for the size.
+// Ops that report the scratch that others would reserve (ds/kernels/ops.h: ScratchMeter). Each is defined next to its
+// op, and both get the size from the same function.
 
 #include <cstddef>
 
@@ -9,8 +9,8 @@
 
 namespace ds::cpu {
 
-// Raises the meter of a stream to what one thread reserves. No inline function: code of an instruction set must not
-// leave a copy of one to others.
+// Raises the meter of a stream to the reservation of one thread. Not inline, since code for one instruction set must
+// not provide a copy to others.
 void note_scratch(Stream& stream, std::size_t bytes) noexcept;
 int metered_threads(const Stream& stream) noexcept;
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One vector of fp32 lanes for the instruction set this file is compiled for (kernels/cpu is compiled once per set, see
-// kernels/CMakeLists.txt): 16 lanes with AVX-512, 8 with AVX2+FMA+F16C. Everything lives in ds::cpu::<isa>, so the sets
-// never share a symbol. Loads and stores convert from and to the 16-bit floats with round to nearest even and agree
-// with ds/kernels/dtype.h bit for bit.
+// One vector of fp32 lanes for the instruction set that this file is compiled for (kernels/cpu is compiled once per
+// set, see kernels/CMakeLists.txt): 16 lanes with AVX-512, 8 with AVX2+FMA+F16C. Everything is in ds::cpu::<isa>, so
+// the sets never share a symbol. Loads and stores convert from and to 16-bit floats with round to nearest even and
+// agree with ds/kernels/dtype.h bit for bit.
 
 #include <immintrin.h>
 
@@ -60,7 +60,7 @@ inline Vec load(const f16* p) noexcept {
 inline void store(float* p, Vec a) noexcept { _mm512_storeu_ps(p, a.v); }
 inline __m256i to_bf16_bits(Vec a) noexcept {
 #if defined(__AVX512BF16__)
-  constexpr int kSubnormal = 0x20;  // for which the instruction gives zero
+  constexpr int kSubnormal = 0x20;  // the instruction returns zero for it
   if (_mm512_fpclass_ps_mask(a.v, kSubnormal) == 0) return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
 #endif
   const __m512i u = _mm512_castps_si512(a.v);
@@ -131,7 +131,7 @@ inline Vec copysign(Vec a, Vec s) noexcept {
   return {_mm256_or_ps(_mm256_andnot_ps(sign, a.v), _mm256_and_ps(sign, s.v))};
 }
 inline Vec scale_exp2(Vec a, Vec n) noexcept {
-  // In two halves: one power of two would leave the exponent range before the product does.
+  // In two steps, since a single power of two would leave the exponent range before the product does.
   const auto exp2 = [](__m256i e) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
   };
@@ -189,7 +189,7 @@ inline float reduce_max(Vec a) noexcept {
 
 #endif
 
-// e^x within 2 ulp for x in [-104, 89]; subnormal results are right. NaN gives NaN.
+// e^x within 2 ulp for x in [-104, 89]; subnormal results are correct. NaN gives NaN.
 [[gnu::always_inline]] inline Vec exp_bounded(Vec x) noexcept {
   // Cody-Waite reduction x = n ln2 + r, |r| <= ln2/2, then a degree-6 polynomial (Cephes expf coefficients).
   const Vec n = round(x * broadcast(1.44269504088896341f));
@@ -204,9 +204,9 @@ inline float reduce_max(Vec a) noexcept {
   p = fma(p, r * r, r + broadcast(1.0f));
   return scale_exp2(p, n);
 }
-// For every x: below -103 it is 0, above 88.7 inf; e^-inf = 0.
+// For any x: 0 below -103, inf above 88.7; e^-inf = 0.
 inline Vec exp(Vec x) noexcept {
-  // The x86 min and max return their second operand when one is NaN, so NaN passes through this clamp.
+  // The x86 min and max return their second operand if one is NaN, so NaN passes through this clamp.
   return exp_bounded(min(broadcast(89.0f), max(broadcast(-104.0f), x)));
 }
 

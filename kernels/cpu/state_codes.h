@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Blocks of states that are not fp32, to fp32 and back: ds/kernels/state_codes.h on vectors.
+// Converts blocks of encoded states to fp32 and back: ds/kernels/state_codes.h on vectors.
 
 #include <algorithm>
 #include <cstring>
@@ -12,10 +12,10 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-// Codes are decoded to two vectors at a time, and made of four.
+// Decoding handles two vectors of codes at a time, encoding four.
 static_assert(kStateBlock % (4 * Vec::kLanes) == 0);
 
-// Of a magnitude.
+// Bits of a magnitude.
 template <DType t>
 inline constexpr int kCodeBits = t == DType::I8 ? 7 : 8;
 
@@ -42,8 +42,8 @@ inline Ints where_finite(Vec x, Ints a, Ints b) noexcept {
   return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(abs(x).v, _mm512_set1_ps(INFINITY), _CMP_LT_OQ), b, a);
 }
 
-// What codes with a sign say, by magnitude. The halves of these numbers are apart, for an instruction looks up more
-// words than numbers.
+// The values of signed codes, by magnitude. The halves of these numbers are in separate tables, since an instruction
+// looks up more words than numbers.
 struct SignedValues {
   alignas(64) u16 low[128], high[128];
   constexpr SignedValues() noexcept : low{}, high{} {
@@ -56,10 +56,10 @@ struct SignedValues {
 };
 inline VecPair decode_signed(const u8* codes, Vec scale) noexcept {
   static constexpr SignedValues values;
-  // In the order that makes the unpacks below leave the numbers sorted.
+  // In the order that makes the unpacks below sort the numbers.
   const __m256i k = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)),
                                                 _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  // No number becomes -128, which says what -127 does.
+  // Encoding never produces -128, which means the same as -127.
   const Ints magnitude = _mm512_cvtepu8_epi16(_mm256_min_epu8(_mm256_abs_epi8(k), _mm256_set1_epi8(127)));
   const __mmask32 from_64 = _mm512_test_epi16_mask(magnitude, _mm512_set1_epi16(64));
   const auto look_up = [&](const u16* table) {
@@ -72,19 +72,18 @@ inline VecPair decode_signed(const u8* codes, Vec scale) noexcept {
   return {from_bits(_mm512_unpacklo_epi16(low, high)) * scale, from_bits(_mm512_unpackhi_epi16(low, high)) * scale};
 }
 
-// The unit of a decade, by the lowest four bits of the exponent of what lies in it; that of 1/2, as which zero is
-// looked up, is zero.
+// The unit of a decade, by the lowest four bits of its exponent; zero is looked up as 1/2, whose unit is zero.
 struct Units {
   alignas(64) float by_exponent[16];
   constexpr Units() noexcept : by_exponent{} {
     for (size_t e = 0; e < 8; ++e) by_exponent[(127 + e) % 16] = state_codes::Map<8>::units()[e];
   }
 };
-// As the definition says it, where a table would be too long.
+// By the definition, since a table would be too long.
 inline Vec decode_unsigned(const u8* codes, Vec scale) noexcept {
   static constexpr Units units;
   const __m128i k = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-  // The bits of 2^23 + k are those of 2^23 and those of k.
+  // The bits of 2^23 + k are those of 2^23 combined with those of k.
   const Vec x =
       from_bits(_mm512_or_si512(_mm512_cvtepu8_epi32(k), bits_of(broadcast(0x1p23f)))) - broadcast(0x1p23f - 0.5f);
   const Vec fraction = from_bits(_mm512_ternarylogic_epi32(bits_of(x), ints(0x007FFFFF), ints(0x3F800000), 0xEA));
@@ -99,12 +98,12 @@ inline VecPair decode_two(const u8* codes, Vec scale) noexcept {
   return {decode_unsigned(codes, scale), decode_unsigned(codes + Vec::kLanes, scale)};
 }
 
-// Magnitudes lie in regions: what is coded as zero (with a sign), the decades, and what has the last code. In each the
-// code is min(scale y + offset, end) without what is behind the point. A pair of octaves is what has the same bits from
-// the 24th on; at most one region begins in it. The number to_next of a pair, added to the bits of what lies in it,
-// brings those of the new region, and no others, to the next pair: so the pair says the region, by the lowest four of
-// its bits. Pairs go from that of kLeast, before which no region begins but the first, to that of 1; the region that
-// begins in the last one stands where the pair before kLeast would.
+// Magnitudes fall into regions: those coded as zero (with a sign), the decades, and those with the last code. In each
+// region the code is min(scale y + offset, end), truncated. A pair of octaves consists of the numbers with the same
+// bits from bit 24 on; at most one region begins in a pair. Adding the pair's number to_next to a magnitude's bits
+// moves exactly those of the new region to the next pair, so that the lowest four bits of the pair identify the region.
+// Pairs range from that of kLeast, before which only the first region begins, to that of 1; the region that begins in
+// the last pair is stored in the slot before kLeast's.
 template <DType t>
 struct Regions {
   static constexpr float kLeast = 0x1p-29f;
@@ -113,7 +112,8 @@ struct Regions {
   constexpr Regions() noexcept : to_next{}, scale{}, offset{}, end{} {
     using Map = state_codes::Map<kCodeBits<t>>;
     constexpr int kDecades = kCodeBits<t>;
-    int region = t == DType::I8 ? -1 : 0;  // a decade, or the one before them, or behind
+    // A decade; before the first: the region before them, after the last: the one after them.
+    int region = t == DType::I8 ? -1 : 0;
     for (u32 pair = std::bit_cast<u32>(kLeast) >> 24;; ++pair) {
       const size_t i = pair % 16, e = region < 0 ? 0 : static_cast<size_t>(region);
       if (region == kDecades) {
@@ -142,10 +142,10 @@ inline Ints encode_one(Vec x, Vec inverse) noexcept {
   const Ints bits = _mm512_max_epi32(bits_of(y), bits_of(broadcast(regions.kLeast)));
   const Ints region = shift_right<24>(add(bits, look_up(regions.to_next, shift_right<24>(bits))));
   const Vec k = from_bits(look_up(regions.scale, region)) * y + from_bits(look_up(regions.offset, region));
-  // Numbers above zero are in the order of their bits, for which there are more units than for floats.
+  // Positive numbers are ordered like their bits, and there are more integer units than floating-point units.
   const Vec limited = from_bits(_mm512_min_epi32(bits_of(k), look_up(regions.end, region)));
   if constexpr (t == DType::I8) return _mm512_cvttps_epi32(copysign(limited, x).v);
-  // Only zero is coded as zero: what else is so small that its code is 1 has bits that are at least 1.
+  // Only zero becomes code 0: any other number has bits of at least 1.
   return _mm512_min_epi32(_mm512_cvttps_epi32(limited.v), bits_of(y));
 }
 template <DType t>
@@ -183,8 +183,8 @@ inline Ints where_finite(Vec x, Ints a, Ints b) noexcept {
   return _mm256_blendv_epi8(b, a, _mm256_castps_si256(_mm256_cmp_ps(abs(x).v, _mm256_set1_ps(INFINITY), _CMP_LT_OQ)));
 }
 
-// The upper half of a float's bits, which goes up by 128 with an octave, is nearly its logarithm. By that the decade is
-// guessed, or the one before it; whether the next one has begun is seen by where it does.
+// The upper half of a float's bits, which grows by 128 per octave, is nearly its logarithm. It gives a guess of the
+// decade, or the one before it; comparing with the begin of the next decade decides.
 template <int kBits>
 struct Decades {
   using Map = state_codes::Map<kBits>;
@@ -205,7 +205,7 @@ struct Decades {
   }
 };
 
-// What the definition calls: tables have as many numbers as vectors have.
+// The interface that the definition calls; tables have as many numbers as vectors.
 struct StateLanes {
   using Value = Vec;
   template <auto values>
@@ -267,8 +267,7 @@ inline void encode_four(u8* codes, const float* values, Vec inverse) noexcept {
   store_codes<t>(codes, code(0), code(1), code(2), code(3));
 }
 
-// A block of bf16, or what there is of it: element i is rounded by 16 bits of random[i], which all words of a block
-// need.
+// Up to a block of bf16: element i is rounded by 16 bits of random[i]; random must have all words of a block.
 inline void decode_bf16(float* values, const bf16* from, i64 n) noexcept {
   for_vectors(0, n, [&](i64 i, auto lanes) { store(values + i, load(from + i, lanes)); });
 }
@@ -277,7 +276,7 @@ inline void encode_bf16(bf16* to, const float* values, i64 n, const u32* random,
     const Vec x = load(values + i);
     const Ints word = bits_of(load(reinterpret_cast<const float*>(random + i)));
     const Ints rest = high_half ? shift_right<16>(word) : both(word, ints(0xFFFF));
-    // A NaN's low bits would be lost, and so may it be: adding zero makes it quiet.
+    // Truncation could lose a NaN's low bits, and with them the NaN; adding zero makes it quiet.
     store_high_halves(p, where_finite(x, add(bits_of(x), rest), bits_of(x + zero())));
   };
   i64 i = 0;

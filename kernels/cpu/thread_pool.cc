@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread pool: workers sleep on `epoch`; the caller opens a gate, works through the tiles itself, closes the gate
-// and waits for those that came in. A worker that wakes late finds the gate shut and sleeps on, so a call never waits
-// for one.
+// The thread pool: workers sleep on `epoch`. The caller opens a gate, works on the tiles itself, closes the gate and
+// waits for the workers that entered. A worker that wakes late finds the gate shut and continues to sleep, so a call
+// never waits for one.
 
 #include "ds/kernels/thread_pool.h"
 
@@ -21,7 +21,7 @@ namespace ds {
 namespace {
 
 constexpr std::size_t kAlignment = ThreadPool::kScratchUnit;  // a cache line
-// Bit 31 of the gate: workers may join. The bits below count those inside.
+// Bit 31 of the gate: workers may join. The lower bits count those inside.
 constexpr u32 kOpen = 0x80000000u;
 // About 10 us of polling before a thread sleeps: longer than the gap between two ops of a step, shorter than a time
 // slice.
@@ -52,7 +52,7 @@ struct ThreadPool::State {
     void* data = nullptr;
     std::size_t bytes = 0;
   };
-  // Which pool the current thread works for at this moment, and as whom.
+  // The pool for which the current thread is working, and its number there.
   struct Place {
     const State* pool = nullptr;
     int worker = 0;
@@ -76,7 +76,7 @@ struct ThreadPool::State {
     for (const Scratch& s : scratch) ::operator delete(s.data, std::align_val_t(kAlignment));
   }
 
-  // Wakes the workers to their end, without which joining them would wait for ever.
+  // Wakes the workers so that they end; otherwise joining them would wait forever.
   void dismiss() noexcept {
     stop.store(true, std::memory_order_relaxed);
     epoch.fetch_add(1, std::memory_order_release);
@@ -84,7 +84,7 @@ struct ThreadPool::State {
     workers.clear();
   }
 
-  // Joining is right whichever call opened the gate: the call cannot return, nor its fields change, before we leave.
+  // Joining is valid whichever call opened the gate: that call cannot return, nor its fields change, before we leave.
   bool join() noexcept {
     u32 now = gate.load(std::memory_order_relaxed);
     while ((now & kOpen) != 0) {
@@ -164,7 +164,7 @@ void ThreadPool::parallel_for(i64 num_tiles, FunctionRef<void(i64, int)> fn) noe
 
 void* ThreadPool::reserve_scratch(std::size_t bytes) noexcept {
   State& s = *state_;
-  const bool nested = State::place.pool == &s;  // then others are at work
+  const bool nested = State::place.pool == &s;  // then other workers are active
   const std::size_t caller = nested ? static_cast<std::size_t>(State::place.worker) : 0;
   if (nested) {
     s.grow(s.scratch[caller], bytes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// fp32 tiles in scratch memory, small enough for the caches: products of them, conversion into and out of them,
+// fp32 tiles in scratch memory, small enough for the caches: their products, conversion from and to them,
 // transposition.
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline constexpr int kPanelVectors = 2;
 #endif
 inline constexpr i64 kPanel = kPanelVectors * Vec::kLanes;
 
-// Which index of the left factor runs fastest: a(m,k) is a[m*lda + k] (Rows) or a[k*lda + m] (Columns).
+// The fastest-running index of the left factor: a(m,k) is a[m*lda + k] (Rows) or a[k*lda + m] (Columns).
 enum class Order { Rows, Columns };
 
 template <Order kOrder, int kRows, int kVectors>
@@ -71,7 +71,7 @@ inline void panel_product(float* c, i64 ldc, const float* a, i64 lda, const floa
 }
 
 // c[M,N] = a b, or c += a b, with b [K,N] in rows; N is a multiple of the lanes. Each element is one sum in the order
-// of k, whatever the tile around it.
+// of k, independent of the surrounding tile.
 template <Order kOrder>
 inline void tile_product(float* c, i64 ldc, const float* a, i64 lda, const float* b, i64 ldb, i64 M, i64 N, i64 K,
                          bool add) noexcept {
@@ -113,7 +113,7 @@ inline void transpose(float* to, i64 ldt, const float* from, i64 ldf, i64 rows, 
   for (i64 r = 0; r < rows; r += 8) {
     for (i64 c = 0; c < cols; c += 8) {
       __m256 x[8], y[8];
-      // Four rows apart side by side, then 4x4 transpositions within the halves.
+      // Puts rows that are four apart side by side, then transposes 4x4 within the halves.
       for (int i = 0; i < 4; ++i) {
         const float* const row = from + (r + i) * ldf + c;
         x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * ldf), 1);

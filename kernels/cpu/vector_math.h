@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Activations and their derivatives on vectors. All of them come down to one exponential and one quotient: GELU's tanh
-// form is x sigmoid(2u), which unlike (1 + tanh u)/2 keeps its relative accuracy for negative x.
+// Activations and their derivatives on vectors, all by one exponential and one quotient: GELU's tanh form is x
+// sigmoid(2u), which unlike (1 + tanh u)/2 keeps its relative accuracy for negative x.
 
 #include "cpu/simd.h"
 
@@ -33,7 +33,7 @@ struct Normal {
 };
 inline Normal normal(Vec x) noexcept {
   // Phi(-t) = e^(-t^2/2) s P(s) with s = 1/(1 + 0.35 t), t >= 0: a degree-9 fit with relative error 2e-8 up to t = 14,
-  // where the exponential has left fp32.
+  // where the exponential underflows in fp32.
   const Vec t = abs(x);
   const Vec e = exp(broadcast(-0.5f) * t * t);
   const Vec s = broadcast(1.0f) / fma(broadcast(0.35f), t, broadcast(1.0f));

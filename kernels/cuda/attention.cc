@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who computes attention: our own kernels, or cuDNN where DS_ATTENTION=cudnn asks for it and it serves the call.
+// Selects the attention implementation: our own kernels, or cuDNN if DS_ATTENTION=cudnn requests it and it supports the
+// call.
 
 #include "cuda/attention_cudnn.h"
 #include "cuda/ops.h"

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The index arithmetic of attention, for host and device: what sees what, which tiles meet which, who works on what,
-// and where things lie in shared memory.
+// The index arithmetic of attention, for host and device: which tokens see each other, which tiles meet, how work is
+// divided, and the layout of shared memory.
 //
-// A block owns `own` rows of queries (forward, dq) or keys (dk and dv), 16 or 32 per warp, and meets the other side in
-// steps of `step` rows, double-buffered. Tiles in shared memory are rows of kD 16-bit elements in chunks of 16 bytes,
-// kD the head dim rounded up; chunks are permuted within their row so that eight rows of one chunk, what the
-// tensor core's loads take at once, lie in all 32 banks.
+// A block owns `own` rows of queries (forward, dq) or keys (dk and dv), 16 or 32 per warp, and processes the other side
+// in steps of `step` rows, double-buffered. Tiles in shared memory are rows of kD 16-bit elements in chunks of 16
+// bytes, where kD is the head dim rounded up. Chunks are permuted within their row so that eight rows of one chunk,
+// which the tensor core loads at once, cover all 32 banks.
 
 #include <algorithm>
 #include <limits>
@@ -26,7 +26,7 @@ DS_HOST_DEVICE constexpr Range intersect(Range a, Range b) {
 }
 DS_HOST_DEVICE constexpr bool meets(Range a, Range b) { return !intersect(a, b).empty(); }
 
-// What one or more tokens see of the other side: `all` but what is `hidden`, the keys between sinks and window.
+// The part of the other side that one or more tokens see: `all` except `hidden`, the keys between sinks and window.
 struct Seen {
   Range all, hidden;
 
@@ -44,10 +44,10 @@ DS_HOST_DEVICE constexpr bool meets(const Seen& a, Range b) {
 struct Mask {
   int T = 0, S = 0;
   bool causal = false;
-  int window = 0;  // in 1 .. S-1, or 0: none
+  int window = 0;  // in 1 .. S-1; 0: none
 
   static constexpr Mask of(i64 T, i64 S, const AttentionParams& p) {
-    const bool limited = p.window > 0 && p.window < S;  // a longer one hides no key that exists
+    const bool limited = p.window > 0 && p.window < S;  // a longer window hides no existing key
     return {static_cast<int>(T), static_cast<int>(S), p.causal, limited ? static_cast<int>(p.window) : 0};
   }
 
@@ -64,7 +64,7 @@ struct Mask {
     const int end = window > 0 && i + window < T ? i + window : T;
     return {begin, end > 0 ? end : 0};
   }
-  // What any of a range (not empty) sees, or is seen by; rows of the range beyond T and keys beyond S do not count.
+  // The tokens that any of a nonempty range sees, or is seen by; rows beyond T and keys beyond S do not count.
   DS_HOST_DEVICE constexpr Range keys_of_rows(Range rows) const {
     rows.end = rows.end < T ? rows.end : T;
     if (rows.empty()) return {};
@@ -76,19 +76,19 @@ struct Mask {
     return {rows_of_key(keys.begin).begin, rows_of_key(keys.end - 1).end};
   }
   DS_HOST_DEVICE constexpr bool has_sinks() const { return false; }
-  // Do all of these rows (those below T) see all of these keys, and do the keys exist?
+  // True if all of these rows (below T) see all of these keys, and the keys exist.
   DS_HOST_DEVICE constexpr bool all_visible(Range rows, Range keys) const {
     const int last = (rows.end < T ? rows.end : T) - 1;
     return keys_of_row(rows.begin).end >= keys.end && keys_of_row(last).begin <= keys.begin;
   }
 };
 
-// Where in their sequences the tokens of a call are, and whom sinks and documents there let see whom.
+// Positions of a call's tokens in their sequences, and the sinks and documents there.
 struct Places {
   const i32* documents = nullptr;  // AttentionParams::documents
   i64 positions = 0, samples = 0;
   int query0 = 0, key0 = 0;
-  int sinks = 0;  // 0 also where there is no window
+  int sinks = 0;  // 0 also without a window
 
   static constexpr Places of(i64 B, const Mask& mask, const AttentionParams& p) {
     return {.documents = p.documents,
@@ -98,7 +98,7 @@ struct Places {
             .key0 = static_cast<int>(p.grid.col0),
             .sinks = mask.window == 0 ? 0 : static_cast<int>(std::min(p.sinks, i64{1} << 30))};
   }
-  // The places of the document of a place; the sequence where there are no documents.
+  // The positions of the document at a position; the whole sequence without documents.
   DS_HOST_DEVICE constexpr Range document(int b, int place) const {
     if (documents == nullptr) return {0, std::numeric_limits<int>::max()};
     const i32* const at = documents + b * positions + place;
@@ -106,7 +106,7 @@ struct Places {
   }
 };
 
-// The mask of a sample, with its sinks and documents.
+// The mask of a sample, including its sinks and documents.
 struct SampleMask : Mask {
   const Places& places;
   int b;
@@ -117,14 +117,15 @@ struct SampleMask : Mask {
   DS_HOST_DEVICE constexpr Seen keys_of_row(int i) const { return keys_of_rows({i, i + 1}); }
   DS_HOST_DEVICE constexpr Range rows_of_key(int j) const { return rows_of_keys({j, j + 1}); }
   DS_HOST_DEVICE constexpr bool has_sinks() const { return places.sinks > 0; }
-  // Whoever is in these ranges sees, or is seen by, somebody of the other side, or lies between two who do.
+  // Tokens that see, or are seen by, a token of the other side, including gaps.
   DS_HOST_DEVICE constexpr Seen keys_of_rows(Range rows) const {
     rows.end = rows.end < T ? rows.end : T;
     if (rows.empty()) return {};
     const Range first = keys_of_document(rows.begin), last = keys_of_document(rows.end - 1);
     const Range seen = intersect(Mask::keys_of_rows(rows), {first.begin, last.end});
     if (places.sinks == 0) return seen;
-    // Of the first row's document. Those of later ones begin within the rows, so keys hidden from all lie before them.
+    // Relative to the first row's document. Later documents begin within the rows, so keys hidden from all rows are
+    // before them.
     const bool one = first.begin == last.begin;
     return {{first.begin > 0 ? first.begin : 0, seen.end},
             {first.begin + places.sinks, one || seen.begin < first.end ? seen.begin : first.end}};
@@ -135,11 +136,11 @@ struct SampleMask : Mask {
     const int first = places.key0 + keys.begin, last = places.key0 + keys.end - 1;
     const Range document = places.document(b, last);
     Range seen = Mask::rows_of_keys(keys);
-    // Is one of the keys a sink of the last one's document? Then all rows of that which are not before it see it.
+    // If one of the keys is a sink of the last one's document, all rows of that document from it on see it.
     if (places.sinks > 0 && first - document.begin < places.sinks) seen.end = T;
     return intersect(seen, {places.document(b, first).begin - places.query0, document.end - places.query0});
   }
-  // False also where they do because the keys are sinks.
+  // False also where rows see keys only because they are sinks.
   DS_HOST_DEVICE constexpr bool all_visible(Range rows, Range keys) const {
     if (!Mask::all_visible(rows, keys)) return false;
     const int last = (rows.end < T ? rows.end : T) - 1;
@@ -153,7 +154,7 @@ struct SampleMask : Mask {
   }
 };
 
-// The tiles that a tile meets, in order: those that the mask leaves. With a layout: attention_steps.h.
+// The tiles that a tile meets, in order: those that the mask leaves. With a layout see attention_steps.h.
 struct Visits {
   int first = 0, count = 0;
 
@@ -165,16 +166,16 @@ DS_HOST_DEVICE constexpr Visits visits(Range seen, int step) {
   return {first, (seen.end + step - 1) / step - first};
 }
 
-// A block-sparse layout (AttentionBlocks) as those see it who own tokens of one side and meet those of the other. What
-// is met comes in units: a block, or as much of it as a step holds. Units are counted from the beginning of the
-// sequence; where there is no layout, from the call's first token, and all blocks, of 128 tokens, meet.
+// A block-sparse layout (AttentionBlocks) from the viewpoint of the owner of tokens on one side, which meets those of
+// the other. Met tokens come in units: a block, or as much of it as fits a step. Units count from the beginning of the
+// sequence; without a layout, from the call's first token, with all blocks (of 128 tokens) present.
 struct Layout {
-  const u64* bits = nullptr;   // of own blocks, in the layout of the call's first head; null: there is no layout
-  i64 words = 0;               // of an own block
-  i64 next_head = 0;           // words from one head's layout to the next one's
+  const u64* bits = nullptr;   // of own blocks, in the layout of the call's first head; null: no layout
+  i64 words = 0;               // per own block
+  i64 next_head = 0;           // words between the layouts of consecutive heads
   int shift = 0;               // a block has 2^shift tokens
-  int own0 = 0, met0 = 0;      // places of the call's first tokens
-  const i32* pages = nullptr;  // AttentionParams::pages, of what is met
+  int own0 = 0, met0 = 0;      // positions of the call's first tokens
+  const i32* pages = nullptr;  // AttentionParams::pages, of the met side
   int page_shift = 0;          // a page has 2^page_shift tokens
 
   static constexpr Layout of(const AttentionParams& p, bool keys_own) {
@@ -197,20 +198,20 @@ struct Layout {
     return pages == nullptr ? token : (pages[token >> page_shift] << page_shift) + token % (1 << page_shift);
   }
 
-  // Of the block of an own token: where it begins, counted from the beginning of the sequence; its bits.
+  // For the block of an own token: its beginning, from the beginning of the sequence; and its bits.
   DS_HOST_DEVICE constexpr int block_begin(int own) const { return (own0 + own) >> shift << shift; }
   DS_HOST_DEVICE constexpr const u64* bits_of(int head, int own) const {
     return bits + head * next_head + ((own0 + own) >> shift) * words;
   }
   // A unit has 2^unit_shift tokens.
   DS_HOST_DEVICE constexpr int unit_shift(int step) const { return shift < log2(step) ? shift : log2(step); }
-  // The units of those steps without a layout that hold some of the tokens `seen`, up to the last of these.
+  // The units of the steps without a layout that contain some of the tokens `seen`, up to the last of them.
   DS_HOST_DEVICE constexpr Range units(Range seen, int step) const {
     if (seen.empty()) return {};
     const int unit = 1 << unit_shift(step);
     return {(met0 + seen.begin / step * step) / unit, (met0 + seen.end + unit - 1) / unit};
   }
-  // Those of the steps without a layout that hold nothing but tokens of a range.
+  // Those of the steps without a layout that contain only tokens of a range.
   DS_HOST_DEVICE constexpr Range units_within(Range tokens, int step) const {
     const int first = tokens.begin > 0 ? (tokens.begin + step - 1) / step : 0, end = tokens.end / step;
     if (first >= end) return {};
@@ -226,21 +227,21 @@ struct Layout {
   }
 };
 
-// Which tile of which head a block works on. Tiles that meet most start first (the last rows and the first keys, when
-// causal), and heads are neighbours, because those of a group share keys and values.
+// The tile and head that a block works on. Tiles with most work start first (if causal, the last rows and the first
+// keys), and heads are neighbours, since those of a group share keys and values.
 struct Work {
-  int tile = 0, head = 0;  // head: of `heads`, batches included
+  int tile = 0, head = 0;  // head: index among `heads`, including batches
 };
 DS_HOST_DEVICE constexpr Work work_of(unsigned block, int tiles, int heads, bool last_first) {
   const int tile = static_cast<int>(block / static_cast<unsigned>(heads));
   return {last_first ? tiles - 1 - tile : tile, static_cast<int>(block % static_cast<unsigned>(heads))};
 }
 
-// Shapes of the blocks for 16-bit elements; kD a multiple of 32, at most 256.
+// Shapes of the blocks for 16-bit elements; kD is a multiple of 32, at most 256.
 template <int kD>
 struct ForwardPlan {
-  static constexpr int kRowTiles =
-      kD <= 64 ? 2 : 1;  // of 16 rows, per warp: they share what is read from shared memory
+  // Tiles of 16 rows per warp: they share the data read from shared memory.
+  static constexpr int kRowTiles = kD <= 64 ? 2 : 1;
   static constexpr int kWarps = kD <= 64 || kD > 128 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOwn = 16 * kRowTiles * kWarps;
@@ -253,16 +254,17 @@ struct BackwardPlan {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOwn = 16 * kWarps;
   static constexpr int kStep = kD <= 128 ? 64 : 32;
-  static constexpr int kPart = kD <= 64 ? 64 : 32;  // of a step: as many rows as dk and dv leave registers for
+  // Rows of a step processed together: as many as the registers left by dk and dv allow.
+  static constexpr int kPart = kD <= 64 ? 64 : 32;
   static constexpr bool kHold = kD <= 64;
-  // Columns of dk and dv of a block: the accumulators of both must fit in registers. Wider heads take two blocks, each
+  // Columns of dk and dv per block: the accumulators of both must fit in registers. Wider heads take two blocks, each
   // of which computes all scores.
   static constexpr int kColumns = kD <= 128 ? kD : kD / 2;
 };
-// The rows of the statistics of the backward pass, per head: no tile reaches beyond.
+// Rows per head of the backward pass's statistics: no tile extends beyond.
 constexpr i64 padded_rows(i64 T) { return (T + 127) / 128 * 128; }
 
-// Where chunk `chunk` of row `row` lies in a tile, in elements.
+// Offset in elements of chunk `chunk` of row `row` in a tile.
 template <int kD>
 DS_HOST_DEVICE constexpr int swizzle_of(int row) {
   static_assert(kD % 32 == 0);
@@ -273,24 +275,24 @@ DS_HOST_DEVICE constexpr int swizzled(int row, int chunk) {
   return row * kD + ((chunk ^ swizzle_of<kD>(row)) << 3);
 }
 
-// Does attention come without a layout, or with one of blocks that the kernels know?
+// True without a layout, or if its block size is supported.
 inline bool has_known_block(const AttentionParams& p) noexcept {
   const i64 block = p.blocks.block;
   return block == 0 || block == 16 || block == 32 || block == 64 || block == 128;
 }
-// The same of keys in pages.
+// The same for keys in pages.
 inline bool has_known_page(const AttentionParams& p) noexcept {
   const bool known = p.page == 16 || p.page == 32 || p.page == 64 || p.page == 128;
   return p.pages == nullptr || (known && p.page >= (p.blocks.sparse() ? p.blocks.block : 64));
 }
 
-// Does a call ask for more than the plain kernels have: a layout, pages, or further terms of scores and masks?
+// True if a call needs more than the plain kernels support: a layout, pages, or further terms of scores and masks.
 inline bool is_general(const AttentionParams& p) noexcept {
   return p.blocks.sparse() || p.softcap > 0 || p.bias != nullptr || p.documents != nullptr ||
          (p.sinks > 0 && p.window > 0) || p.pages != nullptr;
 }
 
-// Can the vectors of x be read and written 16 bytes at a time?
+// True if the vectors of x can be accessed 16 bytes at a time.
 inline bool has_whole_chunks(const TensorView& x) noexcept {
   const i64 chunk = 16 / dtype_bytes(x.dtype);
   if (reinterpret_cast<std::uintptr_t>(x.data) % 16 != 0 || x.dim(3) % chunk != 0) return false;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward (Dao: "FlashAttention-2", algorithm 2) in three kernels without a sum across blocks, so without
-// atomics and the same at every run: the statistics of the rows; dk and dv, a block owning keys of one key/value head
-// and meeting all rows of the group's heads in order; dq, a block owning rows of one head. With P = 2^(score - lse), Z
-// the mask of dropout over 1 - p and delta = rowsum(dO * O):
+// Attention backward (Dao: "FlashAttention-2", algorithm 2) in three kernels without sums across blocks, therefore
+// without atomics and with the same result in every run: the statistics of the rows; dk and dv, where a block owns keys
+// of one key/value head and processes all rows of the group's heads in order; dq, where a block owns rows of one head.
+// With P = 2^(score - lse), Z the mask of dropout over 1 - p and delta = rowsum(dO * O):
 //   dv = (P Z)^T dO,  dS = P * (dO V^T * Z - delta),  dk = scale dS^T Q,  dq = scale dS K.
-// The first of these kernels computes scores transposed, so that both have their left operands in registers.
+// The dk and dv kernel computes scores transposed, so that both products have their left operands in registers.
 
 #include "cuda/attention_steps.h"
 
@@ -12,7 +12,7 @@ namespace ds::cuda {
 namespace attention {
 namespace {
 
-// Eight lanes per row, rows of all heads of a token side by side.
+// Eight lanes per row; rows of all heads of a token are adjacent.
 constexpr int kStatisticsThreads = 256, kLanesPerRow = 8;
 
 template <class E>
@@ -56,7 +56,7 @@ struct BackwardShared : BackwardSteps<kGeneral, kD>::Shared {
   float2 stats[2][Plan::kStep];
 };
 
-// A warp's fragments of its own two tiles, in registers or read when they are needed.
+// A warp's fragments of its own two tiles, kept in registers or read when needed.
 template <class E, int kD>
 class OwnFragments {
  public:
@@ -65,7 +65,7 @@ class OwnFragments {
 
   DS_DEVICE OwnFragments(const E* first, const E* second)
       : blocks_{Blocks<kD, E>::template of<false>(first), Blocks<kD, E>::template of<false>(second)} {}
-  // After the tiles have arrived.
+  // Call after the tiles have arrived.
   DS_DEVICE void take() {
     if constexpr (kHold) {
       DS_UNROLL
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       shared, a.keys, {.own = block_keys, .seen = mask.rows_of_keys(block_keys), .head = g * p.R, .heads = p.R});
   steps.start();
 
-  // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
+  // The shuffle tells the compiler that the value is the same for the whole warp.
   const int lane = thread_index() % kWarp, warp = warp_shuffle(thread_index() / kWarp, 0);
   const int warp_key = block_key + warp * 16;
   const Range warp_keys = {warp_key, warp_key + 16};
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
         pack<E>(left[0], prob[0]);
       }
       multiply<kD>(dv, left, dout, column / 8, needed);
-      if (kGeneral && p.terms.capped()) {  // from here on prob is for ds alone
+      if (kGeneral && p.terms.capped()) {  // from here on prob is used only for ds
         DS_UNROLL
         for (int i = 0; i < 4 * kN; ++i) prob[0][i / 4][i % 4] *= slope[kGeneral ? i / 4 : 0][i % 4];
       }
@@ -366,7 +366,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");
-  if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_bwd");
+  if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_bwd");
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), rows = padded_rows(T);
   auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(B * H * rows) * sizeof(float2)));
   if (stats == nullptr && B * H * rows > 0) return;  // reported by scratch

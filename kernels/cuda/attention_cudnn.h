@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Attention by cuDNN: which calls it serves, how a call becomes a graph of cuDNN's operations (pure functions, so that
-// they are tested as data), and the engine that finds plans for such graphs and runs them.
+// Attention by cuDNN: the calls that it supports, the conversion of a call to a graph of cuDNN's operations (pure
+// functions, so that they can be tested as data), and the engine that finds and runs plans for such graphs.
 
 #include <memory>
 #include <span>
@@ -21,7 +21,7 @@ struct AttentionCall {
   AttentionParams params;
 };
 
-// All that a plan depends on. The scale is not part of it: graphs take it as an argument.
+// Everything that a plan depends on. The scale is not included, since graphs take it as an argument.
 struct AttentionShape {
   struct Strides {
     i64 batch = 0, token = 0, head = 0;
@@ -41,22 +41,21 @@ struct AttentionShapeHash {
 
 AttentionShape shape_of(const AttentionCall& call) noexcept;
 
-// Why cuDNN does not serve a call on a GPU of this compute capability, so that our own kernels do; null: it does.
+// Why cuDNN is not used for a call on a GPU of this compute capability, so that our own kernels are; null: it is used.
 //   16-bit floats; D a multiple of 8, at most 128; compute capability 8 or 9: what NVIDIA's table of cuDNN's attention
-//   has for Ampere and Hopper, backward included. (On later ones a deterministic backward pass needs knobs.)
-//   causal: T <= S, where every row sees a key. Its mask is ours, bottom-right aligned.
-//   no dropout: the random numbers are ours; no window, so no sinks; no block-sparse layout, soft cap, bias by relative
-//   position or documents.
-//   T > 1: decoding is for our kernels, a plan for every length of the cache would cost more than it saves.
-//   tensors aligned to 16 bytes, rows and heads too; statistics contiguous.
-//   backward: one group of heads at least within kMostScoreBytes.
+//   lists for Ampere and Hopper, including backward. (On later GPUs a deterministic backward pass needs knobs.)
+//   causal: T <= S, so that every row sees a key. The mask is ours, bottom-right aligned.
+//   no dropout, since the random numbers are ours; no window, and so no sinks; no block-sparse layout, soft cap, bias
+//   by relative position or documents. T > 1: our kernels handle decoding; a plan for every length of the cache would
+//   cost more than it saves. tensors, rows and heads aligned to 16 bytes; contiguous statistics. backward: at least one
+//   group of heads fits kMostScoreBytes.
 const char* refusal(const AttentionCall& call, int compute_capability_major) noexcept;
 
-// cuDNN's deterministic backward pass keeps a matrix of T x S 16-bit numbers for each head of a call. We make as many
-// calls as it takes to stay below this.
+// cuDNN's deterministic backward pass stores a matrix of T x S 16-bit numbers for each head of a call. We split a call
+// to stay below this.
 inline constexpr i64 kMostScoreBytes = i64{512} << 20;
 
-// One call of cuDNN out of several of the same shape: batch rows [batch, batch + B) and groups [group, group + G), with
+// One of several cuDNN calls with the same shape: batch rows [batch, batch + B) and groups [group, group + G), with
 // their query heads.
 struct AttentionSlice {
   i64 batch = 0, group = 0;
@@ -69,7 +68,7 @@ AttentionSlices slices_of(const AttentionShape& shape);
 
 enum class Type : u8 { F32, BF16, F16, I32, Bool };
 
-// Unique ids of a graph's tensors: those that a call binds to memory or to a number, then those that stay inside.
+// Unique ids of a graph's tensors: first those that a call binds to memory or a number, then internal ones.
 enum Uid : i64 {
   kQ = 1,
   kK,
@@ -97,10 +96,10 @@ struct GraphTensor {
   bool is_number = false;  // given by value
 };
 
-// Pointwise: y = op(x, b); GreaterEqual: y = x >= b; Select: y = t ? x : b; Index: y = the place along `axis`, in the
-// dims of x. Operands of size 1 are stretched. Matmul: y = x b in the last two dims; heads of b are shared if it has
-// fewer. Max, Sum: over the dims in which y is smaller, where it has fewer heads over groups of neighbours. Transpose:
-// y is x with the last two dims exchanged.
+// Pointwise: y = op(x, b); GreaterEqual: y = x >= b; Select: y = t ? x : b; Index: y = the index along `axis`, with the
+// dims of x. Operands of size 1 are broadcast. Matmul: y = x b in the last two dims; b may have fewer heads, which are
+// shared. Max, Sum: over the dims in which y is smaller; with fewer heads, over groups of neighbouring heads.
+// Transpose: y is x with the last two dims exchanged.
 enum class GraphOp : u8 { Matmul, Transpose, Max, Sum, Index, Mul, Add, Sub, Div, Exp, Log, GreaterEqual, Select };
 
 struct GraphNode {
@@ -114,28 +113,28 @@ struct Graph {
   std::vector<GraphTensor> tensors;
   std::vector<GraphNode> nodes;
 };
-// Of one call of cuDNN.
+// The graph of one cuDNN call.
 Graph attention_graph(const AttentionShape& shape);
 
-// Opens libcudnn.so.9, once in a process. Null: it can be used; else why not.
+// Opens libcudnn.so.9, once per process. Null: it can be used; else the reason why not.
 const char* library_error() noexcept;
 
-// The first of these files that can be used, or for each why not.
+// The first of these files that can be used, or the reason against each.
 struct LibraryChoice {
   std::string file, error;
 };
 LibraryChoice choose_library(std::span<const std::string> candidates);
 
-// A way to compute a graph that cuDNN's heuristics offer, best first.
+// A way to compute a graph, as offered by cuDNN's heuristics, best first.
 struct Candidate {
   i64 engine = -1, workspace_bytes = 0;
   bool deterministic = false;
 };
 struct Candidates {
-  std::string error;  // empty: the library took the graph and was asked
+  std::string error;  // empty: the library accepted the graph and the query
   std::vector<Candidate> list;
 };
-// For the GPU that `device_properties` tells of, in JSON as cuDNN writes it. Needs no GPU, but a libcuda.so.1, be it
+// For the GPU described by `device_properties`, JSON in cuDNN's format. Needs no GPU, but a libcuda.so.1, for example
 // the toolkit's stub.
 Candidates find_candidates(const AttentionShape& shape, std::string_view device_properties);
 
@@ -143,10 +142,10 @@ Candidates find_candidates(const AttentionShape& shape, std::string_view device_
 
 namespace ds::cuda {
 
-// Handle and plans. Where the library is missing, too old or without a deterministic plan, calls are not served, which
-// is warned of once. A plan is found at the first call of its shape, by cuDNN's heuristics alone: nothing is timed, so
-// two runs of a program take the same one. Only plans that give the same bits every time are taken. Gradients of
-// grouped keys and values are rounded to their dtype per query head, and once more when added up.
+// The handle and the plans. If the library is missing, too old or without a deterministic plan, calls are left to our
+// kernels, with one warning. A plan is found at the first call of its shape by cuDNN's heuristics only: nothing is
+// timed, so two runs of a program use the same one. Only plans that give the same bits every time are used. Gradients
+// of grouped keys and values are rounded to their dtype per query head, and once more when added.
 class CudnnAttention {
  public:
   explicit CudnnAttention(Context& context);
@@ -154,7 +153,7 @@ class CudnnAttention {
   CudnnAttention(const CudnnAttention&) = delete;
   CudnnAttention& operator=(const CudnnAttention&) = delete;
 
-  // False: it does not serve this call, and has done nothing. Failures of a plan are reported to the context.
+  // False: it does not support this call, and has done nothing. Errors of a plan are reported to the context.
   bool run(const cudnn::AttentionCall& call) noexcept;
 
  private:

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention as graphs of cuDNN's operations. cuDNN recognises a graph by its form, so the form is the one that NVIDIA's
-// own front end gives to attention (cudnn-frontend 1.23, node/scaled_dot_product_flash_attention.h, softmax.h and
+// Attention as graphs of cuDNN's operations. cuDNN recognises a graph by its form, so the form is that of NVIDIA's own
+// front end for attention (cudnn-frontend 1.23, node/scaled_dot_product_flash_attention.h, softmax.h and
 // diagonal_band_mask.h): scores = scale * Q K^T, masked by comparing generated indices, then
-//   forward   the softmax written out, with lse = max + log(sum exp(score - max)): natural logarithm, as ours;
-//   backward  P = exp(score - lse), dV = P^T dO, dS = scale * P * (dO V^T - rowsum(dO * O)), dK = dS^T Q, dQ = dS K.
-// dQ is the product itself, not a sum in fp32 that is copied: that is how the front end asks for the deterministic
-// algorithm. cuDNN 9.19 notes neither form as nondeterministic; what tells them apart is the room for the scores.
+//   forward   the softmax in single operations, with lse = max + log(sum exp(score - max)): natural logarithm, like
+//   ours; backward  P = exp(score - lse), dV = P^T dO, dS = scale * P * (dO V^T - rowsum(dO * O)), dK = dS^T Q, dQ = dS
+//   K.
+// dQ is the product itself, not a copied fp32 sum: this is how the front end requests the deterministic algorithm.
+// cuDNN 9.19 marks neither form as nondeterministic; they differ in the workspace for the scores.
 
 #include <algorithm>
 #include <bit>
@@ -16,7 +17,7 @@
 namespace ds::cuda::cudnn {
 namespace {
 
-// Strides of dims of size 1 mean nothing; plans must not differ in them.
+// Strides of dims of size 1 have no meaning; plans must not differ in them.
 AttentionShape::Strides strides_of(const TensorView& x) noexcept {
   AttentionShape::Strides s = {x.stride[0], x.stride[1], x.stride[2]};
   if (x.dim(2) == 1) s.head = x.dim(3);
@@ -31,10 +32,10 @@ i64 score_bytes(const AttentionShape& s) noexcept {
   return s.B * s.H * padded(s.T) * padded(s.S) * 2;
 }
 
-// Statistics of slices must be aligned too.
+// Statistics of slices must be aligned, too.
 bool aligned(i64 rows) noexcept { return rows % 4 == 0; }
 
-// The largest part of a call that stays below the limit, by batch rows or within one by groups; B = 0: none does.
+// The largest part of a call that stays below the limit, cut by batch rows or, within one, by groups; B = 0: none does.
 AttentionShape largest_slice(AttentionShape s) noexcept {
   const i64 B = s.B, G = s.G, R = s.H / s.G;
   if (!s.backward || score_bytes(s) <= kMostScoreBytes) return s;

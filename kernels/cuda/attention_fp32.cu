@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention in fp32, for runs and tests that want every bit: the algorithms of attention_fwd.cu and attention_bwd.cu on
-// plain multiply-adds, in squares of threads (square_tile.h). Weights go to other columns' threads through shared
-// memory: those of a row are lanes of one warp.
+// Attention in fp32, for runs and tests that need full precision: the algorithms of attention_fwd.cu and
+// attention_bwd.cu on plain multiply-adds, in squares of threads (square_tile.h). Weights reach the threads of other
+// columns through shared memory; those of a row are lanes of one warp.
 
 #include "cuda/attention_steps.h"
 #include "cuda/square_tile.h"
@@ -33,8 +33,8 @@ struct BackwardShared : StepsOf<kGeneral, kD, true>::Shared {
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
 };
 
-// Tokens [first(i), first(i) + 16), which lie side by side from row row_of(first(i)) of a head on, become rows 16*i,
-// ... of the tile.
+// Loads tokens [first(i), first(i) + 16), which are adjacent from row row_of(first(i)) of a head on, to rows 16*i, ...
+// of the tile.
 template <int kRows, int kColumns, class First, class RowOf>
 DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, RowOf&& row_of,
                          int limit, int D) {
@@ -67,7 +67,7 @@ DS_DEVICE void load_own(Tile<kRows, kColumns>& tile, const Head<const float>& x,
       tile, x, [&](int i) { return first + kSide * i; }, limit, D);
 }
 
-// What dropout multiplies s[r][c] by, as bits kR*r + c: element(r, c) is its number.
+// The factors of dropout for s[r][c], as bits kR*r + c; element(r, c) is the number of the element.
 template <int kR, class Element>
 DS_DEVICE u32 kept_bits(const Dropout& d, Element&& element) {
   u32 bits = d.on ? 0 : ~0u;
@@ -76,7 +76,8 @@ DS_DEVICE u32 kept_bits(const Dropout& d, Element&& element) {
   return bits;
 }
 
-// Of a product, times log2(e), and its slope; `distance` from the query's token of the call to the key's.
+// The score of a product, times log2(e), and its slope; `distance` is that from the query's token to the key's in the
+// call.
 template <bool kGeneral>
 DS_DEVICE Capped score_of(const Problem<float>& p, int h, float product, int distance) {
   if (!kGeneral || !p.terms.any()) return {product * p.scale2, 1.0f};

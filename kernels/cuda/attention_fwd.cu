@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention forward: flash attention (Dao: "FlashAttention-2", algorithm 1) on the tensor core. A block owns a tile of
-// queries of one head, a warp 16 or 32 of its rows; keys and values come in steps, each while the step before is
-// computed. Scores never leave registers: the accumulators of Q K^T, exponentiated in base 2 against the running
-// maximum of their row, are the left operand of P V. Dropout takes probabilities out of P V, not out of the row's sum.
+// queries of one head, a warp 16 or 32 of its rows; keys and values arrive in steps, each during the computation of the
+// previous one. Scores never leave registers: the accumulators of Q K^T, exponentiated in base 2 relative to the
+// running maximum of their row, are the left operand of P V. Dropout removes probabilities from P V, but not from the
+// row's sum.
 
 #include "cuda/attention_steps.h"
 
@@ -20,12 +21,12 @@ struct ForwardShared : ForwardSteps<kGeneral, kD>::Shared {
   E k[2][Plan::kStep * kD], v[2][Plan::kStep * kD];
 };
 
-// The running maximum and sum of a lane's two rows; the sum is this lane's part of it.
+// The running maximum and sum of a lane's two rows; the sum is this lane's part only.
 struct Rows {
   float top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
 };
 
-// Scores (times log2(e)) become weights 2^(score - top), of the row's new maximum; x is what has been accumulated.
+// Turns scores (times log2(e)) into weights 2^(score - top) with the row's new maximum; x contains the earlier sums.
 template <int kN, int kColumns>
 DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][4]) {
   DS_UNROLL
@@ -35,7 +36,7 @@ DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][
     for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
     top = fmaxf(top, warp_shuffle_xor(top, 1));
     top = fmaxf(top, warp_shuffle_xor(top, 2));
-    const float base = top == -kInfinity ? 0.0f : top;  // nothing but -inf so far: all weights are 2^-inf = 0
+    const float base = top == -kInfinity ? 0.0f : top;  // only -inf so far: all weights are 2^-inf = 0
     const float keep = fast_exp2(rows.top[half] - base);
     float sum = rows.sum[half] * keep;
     DS_UNROLL
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
                                    {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
   steps.start();
 
-  // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
+  // The shuffle tells the compiler that the value is the same for the whole warp.
   const int lane = thread_index() % kWarp;
   const int warp = kGeneral ? warp_shuffle(thread_index() / kWarp, 0) : thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
@@ -217,9 +218,9 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
-  if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_fwd");
+  if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_fwd");
   if (!has_known_page(p))
-    return c.fail("pages of other than 16, 32, 64 or 128 keys, or less than a block", "attention_fwd");
+    return c.fail("page size other than 16, 32, 64 or 128 keys, or smaller than a block", "attention_fwd");
   const auto args = [&]<class E>(E) {
     return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), is_general(p),
                           Layout::of(p, false)};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merging the attention to one block of keys into that to the blocks before. Half a warp per row: all of its lanes read
-// the row's statistics before one of them writes them.
+// Merges the attention to one block of keys with that to the previous blocks. Half a warp per row: all of its lanes
+// read the row's statistics before one of them writes.
 
 #include <cmath>
 #include <limits>
@@ -22,7 +22,7 @@ struct MergeArgs {
   i64 o_stride[3], part_stride[3], lse_stride[2], lse_part_stride[2];
   i64 rows, T_, H, D;  // rows: of all tokens and heads
   bool first;
-  bool aligned;  // every pack is whole and lies at a multiple of its size
+  bool aligned;  // every pack is whole and aligned to its size
 
   MergeArgs(TensorView to, TensorView to_lse, TensorView from, TensorView from_lse, bool first_block) noexcept
       : o(to.as<float>()),
@@ -50,7 +50,7 @@ struct MergeArgs {
 
 template <class E>
 __global__ void __launch_bounds__(kThreads) merge_kernel(MergeArgs<E> a) {
-  constexpr float kNothing = std::numeric_limits<float>::infinity();  // the log-sum-exp of no key
+  constexpr float kNothing = std::numeric_limits<float>::infinity();  // the log-sum-exp over no keys
   const i64 row = i64{block_index().x} * kRows + thread_index() / kLanes;
   const int lane = thread_index() % kLanes;
   const bool there = row < a.rows;

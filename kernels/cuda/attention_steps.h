@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The steps in which a thread block meets the other side, kStep tokens at a time, in slots of 16. Without a layout a
-// step is a tile of neighbours, and the steps are all tiles that the mask leaves. With a block-sparse layout a step is
-// gathered out of units, a block or as much of it as a step holds: those that some block of the own tile meets, in
-// ascending order, and zeros where there are no more. So the cost is that of the blocks that are there; and where all
-// are there, the steps, and with them the bits of results, are those without a layout. Steps that hold nothing but keys
-// between sinks and window are left out. The kernels for this know all further terms of AttentionParams besides; calls
-// that ask for such terms and have no layout take a full one.
+// The steps in which a thread block processes the other side, kStep tokens at a time, in slots of 16. Without a layout
+// a step is a tile of adjacent tokens, and the steps are all tiles that the mask leaves. With a block-sparse layout a
+// step is gathered from units (a block, or as much of it as fits a step): those that some block of the own tile meets,
+// in ascending order, then zeros. The cost is therefore that of the present blocks; and if all are present, the steps,
+// and the bits of results, are those without a layout. Steps that contain only keys between sinks and window are
+// skipped. These kernels also support all further terms of AttentionParams; calls with such terms but without a layout
+// use a full one.
 //
-// Units are found on the way, two steps ahead, by the first warp: it looks at the bits of the own tile's blocks, 32
-// units at a time, or 32 times as many where there are none. What it finds lies in a ring in shared memory, whose size
-// does not depend on that of the layout.
+// The first warp finds units two steps ahead: it reads the bits of the own tile's blocks, 32 units at a time, or 32
+// times as many where there are none. It stores them in a ring in shared memory, whose size does not depend on the
+// layout.
 
 #include <bit>
 
@@ -18,31 +18,31 @@
 
 namespace ds::cuda::attention {
 
-// What a thread block owns and meets: the tokens `own`, all of which exist, see the tokens `seen` of the other side, in
-// each of `heads` heads of the call, from `head` on and one after the other.
+// The tokens `own` of a thread block, all of which exist, see the tokens `seen` of the other side, in each of `heads`
+// heads of the call, from `head` on, one head after the other.
 struct Meeting {
   Range own;
   Seen seen;
   int head = 0, heads = 1;
 };
 
-// What is found by a layout. `search` is the first warp's.
+// The state of a search by layout; `search` belongs to the first warp.
 struct Unit {
-  int first;  // token; kNone: there is no unit
-  u16 own;    // the own blocks that meet it, as bits
-  u16 head;   // of the group
+  int first;  // first token; kNone: no unit
+  u16 own;    // bits of the own blocks that meet it
+  u16 head;   // index in the group
 
   static constexpr int kNone = 1 << 30;  // beyond all tokens
 };
 struct Search {
   const u64* bits;       // of the first own block, in the layout of the first head
-  i64 words, next_head;  // of the layout: those who search read it here, where it takes no register of other threads
+  i64 words, next_head;  // of the layout: stored here so that it takes no register of other threads
   int own_blocks, heads;
-  Range units, hidden;          // that may be met; of these, those that are not
+  Range units, hidden;          // units that may be met, and hidden ones among them
   int unit_shift, parts_shift;  // a unit has 2^unit_shift tokens, a block 2^parts_shift units
   int met0;
-  // How far it has come: `found` units, or places that stay empty; in head `head` it has looked at all words of 32
-  // units before `next` but those of the last 32 whose bits are set in `filled`, which are not empty.
+  // Progress: `found` units, including places that stay empty. In head `head` it has read all words of 32 units before
+  // `next`, except those of the last 32 whose bits are set in `filled`, which are not empty.
   int found, head, next;
   u32 filled;
 };
@@ -53,7 +53,7 @@ struct Found {
   Search search;
 };
 
-// Without a layout. kGroup: there may be more heads than one.
+// Without a layout. kGroup: there may be several heads.
 template <bool kSparse, int kStep, bool kGroup = false>
 class Steps {
  public:
@@ -61,21 +61,21 @@ class Steps {
 
   DS_DEVICE Steps(Shared&, const Layout&, const Meeting& m)
       : met_(visits(m.seen.all, kStep)), count_(kGroup ? met_.count * m.heads : met_.count) {}
-  // By all threads, before all else.
+  // Called by all threads, first.
   DS_DEVICE void start() {}
   DS_DEVICE void pause() const {}
-  // Is there a step n? It, its slots and its head are known for the first two steps, and for those that were made
+  // True if step n exists. This, its slots and its head are known for the first two steps, and for those that were made
   // before the last barrier.
   DS_DEVICE bool has(int n) const { return n < count_; }
-  // By all threads, for one step after the other, of which no one reads more than the two before.
+  // Called by all threads, for one step after the other; no thread reads steps more than two back.
   DS_DEVICE void make(int) {}
   DS_DEVICE int head(int n) const { return kGroup ? n / met_.count : 0; }
 
   // The first token of a slot of step n.
   DS_DEVICE int first(int n, int slot) const { return token_of(n) + 16 * slot; }
 
-  // Of the slots [slot, slot + kCount) of step n: which does a warp need that sees the tokens `seen` and whose own
-  // blocks are `own`? Does all of the warp meet all of them? `visible`: does the mask hide none of some tokens from the
+  // For the slots [slot, slot + kCount) of step n: which ones does a warp need that sees the tokens `seen` and owns the
+  // blocks `own`; does all of the warp meet all of them; `visible`: does the mask hide none of some tokens from the
   // warp?
   template <int kCount>
   DS_DEVICE AllSlots needed(int n, int slot, Range seen, u32 /*own*/) const {
@@ -85,17 +85,17 @@ class Steps {
   DS_DEVICE bool whole(AllSlots /*needed*/, int n, int slot, u32 /*own*/, Visible&& visible) const {
     return visible(tokens<kCount>(n, slot));
   }
-  // Does an own block meet a slot of step n?
+  // True if an own block meets a slot of step n.
   DS_DEVICE constexpr bool met_by(int /*n*/, int /*slot*/, int /*own_block*/) const { return true; }
 
-  // Step n of a head as a tile, with zeros for tokens from `limit` on.
+  // Loads step n of a head as a tile, with zeros for tokens from `limit` on.
   template <int kD, int kThreads, class E>
   DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
     load_tile<kD, kStep, kThreads>(tile, x, token_of(n), limit, D);
   }
   DS_DEVICE constexpr int row_of(int token) const { return token; }
 
-  // Which of the own blocks a token belongs to; those of some tokens, as bits.
+  // The own block of a token; those of some tokens, as bits.
   DS_DEVICE constexpr int own_block(int) const { return 0; }
   DS_DEVICE constexpr u32 own_blocks(Range) const { return 0; }
 
@@ -110,7 +110,7 @@ class Steps {
   int count_;
 };
 
-// By a layout.
+// With a layout.
 template <int kStep, bool kGroup>
 class Steps<true, kStep, kGroup> {
  public:
@@ -145,7 +145,7 @@ class Steps<true, kStep, kGroup> {
     }
     sync_block();
   }
-  // Keeps the compiler from reading ahead what there are no registers for.
+  // Keeps the compiler from prefetching into registers that are not available.
   DS_DEVICE void pause() const { sync_warp(); }
   DS_DEVICE bool has(int n) const { return unit(n, 0).first != Unit::kNone; }
   DS_DEVICE void make(int n) {
@@ -181,7 +181,7 @@ class Steps<true, kStep, kGroup> {
     gather_tile<kD, kStep, kThreads>(
         tile, x, [&](int slot) { return first(n, slot); }, [&](int token) { return row_of(token); }, limit, D);
   }
-  // Where a token that is met lies in its head, and with it those of its slot.
+  // The row of a met token in its head; the tokens of its slot follow.
   DS_DEVICE int row_of(int token) const { return token < Unit::kNone ? layout_.row_of(token) : token; }
 
   DS_DEVICE int own_block(int token) const { return (own_at_ + token) >> layout_.shift; }
@@ -199,7 +199,7 @@ class Steps<true, kStep, kGroup> {
     return u;
   }
 
-  // By the first warp: all units of step n.
+  // Called by the first warp: finds all units of step n.
   DS_DEVICE void make_units(int n) {
     Search s = shared_.search;
     const int lane = thread_index() % kWarp;
@@ -208,7 +208,7 @@ class Steps<true, kStep, kGroup> {
       if (s.filled != 0) {
         const int word = s.next - kWarp + std::countr_zero(s.filled), at = kWarp * word + lane;
         s.filled &= s.filled - 1;
-        // A lane reads what one own block meets, and keeps who meets one unit.
+        // A lane reads the bits of one own block, and collects the own blocks that meet one unit.
         const u32 mine = lane < s.own_blocks ? word_of(s, lane, word) : 0;
         u32 own = 0;
         DS_UNROLL_BY(2)
@@ -232,7 +232,7 @@ class Steps<true, kStep, kGroup> {
         }
         s.filled = warp_ballot(any != 0);
         s.next += kWarp;
-      } else {  // the rest of a head's last step; after the last head, a step that is not there
+      } else {  // the rest of a head's last step; after the last head, a missing step
         const int end = s.head < s.heads ? (s.found + per_step - 1) / per_step * per_step : wanted;
         for (int i = s.found + lane; i < end; i += kWarp) shared_.units[i & (Found::kRing - 1)] = {Unit::kNone, 0, 0};
         s.found = end;
@@ -249,7 +249,7 @@ class Steps<true, kStep, kGroup> {
     }
   }
 
-  // Which of the units 32*word, ... does own block i meet? Of each block one bit.
+  // Which of the units 32*word, ... own block i meets, one bit for each block.
   static DS_DEVICE u32 word_of(const Search& s, int i, int word) {
     const int blocks = kWarp >> s.parts_shift, at = word * blocks;
     const u64 bits = s.bits != nullptr ? s.bits[s.head * s.next_head + i * s.words + at / 64] : ~u64{0};
@@ -262,8 +262,8 @@ class Steps<true, kStep, kGroup> {
   int own_at_;
 };
 
-// Of a warp's accumulators, 16 own tokens from `own` on with those from a slot of step n on, become `none` those whose
-// tokens do not see each other. see(token): what an own token sees; gaps: may there be hidden ones in that?
+// In a warp's accumulators, 16 own tokens from `own` on by those from a slot of step n on, sets elements whose tokens
+// do not see each other to `none`. see(token): the tokens that an own token sees; gaps: that may include hidden ones.
 template <int kN, class SomeSteps, class See>
 DS_DEVICE void hide(float (&x)[kN][4], const SomeSteps& steps, int n, int slot, int own, See&& see, bool gaps,
                     float none) {
@@ -279,7 +279,7 @@ DS_DEVICE void hide(float (&x)[kN][4], const SomeSteps& steps, int n, int slot, 
       y = steps.met_by(n, slot + i / 4, block) && seen.has(token(i)) ? y : none;
     }
   }
-  if (gaps) {  // a second time, which takes fewer registers than both at once
+  if (gaps) {  // a second pass, which takes fewer registers than both at once
     DS_UNROLL
     for (int half = 0; half < 2; ++half) {
       const Range hidden = Seen(see(own + lane / 4 + 8 * half)).hidden;

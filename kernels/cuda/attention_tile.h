@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the kernels of attention share: their arguments, tiles coming into shared memory, products of tiles on the
-// tensor core, the mask of dropout, and accumulators going out.
+// Parts shared by the attention kernels: their arguments, loading tiles into shared memory, products of tiles on the
+// tensor core, the mask of dropout, and storing accumulators.
 //
 // Layout of fragments (PTX, mma.m16n8k16): of an accumulator [16, 8] lane l holds rows l/4 and l/4 + 8, columns 2*(l%4)
 // and the next: elements 0, 1 of the upper row, 2, 3 of the lower. Two neighbouring accumulators, rounded and packed,
-// are the left operand of the next product as they lie.
+// are the left operand of the next product without rearrangement.
 
 #include <limits>
 #include <type_traits>
@@ -40,7 +40,7 @@ struct Heads {
   DS_DEVICE Head<E> operator()(int b, int h) const { return {data + b * batch + h * head, token, whole_chunks}; }
 };
 
-// Statistics [B, heads, tokens], tokens side by side.
+// Statistics [B, heads, tokens], with adjacent tokens.
 template <class F>
 struct Statistics {
   F* data;
@@ -55,7 +55,7 @@ struct Dropout {
   u32 least;     // least_kept(p)
   float factor;  // 1 / (1 - p)
   bool on;
-  bool whole_blocks;  // every fourth key begins a block of four numbers, in every row
+  bool whole_blocks;  // every fourth key starts a block of four numbers, in every row
   AttentionGrid grid;
 
   static Dropout of(const AttentionParams& p, i64 H, i64 T, i64 S) noexcept {
@@ -70,14 +70,14 @@ struct Dropout {
   DS_DEVICE u64 element(int b, int h, int i, int j) const { return static_cast<u64>(grid.row(b, h, i) + j); }
 };
 
-// What becomes of scores beyond their scale.
+// Further terms of scores besides their scale.
 struct Terms {
   float cap_scale = 0;          // scale / softcap
-  float cap2 = 0;               // softcap, times log2(e); 0: there is none
+  float cap2 = 0;               // softcap, times log2(e); 0: none
   const float* bias = nullptr;  // of the call's first head at distance 0
   i64 next_head = 0;
   int reach = 0;
-  int distance0 = 0;  // the place of the first key less that of the first query
+  int distance0 = 0;  // the position of the first key minus that of the first query
 
   static Terms of(const AttentionParams& p) noexcept {
     const bool capped = p.softcap > 0, biased = p.bias != nullptr;
@@ -105,12 +105,12 @@ struct Problem {
   int B, H, G, R, D;    // R = H / G
   float scale, scale2;  // of the scores; the same times log2(e)
   Dropout dropout;
-  // Of the general kernels alone.
+  // Only for the general kernels.
   Terms terms;
   Places places;
 };
 
-// The mask of a sample: that of the call, where there is no more to it.
+// The mask of a sample; the call's own if there are no further terms.
 template <bool kGeneral, class E>
 DS_DEVICE decltype(auto) mask_of(const Problem<E>& p, [[maybe_unused]] int b) {
   if constexpr (kGeneral) {
@@ -120,13 +120,13 @@ DS_DEVICE decltype(auto) mask_of(const Problem<E>& p, [[maybe_unused]] int b) {
   }
 }
 
-// Of a product under a soft cap: its score times log2(e), and the derivative of the score by the scaled product.
+// The score of a product with soft cap, times log2(e), and its derivative by the scaled product.
 struct Capped {
   float value, slope;
 };
 DS_DEVICE Capped capped(const Terms& t, float product) {
   const float x = product * t.cap_scale, e = fast_exp2(-2 * kLog2E * std::fabs(x)), r = fast_rcp(1 + e);
-  const float tanh = (1 - e) * r;  // of |x|; its error is that of 1, which is what counts beside the cap
+  const float tanh = (1 - e) * r;  // of |x|; its error is that of 1, which is what matters relative to the cap
   return {t.cap2 * (x < 0 ? -tanh : tanh), 4 * e * r * r};
 }
 
@@ -147,7 +147,7 @@ struct BackwardArgs {
   const float2* stats;
   i64 stats_rows;
   bool general;
-  Layout queries, keys;  // by who owns
+  Layout queries, keys;  // by owner
 };
 
 template <class E>
@@ -179,7 +179,8 @@ void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept;
 inline dim3 grid_of(i64 tiles, i64 heads) noexcept { return dim3(static_cast<unsigned>(tiles * heads)); }
 inline i64 num_tiles(i64 n, i64 size) noexcept { return (n + size - 1) / size; }
 
-// Eight elements of a row from column d on, one by one; zeros if the row is `limit` or more, and from column D on.
+// Loads eight elements of a row from column d on, one by one; zeros if the row is `limit` or more, and from column D
+// on.
 template <class E>
 DS_DEVICE void copy_elements(E* to, const Head<const E>& x, int row, int limit, int d, int D) {
   u32 words[4];
@@ -193,14 +194,14 @@ DS_DEVICE void copy_elements(E* to, const Head<const E>& x, int row, int limit, 
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Rows [first, first + kRows) of a head as a tile; zeros from row `limit` and from column D on. It has arrived after
-// copies_wait and a barrier.
+// Loads rows [first, first + kRows) of a head as a tile, with zeros from row `limit` and from column D on. It has
+// arrived after copies_wait and a barrier.
 template <int kD, int kRows, int kThreads, class E>
 DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, int D) {
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
   if (x.whole_chunks) {
-    // Where a pass is whole rows, a thread keeps its chunk and goes down by a constant.
+    // If a pass consists of whole rows, a thread keeps its chunk and advances by a constant.
     constexpr bool kStraight = kThreads % kChunks == 0;
     const unsigned thread = static_cast<unsigned>(thread_index());
     const E* from = x.data + (first + static_cast<int>(thread / kChunks)) * x.token + thread % kChunks * 8;
@@ -222,14 +223,14 @@ DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, 
     copy_elements(tile + swizzled<kD>(row, chunk), x, first + row, limit, chunk * 8, D);
   }
 }
-// The same of tokens that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile. They lie side
-// by side from row row_of(first(i)) of the head on.
+// The same for tokens in groups of 16: [first(i), first(i) + 16) become rows 16*i, ... of the tile. They are adjacent
+// from row row_of(first(i)) of the head on.
 template <int kD, int kRows, int kThreads, class E, class First, class RowOf>
 DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, RowOf&& row_of, int limit, int D) {
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
   if (x.whole_chunks) {
-    // Where a pass is whole rows, a thread keeps its chunk, and its slot is known by the pass.
+    // If a pass consists of whole rows, a thread keeps its chunk, and its slot is known from the pass.
     constexpr bool kStraight = kThreads % kChunks == 0;
     constexpr int kPass = kThreads / kChunks, kDown = kPass < 16 ? kPass : 16;  // rows
     static_assert(!kStraight || 16 % kDown == 0);
@@ -277,7 +278,7 @@ class Blocks {
   int flip_;
 };
 
-// The slots of 16 tokens of a step that a warp needs.
+// The slots of 16 tokens in a step that a warp needs.
 struct AllSlots {
   bool some = true;
 
@@ -294,9 +295,9 @@ struct SomeSlots {
   DS_DEVICE bool has(int slot) const { return (bits >> slot & 1u) != 0; }
 };
 
-// x += a b^T: `left(m, k, fragment)` gives fragments [16, 16] of a, row tile m, columns 16*k; b is a tile [8*kN, kD].
-// kHeld: the fragments are registers, so k must be a constant; else a few turns at a time leave more registers.
-// Slots of b that are not needed are left out.
+// x += a b^T: `left(m, k, fragment)` provides fragments [16, 16] of a, row tile m, columns 16*k; b is a tile [8*kN,
+// kD]. kHeld: the fragments are registers, so k must be a constant; else a few iterations at a time leave more
+// registers. Slots of b that are not needed are skipped.
 template <int kD, bool kHeld, int kM, int kN, class E, class Left, class Slots = AllSlots>
 DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* b, const Slots& slots = {}) {
   const auto blocks = Blocks<kD, E>::template of<true>(b);
@@ -340,8 +341,8 @@ DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* 
   }
 }
 
-// x += a b: a [16, 16*kK] packed; b a tile [16*kK, kD], of which columns [8*first, 8*(first + kN)). a is zero for slots
-// that are not needed.
+// x += a b: a [16, 16*kK] packed; b a tile [16*kK, kD], of which columns [8*first, 8*(first + kN)) are used. a is zero
+// for slots that are not needed.
 template <int kD, int kM, int kN, int kK, class E, class Slots = AllSlots>
 DS_DEVICE void multiply(float (&x)[kM][kN][4], const u32 (&a)[kM][kK][4], const E* b, int first = 0,
                         const Slots& slots = {}) {
@@ -382,8 +383,8 @@ DS_DEVICE void clear(float (&x)[kN][4]) {
   }
 }
 
-// A warp's products become scores times log2(e), where there are further terms: distance(n, e) is the distance of
-// element e of accumulator n, slope(n, e, x) takes the derivative under a soft cap.
+// Turns a warp's products into scores times log2(e) if there are further terms: distance(n, e) is the distance of
+// element e of accumulator n; slope(n, e, x) receives the derivative under a soft cap.
 template <int kN, class E, class Distance, class Slope>
 DS_DEVICE void make_scores(float (&s)[kN][4], const Problem<E>& p, const float* bias, Distance&& distance,
                            Slope&& slope) {
@@ -412,7 +413,7 @@ DS_DEVICE void make_scores(float (&s)[kN][4], const Problem<E>& p, const float* 
   }
 }
 
-// Is element `element` kept? Bit i of four: elements 4*block + i.
+// Which elements are kept; bit i of four: element 4*block + i.
 DS_DEVICE u32 kept4(const Dropout& d, u64 block) {
   const PhiloxBlock r = d.key.block(block);
   return (r[0] >> 8 >= d.least ? 1u : 0u) | (r[1] >> 8 >= d.least ? 2u : 0u) | (r[2] >> 8 >= d.least ? 4u : 0u) |
@@ -420,16 +421,16 @@ DS_DEVICE u32 kept4(const Dropout& d, u64 block) {
 }
 DS_DEVICE u32 kept(const Dropout& d, u64 element) { return kept4(d, element / 4) >> (element % 4) & 1u; }
 
-// Bit 4*n + e of the answer: is element e of this lane's accumulator n kept? `first` is the number of the warp's first
-// row and key; the key is a multiple of four. Where these begin blocks of four numbers, the lanes that need parts of
-// one block share it. All lanes of a warp come.
+// Bit 4*n + e of the result: element e of this lane's accumulator n is kept. `first` is the number of the warp's first
+// row and key; the key is a multiple of four. If blocks of four numbers start there, lanes that need parts of the same
+// block share it. All lanes of a warp must call this.
 template <int kN>
 DS_DEVICE u32 kept_by_row(const Dropout& d, u64 first) {  // accumulators [16 rows, 8*kN keys]
   const u64 cols = static_cast<u64>(d.grid.cols);
   const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
   u32 bits = 0;
   if (d.whole_blocks) {
-    // Of the two lanes that hold the same four keys, one draws for the upper row, the other for the lower.
+    // Of the two lanes with the same four keys, one draws for the upper row, the other for the lower.
     const u64 block = (first + static_cast<u64>(r + 8 * (c % 2)) * cols) / 4 + static_cast<u64>(c / 2);
     DS_NO_UNROLL
     for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(2 * n)) << (4 * n);
@@ -451,7 +452,7 @@ DS_DEVICE u32 kept_by_key(const Dropout& d, u64 first) {  // accumulators [16 ke
   const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
   u32 bits = 0;
   if (d.whole_blocks) {
-    // Four lanes hold the same four keys of four elements: each draws for one element.
+    // Four lanes have the same four keys of four elements: each draws for one element.
     const int e = r % 4;
     const u64 block = (first + static_cast<u64>(2 * c + e % 2) * cols) / 4 + static_cast<u64>(r / 4 + e / 2 * 2);
     DS_NO_UNROLL
@@ -469,8 +470,8 @@ DS_DEVICE u32 kept_by_key(const Dropout& d, u64 first) {  // accumulators [16 ke
   return bits;
 }
 
-// The same for a step in slots of 16 tokens, of which `first(slot)` is the number of the warp's first row and the
-// slot's first key (or of the slot's first row and the warp's first key).
+// The same for a step in slots of 16 tokens; `first(slot)` is the number of the warp's first row and the slot's first
+// key (or of the slot's first row and the warp's first key).
 template <bool kByRow, int kSlots, class Slots, class First>
 DS_DEVICE u32 kept_by_slot(const Dropout& d, const Slots& slots, First&& first) {
   if constexpr (std::is_same_v<Slots, AllSlots>) {
@@ -485,7 +486,7 @@ DS_DEVICE u32 kept_by_slot(const Dropout& d, const Slots& slots, First&& first) 
 }
 
 // Writes a warp's accumulators [16, 8*kN] as rows [row, row + 16) below `limit` of `to`, columns from `column` below D.
-// `tile`: 16 rows of a tile that no one else uses; 16 bytes leave at a time.
+// `tile`: 16 rows of a tile that no other thread uses; stores 16 bytes at a time.
 template <int kD, int kN, class E>
 DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, int row, int limit, int column, int D) {
   const int lane = thread_index() % kWarp;
@@ -518,7 +519,7 @@ DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, i
   sync_warp();
 }
 
-// f(std::integral_constant<int, kD>) for the least kD of the list that holds D.
+// Calls f(std::integral_constant<int, kD>) for the smallest kD of the list that is at least D.
 template <int kFirst, int... kRest, class F>
 void with_head_dim(i64 D, F&& f) noexcept {
   if constexpr (sizeof...(kRest) == 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of columns in two stages: blocks sum slices of rows into fp32 rows of the scratch memory, which are then summed
-// in their order. The slices depend on the shape only, and so do the bits.
+// Sums of columns in two stages: blocks sum slices of rows into fp32 rows in scratch memory, which are then summed in
+// order. The slices, and therefore the bits, depend only on the shape.
 
 #include <algorithm>
 
@@ -18,7 +18,7 @@ struct SliceSums {
   float sum[kWarps][kColumns];
 };
 
-// partial[slice][N] = sums of the rows of slice block_index().y. A warp has every kWarps-th row of them.
+// partial[slice][N] = sums of the rows of slice block_index().y. Each warp takes every kWarps-th row.
 template <class T>
 __global__ void slice_sums_kernel(float* partial, const T* x, i64 R, i64 N, i64 stride, i64 slice_rows, bool aligned) {
   SliceSums& shared = block_shared<SliceSums>();
@@ -26,7 +26,7 @@ __global__ void slice_sums_kernel(float* partial, const T* x, i64 R, i64 N, i64 
   const i64 first_column = block_index().x * kColumns, column = first_column + lane * 8;
   const i64 begin = block_index().y * slice_rows, end = begin + slice_rows < R ? begin + slice_rows : R;
   float sum[8] = {};
-  constexpr int kUnroll = 4;  // loads on their way at a time
+  constexpr int kUnroll = 4;  // loads in flight
   for (i64 r = begin + warp; r < end; r += kUnroll * kWarps) {
     float y[kUnroll][8];
     for (int u = 0; u < kUnroll; ++u) {
@@ -76,7 +76,7 @@ void column_sum(TensorView out, TensorView x, bool accumulate, Stream& stream) n
   const i64 R = x.dim(0), N = out.numel();
   if (N == 0) return;
   Context& ctx = context(stream);
-  // Some 1024 blocks, if that leaves each warp some rows, and few enough slices for the second stage.
+  // About 1024 blocks, if that leaves each warp some rows and the second stage few enough slices.
   const i64 column_blocks = ceil_div(N, kColumns);
   const i64 wanted = std::clamp<i64>(1024 / column_blocks, 1, 256);
   const i64 slice_rows = std::max<i64>(ceil_div(ceil_div(R, wanted), 4 * kWarps) * 4 * kWarps, 4 * kWarps);

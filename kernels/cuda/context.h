@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What Stream::native points to on CUDA: one rank's stream and what its ops keep between calls.
+// The target of Stream::native on CUDA: one rank's stream and the state that its ops keep between calls.
 
 #include <cuda_runtime_api.h>
 
@@ -17,9 +17,9 @@ class MatmulEngine;  // handle, plans and workspace of the matrix products
 class CudnnAttention;
 
 struct ContextOptions {
-  bool autotune = false;  // algorithms of matrix products by timing, where none is known
-  // The algorithm that an earlier run chose for a product (GPU, library and product, as text), or nothing; and who
-  // hears of a choice by timing. May be empty.
+  bool autotune = false;  // choose algorithms of matrix products by timing, unless one is known
+  // Returns the algorithm that an earlier run chose for a product (GPU, library and product, as text), or an empty
+  // text; the other is told of choices by timing. May be empty.
   std::function<std::string(const std::string& product)> known = {};
   std::function<void(const std::string& product, const std::string& algorithm)> chosen = {};
   std::vector<std::string> cudnn = {"libcudnn.so.9"};            // files to try, in order
@@ -28,29 +28,30 @@ struct ContextOptions {
 
 class Context {
  public:
-  // For the current device. Failures are found by ok().
+  // For the current device. ok() reports failures.
   explicit Context(ContextOptions options = {});
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
   cudaStream_t stream() const noexcept { return stream_; }
-  MatmulEngine& matmul() noexcept;  // made with the first product
-  // Null: attention is for our own kernels. Made with the first attention of this context, if the environment's
-  // DS_ATTENTION is cudnn; it is own by default.
+  MatmulEngine& matmul() noexcept;  // created with the first product
+  // Null: our own kernels compute attention. Created with the first attention of this context if DS_ATTENTION is cudnn;
+  // the default is own.
   CudnnAttention* cudnn_attention() noexcept;
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
   const ContextOptions& options() const noexcept { return options_; }
 
-  // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
-  // follow each other, so all use the same. It grows on first use (waiting for the stream) and stays. Null: no memory.
+  // Device memory of at least `bytes` for the duration of one op, 256-byte aligned, with undefined contents. Ops of a
+  // stream run one after the other, so all use the same memory. It grows on first use (waiting for the stream) and
+  // stays allocated. Null: out of memory.
   void* scratch(size_t bytes) noexcept;
-  // Device memory for `what` (a literal), to be given to cudaFree. Null: no memory.
+  // Device memory for `what` (a literal), to be freed by cudaFree. Null: out of memory.
   void* allocate(size_t bytes, const char* what) noexcept;
-  // What ops hold for themselves: this memory, and the workspace of matrix products.
+  // Memory that ops hold: this scratch, and the workspace of matrix products.
   size_t scratch_bytes() const noexcept;
 
-  // The first failure of a call or a launch, which stays; ops are noexcept and report here. `where`: a literal.
+  // Records the first failure of a call or a launch; ops are noexcept and report here. `where`: a literal.
   void check(cudaError_t e, const char* where) noexcept {
     if (e == cudaSuccess || error_ != nullptr) return;
     fail(cudaGetErrorString(e), where);
@@ -62,7 +63,7 @@ class Context {
   const char* error() const noexcept { return error_; }  // null: none
   const char* where() const noexcept { return where_; }
   cudaError_t error_code() const noexcept { return code_; }         // of a failure of the runtime
-  size_t missing_bytes() const noexcept { return missing_bytes_; }  // not 0: allocate() found no memory for so many
+  size_t missing_bytes() const noexcept { return missing_bytes_; }  // not 0: the size of a failed allocate()
 
  private:
   cudaStream_t stream_ = nullptr;

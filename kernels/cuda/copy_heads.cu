@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Strided copies, in the widest words that every run, distance and address is a multiple of. Neighbouring threads move
+// Strided copies, in the widest words that divide every run, distance and address. Neighbouring threads move
 // neighbouring words of a run, then of the next one.
 
 #include <limits>
@@ -12,9 +12,9 @@ namespace ds::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWords = 4;  // of a thread, all on their way at a time
+constexpr int kWords = 4;  // per thread, all in flight at a time
 
-// Counts and distances in words; Index: u32 where all of them fit, as its divisions are much shorter.
+// Counts and distances are in words; Index is u32 if all of them fit, since its divisions are much shorter.
 template <class Word, class Index>
 struct CopyArgs {
   Word* to;

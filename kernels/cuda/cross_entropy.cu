@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layer and softmax cross-entropy. A chunk of tokens at a time: logits in fp32, then each row of them becomes a
-// row of their gradient in the work dtype, in place, which feeds both backward products. A vocabulary in parts takes
-// the same steps, one op each.
+// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32, then each row becomes, in place,
+// a row of its gradient in the work dtype, which both backward products read. A vocabulary in parts takes the same
+// steps, one op for each.
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +15,8 @@ namespace ds::cuda {
 namespace {
 
 constexpr int kBlock = 512, kWarps = kBlock / kWarp;
-constexpr int kPacks = 4;                   // of eight logits, that a thread has at a time
-constexpr i64 kTile = kBlock * kPacks * 8;  // logits that a block has at a time
+constexpr int kPacks = 4;                   // of eight logits, per thread at a time
+constexpr i64 kTile = kBlock * kPacks * 8;  // logits per block at a time
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
@@ -27,10 +27,10 @@ struct RowShared {
 
 DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
 
-// What a loss is but for its target.
+// The parts of a loss that do not depend on its target.
 struct LossTerms {
   float grad_scale, smoothing, z_loss;
-  float each;  // of an id: smoothing over all of them
+  float each;  // per id: smoothing over all of them
 };
 
 LossTerms terms_of(const CrossEntropyParams& p, i64 vocab) noexcept {
@@ -45,16 +45,16 @@ DS_DEVICE float loss_of(float sum, float at_target, float top, const LossTerms& 
   return t.z_loss == 0 ? loss : loss + t.z_loss * (top + log_sum) * (top + log_sum);
 }
 
-// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - each), own being the place of
-// the target, anywhere outside for none. dz may begin where z begins: a tile is read by all threads before one of them
-// writes it, and what it becomes lies below everything that is still to be read.
+// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - each), where own is the
+// position of the target, or any outside. dz may start at the same address as z: all threads read a tile before one of
+// them writes it, and its results are stored below everything that is still to be read.
 template <class E, bool kAligned>
 DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum, i64 own, const LossTerms& t) {
   constexpr i64 kStep = kBlock * 8;
   const i64 first = thread_index() * 8;
   const float of_softmax = t.z_loss == 0 ? 1.0f : 1 + 2 * t.z_loss * (top + std::log(sum));
   const float scale = t.grad_scale * of_softmax / sum, less = t.grad_scale * t.each;
-  // Before any thread has passed the first barrier: read while it is still a logit.
+  // Read before any thread passes the first barrier, while it is still a logit.
   const float mine = own >= 0 && own < V ? exp_of(z[own] - top) : 0;
   const float at_own = t.grad_scale * (of_softmax * mine / sum - (1 - t.smoothing) - t.each);
   for (i64 tile = 0; tile < V; tile += kTile) {
@@ -87,7 +87,8 @@ struct RowArgs {
   bool gradient;
 };
 
-// The sum over the block, the same for all threads; `part`: memory of its warps, which nobody reads before a barrier.
+// The sum over the block, the same for all threads; `part`: memory of its warps, which no thread may read before a
+// barrier.
 DS_DEVICE float block_sum(float x, float* part) {
   x = warp_sum(x);
   if (thread_index() % kWarp == 0) part[thread_index() / kWarp] = x;
@@ -113,7 +114,7 @@ DS_DEVICE float total_share(const float* z, i64 V, float top) {
   return total;
 }
 
-// losses[row], and with `gradient` z becomes its gradient of type E from the same address on.
+// losses[row]; with `gradient`, z becomes its gradient of type E in place.
 template <class E, bool kAligned>
 __global__ void softmax_row_kernel(RowArgs p) {
   RowShared& shared = block_shared<RowShared>();
@@ -129,8 +130,8 @@ __global__ void softmax_row_kernel(RowArgs p) {
     return;
   }
 
-  // The maximum and the sum of exponentials in one pass: the sum is rescaled when a tile raises the maximum. NaN never
-  // is the maximum, and reaches the sum.
+  // Maximum and sum of exponentials in one pass: the sum is rescaled when a tile raises the maximum. NaN is never the
+  // maximum, but reaches the sum.
   float top = kLowest, sum = 0;
   for (i64 tile = first; tile < p.V; tile += kTile) {
     float x[kPacks][8];
@@ -177,7 +178,7 @@ struct PartShared {
   float part[kWarps];
 };
 
-// f(x) over all logits of a row, as packs of eight; beyond its end they are -inf.
+// Calls f(x) for all logits of a row in packs of eight; beyond its end they are -inf.
 template <bool kAligned, class F>
 DS_DEVICE void for_packs(const float* z, i64 V, F&& f) {
   for (i64 tile = thread_index() * 8; tile < V; tile += kTile) {
@@ -227,7 +228,7 @@ __global__ void vocab_sums_kernel(PartArgs p) {
   const bool ignored = target == p.ignore_index;
   float sum = 0;
   for_packs<kAligned>(z, ignored ? 0 : p.V, [&](const float(&x)[8]) {
-    // Beyond the end of the row -inf - top is -inf, or NaN where there is no finite logit at all: as the row's own.
+    // Beyond the end of the row, -inf - top is -inf, or NaN if no logit is finite, like those of the row.
     float part = 0;
     for (int e = 0; e < 8; ++e) part += exp_of(x[e] - top);
     sum += part;
@@ -290,13 +291,13 @@ Launch one_block_per_row(i64 rows, size_t shared_bytes) noexcept {
 
 // ---- a whole vocabulary ----
 
-// Rows of logits with the distance `stride`, so many that they fit the workspace.
+// Rows of logits at distance `stride`, as many as fit the workspace.
 struct Layout {
   i64 rows, stride;
 };
 Layout layout_of(const TensorView& logits, i64 rows, i64 V) noexcept {
-  // A vocabulary like 50257 would leave the rows unaligned, and the products with them slow: fewer rows, then, with
-  // a few elements between them, unless there are so few that it would be a waste.
+  // A vocabulary such as 50257 would leave rows unaligned and their products slow. Therefore use fewer rows with a few
+  // unused elements between them, unless there are so few rows that this wastes too much.
   constexpr i64 kUnit = 8, kFewRows = 16;
   const i64 stride = (V + kUnit - 1) / kUnit * kUnit, fit = rows * V / stride;
   if (V % kUnit == 0 || fit < kFewRows || reinterpret_cast<size_t>(logits.data) % 16 != 0) return {rows, V};
@@ -312,7 +313,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
   Context& ctx = context(stream);
   const Layout layout = layout_of(logits, p.chunk_tokens, V);
   i64 begin = 0;
-  do {  // once at least: without tokens dweight and dbias are zero
+  do {  // at least once: without tokens dweight and dbias are zero
     const i64 rows = std::min(layout.rows, T - begin);
     TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     z.stride[0] = layout.stride;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout: the random numbers are computed from the element's index, so nothing is stored for the backward pass.
+// Dropout: random numbers are computed from the element's index, so nothing is stored for the backward pass.
 
 #include "cuda/elementwise.h"
 
@@ -12,7 +12,7 @@ struct Dropout {
   u32 threshold;
   float scale;
 
-  // The numbers of a pack lie in one Philox block more than it has blocks, unless it begins with one.
+  // The numbers of a pack span one more Philox block than it has, unless it starts with one.
   template <int kWidth>
   DS_DEVICE void operator()(float (&y)[1][kWidth], const float (&x)[1][kWidth], i64 first) const {
     constexpr int kBlocks = kWidth / 4;
@@ -26,7 +26,7 @@ struct Dropout {
     }
     if ((skip & 1) != 0) shift<1>(bits);
     if ((skip & 2) != 0) shift<2>(bits);
-    // A dropped NaN or infinity is zero too, hence not the product alone.
+    // A product alone would not turn a dropped NaN or infinity into zero.
     DS_UNROLL for (int e = 0; e < kWidth; ++e) y[0][e] = (bits[e] >> 8) >= threshold ? x[0][e] * scale : 0.0f;
   }
 

@@ -20,7 +20,7 @@ struct BiasResidualArgs {
   const float* x;
   const T *bias, *residual;  // null: none
   i64 R, C;
-  bool wide;  // every pack is whole and lies at a multiple of its size
+  bool wide;  // every pack is whole and aligned to its size
 
   DS_HOST_DEVICE constexpr i64 packs() const noexcept { return (C + kPack<T> - 1) / kPack<T>; }
 };

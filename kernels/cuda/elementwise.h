@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What ops bound by memory share: packs of elements as one access moves them, and one kernel for every op that is
-// elementwise. A thread owns whole packs. Where a pack lies inside the tensor and is aligned, it moves in one access,
-// else element by element; the arithmetic is the same, so the bits of a result do not depend on where tensors lie.
+// Parts shared by ops bound by memory: packs of elements that one access moves, and one kernel for all elementwise ops.
+// A thread owns whole packs. A pack that is inside the tensor and aligned moves in one access, others element by
+// element; the arithmetic is the same, so results do not depend on addresses.
 
 #include <algorithm>
 #include <type_traits>
@@ -20,14 +20,14 @@ inline void copy(const char* name, TensorView y, TensorView x, Stream& s) noexce
       name);
 }
 
-// kWidth elements as they lie in memory, 16 or 8 bytes.
+// kWidth elements in their memory format, 16 or 8 bytes.
 template <class T, int kWidth>
 struct Pack {
   static constexpr int kWords = kWidth * static_cast<int>(sizeof(T)) / 4;
   static_assert(kWords == 4 || kWords == 2);
   u32 word[kWords];
 
-  // At p, which is aligned to the size of the pack.
+  // From p, which must be aligned to the size of the pack.
   DS_DEVICE void load(const T* p) {
     if constexpr (kWords == 4) {
       const uint4 raw = *reinterpret_cast<const uint4*>(p);
@@ -45,8 +45,8 @@ struct Pack {
     }
   }
 
-  // Elements begin <= i < end of the row that starts at `row`, for the pack whose first is row[first]; the others are
-  // zero, or stay what they are in memory. Any alignment.
+  // Elements begin <= i < end of the row at `row`, for the pack whose first element is row[first]; other elements are
+  // loaded as zero, and not stored. Any alignment.
   DS_DEVICE void load_some(const T* row, i64 first, i64 begin, i64 end) {
     DS_UNROLL for (int w = 0; w < kWords; ++w) word[w] = 0;
     DS_UNROLL for (int e = 0; e < kWidth; ++e) {
@@ -103,7 +103,7 @@ struct Operands {
   const From* in[kIn];
   i64 n;
   i64 lead;      // packs start at -lead, so that they are aligned
-  bool aligned;  // and then this is true: all operands agree on `lead`
+  bool aligned;  // then true: all operands have the same `lead`
 
   Operands(const TensorView (&to)[kOut], const TensorView (&from)[kIn]) noexcept : n(to[0].numel()) {
     lead = static_cast<i64>(reinterpret_cast<size_t>(to[0].data) / sizeof(To) % kWidth);
@@ -120,8 +120,8 @@ struct Operands {
   }
 };
 
-// f(y, x, first) computes a pack: float (&y)[kOut][kWidth] from const float (&x)[kIn][kWidth], whose first element has
-// that index (elements outside of the tensor are computed, too, and dropped).
+// f(y, x, first) computes a pack: float (&y)[kOut][kWidth] from const float (&x)[kIn][kWidth]; `first` is the index of
+// its first element (elements outside the tensor are computed, too, and dropped).
 template <class To, class From, int kOut, int kIn, class F>
 __global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(Operands<To, From, kOut, kIn> a, F f) {
   using Ops = Operands<To, From, kOut, kIn>;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(Operan
   }
 }
 
-// Turns f(y, x), float (&y)[kOut] of one element from const float (&x)[kIn], into a function of packs.
+// Turns f(y, x), which computes float (&y)[kOut] of one element from const float (&x)[kIn], into a function of packs.
 template <class F>
 struct Each {
   F f;
@@ -172,7 +172,7 @@ struct Each {
   }
 };
 
-// The outputs, all of type To, from the inputs, all of type From and all of the same size.
+// Computes the outputs, all of type To, from the inputs, all of type From and all of the same size.
 template <class To, class From, int kOut, int kIn, class F>
 void elementwise(const char* name, Stream& s, const TensorView (&out)[kOut], const TensorView (&in)[kIn],
                  F f) noexcept {

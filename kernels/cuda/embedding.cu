@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Embedding lookup, and its gradient: rows sorted by id in a stable order, then one sum per id and column, in that
-// order.
+// Embedding lookup, and its gradient: rows are sorted by id in a stable order, then summed in that order per id and
+// column.
 
 #include "cuda/context.h"
 #include "cuda/embedding_plan.h"
@@ -13,9 +13,9 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 // ---- lookup ----
 
-constexpr int kRowPacks = 4;  // of a lane: a warp copies 2 KiB of a row
+constexpr int kRowPacks = 4;  // per lane: a warp copies 2 KiB of a row
 
-// y[r] = table[ids[r] - first_id] (+ y[r]), or zeros; a warp per row, grid.y over its parts.
+// y[r] = table[ids[r] - first_id] (+ y[r]), or zeros; one warp per row, grid.y over its parts.
 template <class T>
 __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 first_id, i64 V, i64 R, i64 C, bool accumulate,
                               bool wide) {
@@ -59,11 +59,11 @@ __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 first_id
 
 // ---- the stable order by id: a radix sort from the lowest digit ----
 
-constexpr int kRounds = kTileKeys / kThreads;  // keys of a lane; a warp's lie side by side
+constexpr int kRounds = kTileKeys / kThreads;  // keys per lane; those of a warp are adjacent
 static_assert(kThreads == kDigits, "one thread per digit");
 
-// What a pass reads; rows null: row i is i, as before the first pass. There keys are ids and first_id is theirs;
-// afterwards they are rows of the table, or `num_ids` for all ids outside of it, and first_id is 0.
+// The input of a pass. rows null: row i is i, as before the first pass, when keys are ids and first_id is theirs;
+// afterwards keys are rows of the table, or `num_ids` for all ids outside it, and first_id is 0.
 struct Keys {
   const u32* keys;
   const u32* rows;
@@ -87,8 +87,8 @@ DS_DEVICE i64 key_index(int round) {
   return i64{block_index().x} * kTileKeys + warp * kRounds * kWarp + round * kWarp + lane;
 }
 
-// Counts the digits of each warp's keys in shared.count. ahead[round]: how many of the warp's earlier keys have the
-// digit of this lane's key, earlier rounds and lower lanes being earlier.
+// Counts the digits of each warp's keys in shared.count. ahead[round]: how many earlier keys of the warp have the digit
+// of this lane's key; earlier rounds and lower lanes are earlier.
 DS_DEVICE void count_digits(TileShared& shared, u32 (&ahead)[kRounds], const Keys& from, int shift) {
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   for (int w = 0; w < kWarps; ++w) shared.count[w][thread_index()] = 0;
@@ -145,8 +145,8 @@ __global__ void scan_kernel(u32* counts, u32* totals, i64 num_tiles) {
   if (lane == 0) totals[digit] = sum;
 }
 
-// A key goes behind all keys of lower digits, those of its digit in earlier tiles, in earlier warps, and ahead of it in
-// its own: keys of one digit keep their order.
+// A key is placed after all keys of lower digits and those of its digit in earlier tiles, earlier warps, and ahead of
+// it in its own warp, so keys with equal digits keep their order.
 __global__ void scatter_kernel(u32* keys, u32* rows, Keys from, const u32* counts, const u32* totals, int shift) {
   TileShared& shared = block_shared<TileShared>();
   u32 ahead[kRounds];
@@ -198,8 +198,8 @@ __global__ void find_runs_kernel(Runs runs, i64 long_run) {
 }
 
 // A warp's slice of a run: dtable[id] = (accumulate ? dtable[id] : 0) + dy[row] + ... in the order of the run.
-// `column`: the first of the lane's; it may lie beyond the row, but the lane comes all the same.
-constexpr int kSpan = 2;          // packs of a lane, a warp's width apart
+// `column`: the lane's first column; it may be beyond the row, but the lane must call this, too.
+constexpr int kSpan = 2;          // packs per lane, a warp's width apart
 constexpr int kRowsInFlight = 2;  // of each
 template <class To, class T>
 DS_DEVICE void sum_short_run(To* dtable, const T* dy, const Keys& sorted, i64 start, i64 C, i64 column, bool accumulate,
@@ -242,10 +242,10 @@ DS_DEVICE void sum_short_run(To* dtable, const T* dy, const Keys& sorted, i64 st
   for (int s = 0; s < kSpan; ++s) store_some(out + s * kStep, sum[s], there - s * kStep, wide);
 }
 
-// Where a run ends. All lanes of the warp come; each looks at one key of what is left to search.
+// Finds the end of a run. All lanes of the warp must call this; each checks one key of the remaining range.
 DS_DEVICE i64 end_of_run(const Keys& sorted, i64 start) {
   const u32 id = sorted.keys[start];
-  i64 low = start, high = sorted.count;  // a key that has the id, and the end or beyond
+  i64 low = start, high = sorted.count;  // a key with the id, and the end or beyond
   while (high - low > 1) {
     const i64 step = (high - low + kWarp - 1) / kWarp, at = low + (thread_index() % kWarp + 1) * step;
     const i64 passed = std::popcount(warp_ballot(at < high && sorted.keys[at] == id)) * step;
@@ -255,8 +255,8 @@ DS_DEVICE i64 end_of_run(const Keys& sorted, i64 start) {
   return high;
 }
 
-// A long run is a chain of additions for every column: what helps is a narrow slice of columns for a block, so that
-// many blocks share the run, and many rows on their way to shared memory. One warp adds, all copy.
+// A long run is a chain of additions for every column. It is split into narrow slices of columns, so that many blocks
+// share the run, with many rows in flight to shared memory. One warp adds, all warps copy.
 constexpr int kLongLanes = 8;  // 16 bytes each: a slice is one line of 128 bytes
 constexpr int kStageRows = kThreads / kLongLanes;
 constexpr int kStages = 8;
@@ -270,7 +270,7 @@ constexpr int kLongBytes = 16 * kLongLanes;
 template <class T>
 inline constexpr int kLongColumns = kLongBytes / static_cast<int>(sizeof(T));
 
-// As sum_short_run, for the columns [column, column + kLongColumns) and a whole block. Addresses are aligned.
+// Like sum_short_run, for the columns [column, column + kLongColumns) and a whole block. Addresses must be aligned.
 template <class To, class T>
 DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 start, i64 C, i64 column, bool accumulate,
                             SumShared& shared) {
@@ -279,8 +279,8 @@ DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 sta
   const int lane = thread_index() % kWarp;
   const int copy_row = thread_index() / kLongLanes, copy_pack = thread_index() % kLongLanes;
   const i64 copy_column = column + copy_pack * kPack<T>;
-  // A warp copies a few rows of every stage. Its lanes know which for kStages of them, and for the next kStages
-  // already.
+  // A warp copies a few rows of every stage. Its lanes know the rows for kStages of them, and already for the next
+  // kStages.
   constexpr int kWarpRows = kStageRows / kWarps;
   static_assert(kWarpRows * kStages == kWarp);
   const auto rows_of = [&](i64 round) {
@@ -311,7 +311,7 @@ DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 sta
   }
   for (i64 stage = 0; stage * kStageRows < count; ++stage) {
     copies_wait<kStages - 2>();
-    sync_block();  // this stage is here, and the one before it has been added
+    sync_block();  // this stage has arrived, and the previous one has been added
     fetch(stage + kStages - 1);
     if (!adds) continue;
     const auto add = [&](int r) {
@@ -336,11 +336,10 @@ DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 sta
     for (int j = 0; j < kMine; ++j) store(out + j, sum[j]);
   }
   copies_wait<0>();
-  sync_block();  // the stages are free
+  sync_block();  // the stages may be reused
 }
 
-// Blocks draw work, the long runs first: a ticket is a slice of a long run, or several slices of short runs for each
-// warp.
+// Blocks draw work, long runs first: a ticket is a slice of a long run, or several slices of short runs for each warp.
 constexpr i64 kItemsPerWarp = 8;
 constexpr int kBlocksPerSm = 4;
 
@@ -398,7 +397,7 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64 first_i
   }
   if (R == 0) return;
   const i64 V = dtable.dim(0);
-  const EmbeddingPlan plan = EmbeddingPlan::of(R, V + 1);  // and the ids outside
+  const EmbeddingPlan plan = EmbeddingPlan::of(R, V + 1);  // including the ids outside the table
   char* const scratch = static_cast<char*>(c.scratch(plan.bytes));
   if (scratch == nullptr) return;
   const auto at = [&](size_t offset) { return reinterpret_cast<u32*>(scratch + offset); };

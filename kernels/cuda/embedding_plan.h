@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the embedding gradient does before it adds: rows are sorted by id, 8 bits a pass, in tiles of keys that one
-// block takes. This is the count of everything and the layout of its scratch memory:
+// The preparation of the embedding gradient: rows are sorted by id, 8 bits per pass, in tiles of keys, one per block.
+// This file computes all counts, and the layout of scratch memory:
 //   counters | counts [256, tiles] | totals [256] | keys, rows [R] twice | starts of short runs [R], of long runs
 
 #include "ds/kernels/ops.h"
@@ -10,10 +10,10 @@ namespace ds::cuda {
 
 inline constexpr int kDigits = 256;
 inline constexpr int kTileKeys = 1024;
-// A run of equal ids that is longer than this is added by a block per slice of columns instead of a warp.
+// Longer runs of equal ids are added by one block per slice of columns instead of one warp.
 inline constexpr i64 kLongRun = 128;
 
-// In scratch, zero at first. The order in which integers are drawn from these decides who adds a run, never how.
+// In scratch, initially zero. The order of drawing from these decides which block adds a run, but never how.
 struct RunCounters {
   u32 num_short, num_long;
   u32 ticket;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of an Evoformer on plain multiply-adds in fp32, whatever the work dtype: the algorithms of
-// attention_fp32.cu with the two biases. 256 threads are a square of 16 x 16; thread (y, x) has rows y, y + 16, ... of
-// the tile that its block owns, and columns x, x + 16, ... of scores and results.
+// Evoformer attention on plain multiply-adds in fp32, whatever the work dtype: the algorithms of attention_fp32.cu with
+// the two biases. 256 threads are a square of 16 x 16; thread (y, x) has rows y, y + 16, ... of the tile that its block
+// owns, and columns x, x + 16, ... of scores and results.
 //
-// The backward pass is three kernels, each of which computes the scores again: over keys (dk, dv, and dbias1 of a
-// head), over queries (dq), and over pairs, where a block owns a tile of dbias2 and goes over n in order. So no sum is
-// shared, there are no atomics, and the bits are the same every time.
+// The backward pass is three kernels, each of which recomputes the scores: over keys (dk, dv, and dbias1 of a head),
+// over queries (dq), and over pairs, where a block owns a tile of dbias2 and processes n in order. No sum is shared, so
+// there are no atomics, and the bits are the same every time.
 
 #include "cuda/attention_tile.h"
 #include "cuda/ops.h"
@@ -52,7 +52,7 @@ struct alignas(128) PairsShared {
   Tile<Plan<kD>::kRows, kD> q, k, v, dout;
 };
 
-// A bias in fp32 or in the work dtype, or none, which is 0. Rows are the last dim but one.
+// A bias in fp32 or in the work dtype, or none (0). Rows are the second-last dim.
 template <class E>
 struct Bias {
   const void* data;
@@ -76,15 +76,15 @@ template <class E>
 struct Problem {
   Heads<const E> q, k, v;
   Bias<E> bias1, bias2;
-  const float* bases;  // [M]: what is subtracted from bias1 of a sequence
+  const float* bases;  // [M]: the value subtracted from bias1 of each sequence
   int M, N, B, T, H, D;
   float scale, scale2;  // of the scores; the same times log2(e)
 
-  // What key j adds to the scores of sequence m, times log2(e); -inf behind the last one.
+  // The bias1 term of key j in sequence m, times log2(e); -inf after the last key.
   DS_DEVICE float mask2(int m, int j) const {
     return j >= T ? -kInfinity : bias1.data == nullptr ? 0.0f : (bias1(0, 0, m, j) - bases[m]) * kLog2E;
   }
-  // What bias2 adds, the same way.
+  // The bias2 term, likewise.
   DS_DEVICE float pair2(int b, int h, int i, int j) const { return i < T && j < T ? bias2(b, h, i, j) * kLog2E : 0.0f; }
 };
 template <class E>
@@ -99,7 +99,7 @@ struct BackwardArgs {
   Heads<const E> dout;
   Heads<E> dq, dk, dv;
   const float2* stats;  // [M,H,T]: {lse * log2(e), rowsum(dO * O)}
-  float* columns;       // [M,H,T]: of each key the sum of ds over queries, or null
+  float* columns;       // [M,H,T]: the sum of ds over queries for each key, or null
   float* dbias2;
   i64 batch, head, row;  // strides of dbias2
 
@@ -135,7 +135,7 @@ DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const E>& x, in
   }
 }
 
-// A sum, or a maximum, over the threads of a row: lanes of one warp, in an order that is fixed.
+// Sum or maximum over the threads of a row, which are lanes of one warp, in a fixed order.
 DS_DEVICE float row_sum(float x) {
   DS_UNROLL
   for (int lanes = kSide / 2; lanes > 0; lanes /= 2) x += warp_shuffle_xor(x, lanes);
@@ -160,7 +160,7 @@ DS_DEVICE void store_results(const float (&x)[kR][kC], const Head<E>& to, int fi
   }
 }
 
-// The largest bias1 of each sequence, 0 where that is -inf. A warp has a sequence.
+// The largest bias1 of each sequence, 0 if that is -inf. One warp per sequence.
 template <class E>
 __global__ void __launch_bounds__(kThreads) find_bases(float* bases, Bias<E> bias1, int M, int T) {
   const int m = static_cast<int>(block_index().x) * kWarps + thread_index() / kWarp, lane = thread_index() % kWarp;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<E> a) {
   store_results(x, a.o(m, h), first, p.T, p.D, 1.0f);
 }
 
-// A warp has a row.
+// One warp per row.
 template <class E>
 __global__ void __launch_bounds__(kThreads) find_stats(float2* stats, Heads<const E> dout, Heads<const E> o,
                                                        Statistics<const float> lse, i64 rows, int T, int H, int D) {
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<E> a) 
   store_results(dq, a.dq(m, h), first, p.T, p.D, p.scale);
 }
 
-// A block has a tile of dbias2 of (b, h), in registers.
+// Each block has a tile of dbias2 of (b, h) in registers.
 template <class E, int kD>
 __global__ void __launch_bounds__(kThreads) backward_pairs(BackwardArgs<E> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR;
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kThreads) backward_pairs(BackwardArgs<E> a) {
   }
 }
 
-// dbias1 [M,T], over the heads in order. A thread has an element.
+// dbias1 [M,T], over the heads in order. One thread per element.
 __global__ void __launch_bounds__(kThreads)
     sum_heads(float* dbias1, i64 row, const float* columns, i64 M, int H, int T) {
   const i64 at = static_cast<i64>(block_index().x) * kThreads + thread_index(), m = at / T, j = at % T;
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kThreads)
   dbias1[m * row + j] = sum;
 }
 
-// Makes `bases` of bias1 as well.
+// Also computes the `bases` of bias1.
 template <class E>
 Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& bias1,
                       const TensorView& bias2, float* bases, const EvoformerParams& p, cudaStream_t stream) noexcept {

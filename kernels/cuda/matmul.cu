@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix product: steps of a plan, and the kernel for what the product itself cannot do.
+// The matrix product: runs the steps of a plan, and has the kernel for what the product itself cannot compute.
 
 #include <array>
 #include <span>
@@ -19,7 +19,7 @@ template <class C, class T>
 struct FinishArgs {
   C* c;
   C* preact;
-  const C* residual;  // or c itself, when it accumulates
+  const C* residual;  // or c itself, if it accumulates
   const T* bias;
   const float* sums;
   i64 N, packs, c_stride, preact_stride, residual_stride, sums_stride;
@@ -28,7 +28,7 @@ struct FinishArgs {
   bool aligned;
 };
 
-// A thread has eight columns of one row, so whatever it writes it alone has read.
+// A thread has eight columns of one row, so no other thread reads what it writes.
 template <class C, class T>
 __global__ void finish_kernel(FinishArgs<C, T> p) {
   const i64 i = i64{block_index().x} * block_size() + thread_index();

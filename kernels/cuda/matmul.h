@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Matrix products of the CUDA backend: what one call of cuBLASLt computes, how an op becomes such calls and elementwise
-// steps (a pure function, so that it is tested as data), and the engine that makes the calls.
+// Matrix products of the CUDA backend: the operation of one cuBLASLt call, the conversion of an op to such calls and
+// elementwise steps (a pure function, so that it can be tested as data), and the engine that makes the calls.
 
 #include <array>
 #include <memory>
@@ -13,7 +13,7 @@ namespace ds::cuda {
 
 // One call of cuBLASLt, in its terms: matrices are column-major, ld >= rows.
 //   x[m,n] = op(a) op(b) + bias (one per row) + (add_c ? c : 0);  aux = x;  d = gelu ? gelu_tanh(x) : x
-// Sums are fp32; d and aux are rounded once. c may be d (with the same ld), else it overlaps nothing that is written.
+// Sums are fp32; d and aux are rounded once. c may be d (with the same ld); otherwise it must not overlap any output.
 struct LtProblem {
   i64 m = 0, n = 0, k = 0;
   bool trans_a = false, trans_b = false;  // a is stored [k,m], b [n,k]
@@ -28,13 +28,13 @@ struct LtProblem {
   i64 lda = 0, ldb = 0, ldc = 0, ldd = 0, ld_aux = 0;
 };
 
-// Everything about a problem that an algorithm depends on.
+// Everything in a problem that an algorithm depends on.
 struct LtKey {
   std::array<i64, 9> value{};
   bool operator==(const LtKey&) const = default;
 };
 LtKey key_of(const LtProblem& p) noexcept;
-// The largest power of two up to 16 that divides the address; no algorithm asks for more.
+// The largest power of two up to 16 that divides the address; no algorithm needs more.
 u32 alignment_of(const void* p) noexcept;
 // "m,n,k,...": the numbers of the key.
 std::string name_of(const LtKey& key);
@@ -45,40 +45,40 @@ struct MatmulCall {
   MatmulParams params;
 };
 
-// What a product leaves over: c = activation(sums + bias) + residual, preact the value before, rounded once each.
-// `sums` may be c or preact if that is fp32, with its stride.
+// The rest of a matmul after its product: c = activation(sums + bias) + residual, with preact the value before, each
+// rounded once. `sums` may be c or preact if that is fp32, with its stride.
 struct MatmulFinish {
   MatmulCall call;              // its first `rows` rows
   const float* sums = nullptr;  // null: zeros
   i64 sums_stride = 0;
 };
 
-// The first rows of a matmul: a product, or a finish, or one after the other.
+// The first rows of a matmul: a product, a finish, or a product followed by a finish.
 struct MatmulStep {
   i64 rows = 0;
   bool multiplies = false, finishes = false;
-  i64 scratch_bytes = 0;  // > 0: product.d and finish.sums are to point to so much memory
+  i64 scratch_bytes = 0;  // > 0: product.d and finish.sums must point to this much memory
   LtProblem product;
   MatmulFinish finish;
 };
 
 // The call for rows [begin, begin + rows) of c.
 MatmulCall rows_from(const MatmulCall& call, i64 begin, i64 rows) noexcept;
-// The library's fast algorithms want what lies side by side in memory to be a multiple of 8 elements, and not only the
-// distance of rows: a vocabulary of 50257 took four times the time of one of 50304 (tests/bench/results/h200). A
-// product with such a large dimension is two, of which one has a multiple of 8. Those of 16-bit operands; returns how
-// many there are in `parts`, to be computed in that order, 0 where it stays whole.
+// The library's fast algorithms need dims that are contiguous in memory to be a multiple of 8 elements, not only the
+// distance of rows: a vocabulary of 50257 took four times as long as one of 50304 (tests/bench/results/h200). A product
+// with such a large dim is split into two, one of which has a multiple of 8. For 16-bit operands only. Returns the
+// number of `parts`, to be computed in that order; 0: it stays whole.
 int split_ragged(const MatmulCall& call, std::array<MatmulCall, 2>& parts) noexcept;
-// M, N > 0. With `fuse` as much as possible happens inside the product; without, the product is a bare fp32 one.
+// M, N > 0. With `fuse`, as much as possible is computed by the product; without, the product is a bare fp32 one.
 MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 
-// Fp32 operands are multiplied as fp32, not TF32. The bits of a product depend on the algorithm; an algorithm gives the
-// same bits every time.
+// fp32 operands are multiplied as fp32, not TF32. The bits of a product depend on the algorithm; each algorithm gives
+// the same bits every time.
 class MatmulEngine {
  public:
-  // An algorithm that is known from an earlier run is taken, if the library still has it. With ContextOptions::autotune
-  // those for another new kind of product are timed on its first run, which waits for the stream, and the fastest is
-  // kept; two runs of a program may then differ in bits. Otherwise always the library's first choice.
+  // Uses an algorithm known from an earlier run if the library still has it. With ContextOptions::autotune, the
+  // algorithms for any other kind of product are timed on its first run, which waits for the stream, and the fastest is
+  // kept; two runs of a program may then differ in bits. Otherwise always uses the library's first choice.
   explicit MatmulEngine(Context& context);
   ~MatmulEngine();
   MatmulEngine(const MatmulEngine&) = delete;
@@ -86,9 +86,9 @@ class MatmulEngine {
 
   size_t workspace_bytes() const noexcept;
 
-  // Whether the library has an algorithm for products of this kind.
+  // True if the library has an algorithm for products of this kind.
   bool supports(const LtProblem& p) noexcept;
-  // Failures are reported to the context.
+  // Errors are reported to the context.
   void run(const LtProblem& p) noexcept;
 
  private:

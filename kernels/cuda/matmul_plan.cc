@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a matmul becomes calls of cuBLASLt. Our matrices are row-major; read as column-major they are their transposes,
-// so c = op(a) op(b) is asked for as c^T = op(b)^T op(a)^T: the operands change places and keep their flags.
+// Converts a matmul to calls of cuBLASLt. Our matrices are row-major; read as column-major they are their transposes,
+// so c = op(a) op(b) is computed as c^T = op(b)^T op(a)^T: the operands are exchanged and keep their flags.
 
 #include <algorithm>
 #include <bit>
@@ -10,23 +10,24 @@
 namespace ds::cuda {
 namespace {
 
-constexpr i64 kSumsBytes = i64{32} << 20;  // of fp32 sums between a product and its finish: they stay in the L2 cache
+// Size of fp32 sums between a product and its finish: small enough for the L2 cache.
+constexpr i64 kSumsBytes = i64{32} << 20;
 constexpr i64 kRowUnit = 128;
-constexpr i64 kUnit = 8, kLarge = 1024;  // of dimensions that are split
+constexpr i64 kUnit = 8, kLarge = 1024;  // of dims that are split
 
 constexpr i64 align_up(i64 n, i64 unit) noexcept { return (n + unit - 1) / unit * unit; }
 
 bool aligned16(const TensorView& v) noexcept { return reinterpret_cast<size_t>(v.data) % 16 == 0; }
 
-// The distance of rows; where there is one row only it means nothing, and may be what the library likes.
+// The distance of rows. With a single row it has no meaning, and may be a value that suits the library.
 i64 leading(const TensorView& v) noexcept { return v.dim(0) > 1 ? v.stride[0] : align_up(v.dim(1), 8); }
 
-// Whether one call of the library computes all of it.
+// True if one call of the library computes everything.
 bool fits_one_product(const MatmulCall& x) noexcept {
   const DType work = x.a.dtype;
   if (x.bias && (x.c.dtype != work || !aligned16(x.bias))) return false;
   if (x.params.activation == Activation::None) return !x.preact;
-  // The library's GELU is the tanh form, of 16-bit accuracy, and comes after everything else.
+  // The library's GELU is the tanh form with 16-bit accuracy, and is applied last.
   if (x.params.activation != Activation::GeluTanh || x.c.dtype != work || work == DType::F32) return false;
   if (x.residual || x.params.accumulate) return false;
   return !x.preact || (aligned16(x.preact) && leading(x.preact) % 8 == 0);
@@ -106,7 +107,7 @@ int split_ragged(const MatmulCall& x, std::array<MatmulCall, 2>& parts) noexcept
     parts = {rows_from(x, 0, body), rows_from(x, body, M - body)};
     return 2;
   }
-  // Sums over k in two parts, the few terms first: they are rounded once more, where c is of 16 bits, and no other is.
+  // The sum over k in two parts, the few terms first: they are rounded once more if c is 16-bit; nothing else is.
   const bool bare = !x.bias && !x.preact && !x.residual && x.params.activation == Activation::None &&
                     (!x.params.accumulate || x.c.dtype == DType::F32);
   if (ragged(K) && bare && (trans_a || even(x.a)) && (!trans_b || even(x.b)) && (!trans_a || trans_b)) {
@@ -158,7 +159,7 @@ MatmulStep plan_matmul(const MatmulCall& x, bool fuse) noexcept {
     return step;
   }
 
-  // Fp32 sums, in preact or c where these are fp32 and nothing else reads them, then one pass over them.
+  // fp32 sums, in preact or c if these are fp32 and nothing else reads them, then one pass over them.
   p.cd = DType::F32;
   step.finishes = true;
   const bool c_is_read = x.params.accumulate || (x.residual && x.residual.data == x.c.data);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm. A group of threads owns a row and keeps it in registers, so each direction reads and writes
 // memory once. The gradients of weight and bias are summed per strip of rows, each thread's own columns in registers,
-// and the strips are folded in order by a second kernel. How rows lie on threads and how many strips there are depends
-// on R and C alone, never on the device: so do the bits. Rows too long for registers are read more than once.
+// and a second kernel folds the strips in order. The assignment of rows to threads and the number of strips depend only
+// on R and C, never on the device, and so do the bits. Rows too long for registers are read several times.
 
 #include <bit>
 
@@ -13,14 +13,14 @@ namespace {
 
 // The packs of thread t of a group begin at columns (t + p * group) * width, p = 0, 1, ... width: elements of a pack.
 struct Plan {
-  int group = 0;  // threads of a row: a power of two up to a warp, or warps
+  int group = 0;  // threads per row: a power of two up to a warp, or several warps
   int packs = 0;  // per thread; 0: the row does not fit
-  int rows = 0;   // of a block at a time
+  int rows = 0;   // per block at a time
   constexpr int block() const noexcept { return group * rows; }
 };
 constexpr int kForwardPacks = 4, kForwardThreads = 512;
 constexpr int kBackwardPacks = 2, kBackwardThreads = 512;
-constexpr int kShortThreads = 384;  // of a block of the backward pass whose threads have one pack each
+constexpr int kShortThreads = 384;  // per block, in the backward pass with one pack per thread
 constexpr int kLongThreads = 1024;
 
 constexpr int group_of(i64 C, int elems) noexcept {
@@ -41,7 +41,7 @@ constexpr Plan backward_plan(i64 C, int width) noexcept {
   return {group_of(C, width * kBackwardPacks), kBackwardPacks, 1};
 }
 
-// Strips of rows for the sums over rows: enough to fill an H100 once with the blocks that its registers hold.
+// Strips of rows for the sums over rows: enough blocks, by their registers, to fill an H100 once.
 struct Strips {
   i64 rows, count;
 };
@@ -52,8 +52,8 @@ constexpr Strips strips_of(i64 R, const Plan& p) noexcept {
   return {rows, ceil_div(R, rows)};
 }
 
-// The sums of a group, on all of its threads; the order is fixed. All threads of the block come here together, `turn`
-// counts how often.
+// The sums of a group, on all of its threads, in a fixed order. All threads of the block must call this together;
+// `turn` counts the calls.
 struct GroupSums {
   float2 of_warp[2][kLongThreads / kWarp];
 };
@@ -62,7 +62,7 @@ DS_DEVICE float2 group_sum(float2 x, int group, GroupSums& shared, int turn) {
     if (mask < group) x.x += warp_shuffle_xor(x.x, mask), x.y += warp_shuffle_xor(x.y, mask);
   }
   if (group <= kWarp) return x;
-  // Two sets of slots take turns: who writes one again has passed a barrier after all had read it.
+  // Two sets of slots alternate: a thread that writes one again has passed a barrier after all had read it.
   float2* const slots = shared.of_warp[turn & 1];
   const int warp = thread_index() / kWarp, warps = group / kWarp, first = warp / warps * warps;
   if (thread_index() % kWarp == 0) slots[warp] = x;
@@ -75,7 +75,7 @@ DS_DEVICE float group_sum(float x, int group, GroupSums& shared, int turn) {
   return group_sum(make_float2(x, 0), group, shared, turn).x;
 }
 
-// A pack of a row of C elements; nothing of it when C is 0. Aligned rows have whole packs only.
+// A pack of a row of C elements; no elements if C is 0. Aligned rows consist of whole packs.
 template <bool kAligned, class T, int kWidth>
 DS_DEVICE void load_part(Pack<T, kWidth>& pack, const T* row, int first, int C) {
   if (!kAligned || first >= C) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kForwardThreads) forward_kernel(ForwardArgs<T>
   }
 }
 
-// A block per row, which is read once per sum and once for the result.
+// One block per row, which is read once per sum and once for the result.
 template <class T, bool kCentred>
 __global__ void __launch_bounds__(kLongThreads) long_forward_kernel(ForwardArgs<T> a) {
   auto& shared = block_shared<GroupSums>();
@@ -231,21 +231,21 @@ struct BackwardArgs {
 
 struct BackwardShared {
   GroupSums sums;
-  float columns[kPack<bf16> * kShortThreads];  // a pack of each thread
+  float columns[kPack<bf16> * kShortThreads];  // one pack per thread
 };
 
-// dx of one element: from xhat and g = dy weight, the means over the row of g and g xhat, and the residual's gradient.
+// dx of one element: from xhat and g = dy weight, the row means of g and g xhat, and the residual's gradient.
 DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_gx, float residual) {
   return std::fma(rstd, g - std::fma(xhat, mean_gx, mean_g), residual);
 }
 
-// What a thread reads of a row before its sums.
+// The data that a thread reads of a row before its sums.
 template <class T, bool kCentred, bool kAligned, int kPacks>
 struct BackwardRow {
   Pack<T, kPack<T>> dy[kPacks], x[kPacks];
   float mean, rstd;
 
-  // C: 0 past the end, then nothing is read and everything zero.
+  // C: 0 past the end; then nothing is read and everything is zero.
   DS_DEVICE void load(const BackwardArgs<T>& a, i64 r, int first, int step, int C) {
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
       load_part<kAligned>(dy[p], a.dy + r * a.C, first + p * step, C);
@@ -256,7 +256,7 @@ struct BackwardRow {
   }
 };
 
-// A block goes through its strip, `rows` rows at a time, and has the next ones on their way while it sums these.
+// A block processes its strip, `rows` rows at a time, with the next ones in flight while it sums these.
 template <class T, bool kCentred, bool kAligned, int kPacks>
 __global__ void __launch_bounds__(kPacks == 1 ? kShortThreads : kBackwardThreads, kPacks == 1 && kAligned ? 2 : 1)
     backward_kernel(BackwardArgs<T> a) {
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kPacks == 1 ? kShortThreads : kBackwardThreads
   }
 }
 
-// Rows too long for registers, first the sums over rows: a thread per column and strip.
+// Rows too long for registers: first the sums over rows, one thread per column and strip.
 template <class T, bool kCentred>
 __global__ void __launch_bounds__(256) long_columns_kernel(BackwardArgs<T> a) {
   constexpr i64 kParts = kCentred ? 2 : 1;
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(256) long_columns_kernel(BackwardArgs<T> a) {
   if constexpr (kCentred) a.partial[(strip * kParts + 1) * a.C + c] = dbias;
 }
 
-// Then dx, a block per row.
+// Then dx, one block per row.
 template <class T, bool kCentred>
 __global__ void __launch_bounds__(kLongThreads) long_backward_kernel(BackwardArgs<T> a) {
   auto& shared = block_shared<GroupSums>();
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kLongThreads) long_backward_kernel(BackwardArg
   }
 }
 
-// A block sums the strips of 32 columns: slices of the strips first, then the slices, both in order.
+// A block sums the strips of 32 columns: first slices of the strips, then the slices, both in order.
 constexpr int kFoldSlices = 16;
 struct FoldShared {
   float slice[kFoldSlices][kWarp];

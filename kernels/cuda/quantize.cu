@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales, and back. A thread has groups of eight elements: whole bytes of codes of any width, and never of
-// two blocks. Every operation rounds for itself, as on the CPU: this file is compiled without contraction of products
-// and sums.
+// Codes and scales, and back. A thread has groups of eight elements: whole bytes of codes of any width, always within
+// one block. Every operation is rounded individually, as on the CPU: this file is compiled without contraction of
+// products and sums.
 
 #include "cuda/context.h"
 #include "cuda/vectors.h"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kGroup = 8;
 
-// The rows of an operand. wide: every group of every row is aligned to the access that moves it.
+// The rows of an operand. wide: every group of every row is aligned for the access that moves it.
 template <class T>
 struct Rows {
   T* data;
@@ -28,7 +28,7 @@ Rows<T> rows_of(const TensorView& v, size_t alignment) noexcept {
           all_aligned(alignment, {v.data}) && stride * static_cast<i64>(sizeof(T)) % static_cast<i64>(alignment) == 0};
 }
 
-// Of eight integral floats; `count` of them exist, the others are zero.
+// For eight integral floats, of which `count` exist; the others are zero.
 template <int kBits>
 DS_DEVICE void put_codes(u8* p, const float (&code)[kGroup], i64 count, bool wide) {
   constexpr int kWords = kBits / 4, kEach = 32 / kBits;
@@ -83,7 +83,7 @@ struct QuantizeArgs {
   ErrorFeedback feedback;
 };
 
-// A thread block per block: its largest element first, then its codes.
+// One thread block per block of codes: first its largest element, then its codes.
 template <class T, int kBits>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs<T> a) {
   const i64 row = block_index().x / a.num_blocks, b = block_index().x - row * a.num_blocks;
@@ -241,7 +241,7 @@ void quantize(TensorView codes, TensorView scales, TensorView x, TensorView erro
 void quantize_signs(TensorView codes, TensorView scale, TensorView y, TensorView max_abs, TensorView sum, i64 n,
                     Stream& s) noexcept {
   Context& c = context(s);
-  const i64 N = y.numel(), groups = std::max<i64>(1, ceil_div(N, kGroup));  // the scale is wanted without elements, too
+  const i64 N = y.numel(), groups = std::max<i64>(1, ceil_div(N, kGroup));  // the scale is needed even without elements
   launch(quantize_signs_kernel, over_groups(groups, sizeof(SignShared)), c.stream(), codes.as<u8>(), scale.as<float>(),
          y.as<float>(), N, max_abs.as<const i64>(), sum.as<const i64>(), n, all_aligned(16, {y.data}));
   c.check(cudaGetLastError(), "quantize_signs");

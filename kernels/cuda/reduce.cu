@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fold of several sources, reductions of a whole tensor to numbers that stay on the device, and the verdict on
-// them. Nothing here waits for the host: exponents and sums are read where they lie.
+// them. Nothing here waits for the host: exponents and sums are read from device memory.
 
 #include "cuda/context.h"
 #include "cuda/vectors.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kInFlight = 4;     // 16-byte loads of a thread before it uses the first
-constexpr int kBlocksPerSm = 8;  // what a multiprocessor holds of these small kernels
+constexpr int kBlocksPerSm = 8;  // as many of these small kernels' blocks as a multiprocessor holds
 constexpr i64 kMaxBlocks = 1 << 14;
 
 i64 num_blocks(i64 packs, const Context& context) noexcept {
@@ -21,7 +21,7 @@ Launch over(i64 blocks, size_t shared_bytes = 0) noexcept {
   return {dim3(static_cast<unsigned>(blocks)), kThreads, shared_bytes};
 }
 
-// f(pack) for all packs of x[n] that are this thread's; the last one is filled up with zeros.
+// Calls f(pack) for all packs of x[n] that belong to this thread; the last pack is padded with zeros.
 template <class T, class F>
 DS_DEVICE void for_packs(const T* x, i64 n, bool wide, F f) {
   constexpr int P = kPack<T>;
@@ -37,15 +37,15 @@ DS_DEVICE void for_packs(const T* x, i64 n, bool wide, F f) {
 
 // ---- fold ----
 
-// The pointers of one launch; a longer list takes several.
+// The pointers of one launch; a longer list takes several launches.
 constexpr int kFoldSources = 128;
 struct FoldSources {
   const void* data[kFoldSources];
   int count;
 };
 
-// dst = ((init + s0) + s1) + ..., init null: the fold starts at s0. Every thread reads its elements of all sources
-// before it writes them, so dst may be any of these.
+// dst = ((init + s0) + s1) + ...; init null: the fold starts with s0. Every thread reads its elements of all sources
+// before it writes them, so dst may be any of the sources.
 template <class T>
 __global__ void fold_kernel(float* dst, const float* init, FoldSources sources, i64 n, bool wide) {
   constexpr int P = kPack<T>;
@@ -80,7 +80,7 @@ __global__ void fold_kernel(float* dst, const float* init, FoldSources sources, 
 
 // ---- reductions ----
 
-// i64 addition or maximum over a block; the result is thread 0's.
+// i64 sum or maximum over a block; the result is thread 0's.
 struct BlockNumbers {
   i64 of_warp[kWarps];
 };
@@ -113,7 +113,7 @@ __global__ void max_abs_kernel(i64* result, const T* x, i64 n, bool wide) {
   if (thread_index() == 0) atomic_max(result, found);
 }
 
-// A warp for each row.
+// One warp per row.
 template <class T>
 __global__ void nonzero_rows_kernel(u8* flags, const T* x, i64 R, i64 C, bool wide) {
   constexpr int P = kPack<T>;
@@ -131,13 +131,13 @@ __global__ void nonzero_rows_kernel(u8* flags, const T* x, i64 R, i64 C, bool wi
   }
 }
 
-// Each block leaves its sum in `partials`. Squares are integers below 2^50, rounded once: adding 2^52 leaves the
+// Each block stores its sum in `partials`. Squares are integers below 2^50, rounded once: adding 2^52 leaves the
 // integer, rounded to even, in the low bits of the mantissa.
 template <class T>
 __global__ void sum_squares_kernel(ExactSum* partials, const T* x, i64 n, const i64* max_abs, bool wide) {
   const u32 max_bits = static_cast<u32>(*max_abs);
   if (max_bits >= 0x7F800000u) return;
-  // 2^(25 - exponent), made of its bits.
+  // 2^(25 - exponent), built from its bits.
   const double scale = std::bit_cast<double>(static_cast<i64>(1023 + 25 - ExactSum::exponent_of(max_bits)) << 52);
   ExactSum sum;
   for_packs(x, n, wide, [&](const float(&pack)[kPack<T>]) {
@@ -172,14 +172,14 @@ __global__ void add_squares_kernel(i64* result, const ExactSum* partials, i64 co
   }
 }
 
-// Tile by tile, so that the order depends on n alone.
+// Tile by tile, so that the order depends only on n.
 constexpr i64 kSumTile = 1 << 15;
 
 struct SumShared {
   double of_warp[kWarps];
 };
 
-// out[tile] = factor * the sum of x's tile: of a thread's elements, of the warp's lanes, of the warps.
+// out[tile] = factor * the sum of x's tile: over a thread's elements, then the warp's lanes, then the warps.
 template <class T>
 __global__ void sum_kernel(double* out, const T* x, i64 n, i64 tile, double factor) {
   const i64 begin = i64{block_index().x} * tile, end = begin + tile < n ? begin + tile : n;
@@ -217,8 +217,8 @@ void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, 
   Context& c = context(stream);
   const i64 n = dst.numel();
   if (n == 0) return;
-  // A list of several launches writes dst before it has read all sources: where dst is one of the late ones, the sum
-  // waits in scratch.
+  // A list of several launches writes dst before all sources have been read. If dst is one of the later sources, the
+  // sum is kept in scratch until then.
   const auto late = sources.subspan(std::min<size_t>(sources.size(), kFoldSources));
   const bool overtaken = std::any_of(late.begin(), late.end(), [&](const TensorView& s) { return s.data == dst.data; });
   float* const waiting = overtaken ? static_cast<float*>(c.scratch(static_cast<size_t>(n) * sizeof(float))) : nullptr;

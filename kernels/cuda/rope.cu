@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding. A thread rotates the same pack of pairs in several heads of one token: these share their cosines
-// and sines. Neighbouring threads have neighbouring packs, then neighbouring heads.
+// Rotary embedding. A thread rotates the same pack of pairs in several heads of one token, which share cosines and
+// sines. Neighbouring threads have neighbouring packs, then neighbouring heads.
 
 #include "cuda/elementwise.h"
 
@@ -17,9 +17,9 @@ struct RopeArgs {
   const float *cos, *sin;
   const i32* positions;
   i64 x_stride[3], y_stride[3];
-  i64 tokens, T_, H, half;  // tokens: of all sequences, T_ of each
+  i64 tokens, T_, H, half;  // tokens: of all sequences; T_: of each
   float sign;
-  bool aligned;  // every pack is whole and lies at a multiple of its size
+  bool aligned;  // every pack is whole and aligned to its size
 
   RopeArgs(TensorView to, TensorView from, TensorView c, TensorView s, TensorView at, bool inverse) noexcept
       : y(to.as<T>()),
@@ -39,7 +39,7 @@ struct RopeArgs {
       aligned &= x_stride[d] % kPack<T> == 0 && y_stride[d] % kPack<T> == 0;
     }
   }
-  // Threads of one token.
+  // Threads per token.
   DS_HOST_DEVICE constexpr i64 packs() const noexcept { return (half + kPack<T> - 1) / kPack<T>; }
   DS_HOST_DEVICE constexpr i64 head_groups() const noexcept { return (H + kHeads - 1) / kHeads; }
   Launch launch() const noexcept {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The words in which kernels are written: who a thread is, what a block and a warp do together, the tensor core's
-// product, asynchronous copies, how a kernel is launched. nvcc gives them the hardware; g++ gives them sim/, which runs
-// every thread of a block as a fiber, so that the very same kernels are tested where there is no GPU.
+// The vocabulary in which kernels are written: thread indices, operations of a block and a warp, the tensor core's
+// product, asynchronous copies, launches. nvcc maps it to the hardware; g++ maps it to sim/, which runs every thread of
+// a block as a fiber, so that the same kernels can be tested without a GPU.
 //
-// Rules that keep a kernel meaningful in both: blocks are one-dimensional, a multiple of 32 threads; all threads of a
-// warp (of a block) come to every warp_* (sync_block), in the same order; no thread returns before the last of them;
-// shared memory is dynamic, one struct per kernel, taken by block_shared<T>().
+// Rules for kernels that work in both: blocks are one-dimensional with a multiple of 32 threads; all threads of a warp
+// (of a block) call every warp_* (sync_block), in the same order; no thread returns before the last of these calls;
+// shared memory is dynamic, one struct per kernel, obtained by block_shared<T>().
 
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
@@ -24,7 +24,7 @@ namespace ds::cuda {
 
 inline constexpr int kWarp = 32;
 
-// Grid and block of one launch. `shared_bytes`: sizeof of the struct that the kernel takes by block_shared.
+// Grid and block of one launch. `shared_bytes`: sizeof of the struct that the kernel uses with block_shared.
 struct Launch {
   dim3 grid;
   int block = 0;
@@ -34,10 +34,11 @@ struct Launch {
 #ifdef __CUDACC__
 
 #define DS_DEVICE __device__ __forceinline__
-// Before a loop: all of it, so that arrays indexed by its variable are registers; none of it, where code would swell.
+// Before a loop: unroll it completely, so that arrays indexed by its variable become registers; or not at all, to avoid
+// code growth.
 #define DS_UNROLL _Pragma("unroll")
 #define DS_NO_UNROLL _Pragma("unroll 1")
-// The same for `n` turns at a time, n a constant expression.
+// Unrolls `n` iterations, n a constant expression.
 #define DS_UNROLL_BY(n) DS_PRAGMA(unroll n)
 #define DS_PRAGMA(text) _Pragma(#text)
 
@@ -55,7 +56,7 @@ DS_DEVICE T& block_shared() {
   return *reinterpret_cast<T*>(block_shared_bytes);
 }
 
-// x of lane (this lane ^ mask); of lane `lane`. T: 4 or 8 bytes, arithmetic.
+// x of lane (this lane ^ mask), or of lane `lane`. T: 4 or 8 bytes, arithmetic.
 template <class T>
 DS_DEVICE T warp_shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
@@ -64,14 +65,14 @@ template <class T>
 DS_DEVICE T warp_shuffle(T x, int lane) {
   return __shfl_sync(0xFFFFFFFFu, x, lane);
 }
-// x of lane (this lane - delta); its own x where there is none.
+// x of lane (this lane - delta); the own x if there is no such lane.
 template <class T>
 DS_DEVICE T warp_shuffle_up(T x, int delta) {
   return __shfl_up_sync(0xFFFFFFFFu, x, static_cast<unsigned>(delta));
 }
 DS_DEVICE u32 warp_ballot(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
 
-// d[16,8] += a[16,16] b[16,8] in fp32, the fragments of PTX's mma.m16n8k16.row.col; T: bf16 or f16.
+// d[16,8] += a[16,16] b[16,8] in fp32, with the fragments of PTX's mma.m16n8k16.row.col; T: bf16 or f16.
 template <class T>
 DS_DEVICE void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]);
 template <>
@@ -90,9 +91,9 @@ DS_DEVICE void mma_16x8x16<f16>(float (&d)[4], const u32 (&a)[4], const u32 (&b)
 
 DS_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Four 8x8 matrices of 16-bit elements from shared memory; lane i gives the address of row i%8 of matrix i/8 (16 bytes,
-// aligned) and receives of matrix j, in r[j], elements (lane/4, 2*(lane%4)) and the next; transposed: elements
-// (2*(lane%4), lane/4) and the one below.
+// Loads four 8x8 matrices of 16-bit elements from shared memory. Lane i provides the address of row i%8 of matrix i/8
+// (16 bytes, aligned) and receives, for matrix j in r[j], elements (lane/4, 2*(lane%4)) and the next; transposed:
+// elements (2*(lane%4), lane/4) and the one below.
 DS_DEVICE void load_matrices(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -106,8 +107,8 @@ DS_DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros when not `wanted` (then `from` is not read). They have arrived after
-// copies_wait<n>, n being the number of later committed groups that may still be on their way, and a barrier.
+// Copies 16 bytes from global to shared memory, or zeros unless `wanted` (then `from` is not read). They have arrived
+// after copies_wait<n> and a barrier, where n is the number of later committed groups that may still be in flight.
 DS_DEVICE void copy_async_16(void* to_shared, const void* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)), "l"(from),
                "r"(wanted ? 16 : 0)
@@ -238,7 +239,7 @@ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   const int lane = thread_index() % kWarp;
   for (int e = 0; e < 4; ++e) {
     const int row = lane / 4 + (e / 2) * 8, col = 2 * (lane % 4) + e % 2;
-    float sum = 0;  // of the products of one instruction, then added: near enough to what the hardware does
+    float sum = 0;  // products of one instruction are summed first: close enough to the hardware
     for (int k = 0; k < 16; ++k) {
       const Fragments& fa = lanes[row % 8 * 4 + k % 8 / 2];
       const Fragments& fb = lanes[col * 4 + k % 8 / 2];
@@ -283,9 +284,9 @@ inline u32 atomic_add(u32* to, u32 x) {
   return before;
 }
 
-// As far off as the documentation lets the hardware be, above or below as x has it (exact where the result is a power
-// of two, as there): limits that tests keep here hold there. exp2 and log2: 2 units in the last place, of the absolute
-// value 1 for log2 between 1/2 and 2; reciprocals: 1.
+// Errs as far as the documentation allows the hardware to, up or down depending on x (exact if the result is a power of
+// two, as there), so tests that pass here pass there. exp2 and log2: 2 units in the last place, for log2 between 1/2
+// and 2 of the absolute value 1; reciprocals: 1.
 inline float as_far_off_as(float y, float x, float error) {
   return (std::bit_cast<u32>(x) * 2654435761u) >> 31 != 0 ? y + error : y - error;
 }

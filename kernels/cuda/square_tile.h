@@ -16,7 +16,7 @@ struct Plan {
   static constexpr int kR = kRows / kSide, kC = kD / kSide;
 };
 
-// Four floats of padding keep rows in different banks and aligned.
+// Four floats of padding keep rows aligned and in different banks.
 template <int kRows, int kColumns>
 using Tile = float[kRows][kColumns + 4];
 
@@ -32,7 +32,7 @@ DS_DEVICE void clear(float (&x)[kR][kC]) {
   }
 }
 
-// s = a b^T. Sums of 32 columns are added up: in ds the products of a row and its delta may nearly cancel.
+// s = a b^T. Sums are split into runs of 32 columns, since the products of a row and its delta may nearly cancel in ds.
 template <int kR, int kRows, int kColumns>
 DS_DEVICE void products(float (&s)[kR][kR], const Tile<kRows, kColumns>& a, const Tile<kRows, kColumns>& b) {
   clear(s);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pass of an optimizer over all tensors of a step. Every operation rounds for itself, as on the CPU: this file is
-// compiled without contraction of products and sums, and division and square root are the correctly rounded ones.
+// A pass of an optimizer over all tensors of a step. Every operation is rounded individually, as on the CPU: this file
+// is compiled without contraction of products and sums, and with correctly rounded division and square root.
 
 #include "cuda/update_plan.h"
 
@@ -17,11 +17,11 @@ constexpr int kEach = 4;  // elements of a thread at a time: 16 bytes of each fp
 
 using Constants = update_rules::Constants<float>;
 
-// CUDA 12.1 and later give a launch 32,764 bytes of parameters.
+// CUDA 12.1 and later allow 32,764 bytes of parameters per launch.
 static_assert(sizeof(UpdateBatch) + sizeof(Constants) + sizeof(void*) + sizeof(RngKey) <= 32764,
               "the parameters of one launch");
 
-// Element i of an array of a work dtype, and four of them.
+// Stores element i of an array of a work dtype, or four of them.
 DS_DEVICE void store_as(void* array, DType dtype, i64 i, float x) {
   switch (dtype) {
     case DType::BF16: store(static_cast<bf16*>(array) + i, x); break;
@@ -42,7 +42,7 @@ DS_DEVICE void store_four(void* array, DType dtype, i64 i, const float (&x)[kEac
     default: store16(static_cast<float*>(array) + i, x);
   }
 }
-// The same of `count` that are there.
+// The same for the first `count`.
 DS_DEVICE void store_some_as(void* array, DType dtype, i64 i, const float (&x)[kEach], i64 count, bool wide) {
   if (wide && count >= kEach) return store_four(array, dtype, i, x);
   DS_UNROLL for (int e = 0; e < kEach; ++e) {
@@ -102,7 +102,7 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
   }
 }
 
-// Four elements of a state, `count` of them there.
+// Four elements of a state, the first `count` of which exist.
 DS_DEVICE void decode(float (&x)[kEach], DType dtype, const void* state, const float* scale, i64 i, i64 count,
                       bool wide) {
   if (!is_coded(dtype)) {
@@ -133,7 +133,7 @@ DS_DEVICE void encode(const float (&x)[kEach], DType dtype, void* state, state_c
   }
 }
 
-// The bits by which elements i .. i + 3 of a tensor are rounded stochastically: half a word each.
+// The random bits for stochastic rounding of elements i .. i + 3 of a tensor: half a word each.
 DS_DEVICE void random_halves(u32 (&x)[kEach], const RngKey& key, i64 i, bool high) {
   const PhiloxBlock words = key.block(static_cast<u64>(i) / 4);
   DS_UNROLL for (int e = 0; e < kEach; ++e) {
@@ -147,8 +147,8 @@ DS_DEVICE void round_some(bf16* p, const float (&x)[kEach], const u32 (&random)[
   }
 }
 
-// The same where states, or masters, are not fp32. A warp has a block of 256 elements at a time, a thread two groups of
-// four.
+// The same if states, or masters, are not fp32. A warp processes a block of 256 elements at a time, a thread two groups
+// of four.
 template <class Rule>
 __global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict* verdict, const Constants k,
                                       bool scaled, RngKey rng, bool stochastic) {

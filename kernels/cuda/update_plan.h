@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How one pass of an optimizer over many tensors becomes launches: the tensors are cut into chunks, one block each, and
-// a table of tensors travels with the launch as a kernel parameter.
+// Converts one optimizer pass over many tensors to launches: tensors are cut into chunks, one per block, and a table of
+// tensors is passed to the launch as a kernel parameter.
 
 #include <span>
 
@@ -9,8 +9,7 @@
 
 namespace ds::cuda {
 
-// Elements of a block: few enough that small models fill the machine, many enough that finding the tensor costs
-// nothing.
+// Elements per block: few enough to fill the machine with small models, and enough to hide the search for the tensor.
 inline constexpr i64 kUpdateChunk = 16384;
 
 struct UpdateSlot {
@@ -26,13 +25,13 @@ struct UpdateSlot {
   float weight_decay;
   DType param_dtype, master_dtype;
   DType state_dtypes[2];
-  bool wide;  // all addresses allow four elements at a time
+  bool wide;  // all addresses allow access to four elements at a time
 };
 
 struct UpdateBatch {
   static constexpr int kSlots = 64;
   UpdateSlot slots[kSlots];
-  u32 first_chunk[kSlots + 1];  // of a slot, among the chunks of the launch; [num_slots]: their number
+  u32 first_chunk[kSlots + 1];  // of a slot, among the chunks of the launch; [num_slots]: total number
   int num_slots;
 
   u32 num_chunks() const noexcept { return first_chunk[num_slots]; }
@@ -47,10 +46,10 @@ struct UpdateBatch {
   }
 };
 
-// Takes tensors from the front of `rest` until a launch is full or none is left; skips empty ones, and those whose
-// states or master are not fp32, or all are, as `decoded` has it.
+// Takes tensors from the front of `rest` until a launch is full or none is left. Skips empty ones, and those whose
+// states and master are all fp32 if `decoded`, or not all fp32 otherwise.
 inline UpdateBatch next_update_batch(std::span<const UpdateTensor>& rest, bool decoded = false) noexcept {
-  constexpr i64 kMaxChunks = 0x7FFFFFFF;  // of a grid
+  constexpr i64 kMaxChunks = 0x7FFFFFFF;  // maximum of a grid
   UpdateBatch batch{};
   while (!rest.empty() && batch.num_slots < UpdateBatch::kSlots) {
     const UpdateTensor& t = rest.front();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// 16 bytes at a time: work elements come and go as floats; one by one where addresses or the end of a row forbid it.
+// Access to 16 bytes at a time, with work elements as floats; single elements if addresses or the end of a row require
+// it.
 
 #include <algorithm>
 #include <initializer_list>
@@ -56,7 +57,7 @@ DS_DEVICE void store16(T* p, const float (&x)[kPack<T>]) {
   *reinterpret_cast<uint4*>(p) = raw;
 }
 
-// Sums and maxima over a warp, the same on all its lanes; the order is fixed.
+// Sum and maximum over a warp, the same on all its lanes, in a fixed order.
 DS_DEVICE float warp_sum(float x) {
   for (int mask = kWarp / 2; mask > 0; mask /= 2) x += warp_shuffle_xor(x, mask);
   return x;
@@ -79,8 +80,8 @@ void with_work_type(DType t, F&& f) noexcept {
   }
 }
 
-// Random word x keeps its element iff x >> 8 >= this: RngKey::uniform(x) >= p, found by bisection, as uniform is
-// monotonic.
+// Random word x keeps its element iff x >> 8 >= this value, which means RngKey::uniform(x) >= p. Found by bisection,
+// since uniform is monotonic.
 constexpr u32 least_kept(float p) noexcept {
   u32 low = 0, high = 1u << 24;
   while (low < high) {
@@ -96,13 +97,13 @@ constexpr u32 least_kept(float p) noexcept {
 
 constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 
-// Whether all addresses are multiples of `bytes` (null is).
+// True if all addresses are multiples of `bytes` (null is).
 inline bool all_aligned(size_t bytes, std::initializer_list<const void*> addresses) noexcept {
   return std::all_of(addresses.begin(), addresses.end(),
                      [=](const void* p) { return reinterpret_cast<size_t>(p) % bytes == 0; });
 }
 
-// x[j] = p[j] where j < count, else `rest`. wide: p is 16-byte aligned.
+// x[j] = p[j] for j < count, else `rest`. wide: p is 16-byte aligned.
 template <int N, class T>
 DS_DEVICE void load_some(float (&x)[N], const T* p, i64 count, bool wide, float rest = 0) {
   constexpr int kEach = kPack<T>;
@@ -120,7 +121,7 @@ DS_DEVICE void load_some(float (&x)[N], const T* p, i64 count, bool wide, float 
     for (int j = 0; j < N; ++j) x[j] = j < count ? load(p + j) : rest;
   }
 }
-// p[j] = x[j] where j < count.
+// p[j] = x[j] for j < count.
 template <int N, class T>
 DS_DEVICE void store_some(T* p, const float (&x)[N], i64 count, bool wide) {
   constexpr int kEach = kPack<T>;
@@ -141,7 +142,7 @@ DS_DEVICE void store_some(T* p, const float (&x)[N], i64 count, bool wide) {
   }
 }
 
-// Whether 8 elements from any multiple of 8 in any row are 16-byte aligned. Nothing (null) is.
+// True if 8 elements from any multiple of 8 in any row are 16-byte aligned; also for an empty view.
 template <class T>
 bool aligned_rows(const T* p, i64 stride, i64 rows) noexcept {
   return p == nullptr ||

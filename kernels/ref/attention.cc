@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention as the formulas say: one row of probabilities at a time, no tiles.
+// Attention by its formulas: one row of probabilities at a time, no tiles.
 
 #include <algorithm>
 #include <cmath>
@@ -14,12 +14,12 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where the vector of (batch, token, head) starts.
+// Offset of the vector of (batch, token, head).
 i64 at(const TensorView& x, i64 b, i64 t, i64 h) noexcept {
   return b * x.stride[0] + t * x.stride[1] + h * x.stride[2];
 }
 
-// Where the statistics of (batch, head, token) are.
+// Offset of the statistics of (batch, head, token).
 i64 at_row(const TensorView& lse, i64 b, i64 h, i64 t) noexcept { return b * lse.stride[0] + h * lse.stride[1] + t; }
 
 double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexcept {
@@ -28,7 +28,7 @@ double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexce
   return sum;
 }
 
-// One of the calls of an attention: what its rows see, and what becomes of their scores.
+// One attention call: which keys its rows see, and how products become scores.
 struct Scores {
   const AttentionParams& p;
   i64 B, T, S;
@@ -47,7 +47,7 @@ struct Scores {
     const i64 met = key / blocks.block;
     return (blocks.keys_of(p.grid.head0 + h, query / blocks.block)[met / 64] >> (met % 64) & 1) != 0;
   }
-  // Of a product, its score, and the derivative of that by the scaled product.
+  // A score, and its derivative by the scaled product.
   struct Score {
     double value, slope;
   };
@@ -65,7 +65,7 @@ struct Scores {
   }
 };
 
-// What dropout multiplies the probability of (b, h, i, j) by: 0 or 1/(1-p).
+// The factor of dropout for the probability of (b, h, i, j): 0 or 1/(1-p).
 double keep(const AttentionParams& p, u64 element) noexcept {
   if (p.dropout <= 0) return 1;
   return RngKey::uniform(p.rng.bits(element)) >= p.dropout ? 1 / (1 - static_cast<double>(p.dropout)) : 0;

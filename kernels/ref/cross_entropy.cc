@@ -31,7 +31,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     double all = 0;
     for (i64 v = 0; v < V; ++v) sum += std::exp(z[v] - top), all += z[v];
     const double lse = top + std::log(sum), z_loss = static_cast<double>(p.z_loss);
-    const double spread = smoothing > 0 ? each * all : 0;  // else a logit of -inf would be felt
+    const double spread = smoothing > 0 ? each * all : 0;  // otherwise a logit of -inf would have an effect
     put(losses, t, ignored ? 0 : lse - (1 - smoothing) * z[target] - spread + z_loss * lse * lse);
     for (i64 v = 0; v < V; ++v) {
       const double hit = (v == target ? 1 - smoothing : 0) + each;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One element of a tensor as a double, whatever its dtype: the oracle's loads and stores. F64 tensors work too, for
-// every operand of an op: so the gradients can be checked by finite differences without the noise of rounding.
+// Reads and writes one element of a tensor as a double, whatever its dtype: the oracle's loads and stores. F64 tensors
+// are supported for every operand of an op, so gradients can be checked by finite differences without rounding noise.
 
 #include "ds/kernels/tensor.h"
 
@@ -22,7 +22,7 @@ inline double get(const TensorView& v, i64 i) noexcept {
   }
 }
 
-// Floats only. A 16-bit store rounds through fp32 to odd, so that the second rounding is the only one that counts.
+// Floats only. A 16-bit store rounds to odd in fp32 first, so that only the second rounding counts.
 inline float round_to_odd(double x) noexcept {
   const float near = static_cast<float>(x);
   const u32 bits = std::bit_cast<u32>(near);

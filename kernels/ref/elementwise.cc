@@ -23,7 +23,7 @@ void cast(TensorView y, TensorView x, Stream&) noexcept {
   for (i64 i = 0; i < y.numel(); ++i) put(y, i, get(x, i));
 }
 
-// The order of the fold is its contract, so the oracle adds in fp32 as well.
+// The order of the fold is its contract, so the oracle also adds in fp32.
 void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept {
   for (i64 i = 0; i < dst.numel(); ++i) {
     float sum = static_cast<float>(get(accumulate ? dst : sources[0], i));
@@ -44,7 +44,7 @@ void nonzero_rows(TensorView flags, TensorView x, Stream&) noexcept {
 void max_abs(TensorView result, TensorView x, Stream&) noexcept {
   i64& largest = *result.as<i64>();
   for (i64 i = 0; i < x.numel(); ++i) {
-    // Through get() a NaN would pass a double: its bits are read where they lie.
+    // get() would convert to double and change a NaN, so read its bits directly.
     const float f = x.dtype == DType::BF16  ? to_float(x.as<bf16>()[i])
                     : x.dtype == DType::F16 ? to_float(x.as<f16>()[i])
                                             : x.as<float>()[i];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of an Evoformer as the formulas say: one row of probabilities at a time.
+// Evoformer attention by its formulas: one row of probabilities at a time.
 
 #include <cmath>
 #include <limits>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where the vector of (sequence, token, head) starts, and the statistics of (sequence, head, token).
+// Offset of the vector of (sequence, token, head), and of the statistics of (sequence, head, token).
 i64 at(const TensorView& x, i64 m, i64 t, i64 h) noexcept {
   return m * x.stride[0] + t * x.stride[1] + h * x.stride[2];
 }
@@ -30,7 +30,7 @@ struct Scores {
   EvoformerParams p;
   i64 T = q.dim(1), H = q.dim(2), D = q.dim(3);
 
-  // What is subtracted from bias1 of a sequence: its largest; 0 where that is -inf.
+  // The value subtracted from bias1 of a sequence: its largest; 0 if that is -inf.
   double base(i64 m) const noexcept {
     double most = bias1 ? -kInfinity : 0;
     for (i64 j = 0; bias1 && j < T; ++j) most = std::max(most, get(bias1, m * bias1.stride[0] + j));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op table that does nothing: for walks through a step that look at what is asked for.
+// The op table that does nothing, for dry runs of a step.
 
 #include "ds/kernels/ops.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales, and back. Their bits are the contract, so the oracle computes in fp32 as well.
+// Codes and scales, and back. Their bits are the contract, so the oracle also computes in fp32.
 
 #include <algorithm>
 #include <bit>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding: element d of the first half and element d of the second half of a head are one rotated pair.
+// Rotary embedding: element d of the first half and element d of the second half of a head form a rotated pair.
 
 #include "ref/element.h"
 #include "ref/ref.h"

@@ -90,7 +90,7 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
   }
 }
 
-// The values of the codes of a state, by magnitude, and the nearest one of a number between 0 and 1, which is searched.
+// The values of a state's codes, by magnitude, and a search for the nearest one to a number between 0 and 1.
 struct Map {
   explicit Map(DType t) : is_signed(t == DType::I8) {
     const int bits = is_signed ? 7 : 8;
@@ -105,7 +105,7 @@ struct Map {
     const auto above = std::lower_bound(values.begin(), values.end(), x);
     if (above == values.end()) return values.size() - 1;
     const auto i = static_cast<size_t>(above - values.begin());
-    if (i == 0 || (i == 1 && !is_signed)) return i;  // what has no sign is zero only where it is
+    if (i == 0 || (i == 1 && !is_signed)) return i;  // an unsigned number is zero only if it is exactly zero
     return values[i] - x <= x - values[i - 1] ? i : i - 1;
   }
   bool is_signed;
@@ -121,7 +121,7 @@ double get_state(const TensorView& v, i64 i) {
   return (k < 0 ? -1 : 1) * with_sign.values[std::abs(k)] * scale;
 }
 
-// Elements [begin, end), which are a block of codes.
+// Elements [begin, end), which form a block of codes.
 void put_state(const TensorView& v, i64 begin, i64 end, const double* x, const UpdateTensor& t, const UpdateParams& p,
                bool high_half) {
   double largest = 0;

@@ -64,7 +64,7 @@ void AppendedFile::append(std::string_view text) {
       continue;
     }
     const int error = n == 0 ? ENOSPC : errno;
-    // What is there of the text would join with the next one.
+    // A partial text would join with the next one.
     const bool cut = done == 0 || ::ftruncate(fd_, end) == 0;
     throw Error(Errc::Io, fmt::format("cannot write {}: {}{}", path_, system_reason(error),
                                       cut ? "" : "; its last line is torn"));

@@ -10,7 +10,7 @@
 
 namespace ds {
 
-// An exception as one of ours: what is none means that memory ran out, or that we have a bug.
+// Converts an exception to one of ours. Other exceptions mean that memory ran out, or a bug.
 inline Error as_error(const std::exception& e) {
   if (const auto* own = dynamic_cast<const Error*>(&e)) return *own;
   if (dynamic_cast<const std::bad_alloc*>(&e) != nullptr) return {Errc::OutOfMemory, system_reason(ENOMEM)};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// DS_CHECK for what users or the world can break, DS_ASSERT for our own bugs; checked integers.
+// DS_CHECK for errors that users or the environment can cause, DS_ASSERT for our own bugs; checked integers.
 
 #include <fmt/format.h>
 
@@ -12,7 +12,7 @@
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
 
-// DS_CHECK(condition, Errc::X, "format", args...): throws ds::Error with the caller's place.
+// DS_CHECK(condition, Errc::X, "format", args...): throws ds::Error with the place of the check.
 #define DS_CHECK(condition, code, ...)                   \
   do {                                                   \
     if (!(condition)) [[unlikely]]                       \
@@ -34,7 +34,7 @@ constexpr To narrow(From x) {
   return static_cast<To>(x);
 }
 
-// Of sizes that a configuration, an option or a file has asked for: nothing where an i64 does not hold the result.
+// For sizes from a configuration, an option or a file: empty if the result does not fit an i64.
 constexpr std::optional<i64> checked_mul(std::initializer_list<i64> factors) noexcept {
   i64 product = 1;
   bool fits = true;
@@ -48,7 +48,7 @@ constexpr std::optional<i64> checked_add(i64 a, i64 b) noexcept {
 
 constexpr i64 div_ceil(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 constexpr i64 align_up(i64 a, i64 alignment) noexcept { return div_ceil(a, alignment) * alignment; }
-// a / b where b must divide a.
+// a / b; throws Errc::Internal unless b divides a.
 constexpr i64 div_exact(i64 a, i64 b) {
   if (b == 0 || a % b != 0) throw Error(Errc::Internal, fmt::format("{} is not a multiple of {}", a, b));
   return a / b;

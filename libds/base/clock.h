@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The clock by which durations are taken.
+// The clock for durations.
 
 #include <chrono>
 

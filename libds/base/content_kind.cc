@@ -12,18 +12,18 @@ constexpr size_t kLookedAt = 4096;
 
 struct Signature {
   std::string_view bytes, kind;
-  std::string_view to_text = {};  // how its text is obtained
+  std::string_view to_text = {};  // how to obtain its text
   size_t at = 0;
 };
-constexpr std::string_view kUtf16 = "text in UTF-16, where UTF-8 is read";
+constexpr std::string_view kUtf16 = "UTF-16 text, where UTF-8 is expected";
 constexpr std::string_view kFromUtf16 = "convert it: iconv -f UTF-16 -t UTF-8";
-constexpr std::string_view kOffice = "an old document of Microsoft Office";
+constexpr std::string_view kOffice = "an old Microsoft Office document";
 // A pickle of the number 0x1950a86a20f9469cfc6c.
 constexpr std::string_view kTorchMagic("\x80\2\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", 14);
 constexpr Signature kSignatures[] = {
     {"\x89HDF\r\n\x1a\n", "an HDF5 file"},
     {"PK\3\4", "a zip archive, as PyTorch's files are"},
-    {"PK\5\6", "a zip archive with nothing in it"},
+    {"PK\5\6", "an empty zip archive"},
     {"\x1f\x8b\x08", "a file compressed by gzip", "decompress it: gzip -d"},
     {"\x28\xb5\x2f\xfd", "a file compressed by zstd", "decompress it: zstd -d"},
     {"\xfd"
@@ -40,31 +40,31 @@ constexpr Signature kSignatures[] = {
      "a program or a library"},
     {std::string_view("GGUF\2\0", 6), "a GGUF file"},
     {std::string_view("GGUF\3\0", 6), "a GGUF file"},
-    {"\x93NUMPY", "a NumPy file", "tokens are read from what numpy's tofile() writes (data.token_dtype)"},
-    {"LITPKDS\1", "a chunk of LitGPT's packed dataset", "tail -c +25 drops its header; data.token_dtype is its type"},
+    {"\x93NUMPY", "a NumPy file", "write it with numpy's tofile() and set data.token_dtype"},
+    {"LITPKDS\1", "a chunk of LitGPT's packed dataset", "drop its header with tail -c +25 and set data.token_dtype"},
     {std::string_view("MMIDIDX\0\0", 9), "an index of Megatron-LM"},
     {"PAR1\x15", "a Parquet file", "set data.format to \"parquet\""},
     {std::string_view("ARROW1\0\0", 8), "an Arrow file", "set data.format to \"arrow\""},
     {"Obj\x01", "an Avro file", "convert it to JSONL"},
     {std::string_view("SQLite format 3\0", 16), "an SQLite database", "export its text"},
-    {"version https://git-lfs", "a pointer of Git LFS to a file that is not here", "git lfs pull"},
+    {"version https://git-lfs", "a Git LFS pointer to a missing file", "git lfs pull"},
     {"%!PS-Adobe", "a PostScript document", "extract its text"},
     {std::string_view("TNTIDX\0\0", 8), "an index of fairseq or an older Megatron-LM"},
-    {kTorchMagic, "a file of an old torch.save"},
+    {kTorchMagic, "a file in the old format of torch.save"},
     {"%PDF-", "a PDF document", "extract its text"},
     {"{\\rtf", "an RTF document", "extract its text"},
     {"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", kOffice, "extract its text"},
     {"\x89PNG\r\n\x1a\n", "a PNG image"},
     {"\xff\xd8\xff", "a JPEG image"},
-    {std::string_view("\xff\xfe\0\0", 4), "text in UTF-32, where UTF-8 is read",
+    {std::string_view("\xff\xfe\0\0", 4), "UTF-32 text, where UTF-8 is expected",
      "convert it: iconv -f UTF-32 -t UTF-8"},
-    {std::string_view("\0\0\xfe\xff", 4), "text in UTF-32, where UTF-8 is read",
+    {std::string_view("\0\0\xfe\xff", 4), "UTF-32 text, where UTF-8 is expected",
      "convert it: iconv -f UTF-32 -t UTF-8"},
     {"\xff\xfe", kUtf16, kFromUtf16},
     {"\xfe\xff", kUtf16, kFromUtf16},
 };
 
-// The length of its header in eight bytes, little-endian, and an object of JSON.
+// The header's length in eight bytes, little-endian, followed by a JSON object.
 bool is_safetensors(std::string_view bytes) {
   return bytes.size() > 8 && bytes[4] == 0 && bytes[5] == 0 && bytes[6] == 0 && bytes[7] == 0 && bytes[8] == '{';
 }
@@ -80,7 +80,7 @@ u32 u32_at(std::string_view bytes, size_t at) {
 }
 
 // MosaicML Streaming's MDS shards and litdata's chunks: a count n, then n + 1 ascending offsets. The first offset
-// points behind the table, with a shard's description between them.
+// points past the table; a description of the shard may lie between them.
 bool is_offset_table(std::string_view bytes) {
   if (bytes.size() < 16) return false;
   const u64 n = u32_at(bytes, 0), table_end = 4 + 4 * (n + 1);
@@ -129,7 +129,7 @@ std::string_view kind_of_json(const Json& object) {
   if (says("type", "run") && has("world_size")) return "the metrics of a run";
   if (has("weight_map")) return "the index of a model in several safetensors files";
   if (has("added_tokens") && has("pre_tokenizer")) return "a tokenizer";
-  // transformers writes it into the configuration of some models, too.
+  // transformers writes it into some model configurations, too.
   if (has("tokenizer_class") && !has("model_type")) return "the configuration of a tokenizer";
   return "";
 }

@@ -26,7 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Linux moves at most this much per call; whole pages keep the next offset aligned.
+// Linux transfers at most this much per call; whole pages keep the next offset aligned.
 constexpr i64 kMaxTransfer = i64{1} << 30;
 
 [[noreturn]] void fail(std::string_view what, const std::string& path) {
@@ -34,7 +34,7 @@ constexpr i64 kMaxTransfer = i64{1} << 30;
   throw Error(Errc::Io, fmt::format("cannot {} {}: {}", what, path, system_reason(error)));
 }
 
-// Opens without ever waiting for the other end of a pipe; what is not a regular file is refused.
+// Opens without waiting for the other end of a pipe; refuses everything but regular files.
 int open_regular(const std::string& path, int flags, std::string_view what) {
   const int fd = ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0666);
   if (fd < 0) fail(what, path);
@@ -42,6 +42,67 @@ int open_regular(const std::string& path, int flags, std::string_view what) {
   if (::fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) return fd;
   ::close(fd);
   throw Error(Errc::Io, fmt::format("cannot {} {}: not a regular file", what, path));
+}
+
+// A name beside `path`; long names are shortened so that file systems accept them.
+std::string temporary_name(const std::string& path) {
+  constexpr size_t kMostBytes = 255 - std::string_view("..tmp-0123456789abcdef").size();
+  const size_t slash = path.rfind('/');
+  const size_t name = slash == std::string::npos ? 0 : slash + 1;
+  return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name, kMostBytes), random_hex64());
+}
+
+// True if `dir` is empty, except for the entries of a new file system.
+bool is_empty_directory(const std::string& dir) {
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error))
+    if (it->path().filename() != "lost+found") return false;
+  return true;
+}
+
+// Gives `path` the owner, group and mode of the directory that it will replace.
+bool take_on(const std::string& path, const std::string& dir) {
+  struct stat own = {}, wanted = {};
+  if (::stat(path.c_str(), &own) != 0 || ::stat(dir.c_str(), &wanted) != 0) return false;
+  if ((own.st_uid != wanted.st_uid || own.st_gid != wanted.st_gid) &&
+      ::chown(path.c_str(), wanted.st_uid, wanted.st_gid) != 0)
+    return false;
+  return own.st_mode == wanted.st_mode || ::chmod(path.c_str(), wanted.st_mode & 07777u) == 0;
+}
+
+// True if another directory can take the name of this empty one: nothing is mounted on it, and we may change its
+// parent.
+bool is_replaceable(const std::string& dir, const std::string& parent) {
+  struct statx own = {};
+  const bool is_mount_point = ::statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &own) == 0 &&
+                              (own.stx_attributes & u64{STATX_ATTR_MOUNT_ROOT}) != 0;
+  return !is_mount_point && ::access(parent.c_str(), W_OK | X_OK) == 0;
+}
+
+void check_named(bool good, std::string_view what) {
+  const int error = errno;
+  DS_CHECK(good, Errc::Config, "cannot be {}: {}", what, system_reason(error));
+}
+
+std::string read_to_end(int fd, i64 max_bytes) {
+  constexpr size_t kBlock = 64 << 10;
+  std::string text;
+  for (;;) {
+    const size_t before = text.size();
+    text.resize(before + kBlock);
+    ssize_t n = 0;
+    do n = ::read(fd, text.data() + before, kBlock);
+    while (n < 0 && errno == EINTR);
+    check_named(n >= 0, "read");
+    text.resize(before + static_cast<size_t>(n));
+    if (std::ssize(text) > max_bytes) {
+      const std::string_view kind = kind_of_content(text);
+      const bool known = !kind.empty() && kind != kBinaryData;
+      throw Error(Errc::Config, fmt::format("{}is larger than {} MiB", known ? fmt::format("is {}, and ", kind) : "",
+                                            max_bytes >> 20));
+    }
+    if (n == 0) return text;
+  }
 }
 
 }  // namespace
@@ -103,7 +164,7 @@ void File::sync() const {
 
 void PageBuffer::Free::operator()(char* p) const noexcept { ::munmap(p, kBytes); }
 
-// Not from the heap, which would keep what it has been given back.
+// Not from the heap, which would keep the memory after it is freed.
 PageBuffer::PageBuffer() {
   void* const pages = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   DS_CHECK(pages != MAP_FAILED, Errc::OutOfMemory, "no memory for a transfer buffer: {}", system_reason(errno));
@@ -118,7 +179,7 @@ void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& b
     const i64 base = offset / PageBuffer::kPage * PageBuffer::kPage, skip = offset - base;
     const i64 wanted = std::min(align_up(skip + bytes, PageBuffer::kPage), PageBuffer::kBytes);
     const i64 n = std::min(::pread(fd, buffer.data(), static_cast<size_t>(wanted), base) - skip, bytes);
-    if (n <= 0) break;  // the end of the file, or an error: the ordinary read below finds out
+    if (n <= 0) break;  // end of file, or an error, which the ordinary read below reports
     std::memcpy(p, buffer.data() + skip, static_cast<size_t>(n));
     p += n, offset += n, bytes -= n;
   }
@@ -157,7 +218,7 @@ void DirectWriter::flush() {
     const ssize_t n = ::pwrite(fd_, at(begin_), static_cast<size_t>(tail - begin_), begin_);
     if (n > 0) {
       begin_ += n;
-    } else if (n == 0 || errno == EINVAL) {  // this file system wants something else: from now on the ordinary way
+    } else if (n == 0 || errno == EINVAL) {  // unsupported by this file system: continue with ordinary writes
       ::close(std::exchange(fd_, -1));
     } else if (errno != EINTR) {
       fail("write", file_.path());
@@ -166,45 +227,6 @@ void DirectWriter::flush() {
   file_.write_at(begin_, at(begin_), end_ - begin_);
   begin_ = end_;
 }
-
-namespace {
-
-// Beside `path`; of a long name only so much that file systems take it.
-std::string temporary_name(const std::string& path) {
-  constexpr size_t kMostBytes = 255 - std::string_view("..tmp-0123456789abcdef").size();
-  const size_t slash = path.rfind('/');
-  const size_t name = slash == std::string::npos ? 0 : slash + 1;
-  return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name, kMostBytes), random_hex64());
-}
-
-// Whether `dir` holds nothing, but for what a new file system comes with.
-bool is_empty_directory(const std::string& dir) {
-  std::error_code error;
-  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error))
-    if (it->path().filename() != "lost+found") return false;
-  return true;
-}
-
-// Gives `path` owner, group and mode of the directory that it is to replace.
-bool take_on(const std::string& path, const std::string& dir) {
-  struct stat own = {}, wanted = {};
-  if (::stat(path.c_str(), &own) != 0 || ::stat(dir.c_str(), &wanted) != 0) return false;
-  if ((own.st_uid != wanted.st_uid || own.st_gid != wanted.st_gid) &&
-      ::chown(path.c_str(), wanted.st_uid, wanted.st_gid) != 0)
-    return false;
-  return own.st_mode == wanted.st_mode || ::chmod(path.c_str(), wanted.st_mode & 07777u) == 0;
-}
-
-// Whether an empty directory can give its name to another one: not where something is mounted, nor in a directory that
-// we may not change.
-bool is_replaceable(const std::string& dir, const std::string& parent) {
-  struct statx own = {};
-  const bool is_mount_point = ::statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &own) == 0 &&
-                              (own.stx_attributes & u64{STATX_ATTR_MOUNT_ROOT}) != 0;
-  return !is_mount_point && ::access(parent.c_str(), W_OK | X_OK) == 0;
-}
-
-}  // namespace
 
 PendingFile::PendingFile(std::string path)
     : path_(std::move(path)), file_([this] {
@@ -218,7 +240,7 @@ PendingFile::~PendingFile() {
 }
 
 void PendingFile::commit() {
-  struct stat replaced, now;  // whoever could not read that must not read this
+  struct stat replaced, now;  // users who could not read the old file must not read the new one
   const bool differs = ::stat(path_.c_str(), &replaced) == 0 && ::fstat(file_.descriptor(), &now) == 0 &&
                        replaced.st_mode != now.st_mode;
   if (differs && ::fchmod(file_.descriptor(), replaced.st_mode & 07777u) != 0) fail("set the mode of the new", path_);
@@ -257,7 +279,7 @@ PendingDirectory::PendingDirectory(std::string target) : target_(std::move(targe
   };
   make();
   if (is_inside_ || !fs::exists(status) || take_on(temporary_, target_)) return;
-  ::rmdir(temporary_.c_str());  // somebody else's, and it stays that
+  ::rmdir(temporary_.c_str());  // fails, harmlessly, if another process uses it
   is_inside_ = true;
   make();
 }
@@ -276,8 +298,8 @@ void PendingDirectory::commit() {
   parent.sync();
 }
 
-// Entry by entry: directories first, then files as they were written, so that what names the others comes last. After
-// an error the entries go back, and away with the directory.
+// Moves entry by entry: directories first, then files in the order in which they were written, so that files which name
+// others come last. After an error the entries are moved back and deleted with the directory.
 void PendingDirectory::move_out() {
   const SyncedDirectory into(target_);
   std::vector<fs::directory_entry> entries(fs::directory_iterator(temporary_), {});
@@ -288,8 +310,8 @@ void PendingDirectory::move_out() {
   for (size_t i = 0; i < entries.size(); ++i) {
     const std::string from = entries[i].path(), to = target(entries[i]);
     int failed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE);
-    if (failed != 0 && errno == EINVAL)
-      failed = ::rename(from.c_str(), to.c_str());  // a file system that knows no flags
+    // A file system without support for flags.
+    if (failed != 0 && errno == EINVAL) failed = ::rename(from.c_str(), to.c_str());
     if (failed == 0) continue;
     const int error = errno;
     while (i-- > 0) ::rename(target(entries[i]).c_str(), entries[i].path().c_str());
@@ -314,36 +336,6 @@ std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_larg
   file.read_at(0, text.data(), bytes);
   return text;
 }
-
-namespace {
-
-void check_named(bool good, std::string_view what) {
-  const int error = errno;
-  DS_CHECK(good, Errc::Config, "cannot be {}: {}", what, system_reason(error));
-}
-
-std::string read_to_end(int fd, i64 max_bytes) {
-  constexpr size_t kBlock = 64 << 10;
-  std::string text;
-  for (;;) {
-    const size_t before = text.size();
-    text.resize(before + kBlock);
-    ssize_t n = 0;
-    do n = ::read(fd, text.data() + before, kBlock);
-    while (n < 0 && errno == EINTR);
-    check_named(n >= 0, "read");
-    text.resize(before + static_cast<size_t>(n));
-    if (std::ssize(text) > max_bytes) {
-      const std::string_view kind = kind_of_content(text);
-      const bool known = !kind.empty() && kind != kBinaryData;
-      throw Error(Errc::Config, fmt::format("{}is larger than {} MiB", known ? fmt::format("is {}, and ", kind) : "",
-                                            max_bytes >> 20));
-    }
-    if (n == 0) return text;
-  }
-}
-
-}  // namespace
 
 std::string read_named_text(const std::string& path, i64 max_bytes) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY);
@@ -394,14 +386,14 @@ SyncedDirectory::SyncedDirectory(std::string path)
 SyncedDirectory::~SyncedDirectory() { ::close(fd_); }
 
 void SyncedDirectory::sync() const {
-  // Some file systems cannot sync a directory (EINVAL); their renames are as durable as they get.
+  // Some file systems cannot sync a directory (EINVAL); their renames cannot be made more durable.
   if (::fsync(fd_) != 0 && errno != EINVAL) fail("sync the directory", path_);
 }
 
 void sync_directory(const std::string& path) { SyncedDirectory(path).sync(); }
 
 std::string follow_links(std::string path) {
-  constexpr int kMaxLinks = 40;  // as the system's own
+  constexpr int kMaxLinks = 40;  // the system's own limit
   char target[PATH_MAX];
   for (int links = 0; links <= kMaxLinks; ++links) {
     const ssize_t n = ::readlink(path.c_str(), target, sizeof target);

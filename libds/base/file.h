@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Files as libds uses them: descriptors that close themselves, whole reads and writes at offsets, and outputs that
-// appear whole or not at all. Every refusal of the system is Errc::Io with the path and the system's own words.
+// Files: descriptors that close themselves, whole reads and writes at offsets, and outputs that appear whole or not at
+// all. Every error of the system is Errc::Io with the path and the system's own words.
 
 #include <functional>
 #include <memory>
@@ -13,17 +13,17 @@
 
 namespace ds {
 
-// Called now and then in long work; what it throws ends that.
+// Called repeatedly during long work; an exception ends the work.
 using Tick = std::function<void()>;
 
 // A regular file. Move-only. Reads and writes at offsets are safe from several threads.
 class File {
  public:
   static File open_read(const std::string& path);
-  static File open_write(const std::string& path);  // exists
+  static File open_write(const std::string& path);  // must exist
   static File create(const std::string& path);      // must not exist; read and write
-  // A file of the directory of `path`, which stands for it in messages, that has no name and is gone when it is closed,
-  // however the process ends. Nothing where the file system has no such files.
+  // Creates a file without a name on the file system of `path`, which names it in messages. It is deleted when closed,
+  // however the process ends. Empty if the file system does not support this.
   static std::optional<File> create_unnamed(const std::string& path);
 
   File(File&& other) noexcept
@@ -32,15 +32,15 @@ class File {
   ~File();
 
   const std::string& path() const noexcept { return path_; }
-  // A path that opens this file again, with or without a name.
+  // A path that opens this file again, whether it has a name or not.
   const std::string& opened_as() const noexcept { return opened_as_.empty() ? path_ : opened_as_; }
-  // For what only a descriptor can do; stays the file's.
+  // For operations that need a descriptor; the file keeps ownership.
   int descriptor() const noexcept { return fd_; }
   i64 size() const;
-  // A file that ends before offset + bytes is Errc::Corrupt.
+  // Throws Errc::Corrupt if the file ends before offset + bytes.
   void read_at(i64 offset, void* out, i64 bytes) const;
   void write_at(i64 offset, const void* data, i64 bytes) const;
-  void sync() const;  // data and metadata are on the disk
+  void sync() const;  // writes data and metadata to the disk
 
  private:
   File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
@@ -48,8 +48,8 @@ class File {
   std::string path_, opened_as_{};
 };
 
-// Pages of memory for transfers past the page cache (O_DIRECT). Those leave the cache to others, and run at the disk's
-// speed where filling fresh cache pages would not.
+// Pages of memory for transfers that bypass the page cache (O_DIRECT). They leave the cache to others and run at the
+// disk's speed, which filling fresh cache pages may not reach.
 class PageBuffer {
  public:
   static constexpr i64 kPage = 4096;  // of memory and of every common disk
@@ -64,15 +64,15 @@ class PageBuffer {
   std::unique_ptr<char, Free> data_;
 };
 
-// File::read_at for bulk: large reads go past the page cache, through `buffer`.
+// File::read_at for bulk data: large reads bypass the page cache, through `buffer`.
 void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& buffer);
 
-// Writes bulk past the page cache; in the ordinary way where the file system cannot. Adjoining writes are joined into
-// whole pages; the ragged ends of a run go through the cache, on pages of their own. Nothing is sure to be written
-// before flush().
+// Writes bulk data past the page cache, or normally if the file system does not support that. Adjoining writes are
+// joined into whole pages; incomplete pages at the ends of a run go through the cache. All data is written only after
+// flush().
 class DirectWriter {
  public:
-  explicit DirectWriter(const File& file);  // the file outlives the writer
+  explicit DirectWriter(const File& file);  // the file must outlive the writer
   ~DirectWriter();
   DirectWriter(const DirectWriter&) = delete;
   DirectWriter& operator=(const DirectWriter&) = delete;
@@ -83,13 +83,13 @@ class DirectWriter {
  private:
   const File& file_;
   int fd_;             // for direct writes; -1: not possible here
-  PageBuffer buffer_;  // file bytes from base_ on, of which [begin_, end_) wait to be written
+  PageBuffer buffer_;  // file bytes from base_ on; [begin_, end_) of them are still to be written
   i64 base_ = 0, begin_ = 0, end_ = 0;
 };
 
-// An output that has no name yet, or, where the file system knows no such files, a temporary name in the same
-// directory. commit() syncs it and moves it to `path`, replacing what was there, whose permissions it takes, and syncs
-// the directory; without commit() nothing is left.
+// An output without a name, or, if the file system does not support that, with a temporary name in the same directory.
+// commit() syncs it, moves it to `path`, whose permissions it takes if a file is replaced, and syncs the directory.
+// Without commit() nothing is left.
 class PendingFile {
  public:
   explicit PendingFile(std::string path);
@@ -103,14 +103,14 @@ class PendingFile {
 
  private:
   std::string path_;
-  std::string temporary_;  // empty: it has no name
+  std::string temporary_;  // empty: no name
   File file_;
 };
 
-// The same for a directory, which is filled at path() and moved to its place by commit(). The target does not exist or
-// is an empty directory, which keeps its owner and mode: anything else is Errc::Config. An empty one that we cannot
-// replace (a mount point, somebody else's, or one in a directory that we may not change) is filled instead: then the
-// entries appear one after the other.
+// The same for a directory, which is filled at path() and moved to its place by commit(). The target must be missing or
+// an empty directory, whose owner and mode are kept; otherwise Errc::Config is thrown. An empty directory that cannot
+// be replaced (a mount point, another user's, or one in a directory that we may not change) is filled instead, and the
+// entries then appear one by one.
 class PendingDirectory {
  public:
   explicit PendingDirectory(std::string target);
@@ -125,27 +125,26 @@ class PendingDirectory {
   void move_out();
 
   std::string target_, temporary_;
-  bool is_inside_ = false;  // temporary_ is in the target, and what it holds is moved out of it
+  bool is_inside_ = false;  // temporary_ is inside the target, and its entries are moved out of it
   bool committed_ = false;
 };
 
-// The whole of a small file. Larger than max_bytes is an error of code `too_large`: what the same file would be, were
-// it small and wrong.
+// Reads a whole small file. A file larger than max_bytes is an error of code `too_large`, which should be the code of a
+// small invalid file.
 std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large = Errc::Corrupt);
-// The whole of what somebody has named, which may be a pipe, a terminal or a device without an end: never more than
-// max_bytes are held. Throws Errc::Config with a reason that does not name it: "is larger than 16 MiB", "cannot be
+// Reads all of a file named by the user, which may also be a pipe, a terminal or an endless device; holds at most
+// max_bytes. Throws Errc::Config with a reason that does not contain the name: "is larger than 16 MiB", "cannot be
 // opened: No such file or directory".
 std::string read_named_text(const std::string& path, i64 max_bytes);
 std::string read_standard_input(i64 max_bytes);
-// Calls line(text, is_ended) for each line of a file of any length, in order, without its newline; what stands behind
-// the last newline comes as one that is not ended. Longer than max_bytes is Errc::Corrupt: never more than that is
-// held.
+// Calls line(text, is_ended) for each line of a file of any length, in order, without its newline; is_ended is false
+// for text after the last newline. A line longer than max_bytes is Errc::Corrupt; at most that much is held.
 void for_each_line(const File& file, i64 max_bytes, const std::function<void(std::string_view, bool)>& line);
-// Replaces `path` by `text` in one step, durably.
+// Replaces the contents of `path` by `text` atomically and durably.
 void replace_text_file(const std::string& path, std::string_view text);
 
-// A directory whose entries are to last. It is opened before they change: whoever has no descriptor left learns it
-// while nothing has happened.
+// Syncs changes of a directory's entries. It is opened before they change, so that a lack of descriptors is reported
+// before anything has happened.
 class SyncedDirectory {
  public:
   explicit SyncedDirectory(std::string path);
@@ -160,9 +159,9 @@ class SyncedDirectory {
   int fd_;
 };
 void sync_directory(const std::string& path);
-// Where `path` leads through symbolic links; the last one may lead to a file that does not exist yet.
+// Resolves symbolic links; the last one may lead to a missing file.
 std::string follow_links(std::string path);
-// How many files a reader of many keeps open: a quarter of what the process may, at most 256.
+// The number of files that a reader of many keeps open: a quarter of the process's limit, at most 256.
 i64 open_files_share() noexcept;
 // "." for a bare name.
 std::string parent_directory(const std::string& path);

@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The folders in `folder` whose names begin so, the latest version first.
+// Folders in `folder` whose names start with `prefix`, latest version first.
 std::vector<fs::path> subfolders(const fs::path& folder, std::string_view prefix) {
   std::vector<fs::path> found;
   std::error_code error;
@@ -71,7 +71,7 @@ std::vector<std::string> library_folders(const LibrarySurroundings& s) {
   if (!s.venv.empty()) add_pythons(s.root + s.venv);
   if (!s.conda.empty()) {
     add_pythons(s.root + s.conda);
-    add_toolkit(s.root + s.conda);  // its own packages lie as a toolkit's do
+    add_toolkit(s.root + s.conda);  // its own packages are laid out like a toolkit
   }
   for (size_t begin = 0; begin < s.path.size();) {
     const size_t end = std::min(s.path.find(':', begin), s.path.size());
@@ -79,7 +79,7 @@ std::vector<std::string> library_folders(const LibrarySurroundings& s) {
     std::error_code error;
     if (bin.is_absolute() && fs::exists(bin / "python3", error)) {
       add_pythons(bin.parent_path());
-      // Another prefix's, by a link.
+      // A link to the Python of another prefix.
       const fs::path python = fs::canonical(bin / "python3", error);
       if (!error) add_pythons(python.parent_path().parent_path());
     }

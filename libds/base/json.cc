@@ -18,7 +18,7 @@
 namespace ds {
 namespace {
 
-// Feeds the parser and counts what it has consumed, which tells our callbacks where they are.
+// Feeds the parser and counts the consumed bytes, which gives our callbacks their position.
 class CountingIterator {
  public:
   using iterator_category = std::input_iterator_tag;
@@ -47,9 +47,8 @@ class CountingIterator {
   size_t* consumed_;
 };
 
-// Places are for messages about a value that a person has written: a text of millions of values, or of values below
-// keys of a megabyte, would take memory by the product. What has no place is told at the nearest value around it that
-// has.
+// Places serve messages about values that a person wrote. For millions of values, or keys of a megabyte, they would
+// take too much memory. A value without a place is reported at the nearest enclosing value that has one.
 constexpr size_t kMostPlaces = 100'000, kLongestPath = 1000;
 
 constexpr bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
@@ -71,8 +70,8 @@ struct Mistake {
   std::string message;
 };
 
-// What the library found, in words for people. Its own: "[json.exception.parse_error.101] parse error at line 1, column
-// 2: syntax error while parsing object key - invalid literal; last read: '{x'; expected string literal".
+// Rewords the library's parse error for people. Its own text: "[json.exception.parse_error.101] parse error at line 1,
+// column 2: syntax error while parsing object key - invalid literal; last read: '{x'; expected string literal".
 Mistake mistake_of(std::string_view text, size_t position, const std::string& token,
                    const nlohmann::detail::exception& e) {
   const size_t at = std::min(position > 0 ? position - 1 : 0, text.size());
@@ -85,7 +84,7 @@ Mistake mistake_of(std::string_view text, size_t position, const std::string& to
   if (e.id == 406)
     return {token.size() <= at + 1 ? at + 1 - token.size() : 0,
             fmt::format("the number {} does not fit a double", token)};
-  if (c == '#') return {at, "'#' begins no comment here; comments are // and /* */"};
+  if (c == '#') return {at, "'#' does not start a comment here; comments are // and /* */"};
   if (c == '\'') return {at, "strings are in double quotes"};
   if ((c == '}' || c == ']') && previous() == ',') return {at, fmt::format("a comma before '{}'", c)};
   std::string what = json_reason(e);
@@ -129,7 +128,7 @@ class Builder {
 
   Built<J> build() {
     const CountingIterator begin(text_.data(), &consumed_), end(text_.data() + text_.size(), &consumed_);
-    if (std::all_of(text_.begin(), text_.end(), is_space)) fail(0, "there is no JSON here: the text is empty");
+    if (std::all_of(text_.begin(), text_.end(), is_space)) fail(0, "no JSON: the text is empty");
     if (const std::string_view kind = kind_of_content(text_); !kind.empty())
       fail(0, fmt::format("this is {}, not JSON", kind));
     J::sax_parse(begin, end, this, nlohmann::detail::input_format_t::json, true, options_.comments);
@@ -141,7 +140,7 @@ class Builder {
   bool number_integer(typename J::number_integer_t x) { return value(x); }
   bool number_unsigned(typename J::number_unsigned_t x) { return value(x); }
   bool number_float(typename J::number_float_t x, const std::string& token) {
-    // The parser refuses what is too large, and makes zero of what is too small.
+    // The parser refuses numbers that are too large, and turns those that are too small into zero.
     const std::string_view digits = std::string_view(token).substr(0, token.find_first_of("eE"));
     if (x == 0 && digits.find_first_of("123456789") != digits.npos)
       fail(end_of_token() - token.size(), fmt::format("the number {} does not fit a double", token));
@@ -157,7 +156,7 @@ class Builder {
   bool key(std::string& k) {
     const size_t at = string_start(consumed_);
     key_path_ = noted(stack_.back().path, k.size(), at, [&](const std::string& path) { return json_member(path, k); });
-    if (!add_member(k)) fail(at, fmt::format("the key {} is there twice", J(k).dump()));
+    if (!add_member(k)) fail(at, fmt::format("duplicate key {}", J(k).dump()));
     return true;
   }
 
@@ -169,11 +168,11 @@ class Builder {
  private:
   struct Level {
     J* value;
-    std::optional<std::string> path;       // nothing: neither it nor what is in it has a place
-    std::unordered_set<std::string> keys;  // of an object with ordered members, once it has many
+    std::optional<std::string> path;       // empty: neither the value nor anything inside it has a place
+    std::unordered_set<std::string> keys;  // of an object with ordered members, if it has many
   };
 
-  // False: there is one of that name. Ordered members are appended to without a search, where `keys` knows all names.
+  // Returns false for a duplicate name. Ordered members are appended without a search if `keys` knows all names.
   bool add_member(std::string& name) {
     typename J::object_t& object = stack_.back().value->template get_ref<typename J::object_t&>();
     if constexpr (std::is_same_v<J, Json>) {
@@ -239,7 +238,7 @@ class Builder {
     return past && text_[consumed_ - 1] != '"' ? consumed_ - 1 : consumed_;
   }
 
-  // First byte of an element, from the end of what came before it: over commas, blanks and comments.
+  // First byte of an element, found from the end of the previous token by skipping commas, blanks and comments.
   size_t value_start() const {
     size_t i = end_of_previous_;
     while (i < text_.size()) {
@@ -256,8 +255,8 @@ class Builder {
     return i;
   }
 
-  // The opening quote of the string that ends before `end`: the last quote before the closing one that no odd run of
-  // backslashes escapes.
+  // The opening quote of the string that ends before `end`: the last quote before the closing one that is not escaped
+  // by an odd run of backslashes.
   size_t string_start(size_t end) const {
     for (size_t i = end - 2;; --i) {
       if (text_[i] != '"') continue;
@@ -267,7 +266,7 @@ class Builder {
     }
   }
 
-  // Notes where a value stands: its path, if it has a place. `more`: bytes that it is longer than its parent's.
+  // Records the place of a value, if it has one. `more`: how many bytes longer its path is than its parent's.
   template <class F>
   std::optional<std::string> noted(const std::optional<std::string>& parent, size_t more, size_t offset, F&& path_in) {
     if (!parent || parent->size() + more > kLongestPath || document_.places.size() >= kMostPlaces) return std::nullopt;
@@ -292,15 +291,6 @@ class Builder {
   J* key_target_ = nullptr;
 };
 
-}  // namespace
-
-JsonError::JsonError(Errc code, std::string_view name, JsonPlace place, const std::string& message)
-    : Error(code, fmt::format("{}:{}:{}: {}", name, place.line, place.column, message)),
-      place_(place),
-      message_(message) {}
-
-namespace {
-
 template <class J>
 Built<J> parse(std::string_view text, std::string_view name, const JsonOptions& options) {
   if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
@@ -308,6 +298,11 @@ Built<J> parse(std::string_view text, std::string_view name, const JsonOptions& 
 }
 
 }  // namespace
+
+JsonError::JsonError(Errc code, std::string_view name, JsonPlace place, const std::string& message)
+    : Error(code, fmt::format("{}:{}:{}: {}", name, place.line, place.column, message)),
+      place_(place),
+      message_(message) {}
 
 JsonDocument parse_json(std::string_view text, std::string_view name, const JsonOptions& options) {
   Built<Json> built = parse<Json>(text, name, options);

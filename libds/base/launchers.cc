@@ -12,7 +12,7 @@
 namespace ds {
 namespace {
 
-// Nothing: the variable is not set.
+// Empty: the variable is not set.
 std::optional<std::string_view> value_in(const std::vector<std::string>& environment, std::string_view name) {
   for (const std::string_view variable : environment)
     if (!name.empty() && variable.size() > name.size() && variable.starts_with(name) && variable[name.size()] == '=')
@@ -43,8 +43,8 @@ std::optional<OtherLauncher> other_launcher(const std::vector<std::string>& envi
 
 void require_mpi_launcher(int rank, int ranks) {
   DS_CHECK(ranks == 1 || variables::mpi_has_launcher(), Errc::Config,
-           "RANK and WORLD_SIZE say that this is rank {} of {}, but no launcher started it through which MPI finds the "
-           "others: start with ds-launch -n {}",
+           "RANK and WORLD_SIZE say that this is rank {} of {}, but it was not started by a launcher through which "
+           "MPI finds the others: start with ds-launch -n {}",
            rank, ranks, ranks);
 }
 

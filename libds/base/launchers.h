@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The launchers of parallel programs, and how a process that they start learns its place. Other variables are not
-// asked: those of an allocation (SLURM_NTASKS, PBS_NP, LSB_DJOB_NUMPROC) are set for a lone process inside it as well.
+// The launchers of parallel programs, and the variables that tell a process its place. Variables of an allocation
+// (SLURM_NTASKS, PBS_NP, LSB_DJOB_NUMPROC) are not used, since they are also set for a single process inside it.
 
 #include <array>
 #include <string_view>
@@ -11,10 +11,10 @@ namespace ds {
 struct Launcher {
   std::string_view name;        // of its command
   std::string_view size, rank;  // variables; no size: a rank above 0 shows that there are others
-  // Set in a step that has a terminal. Rank 0 alone is on it, and is alone: the others have no input and leave.
-  // Programs that are started from there inherit the variable, but not the terminal.
+  // Set in a step that has a terminal. Only rank 0 is on the terminal, and it runs alone: the others have no input and
+  // exit. Programs started from it inherit the variable, but not the terminal.
   std::string_view terminal = {};
-  bool starts_mpi = false;  // processes of Open MPI find each other through it
+  bool starts_mpi = false;  // Open MPI's processes find each other through it
 };
 
 inline constexpr std::array kLaunchers = {
@@ -30,8 +30,8 @@ inline constexpr std::array kLaunchers = {
     Launcher{.name = "aprun", .size = "", .rank = "ALPS_APP_PE"},
     Launcher{.name = "a launcher with PMIx", .size = "", .rank = "PMIX_RANK", .starts_mpi = true}};
 
-// Throws Errc::Config for several ranks where no launcher started this process through which MPI finds the others: MPI
-// would take it for a process alone. To be called before MPI starts.
+// Throws Errc::Config for several ranks if this process was not started by a launcher through which MPI finds the
+// others, since MPI would treat it as a single process. Call this before MPI starts.
 void require_mpi_launcher(int rank, int ranks);
 
 }  // namespace ds

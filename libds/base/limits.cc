@@ -18,11 +18,10 @@ namespace ds {
 namespace {
 
 constexpr size_t kSmallStack = 64 << 10;
-// Threads have stacks of the size that the limit gives, and arguments and environment may take 128 KiB of the first
-// one.
+// Threads get stacks of the limit's size, and arguments and environment may take 128 KiB of the first one.
 constexpr u64 kLeastStack = 512 << 10;
-constexpr u64 kLeastData = 16 << 20;   // beside the stacks of threads
-constexpr u64 kBesideStack = 1 << 20;  // of a thread's memory
+constexpr u64 kLeastData = 16 << 20;   // without the stacks of threads
+constexpr u64 kBesideStack = 1 << 20;  // memory of a thread outside its stack
 
 std::string name_of(__rlimit_resource resource) {
   switch (resource) {
@@ -39,10 +38,10 @@ std::string amount_of(__rlimit_resource resource, u64 value) {
   return resource == RLIMIT_NOFILE ? std::to_string(value) : fmt::format("{} KiB", (value + 1023) >> 10);
 }
 
-// The number in a file of the cgroup of this process; nothing for "max".
+// Reads a number from a file of this process's cgroup; empty for "max".
 std::optional<u64> of_cgroup(std::string_view file) {
   std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {  // "0::/path", or "8:pids:/path" of the first version
+  for (std::string line; std::getline(groups, line);) {  // "0::/path", or "8:pids:/path" in cgroup v1
     const bool unified = line.starts_with("0::");
     const size_t path = unified ? 3 : line.find(":pids:") + 6;
     if (!unified && path < 6) continue;
@@ -52,7 +51,7 @@ std::optional<u64> of_cgroup(std::string_view file) {
   return std::nullopt;
 }
 
-// The number of threads that could be started, of `wanted`.
+// How many of `wanted` threads could be started.
 int count_startable(int wanted) {
   std::atomic<bool> over = false;
   const auto wait = [](void* flag) -> void* {
@@ -73,8 +72,8 @@ int count_startable(int wanted) {
   return narrow<int>(std::ssize(threads));
 }
 
-// Of so many threads, made as the C library makes them: reserved, then made writable, which is when it counts. With
-// what else a thread takes.
+// Tests for memory for that many threads, allocated like the C library does: reserved, then made writable, when the
+// limit applies. Includes a thread's other memory.
 bool has_room_for_stacks(int threads) noexcept {
   const size_t bytes = static_cast<size_t>(threads) * (thread_stack_bytes() + kBesideStack);
   void* const room = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
@@ -82,6 +81,17 @@ bool has_room_for_stacks(int threads) noexcept {
   const bool writable = ::mprotect(room, bytes, PROT_READ | PROT_WRITE) == 0;
   ::munmap(room, bytes);
   return writable;
+}
+
+// A field of /proc/self/statm, which counts pages, in bytes; 0: unknown.
+u64 statm_bytes(int field) noexcept {
+  std::array<char, 256> text{};
+  const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+  const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
+  if (fd >= 0) ::close(fd);
+  u64 pages = 0;
+  for (char *at = text.data(), *end = at; n > 0 && field >= 0; --field, at = end) pages = std::strtoull(at, &end, 10);
+  return pages * static_cast<u64>(::sysconf(_SC_PAGESIZE));
 }
 
 }  // namespace
@@ -104,21 +114,6 @@ std::string system_reason(int error) {
   if (error == ENOMEM) add(RLIMIT_DATA);
   return reason;
 }
-
-namespace {
-
-// A number of proc(5)'s statm, which counts pages; 0: unknown.
-u64 statm_bytes(int field) noexcept {
-  std::array<char, 256> text{};
-  const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-  const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
-  if (fd >= 0) ::close(fd);
-  u64 pages = 0;
-  for (char *at = text.data(), *end = at; n > 0 && field >= 0; --field, at = end) pages = std::strtoull(at, &end, 10);
-  return pages * static_cast<u64>(::sysconf(_SC_PAGESIZE));
-}
-
-}  // namespace
 
 u64 address_space_bytes() noexcept { return statm_bytes(0); }
 u64 data_bytes() noexcept { return statm_bytes(5); }
@@ -155,7 +150,7 @@ void require_tasks(int needed, std::string_view needed_for) {
 
 std::string limit_of_tasks() {
   const std::optional<u64> user = limit_of(RLIMIT_NPROC);
-  // The system gives the same reason for a stack without room.
+  // The system reports a stack without room with the same error.
   if (!has_room_for_stacks(1)) {
     const u64 stack = thread_stack_bytes() + kBesideStack;
     const std::optional<u64> space = limit_of(RLIMIT_AS), data = limit_of(RLIMIT_DATA);

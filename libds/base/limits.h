@@ -13,29 +13,30 @@
 
 namespace ds {
 
-// Nothing: there is none.
+// Empty: unlimited.
 std::optional<u64> limit_of(__rlimit_resource resource) noexcept;
 
-// Throws Errc::Unavailable, with the limit's name and value, if the process may have less than `needed` of the
-// resource, which must be one of FSIZE, STACK, NOFILE, AS and DATA. `needed_for`: "starting 2 ranks".
+// Throws Errc::Unavailable, with the limit's name and value, if the limit of the resource is below `needed`. The
+// resource must be FSIZE, STACK, NOFILE, AS or DATA. `needed_for`: "starting 2 ranks".
 void require_limit(__rlimit_resource resource, u64 needed, std::string_view needed_for);
 
-// The same of the stacks of so many threads, which a limit of data may be too small for, and a limit of the stack too
-// large: each thread has a stack of that size.
+// The same for the stacks of that many threads. The data limit may be too small for them, or the stack limit too large,
+// since each thread gets a stack of that size.
 void require_stacks(int threads, std::string_view needed_for);
 
-// The same of processes and threads, of which `needed` more than there are must fit. Found by starting so many threads
-// that do nothing: all limits have their say, whoever set them.
+// The same for `needed` more processes or threads. Tests this by starting that many idle threads, so that all limits
+// apply, whoever set them.
 void require_tasks(int needed, std::string_view needed_for);
 
-// What keeps a process or thread from being started, as far as that can be seen: "the limit of ... (ulimit -u) is 5".
+// The limit that most likely prevents a process or thread from starting: "the limit of ... (ulimit -u) is 5".
 std::string limit_of_tasks();
 
-// That this process has; 0: unknown. Safe between fork and exec. Data: what a limit of data counts, stacks too.
+// Memory of this process; 0: unknown. Safe between fork and exec. Data is the amount that the data limit counts, which
+// includes stacks.
 u64 address_space_bytes() noexcept;
 u64 data_bytes() noexcept;
 
-// Of the stack of a thread that is started without asking for one.
+// Stack size of a thread that is started without stating one.
 u64 thread_stack_bytes() noexcept;
 
 }  // namespace ds

@@ -37,7 +37,7 @@ i64 edit_distance(std::string_view first, std::string_view second) {
 }
 
 bool resembles(std::string_view typed, std::string_view name) {
-  constexpr size_t kMaxLength = 64;  // nobody mistypes a name of ours that far, and the table is quadratic
+  constexpr size_t kMaxLength = 64;  // longer than any of our names with typing errors; the table is quadratic
   if (typed.empty() || typed.size() > kMaxLength) return false;
   const std::string a = lower(typed), b = lower(name);
   const std::string& shorter = a.size() < b.size() ? a : b;

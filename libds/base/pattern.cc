@@ -64,7 +64,7 @@ Pattern::Pattern(std::string_view text, Kind kind) : code_(std::make_unique<Code
   pcre2_set_match_limit(code_->context.get(), is_text ? 20'000'000 : 1'000'000);
   pcre2_set_heap_limit(code_->context.get(), 256 * 1024);  // KiB
   if (!is_text) return;
-  // Without it (no executable memory, say) the interpreter gives the same matches, slower.
+  // If this fails (no executable memory, for example), the interpreter finds the same matches, more slowly.
   pcre2_jit_compile(code_->code.get(), PCRE2_JIT_COMPLETE);
   pcre2_jit_stack_assign(
       code_->context.get(), [](void*) { return stack_of_thread(); }, nullptr);

@@ -13,8 +13,9 @@
 namespace ds {
 namespace {
 
-// C1 too: U+009B begins a terminal's escapes as ESC [ does. Marks and overrides of direction let a text read as another
-// (CVE-2021-42574), tags (U+E0000) are not seen at all, and XML has no U+FFFE and U+FFFF.
+// C1, since U+009B starts a terminal escape as ESC [ does; marks and overrides of direction, since they let a text read
+// as another (CVE-2021-42574); tags (U+E0000), since they are invisible; U+FFFE and U+FFFF, since XML does not allow
+// them.
 bool is_printable(u32 code) {
   constexpr std::array<std::pair<u32, u32>, 10> kEscaped = {{{0x00, 0x1f},
                                                              {0x7f, 0x9f},
@@ -75,7 +76,7 @@ std::string printable(std::string_view text, Breaks breaks) {
 
 std::string shortened(std::string_view text, size_t most) {
   if (text.size() <= most) return std::string(text);
-  const auto inside = [&](size_t i) { return i < text.size() && (text[i] & 0xc0) == 0x80; };  // of a character
+  const auto inside = [&](size_t i) { return i < text.size() && (text[i] & 0xc0) == 0x80; };  // inside a character
   size_t head = most * 2 / 3, tail = text.size() - (most - head);
   while (head > 0 && inside(head)) --head;
   while (inside(tail)) ++tail;
@@ -100,11 +101,11 @@ std::string printable_json(std::string_view json) {
   out.reserve(json.size());
   while (!json.empty()) {
     const Utf8Character c = first_character(json);
-    if (c.code < 0x20 || is_printable(c.code) || c.code == kNotUtf8) {  // breaks between values
+    if (c.code < 0x20 || is_printable(c.code) || c.code == kNotUtf8) {  // line breaks between values
       out += c.bytes;
     } else if (c.code < 0x10000) {
       fmt::format_to(std::back_inserter(out), "\\u{:04x}", c.code);
-    } else {  // as the pair that UTF-16 has
+    } else {  // as a UTF-16 surrogate pair
       fmt::format_to(std::back_inserter(out), "\\u{:04x}\\u{:04x}", 0xd7c0 + (c.code >> 10), 0xdc00 + (c.code & 0x3ff));
     }
     json.remove_prefix(c.bytes.size());

@@ -19,7 +19,7 @@ constexpr u64 kExiting = 4;  // PF_EXITING of include/linux/sched.h, in the nint
 ProcessStat process_stat(i32 pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
   std::string text((std::istreambuf_iterator<char>(file)), {});
-  const size_t name_end = text.rfind(')');  // the name may hold anything
+  const size_t name_end = text.rfind(')');  // the name may contain anything
   if (name_end == std::string::npos) return {};
   std::istringstream rest(text.substr(name_end + 1));
   ProcessStat stat;

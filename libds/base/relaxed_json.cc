@@ -12,7 +12,7 @@ bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; 
 bool begins_word(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || c == '$'; }
 bool in_word(char c) { return begins_word(c) || (c >= '0' && c <= '9') || c == '-' || c == '.'; }
 
-// Rewrites a text to JSON, byte by byte, with as many lines.
+// Rewrites a text to JSON, byte by byte, keeping its lines.
 class Rewriter {
  public:
   explicit Rewriter(std::string_view text) : text_(text) {}
@@ -23,7 +23,7 @@ class Rewriter {
   }
   bool changed() const noexcept { return changed_; }
 
-  // Where a place of the rewritten text is in the text. Lines are the same.
+  // Maps a place in the rewritten text to the original text. Line numbers are the same.
   JsonPlace original(JsonPlace p) const {
     // The last shift before it, on its line.
     auto it = std::upper_bound(shifts_.begin(), shifts_.end(), std::pair(p.line, p.column),
@@ -33,7 +33,7 @@ class Rewriter {
   }
 
  private:
-  // From this column of the rewritten line on, what stands there stood so many columns before.
+  // From this column of the rewritten line on, text is shifted by this many columns.
   struct Shift {
     i64 line, column, by;
   };
@@ -47,7 +47,7 @@ class Rewriter {
     }
   }
   void copy() { put(text_[at_++]); }
-  // What the text lacks.
+  // Inserts a character that the text lacks.
   void insert(char c) {
     put(c);
     changed_ = true;
@@ -64,7 +64,7 @@ class Rewriter {
   }
   bool starts(std::string_view what) const { return text_.substr(at_).starts_with(what); }
 
-  // A comment that the parser knows stays; one that it does not becomes blanks. Returns whether there was one.
+  // Keeps comments that the parser knows and blanks out the others. Returns whether there was a comment.
   bool comment(bool write) {
     const size_t begin = at_;
     if (starts("//") || starts("#")) {
@@ -84,7 +84,7 @@ class Rewriter {
     return at_ > begin;
   }
 
-  // The next byte that is neither blank nor of a comment.
+  // The next byte outside blanks and comments.
   char peek(size_t from) {
     const size_t here = std::exchange(at_, from);
     while (at_ < text_.size() && (is_space(text_[at_]) ? (++at_, true) : comment(false))) {
@@ -107,7 +107,7 @@ class Rewriter {
     const size_t line_end = std::min(text_.find('\n', at_), text_.size());
     size_t end = at_ + 1;
     while (end < line_end && text_[end] != '\'') end += text_[end] == '\\' ? 2 : 1;
-    if (end >= line_end) return copy();  // never closed, which the parser tells
+    if (end >= line_end) return copy();  // unterminated; the parser reports it
     replace('"');
     while (at_ < end) {
       if (text_[at_] == '"') {
@@ -157,7 +157,7 @@ class Rewriter {
   std::string_view text_;
   size_t at_ = 0;
   std::string out_, open_;
-  char before_ = '\0';  // what stands before, blanks and comments apart
+  char before_ = '\0';  // the previous character outside blanks and comments
   bool key_next_ = false, changed_ = false;
   i64 line_ = 1, shift_ = 0;
   size_t line_start_ = 0;

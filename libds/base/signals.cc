@@ -9,7 +9,7 @@ namespace ds {
 namespace {
 
 constexpr std::array kFaults = {SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS};
-// Ignored, stopping or continuing by default; for the system alone; or errors of write() here.
+// Signals that are ignored, stop or continue by default; reserved ones; and those treated as errors of write().
 constexpr std::array kOthers = {SIGCHLD, SIGURG,  SIGWINCH, SIGCONT, SIGSTOP, SIGTSTP,
                                 SIGTTIN, SIGTTOU, SIGKILL,  SIGPIPE, SIGXFSZ};
 

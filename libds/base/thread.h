@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The one way to start a thread, and the words for a thread or a process that the system refuses.
+// The only way to start a thread, and the error for a thread or process that the system refuses to start.
 
 #include <string>
 #include <string_view>
@@ -12,12 +12,12 @@
 
 namespace ds {
 
-// Errc::Unavailable: what could not be started, the system's reason, the limit that stands in the way, what to do about
-// it. `why` has what it is and the reason in its text.
+// Errc::Unavailable with the thing that could not be started, the system's reason, the limit that prevents it, and the
+// remedy. The text of `why` contains the first two.
 Error cannot_start(const std::system_error& why, std::string_view remedy = "raise it");
 
-// A thread that runs `body`. Throws cannot_start(), by the name of `what`: the bodies of threads that were started
-// before must end when their owner unwinds, for it joins them.
+// A thread that runs `body`. Throws cannot_start() with the name `what`. The owner joins its threads when it unwinds,
+// so the bodies of threads that were started before must end then.
 template <class F>
 std::jthread start_thread(const std::string& what, F&& body) {
   try {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the threads of a rank did, and when, while somebody wants to know.
+// Records the activity of a rank's threads over time, while tracing is on.
 
 #include <atomic>
 #include <mutex>
@@ -17,14 +17,14 @@ namespace ds {
 class Trace {
  public:
   struct Span {
-    std::string track;  // spans of one track lie beside each other, or in each other
+    std::string track;  // spans of one track are disjoint or nested
     std::string name;
     i64 begin_ns, end_ns;  // since 1970, by this host's clock
     i64 number;            // -1: none
-    std::string of;        // what the number is
+    std::string of;        // the meaning of `number`
   };
 
-  // By any thread. Nothing happens before start() and behind stop().
+  // Thread-safe. Has no effect before start() and after stop().
   void add(std::string_view track, std::string_view name, Clock::time_point begin, Clock::time_point end,
            i64 number = -1, std::string_view of = "number");
   bool is_on() const noexcept { return on_.load(std::memory_order_relaxed); }
@@ -33,7 +33,7 @@ class Trace {
   std::vector<Span> spans() const;
 
  private:
-  // What turns the clock of durations into that of the calendar.
+  // Difference between the calendar's clock and the clock for durations.
   const i64 offset_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(
                              std::chrono::system_clock::now().time_since_epoch() - Clock::now().time_since_epoch())
                              .count();
@@ -42,7 +42,7 @@ class Trace {
   std::vector<Span> spans_;
 };
 
-// A span from its making to end(), or its own end; without a trace nothing.
+// A span from construction until end() or destruction. Does nothing without a trace.
 class TraceSpan {
  public:
   TraceSpan(Trace* trace, std::string_view track, std::string_view name, i64 number = -1)

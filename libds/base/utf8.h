@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Text of bytes from elsewhere.
+// Decodes UTF-8 in untrusted bytes.
 
 #include <cstddef>
 #include <string_view>
@@ -9,17 +9,17 @@
 
 namespace ds {
 
-// Length of the UTF-8 sequence that begins a text; 0: none does. (RFC 3629: no surrogates, nothing overlong.)
+// Length of the UTF-8 sequence at the start of a text; 0: invalid. (RFC 3629: no surrogates, no overlong forms.)
 std::size_t utf8_length(std::string_view text) noexcept;
 
 constexpr u32 kNotUtf8 = 0xffffffff;
 
 struct Utf8Character {
   std::string_view bytes;
-  u32 code;  // kNotUtf8: one byte that begins no sequence
+  u32 code;  // kNotUtf8: one byte that starts no valid sequence
 };
 
-// Of a text that is not empty.
+// Requires a nonempty text.
 Utf8Character first_character(std::string_view text) noexcept;
 
 }  // namespace ds

@@ -43,7 +43,7 @@ int mpi_local_rank(int fallback) { return number_of("OMPI_COMM_WORLD_LOCAL_RANK"
 int mpi_local_size(int fallback) { return number_of("OMPI_COMM_WORLD_LOCAL_SIZE", fallback); }
 bool mpi_has_launcher() {
   return std::ranges::any_of(kLaunchers, [](const Launcher& launcher) {
-    return launcher.starts_mpi && is_set(launcher.rank.data());  // a literal, so it ends with NUL
+    return launcher.starts_mpi && is_set(launcher.rank.data());  // a literal, so it is NUL-terminated
   });
 }
 

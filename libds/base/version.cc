@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// DS_VERSION and DS_FEATURES come from the build, which knows the libraries it found.
+// DS_VERSION and DS_FEATURES come from the build system, which knows the libraries that it found.
 
 #include "ds/version.h"
 

@@ -20,7 +20,7 @@ long futex(std::atomic<u32>& word, int op, u32 value, const timespec* limit) noe
   return syscall(SYS_futex, &word, op, value, limit, nullptr, 0);
 }
 
-// Where the threads of a world find the memory of a group: made by the first to ask, forgotten when all have it.
+// Where the threads of a world find a group's memory: created by the first to ask, removed when all have it.
 class GroupRegistry {
  public:
   template <class Make>
@@ -38,7 +38,7 @@ class GroupRegistry {
   std::map<std::string, std::pair<std::shared_ptr<std::byte>, int>> groups_;
 };
 
-// Ranks are threads: every pointer means the same to all of them.
+// Ranks are threads, so pointers are valid for all of them.
 class ThreadArena final : public Arena {
  public:
   ThreadArena(int rank, int size, std::shared_ptr<std::byte> memory, std::shared_ptr<GroupRegistry> registry)
@@ -78,8 +78,8 @@ class ThreadArena final : public Arena {
 
 }  // namespace
 
-// Poster and sleeper each write one word and then read the other's, sequentially consistent: at least one sees the
-// other.
+// Poster and sleeper each write one word and then read the other's, sequentially consistent, so at least one sees the
+// other's write.
 void post(Event& event, u32 value) noexcept {
   event.value.store(value, std::memory_order_seq_cst);
   if (event.waiters.load(std::memory_order_seq_cst) != 0) wake_all(event);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the ranks of one node share, in process memory (ranks are threads) or in a segment of /dev/shm (ranks are
-// processes). All-zero memory is the initial state:
+// The memory shared by the ranks of one node: process memory if ranks are threads, a segment of /dev/shm if they are
+// processes. All-zero memory is the initial state:
 //
 //   Control | RankSlot x P | staging x P x 2 halves | Channel x P x P
 //
 // Ranks meet by posting numbers to Events. A rank writes only its own slot, its own staging and its own end of a
-// channel; what it wrote is visible to who has seen the number posted after it.
+// channel; a write is visible to every rank that has seen the number posted after it.
 
 #include <atomic>
 #include <chrono>
@@ -18,7 +18,7 @@
 
 namespace ds {
 
-// A counter that others wait for, across processes.
+// A counter on which other processes can wait.
 struct alignas(64) Event {
   std::atomic<u32> value;
   std::atomic<u32> waiters;
@@ -30,33 +30,33 @@ void post(Event& event, u32 value) noexcept;
 void sleep_on(Event& event, u32 seen, std::chrono::nanoseconds limit) noexcept;
 void wake_all(Event& event) noexcept;
 
-// How a rank exposes the source of an exchange: not at all, where it lies, or chunk by chunk in its staging area.
+// How a rank exposes the source of an exchange: not at all, in place, or chunk by chunk in its staging area.
 enum class Exposure : u32 { None, Direct, Staged };
 
-// For messages: that a rank waits for another in some communicator of the world.
+// For error messages: which rank this rank waits for in one communicator of the world.
 struct Wait {
-  std::atomic<i32> peer;          // its number in the world + 1, or 0: does not wait
+  std::atomic<i32> peer;          // world rank + 1; 0: not waiting
   std::atomic<u32> key;           // of the communicator
-  std::atomic<u32> inside_call;   // the rank's own thread waits, so that it comes nowhere else
-  std::atomic<i64> confirmed_ns;  // steady clock, when it last looked
+  std::atomic<u32> inside_call;   // the rank's own thread waits, so it cannot enter another call
+  std::atomic<i64> confirmed_ns;  // steady clock, at the last check
 };
 
 struct alignas(64) RankSlot {
   static constexpr size_t kWaits = 16;
-  Event arrived;                   // number of meetings this rank has come to
+  Event arrived;                   // number of meetings that this rank has reached
   std::array<Wait, kWaits> waits;  // of a world: one for each of its communicators
   std::atomic<u32> reading;        // this rank may be reading its peers' sources
-  std::atomic<u32> departed;       // said goodbye
+  std::atomic<u32> departed;       // this rank has said goodbye
   std::atomic<u64> activity;       // calls begun << 8 | OpKind + 1, or 0 outside any call
   std::atomic<u64> shown;          // Communicator::show
-  std::array<CallInfo, 2> call;    // of the meetings with even and odd numbers
+  std::array<CallInfo, 2> call;    // of even and odd meetings
   std::array<Exposure, 2> exposure;
   std::atomic<i32> pid;  // 0: not attached
   u64 process_start;
   u64 pid_namespace;
 };
 
-// Identifies a segment, so that strangers are refused.
+// Identifies a segment, so that other files are refused.
 struct SegmentHeader {
   u64 magic;
   u32 version;
@@ -71,10 +71,10 @@ struct Control {
   std::array<char, 1024> failure_message;
 };
 
-// One direction between two ranks: a ring of lines, written by one and read by the other.
+// One direction between two ranks: a ring of lines, written by one rank and read by the other.
 struct Channel {
   static constexpr u32 kLineBytes = 64;
-  static constexpr u32 kLines = 8192;  // 512 KiB: an activation of a pipeline fits in
+  static constexpr u32 kLines = 8192;  // 512 KiB, enough for an activation of a pipeline
   Event head;                          // lines written
   Event tail;                          // lines read
   std::array<std::byte, kLines * kLineBytes> ring;
@@ -84,21 +84,21 @@ class Arena {
  public:
   static constexpr i64 kStagingHalf = i64{1} << 20;
 
-  // Where memory of a rank lies, in words that all ranks understand.
+  // A position in a rank's memory, in terms that all ranks understand.
   struct Address {
     i64 region;
     i64 offset;
   };
   struct Health {
     bool dead = false;
-    std::string words;  // e.g. "its process 17 is stopped"; empty: nothing to say
+    std::string words;  // e.g. "its process 17 is stopped"; empty: nothing to report
   };
 
   virtual ~Arena() = default;
 
-  // An arena for some of its ranks, given by their places here, of which this one is number `rank`. Members ask for it
-  // with the same name. creator: the first of them, as messages call it. `look` throws when waiting for them has become
-  // vain.
+  // Creates an arena for some of the ranks of this one. `members` are their numbers here; this rank is number `rank`
+  // among them. All members pass the same name. `creator` is the first member's number for messages. `look` throws when
+  // waiting for the members is pointless.
   virtual std::unique_ptr<Arena> group(int rank, std::span<const int> members, int creator, std::string_view name,
                                        double timeout_s, FunctionRef<void()> look) = 0;
 
@@ -109,18 +109,18 @@ class Arena {
   std::byte* staging(int rank, u32 half) const noexcept {
     return base_ + staging_offset(size_) + (2 * rank + static_cast<i64>(half)) * kStagingHalf;
   }
-  // Both ends call it before they use the channel. Throws Errc::OutOfMemory.
+  // Both ends call this before they use the channel. Throws Errc::OutOfMemory.
   Channel& channel(int from, int to);
 
-  // Null: peers reach this memory only through staging.
+  // Empty: peers reach this memory only through staging.
   virtual std::optional<Address> locate(const std::byte* p, i64 bytes) const = 0;
   virtual const std::byte* resolve(int rank, Address address) const = 0;
-  // Memory that locate() knows on every rank. Collective; `meet` is a barrier.
+  // Memory that locate() can find on every rank. Collective; `meet` is a barrier.
   virtual Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) = 0;
   virtual Health health(int rank) const = 0;
-  // Makes this rank's staging safe to touch: each rank its own, so that the pages lie in the NUMA node it runs on.
+  // Makes this rank's staging safe to touch. Each rank does this itself, so that the pages are in its own NUMA node.
   virtual void reserve_staging() {}
-  // All ranks are there.
+  // Called when all ranks have attached.
   virtual void attached() {}
 
  protected:
@@ -142,9 +142,9 @@ class Arena {
   const int size_;
 };
 
-// One arena per rank, over one piece of process memory.
+// One arena per rank over the same process memory.
 std::vector<std::unique_ptr<Arena>> make_thread_arenas(int size);
-// creator: what messages call rank 0. look: as in group().
+// `creator` is the number of rank 0 for messages; `look` as for group().
 std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, int creator, double timeout_s,
                                       FunctionRef<void()> look);
 

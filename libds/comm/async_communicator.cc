@@ -17,12 +17,12 @@
 namespace ds {
 namespace {
 
-constexpr i64 kVectorBytes = 256;  // less is not worth a kernel
+constexpr i64 kVectorBytes = 256;  // shorter pieces do not justify a kernel
 constexpr i64 kReduceRound = i64{8} << 20;
 
 const OpTable& table_of(const CommOptions& options) {
   const OpTable* ops = options.ops != nullptr ? options.ops : cpu_ops();
-  DS_CHECK(ops != nullptr, Errc::Unavailable, "this CPU lacks AVX2 and FMA, which the kernels need");
+  DS_CHECK(ops != nullptr, Errc::Unavailable, "this CPU does not support AVX2 and FMA, which the kernels need");
   return *ops;
 }
 
@@ -40,7 +40,7 @@ T combine_two(T a, T b, ReduceOp op) noexcept {
         } else {
           return a + b;
         }
-      // A NaN wins, whichever side it is on.
+      // NaN wins on either side.
       case ReduceOp::Max: return a < b || b != b ? b : a;
       case ReduceOp::Min: return b < a || b != b ? b : a;
     }
@@ -207,7 +207,7 @@ void AsyncCommunicator::execute(const Operation& op) {
     case OpKind::Barrier: return move_now(op, exchange_of(op));
     case OpKind::Send: return transmit(op, op.peer);
     case OpKind::Recv: return receive(op, op.peer);
-    case OpKind::Attach: break;  // is no call
+    case OpKind::Attach: break;  // not a call
     case OpKind::Allocate:
       meet_now(op);
       *op.buffer = allocate_shared(*op.ledger, op.memory_tag, op.slice_bytes());
@@ -236,7 +236,7 @@ void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
   });
 }
 
-// What one rank folds is its data as it is; axes of size one are used like all others.
+// A rank folds its data in its given form; axes of size one need no special case.
 void AsyncCommunicator::all_reduce_now(const Operation& op) {
   if (size() == 1) return meet_now(op);
   std::byte* data = op.segments[0].target;
@@ -253,7 +253,7 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
   combine_now(op, data + slice * size(), total - slice * size(), -1);
 }
 
-// A large sum goes in rounds: each rank folds a slice, the root gathers them.
+// A large sum is made in rounds: each rank folds a slice, and the root gathers them.
 void AsyncCommunicator::reduce_now(const Operation& op) {
   if (size() == 1) return meet_now(op);
   std::byte* data = op.segments[0].target;
@@ -360,7 +360,7 @@ std::unique_ptr<Communicator> AsyncCommunicator::group(std::span<const int> memb
   DS_ASSERT(own >= 0);
   try {
     return Part{world_}.make_group(own, std::move(group), options);
-  } catch (const Error& e) {  // who waits for us must not wait in vain
+  } catch (const Error& e) {  // ranks that wait for this one must not wait in vain
     const bool named = e.rank() >= 0;
     const Failure f = settle({e.code(), named ? e.what() : fmt::format("rank {}: {}", own_number(), e.what()),
                               named ? e.rank() : own_number()});
@@ -381,7 +381,7 @@ Buffer AsyncCommunicator::allocate(MemoryLedger& ledger, Tag tag, i64 bytes) {
 }
 
 void AsyncCommunicator::abort(const Error& why) noexcept {
-  const bool named = why.rank() >= 0;  // the message says which rank it was
+  const bool named = why.rank() >= 0;  // the message states which rank it was
   settle({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", own_number(), why.what()),
           named ? why.rank() : own_number()});
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What communicators over host memory have in common: Operations in a queue that a progress thread works off; and every
-// collective expressed as one primitive, `exchange`, in which ranks expose slices and consume those of their peers
-// piece by piece. A backend only moves bytes: exchange, transmit, receive.
+// The base of communicators over host memory. A progress thread executes queued Operations. Every collective is
+// expressed by one primitive, `exchange`, in which ranks expose slices and consume those of their peers piece by piece,
+// so a backend only moves bytes: exchange, transmit, receive.
 
 #include <atomic>
 #include <condition_variable>
@@ -16,19 +16,19 @@
 
 namespace ds {
 
-// Which slices travel.
+// The slices that an exchange moves.
 struct Exchange {
-  bool sliced;  // a source holds P slices, slice q is for rank q; else one slice for everyone
+  bool sliced;  // a source holds P slices, slice q for rank q; else one slice for all ranks
   std::span<const OpSegment> segments;
-  // True: consuming means copying, what comes from rank q belongs at landing(q), and a backend may put it there itself.
+  // Consuming means copying: data of rank q belongs at landing(q), where a backend may put it directly.
   bool lands = false;
-  int only_from = -1;  // the one rank that has a source
-  int only_to = -1;    // the one rank that consumes
+  int only_from = -1;  // the only rank that has a source; -1: all
+  int only_to = -1;    // the only rank that consumes; -1: all
 
   bool from(int rank) const noexcept { return only_from < 0 || rank == only_from; }
   bool to(int rank) const noexcept { return only_to < 0 || rank == only_to; }
   i64 length() const noexcept;
-  // Of what is for rank `to`.
+  // The slice for rank `to`.
   const std::byte* slice(const OpSegment& s, int to) const noexcept {
     return s.source + (sliced ? to * s.source_stride() : 0);
   }
@@ -37,7 +37,7 @@ struct Exchange {
   }
 };
 
-// Bytes [offset, offset + bytes) of one segment's slice, from every rank: sources[q], null where from(q) is false.
+// Bytes [offset, offset + bytes) of one segment's slice from every rank: sources[q], null if from(q) is false.
 struct SliceRange {
   const OpSegment* segment;
   i64 offset;
@@ -45,8 +45,8 @@ struct SliceRange {
   std::span<const std::byte* const> sources;
 };
 
-// Calls f(segment, offset, bytes, position) for the parts of the segments' concatenated slices that cover
-// [begin, begin + count); position counts from begin.
+// Splits the range [begin, begin + count) of the segments' concatenated slices and calls f(segment, offset, bytes,
+// position) for each part; position counts from begin.
 template <class F>
 void for_each_part(std::span<const OpSegment> segments, i64 begin, i64 count, F&& f) {
   i64 start = 0;
@@ -68,15 +68,15 @@ struct QueuedOperation final : Ticket::State, Operation {
 
 class AsyncCommunicator;
 
-// What makes a communicator a group of a world, or a part of one.
+// Makes a communicator a group of a world, or a part of a group.
 struct Membership {
-  AsyncCommunicator* world = nullptr;  // null: it is a world
+  AsyncCommunicator* world = nullptr;  // null: this is a world
   std::string name;
-  std::vector<int> ranks;  // in the world; empty in a world
+  std::vector<int> ranks;  // world ranks; empty in a world
 };
 
-// A world and its groups share one failure: the world's. So whoever waits in one of them looks at what all ranks of
-// the world have reported, and at the health of all.
+// A world and its groups share one failure, the world's. Every wait therefore checks what all ranks of the world have
+// reported, and the health of all of them.
 class AsyncCommunicator : public BaseCommunicator {
  public:
   std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name, const CommOptions&) final;
@@ -95,50 +95,50 @@ class AsyncCommunicator : public BaseCommunicator {
  protected:
   AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options, Membership membership);
 
-  // Works off what is queued and ends the threads; or, when an exception is unwinding the owner, aborts. The first line
-  // of a backend's destructor.
+  // Executes the queued operations and ends the threads, or aborts if an exception is unwinding the owner. Call it
+  // first in a backend's destructor.
   void shut_down() noexcept;
 
-  // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for ranges that
-  // together cover every slice that is for this rank. Returns when no peer reads this rank's source any more.
+  // Collective. Checks that all ranks make the same call. Then, on ranks that consume, calls `consume` for ranges that
+  // together cover every slice for this rank. Returns when no peer reads this rank's source any more.
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const SliceRange&)> consume) = 0;
-  // Nothing travels, but all ranks come.
+  // Moves no data, but waits for all ranks.
   void meet_now(const Operation& op) { move_now(op, {.sliced = false, .segments = {}}); }
-  // An exchange that lands.
+  // An exchange with `lands`.
   void move_now(const Operation&, const Exchange&);
   // Collective. target = the fold over ranks of our slice of each segment's source.
   virtual void reduce_scatter_now(const Operation&, std::span<const OpSegment> segments, bool accumulate);
-  // The same of one segment, rounded to the wire's type; the target may be our own slice.
+  // The same for one segment, rounded to the wire dtype; the target may be our own slice.
   virtual void reduce_scatter_rounded(const Operation&, const OpSegment&);
   void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
-  // Rounded to the wire's type; target may be one of the sources.
+  // Rounds to the wire dtype; target may be one of the sources.
   void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
-  // target [sums.size()] in the wire's type = sums, rounded.
+  // target [sums.size()], in the wire dtype, = sums, rounded.
   void round_to(std::byte* target, DType wire, std::span<const float> sums);
-  // Point to point; segments[0].source or .target. Runs on the sending thread, beside exchange and receive.
+  // Point to point; segments[0].source or .target. Runs on the sending thread, concurrently with exchange and receive.
   virtual void transmit(const Operation&, int to) = 0;
-  // The same in the caller's thread, when no send is under way, where it can be done without waiting for anybody;
-  // false: nothing has happened. A busy core is slow to start a thread, and the receiver would wait for it.
+  // The same in the caller's thread, if no send is running and it cannot block; false: nothing was done. Starting a
+  // thread on a busy core is slow, and the receiver would wait for it.
   virtual bool transmit_at_once(const Operation&, int /*to*/) { return false; }
   virtual void receive(const Operation&, int from) = 0;
   // Collective, after an exchange in which the ranks agreed on the size.
   virtual Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
-  // Of a world, for itself and its groups, and thread-safe:
-  // Makes `failure` known to all ranks unless one is known already; returns the one that holds.
+  // The next three functions are called on a world, for itself and its groups. Thread-safe.
+  // Reports `failure` to all ranks unless one has been reported; returns the one that counts.
   virtual Failure publish(Failure failure) noexcept = 0;
   // Throws if a peer has reported a failure.
   virtual void look_for_reports() = 0;
-  // And if one has died.
+  // Throws also if a peer has died.
   virtual void look_at_peers() = 0;
-  // The group of at least two of its ranks, this one among them as number `rank`; meets the others.
+  // Creates a group of at least two ranks of the world, in which this rank is number `rank`; waits for the others.
   virtual std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership,
                                                         const CommOptions& options) = 0;
 
-  // For a communicator that is made of others, which run in its thread.
+  // For a communicator made of others, which run in its thread.
   struct Part;
-  // That this rank waits in another part for a rank of the world; -1: no longer. For messages.
+  // For messages: this rank waits in another part for a world rank; -1: it no longer does.
   virtual void waits_elsewhere(int /*number*/) noexcept {}
-  // Tells the part beside this one, if there is one.
+  // Informs the other part, if there is one.
   void tell_wait(int number) noexcept {
     if (beside_ != nullptr && (tells_while_ == nullptr || tells_while_->load(std::memory_order_relaxed)))
       beside_->waits_elsewhere(number);
@@ -146,29 +146,28 @@ class AsyncCommunicator : public BaseCommunicator {
 
   void throw_if_reported() { world_.look_for_reports(); }
   void throw_if_peer_failed() { world_.look_at_peers(); }
-  // For messages: "", or of group "tp".
+  // For messages: empty, or " of group \"tp\"".
   const std::string& of_group() const noexcept { return of_group_; }
-  // Makes a failure known and final; the one that holds.
+  // Reports a failure and makes it final; returns the one that counts.
   Failure settle(const Failure& failure) noexcept;
 
   double timeout_s() const noexcept { return timeout_s_; }
   bool progress_thread() const noexcept { return progress_thread_; }
-  // The peers' failure as an exception: publishes, then throws what holds.
-  // `rank`: in the world.
+  // Reports a failure of world rank `rank`, and throws the one that counts.
   [[noreturn]] void fail(Errc code, int rank, const std::string& message);
 
  private:
-  // A queue and the thread that works it off; the thread starts with the first operation.
+  // A queue and the thread that executes it; the thread starts with the first operation.
   class Worker {
    public:
     explicit Worker(AsyncCommunicator& owner) : owner_(owner) {}
     void push(std::shared_ptr<QueuedOperation> operation);
-    bool idle();             // all is worked off; the thread is there, so that no later step has to start it
-    void drain() noexcept;   // returns when it is
+    bool idle();  // returns whether the queue is empty; the thread exists then, so that no later step has to start it
+    void drain() noexcept;   // waits for that
     void finish() noexcept;  // after the queue is empty
 
    private:
-    void start();  // under mutex_
+    void start();  // requires mutex_
     void loop();
     AsyncCommunicator& owner_;
     std::mutex mutex_;
@@ -180,12 +179,12 @@ class AsyncCommunicator : public BaseCommunicator {
   };
 
   Ticket submit(Operation&& operation) final;
-  // at_once: false, and nothing has happened, if transmit_at_once() says so.
+  // With at_once, returns false without having done anything if transmit_at_once() does.
   bool run(QueuedOperation& operation, bool at_once = false) noexcept;
   void execute(const Operation& operation);
   void all_reduce_now(const Operation&);
   void reduce_now(const Operation&);
-  // Small reductions: what `total` bytes at `data` and those of the peers come to, block by block, on the ranks that
+  // Small reductions: combines `total` bytes at `data` with those of the peers, block by block, on the ranks that
   // consume.
   void combine_now(const Operation&, std::byte* data, i64 total, int only_to);
   void combine(const Operation&, std::byte* target, std::span<const std::byte* const> sources, i64 bytes);
@@ -213,14 +212,14 @@ class AsyncCommunicator : public BaseCommunicator {
   Worker sender_{*this};
 };
 
-// The group of this rank alone.
+// The group of only this rank.
 std::unique_ptr<AsyncCommunicator> make_group_of_one(Membership membership, const CommOptions&);
 
-// The protected functions of another communicator.
+// Access to the protected functions of another communicator.
 struct AsyncCommunicator::Part {
   AsyncCommunicator& c;
 
-  // `beside` is told whom this one waits for; only while *when, if that is given.
+  // Tells `beside` which rank this communicator waits for; only while *when, if that is given.
   void tell(AsyncCommunicator& beside, const std::atomic<bool>* when = nullptr) {
     c.beside_ = &beside;
     c.tells_while_ = when;
@@ -245,11 +244,11 @@ struct AsyncCommunicator::Part {
   }
 };
 
-// What an operation that moves bytes is as an exchange.
+// The exchange for an operation that moves bytes.
 Exchange exchange_of(const Operation&) noexcept;
 
-// Over an arena: the ranks of a node as a part of another communicator, `part.world`, or a world of their own. Waits
-// for all of them.
+// A communicator over an arena: a part of `part.world` that joins the ranks of a node, or a world of its own. Waits for
+// all of them.
 class Arena;
 std::unique_ptr<AsyncCommunicator> make_shared_communicator(std::string_view backend, std::unique_ptr<Arena>,
                                                             const CommOptions&, Membership part = {});

@@ -27,18 +27,19 @@ std::string_view op_name(OpKind kind) noexcept {
 }
 
 std::pmr::memory_resource* operation_memory() {
-  // One pool for all threads (operations are made by one and freed by another), filled ahead so that what a step has in
-  // flight, which varies, does not make it grow. Never destroyed: tickets may outlive every communicator.
+  // One pool for all threads, since one thread creates an operation and another frees it. It is filled ahead, so the
+  // varying number of operations in flight does not make it grow during a step. Never destroyed: tickets may outlive
+  // every communicator.
   class Pool final : public std::pmr::memory_resource {
    public:
     Pool() {
-      // The pool of libstdc++ does not survive that memory ends while it grows: so there is more than it takes here.
-      // Not by malloc, which would keep large blocks from then on.
+      // libstdc++'s pool does not survive running out of memory while it grows, so reserve more than it needs here. Not
+      // by malloc, which would cache large blocks from then on.
       constexpr size_t kAhead = size_t{4} << 20;
       void* const ahead = mmap(nullptr, kAhead, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (ahead == MAP_FAILED) throw std::bad_alloc();
       munmap(ahead, kAhead);
-      // Whatever classes of sizes the pool has.
+      // For any size classes that the pool may have.
       constexpr size_t kBlocks = 64;
       for (size_t bytes = 8; bytes <= 2048; bytes += bytes < 128 ? 8 : bytes < 512 ? 64 : 256) {
         std::array<void*, kBlocks> blocks;
@@ -126,9 +127,9 @@ std::vector<int> world_ranks(const Communicator& c) {
 }
 
 std::unique_ptr<Communicator> BaseCommunicator::group(std::span<const int>, std::string_view name, const CommOptions&) {
-  throw Error(
-      Errc::Internal,
-      fmt::format("group \"{}\": \"{}\" makes no groups; over device memory one is made over a group", name, backend_));
+  throw Error(Errc::Internal,
+              fmt::format("group \"{}\": \"{}\" has no groups; create the device communicator over a group instead",
+                          name, backend_));
 }
 
 Operation BaseCommunicator::make_operation(OpKind kind, std::string_view tag, i64 sent_bytes) {
@@ -262,7 +263,7 @@ std::map<std::string, CommCount> BaseCommunicator::counts() const {
 
 void BaseCommunicator::reset_counts() {
   const std::lock_guard lock(mutex_);
-  for (auto& [tag, count] : counts_) count = {};  // the nodes stay: counting allocates nothing
+  for (auto& [tag, count] : counts_) count = {};  // keeps the nodes, so that counting does not allocate
 }
 
 }  // namespace ds

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What all communicators have in common: a call becomes an Operation, is counted, and is handed to the backend; and the
-// latch that keeps the first failure.
+// The base of all communicators: turns a call into an Operation, counts it, and passes it to the backend; and the latch
+// that keeps the first failure.
 
 #include <array>
 #include <map>
@@ -32,7 +32,7 @@ enum class OpKind : u8 {
 };
 std::string_view op_name(OpKind) noexcept;
 
-// One part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
+// One part of an operation. The Exchange states whether `source` and `target` hold one slice or one per rank.
 struct OpSegment {
   const std::byte* source;
   std::byte* target;
@@ -44,12 +44,12 @@ struct OpSegment {
 };
 
 inline bool is_16_bit(DType dtype) noexcept { return dtype == DType::BF16 || dtype == DType::F16; }
-// What all_reduce and reduce take.
+// The dtypes of all_reduce and reduce.
 inline bool is_reducible(DType dtype) noexcept {
   return dtype == DType::F32 || is_16_bit(dtype) || dtype == DType::F64 || dtype == DType::I32 || dtype == DType::I64;
 }
 
-// Memory of operations: freed blocks are kept, so that a training step reaches no allocator.
+// Memory for operations. Freed blocks are kept, so that a training step calls no allocator.
 std::pmr::memory_resource* operation_memory();
 
 struct Operation {
@@ -58,23 +58,23 @@ struct Operation {
   ReduceOp reduce = ReduceOp::Sum;
   bool accumulate = false;
   int peer = -1;  // the root, or the other side of send and recv
-  int root = -1;  // of a collective, in the world
+  int root = -1;  // of a collective: world rank
   std::pmr::vector<OpSegment> segments{operation_memory()};
   std::pmr::string tag{operation_memory()};
-  Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag
+  Buffer* buffer = nullptr;  // only for Allocate, with ledger and memory_tag
   MemoryLedger* ledger = nullptr;
   Tag memory_tag = Tag::Comm;
 
   i64 slice_bytes() const noexcept;  // over all segments
 };
 
-// The part of an operation that all ranks must agree on; plain data that travels between them.
+// The part of an operation that all ranks must agree on; plain data, exchanged between them.
 struct CallInfo {
   u64 number = 0;  // collective calls before this one
   i64 bytes = 0;   // per slice
   u64 shape = 0;   // hash of the segments' sizes
   u32 segments = 0;
-  i32 root = -1;  // in the world
+  i32 root = -1;  // world rank
   OpKind kind{};
   DType dtype{};
   ReduceOp reduce{};
@@ -103,7 +103,7 @@ class FailureLatch {
   std::shared_ptr<const Failure> failure_;
 };
 
-// The numbers in the world of its ranks.
+// The world ranks of its ranks.
 std::vector<int> world_ranks(const Communicator&);
 
 class BaseCommunicator : public Communicator {
@@ -113,7 +113,7 @@ class BaseCommunicator : public Communicator {
   std::string_view backend() const noexcept final { return backend_; }
   int world_rank(int rank) const noexcept final { return members_.empty() ? rank : members_[rank]; }
 
-  // Over device memory there are none: an error.
+  // Throws: there are no groups over device memory.
   std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name, const CommOptions&) override;
 
   Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
@@ -132,13 +132,13 @@ class BaseCommunicator : public Communicator {
   void reset_counts() final;
 
  protected:
-  // members: the ranks' numbers in the world; empty: they are their own.
+  // members: the ranks' world ranks; empty: this is a world.
   BaseCommunicator(std::string_view backend, int rank, int size, std::vector<int> members = {})
       : backend_(backend), rank_(rank), size_(size), members_(std::move(members)) {}
 
-  int own_number() const noexcept { return world_rank(rank_); }  // in the world
+  int own_number() const noexcept { return world_rank(rank_); }  // world rank
 
-  // Carries the operation out, or sees to it; throws what has failed before.
+  // Executes the operation or queues it; throws an earlier failure.
   virtual Ticket submit(Operation&& operation) = 0;
   void count_time(std::string_view tag, double seconds);
   // Counts the call.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How numbers travel as codes: one slice of a collective is the codes of its elements, filled up to four bytes, and
-// behind them the scales of its blocks. So one message carries both.
+// The layout of coded elements: one slice of a collective contains the codes of its elements, padded to four bytes,
+// followed by the scales of its blocks, so that one message carries both.
 
 #include "base/check.h"
 #include "ds/kernels/ops.h"
@@ -19,11 +19,10 @@ struct CodedSlice {
   CodeFormat format;
   i64 elems = 0;
 
-  // What a slice of a collective takes: bits/8 + 4/block bytes per element, and up to 3.
+  // Size of a slice: bits/8 + 4/block bytes per element, and up to 3 more.
   i64 bytes() const noexcept { return scales_at() + 4 * format.num_blocks(elems); }
 
-  // The codes and scales of `count` slices of `memory`, from slice `first` on, each `step` slices behind the one
-  // before.
+  // The codes and scales of `count` slices in `memory`: slice `first` and every `step`-th slice after it.
   TensorView codes(void* memory, i64 first, i64 count, i64 step = 1) const {
     return row_view(static_cast<u8*>(memory) + first * bytes(), DType::U8, count, format.code_bytes(elems),
                     step * bytes());

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// shm+mpi: nodes of equally many ranks with consecutive numbers. Rank j of every node belongs to lane j, and the lanes
-// talk between nodes side by side, so that a slice crosses the network once for each node that wants it:
+// shm+mpi: nodes with equal numbers of consecutive ranks. Rank j of every node belongs to lane j. The lanes communicate
+// between nodes in parallel, so a slice crosses the network once for each node that needs it:
 //
 //   all_gather, broadcast, gather: the lanes fetch what their node lacks, then the node shares it.
-//   all_to_all, scatter: the node sorts slices by lane, then the lanes swap them.
-//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds its ranks' and hands its sums to node 1,
-//     which goes on with the fold, and so on; the last node returns the sums. Where that would save no bytes, slices go
-//     as in all_to_all and are folded by their owners.
+//   all_to_all, scatter: the node sorts slices by lane, then the lanes exchange them.
+//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds those of its ranks and sends its sums to
+//   node
+//     1, which continues the fold, and so on; the last node returns the sums. If that would save no bytes, slices
+//     travel as in all_to_all, and their owners fold them.
 //
-// Large operations go in rounds: while a node works on one, the next is on the network. This communicator does the work
-// of both parts in its own thread; what overlaps runs in the threads of the lanes. The parts share its fate: their
-// failures are its own, and whoever waits in one of them looks at all.
+// Large operations run in rounds: while a node works on one, the next is on the network. This communicator runs both
+// parts in its own thread; overlapped work runs in the threads of the lanes. The parts share its fate: their failures
+// are its own, and every wait in one of them checks all.
 
 #include <algorithm>
 #include <cstring>
@@ -23,18 +24,19 @@
 namespace ds {
 namespace {
 
-constexpr i64 kRoundBytes = i64{4} << 20;  // that a lane moves in a round
-constexpr i64 kFoldBytes = i64{8} << 20;   // of slices that a rank folds in a round
+constexpr i64 kRoundBytes = i64{4} << 20;  // moved by a lane in a round
+constexpr i64 kFoldBytes = i64{8} << 20;   // slices that a rank folds in a round
 constexpr i64 kLeastChain = i64{256} << 10;
-constexpr i64 kChainBytes = i64{1} << 20;  // of sums that travel along the chain together
-// Of the timeout. Who waits for an absent rank of its own node speaks first (SharedCommunicator), then who meets others
-// before an operation; last who is in the middle of one, since it may wait for a rank that itself waits.
+constexpr i64 kChainBytes = i64{1} << 20;  // sums that travel along the chain together
+// Factors of the timeout, so that the rank closest to the fault reports first: a rank that waits for one of its own
+// node (SharedCommunicator), then ranks that meet before an operation, and last ranks in the middle of one, since they
+// may wait for a rank that itself waits.
 constexpr double kMeetingPatience = 1.2, kMiddlePatience = 1.4;
-constexpr size_t kDepth = 3;  // rounds of a chain under way: one comes, one is folded, one goes
+constexpr size_t kDepth = 3;  // rounds of a chain in flight: one arrives, one is folded, one leaves
 
 class ComposedCommunicator final : public AsyncCommunicator {
  public:
-  // A world. net: all its ranks; make_local: those of this node, as a part of the given communicator.
+  // A world. net: all its ranks; make_local creates the part for this node's ranks.
   template <class MakeLocal>
   ComposedCommunicator(std::unique_ptr<AsyncCommunicator> net, int local_rank, int local_size,
                        const CommOptions& options, MakeLocal make_local)
@@ -49,13 +51,13 @@ class ComposedCommunicator final : public AsyncCommunicator {
     try {
       local_ = make_local(options, std::move(local), *net_);
       make_lanes(*net_, {}, options);
-    } catch (const Error& e) {  // who waits for us is told why
+    } catch (const Error& e) {  // report the reason to ranks that wait for this one
       abort(e);
       throw;
     }
   }
 
-  // A group of the world `ground`; `ranks` of each of its nodes.
+  // A group of the world `ground`, with `ranks` ranks on each node.
   ComposedCommunicator(int rank, int ranks, const CommOptions& options, const Membership& membership,
                        ComposedCommunicator& ground)
       : AsyncCommunicator("shm+mpi", rank, narrow<int>(std::ssize(membership.ranks)), options, membership),
@@ -84,11 +86,12 @@ class ComposedCommunicator final : public AsyncCommunicator {
   bool has_left(int peer) const override { return net_->has_left(peer); }
 
  private:
-  // A round of a reduce-scatter.
+  // One round of a reduce-scatter.
   struct Round {
-    std::vector<float> sums;      // [nodes][elems]: of the slices that this lane's ranks own
-    std::vector<float> returned;  // [elems]: of our own slice
-    std::vector<float> begun;     // [nodes][elems]: where an accumulating fold starts; at node 0 of all, else our own
+    std::vector<float> sums;      // [nodes][elems]: sums of the slices that this lane's ranks own
+    std::vector<float> returned;  // [elems]: the sum of our own slice
+    // [nodes][elems]: start values of an accumulating fold; at node 0 for all nodes, else only our own.
+    std::vector<float> begun;
     Ticket came, back;
     std::vector<Ticket> begins, gone;
   };
@@ -110,7 +113,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
   int node_of(int rank) const noexcept { return rank / ranks_; }
   int lane_of(int rank) const noexcept { return rank % ranks_; }
 
-  // A ticket of onward_ or returns_.
+  // Waits for a ticket of onward_ or returns_.
   void await(Ticket& ticket) {
     awaits_.store(true, std::memory_order_relaxed);
     ticket.wait();
@@ -122,7 +125,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     tickets.clear();
   }
 
-  // What fails while the lanes have buffers of ours is told first, so that they end, and waited for.
+  // Runs `body`. If it fails while the lanes use our buffers, reports the error, so that they end, and waits for them.
   template <class Body>
   void guarded(Body body) {
     try {
@@ -135,7 +138,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // Every call is checked in each lane, and then inside each node: so all ranks have made the same.
+  // Every call is checked in each lane and then inside each node, so all ranks have made the same call.
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const SliceRange&)>) override {
     const i64 length = x.length();
     DS_ASSERT(x.lands || length == 0);
@@ -153,7 +156,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     });
   }
 
-  // Runs `step` of the lanes, in the thread of the lanes unless the whole call is one round.
+  // Runs a step of the lanes, in the thread of the lanes unless the whole call is a single round.
   Ticket on_lanes(const Operation& op, Operation&& step, bool alone) {
     if (!alone) return Part{*onward_}.submit(std::move(step));
     const Exchange x = exchange_of(step);
@@ -169,7 +172,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     return step;
   }
 
-  // Slices that are for everyone, or for a root.
+  // For slices that all ranks, or a root, receive.
   void fetch_and_share(const Operation& op, const Exchange& x, i64 length) {
     const i64 round = std::min(length, std::max<i64>(kRoundBytes / nodes_ / 64 * 64, 64));
     const bool alone = round == length, gathers = x.only_to >= 0, broadcasts = x.only_from >= 0;
@@ -227,7 +230,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // Slices that differ from rank to rank.
+  // For slices that differ from rank to rank.
   void sort_and_swap(const Operation& op, const Exchange& x, i64 length) {
     const bool scatters = x.only_from >= 0;
     const int root = x.only_from;
@@ -289,15 +292,14 @@ class ComposedCommunicator final : public AsyncCommunicator {
     });
   }
 
-  // Along the chain a link carries every sum once, in fp32; else the slices of all ranks of a node, without the latency
-  // of a hop for each node.
+  // With a chain, a link carries every sum once, in fp32. Without, it carries the slices of all ranks of a node, and
+  // saves the latency of one hop per node.
   bool chains(const Operation& op, std::span<const OpSegment> segments) const noexcept {
     const i64 wire = dtype_bytes(op.dtype), length = Exchange{.sliced = true, .segments = segments}.length();
     return size() * length >= kLeastChain && 4 * nodes_ < i64{ranks_} * (nodes_ - 1) * wire;
   }
 
-  // Every rank gets all slices that it owns the sum of, in rounds, and folds them: fold_part(segment, offset, bytes) of
-  // sources_.
+  // In rounds, each rank receives all slices whose sum it owns and folds sources_ by fold_part(segment, offset, bytes).
   void fold_here(const Operation& op, std::span<const OpSegment> segments,
                  FunctionRef<void(const OpSegment&, i64, i64)> fold_part) {
     const i64 P = size(), length = Exchange{.sliced = true, .segments = segments}.length();
@@ -320,7 +322,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     } while (begin < length);
   }
 
-  // deliver(segment, first element, sums): of our own slice.
+  // Calls deliver(segment, first element, sums) for our own slice.
   void chain(const Operation& op, std::span<const OpSegment> segments, bool accumulate,
              FunctionRef<void(const OpSegment&, i64, std::span<const float>)> deliver) {
     const bool first = node_ == 0, last = node_ == nodes_ - 1;
@@ -338,7 +340,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     const auto at = [&](i64 r) -> Round& { return rounds_[static_cast<size_t>(r) % kDepth]; };
     const auto part = [](std::vector<float>& v, i64 index, i64 stride) { return v.data() + index * stride; };
 
-    // Where the fold of an accumulating call starts.
+    // Start values of the fold, for an accumulating call.
     const auto begin_fold = [&](i64 r) {
       if (!accumulate || r >= num_rounds) return;
       Round& x = at(r);
@@ -416,7 +418,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     });
   }
 
-  // Which part carries messages to and from a rank, and the rank's number there.
+  // The part that carries messages to and from a rank, and the rank's number there.
   std::pair<Part, int> route(int peer) const {
     if (node_of(peer) == node_) return {Part{*local_}, lane_of(peer)};
     return {Part{*net_}, peer};
@@ -438,7 +440,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     return Part{*local_}.allocate_shared(ledger, tag, bytes);
   }
 
-  // Of a world.
+  // On a world.
   Failure publish(Failure failure) noexcept override {
     if (local_ != nullptr) failure = Part{*local_}.publish(failure);
     return Part{*net_}.publish(failure);
@@ -451,7 +453,8 @@ class ComposedCommunicator final : public AsyncCommunicator {
     if (local_ != nullptr) Part{*local_}.look_at_peers();
     on_net([this] { Part{*net_}.look_at_peers(); });
   }
-  // What the network says is known in the node before anybody acts on it: who reads a neighbour's memory looks there.
+  // Reports a network failure in the node before anyone acts on it, since ranks that read a neighbour's memory check
+  // there.
   template <class Look>
   void on_net(Look look) {
     try {
@@ -472,7 +475,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
       Part local{*local_};
       return local.make_group(rank, std::move(membership), options);
     }
-    // Equally many neighbours of every node, nodes in ascending order.
+    // Equal numbers of neighbours on every node, nodes in ascending order.
     bool composed = ranks > 1 && size % ranks == 0;
     for (int i = 1; composed && i < size; ++i)
       composed =
@@ -481,22 +484,22 @@ class ComposedCommunicator final : public AsyncCommunicator {
     return Part{*net_}.make_group(rank, std::move(membership), options);
   }
 
-  const int nodes_, node_;                        // and which of them this is
-  const int ranks_, lane_;                        // of a node, and which of them this is
-  ComposedCommunicator* const ground_ = nullptr;  // of a group
+  const int nodes_, node_;                        // number of nodes, and this one's number
+  const int ranks_, lane_;                        // ranks per node, and this one's number
+  ComposedCommunicator* const ground_ = nullptr;  // the world, for a group
 
   // Before the parts, which may use them until they end.
   std::vector<OpSegment> segments_;        // of the local part in a round
   std::vector<std::byte> staging_;         // two halves
-  std::vector<OpSegment> parts_;           // of what fold_here() moves,
-  std::vector<std::byte> slices_;          // where it arrives,
-  std::vector<const std::byte*> sources_;  // and what it folds
+  std::vector<OpSegment> parts_;           // data that fold_here() moves,
+  std::vector<std::byte> slices_;          // its destination,
+  std::vector<const std::byte*> sources_;  // and the sources of the fold
   std::array<Round, kDepth> rounds_;
-  std::atomic<bool> awaits_{false};  // our thread waits for a ticket of onward_ or returns_
+  std::atomic<bool> awaits_{false};  // this thread waits for a ticket of onward_ or returns_
 
   std::unique_ptr<AsyncCommunicator> net_;    // all ranks
-  std::unique_ptr<AsyncCommunicator> local_;  // this node's
-  // This lane's: for what is done in our thread, for what goes on meanwhile, and for what comes back along a chain.
+  std::unique_ptr<AsyncCommunicator> local_;  // this node's ranks
+  // This lane's communicators: for calls in this thread, for overlapped work, and for sums returning along a chain.
   std::unique_ptr<AsyncCommunicator> lanes_, onward_, returns_;
 };
 
@@ -519,19 +522,19 @@ std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, i
       const Place& its = places[r];
       const bool even = its.local_size == local_size && net->size() % local_size == 0;
       if (or_mpi && (!even || local_size == 1 || its.local_rank != r % local_size || its.needed > its.free)) return net;
-      DS_CHECK(
-          even, Errc::Config,
-          "\"shm+mpi\" wants equally many ranks on every node: of {} ranks, rank {} is one of {}, rank {} one of {}; "
-          "take \"mpi\"",
-          net->size(), net->rank(), local_size, r, its.local_size);
+      DS_CHECK(even, Errc::Config,
+               "\"shm+mpi\" needs equal numbers of ranks on every node: of {} ranks, rank {} is one of {}, rank {} one "
+               "of {}; "
+               "take \"mpi\"",
+               net->size(), net->rank(), local_size, r, its.local_size);
       DS_CHECK(its.local_rank == r % local_size, Errc::Config,
-               "\"shm+mpi\" wants the ranks of a node to follow each other: rank {} is number {} of the {} of its node",
-               r, its.local_rank, local_size);
-      DS_CHECK(
-          its.needed <= its.free, Errc::OutOfMemory,
-          "\"shm+mpi\": the node of rank {} needs some {} bytes of shared memory, and its /dev/shm has {} bytes free; "
-          "enlarge it, or take \"mpi\"",
-          r, its.needed, its.free);
+               "\"shm+mpi\" needs consecutive ranks on each node: rank {} is number {} of the {} of its node", r,
+               its.local_rank, local_size);
+      DS_CHECK(its.needed <= its.free, Errc::OutOfMemory,
+               "\"shm+mpi\": the node of rank {} needs about {} bytes of shared memory, but its /dev/shm has {} bytes "
+               "free;  "
+               "enlarge it, or use \"mpi\"",
+               r, its.needed, its.free);
     }
   } catch (const Error& e) {
     net->abort(e);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// self and staged over device memory.
+// self and staged: communicators over device memory.
 
 #include <exception>
 
@@ -10,7 +10,7 @@ namespace {
 
 class DeviceSelfCommunicator final : public BaseCommunicator {
  public:
-  // world: null: it is one itself.
+  // world: null if this is a world itself.
   DeviceSelfCommunicator(Communicator* world, const CommOptions& options)
       : BaseCommunicator("self", 0, 1, world != nullptr ? world_ranks(*world) : std::vector<int>()),
         own_world_(world == nullptr ? make_self_communicator(options) : nullptr),

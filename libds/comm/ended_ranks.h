@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which ranks of a job on this node have ended, and how: /dev/shm/ds-job.JOB.ended, a byte for each. The launcher
-// writes it, so that a rank that waits for another to come in shared memory learns that it never will, and one that has
-// a mistake to tell whether rank 0 had one. (For those who wait, a rank that fails is no matter: the launcher ends the
-// job.)
+// Records which ranks of a job on this node have ended, and how: /dev/shm/ds-job.JOB.ended, one byte for each. The
+// launcher writes it. A rank that waits for another in shared memory so learns that the other will never arrive, and a
+// rank with an error to report learns whether rank 0 had one. (A failed rank does not matter to ranks that wait, since
+// the launcher ends the job.)
 
 #include <optional>
 #include <string>
@@ -15,9 +15,9 @@ namespace ds {
 
 class EndedRanks {
  public:
-  // job: as the ranks know it (DS_JOB). Nothing is made before a rank ends.
+  // job: the value of DS_JOB. Creates nothing before a rank ends.
   EndedRanks(std::string_view job, int ranks);
-  // Where there is no room for the file nobody is told, and who waits does so until its timeout.
+  // If there is no room for the file nothing is recorded, and ranks wait until their timeout.
   void add(int rank, bool well) noexcept;
 
  private:
@@ -27,7 +27,7 @@ class EndedRanks {
 };
 
 // segment: the name of the job's segment, "ds-job.JOB".
-bool rank_has_ended(const std::string& segment, int rank);  // well
+bool rank_has_ended(const std::string& segment, int rank);  // with success
 bool rank_has_failed(const std::string& segment, int rank);
 
 }  // namespace ds

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// mpi: the ranks of MPI_COMM_WORLD. An exchange first swaps CallInfos, so that a mismatched call or an absent rank is
-// known by name, and then slices by Isend and Irecv; folds are local, in rank order (MPI's own reductions promise no
-// order and are slower). Three MPI communicators keep kinds of messages apart: calls and slices, point to point,
-// control. Groups use those of their world, each with message tags of its own, so that making one takes no collective
-// call of MPI, which might wait for a dead rank for ever, and destroying one takes none at all.
-// MPI is used by the progress thread, the sender and whoever aborts: THREAD_MULTIPLE. Waiting is polling with a
-// back-off, which alone can look at the clock and at control messages.
+// mpi: the ranks of MPI_COMM_WORLD. An exchange first swaps CallInfos, so that a mismatched call or an absent rank can
+// be named, and then slices by Isend and Irecv; folds are local, in rank order (MPI's own reductions promise no order
+// and are slower). Three MPI communicators separate kinds of messages: calls and slices, point to point, control.
+// Groups use those of their world with their own message tags: creating a group needs no collective call of MPI, which
+// might wait forever for a dead rank, and destroying one needs no call at all. The progress thread, the sender and
+// aborting threads call MPI: THREAD_MULTIPLE. Waits poll with a back-off, since only polling can check the clock and
+// control messages.
 
 #include <dlfcn.h>
 #include <mpi.h>
@@ -40,8 +40,8 @@ constexpr int kYields = 200;
 constexpr auto kShortSleep = 20us;
 constexpr auto kLongSleep = 500us;
 constexpr auto kHealthPeriod = 250ms;
-constexpr auto kUnderWay = 500ms;  // for messages on their way from a peer that has left
-constexpr auto kGrace = 2s;        // for peers to come and leave together after a failure
+constexpr auto kUnderWay = 500ms;  // for messages in flight from a peer that has left
+constexpr auto kGrace = 2s;        // for peers to arrive and leave together after a failure
 
 enum MessageTag : int { kCall = 1, kSlice = 2, kLength = 3, kPayload = 4, kControl = 5, kAttach = 6 };
 constexpr int kTagsPerGroup = 8;
@@ -49,7 +49,7 @@ constexpr int kTagsPerGroup = 8;
 struct ControlMessage {
   enum Kind : u32 { Goodbye, Failed };
   Kind kind;
-  i32 group;  // that is left; 0: the world
+  i32 group;  // the group that the sender leaves; 0: the world
   Errc code;
   i32 rank;
   std::array<char, 1000> text;
@@ -63,9 +63,9 @@ void check(int rc, std::string_view call) {
   throw Error(Errc::Comm, fmt::format("{}: {}", call, text.data()));
 }
 
-// An Open MPI that travels with libds (scripts/bundle) learns from the environment where its files are: a file beside
-// libmpi.so has the names and the paths, relative to the folder above. The bundle's mpirun does the same; this is for
-// ranks that something else has started.
+// An Open MPI bundled with libds (scripts/bundle) finds its files through environment variables. A file beside
+// libmpi.so lists the names and the paths, relative to the parent folder. The bundle's mpirun sets them; this is for
+// ranks that were started in another way.
 void find_bundled_open_mpi() {
   Dl_info info{};
   if (variables::open_mpi_has_its_prefix() || dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) == 0) return;
@@ -76,7 +76,7 @@ void find_bundled_open_mpi() {
     ::setenv(name.c_str(), (lib.parent_path() / path).c_str(), 1);
 }
 
-// MPI of this process: initialised by the first communicator unless it was, finalised after the last one if it was us.
+// MPI in this process: the first communicator initialises it if necessary; the last one then finalises it.
 class Environment {
  public:
   static void enter(double timeout_s) {
@@ -89,23 +89,23 @@ class Environment {
       MPI_Query_thread(&level);
     } else {
       find_bundled_open_mpi();
-      // A process that is forked to read a file from elsewhere (formats/confined.h) touches no memory of MPI's.
+      // A process forked to read an untrusted file (formats/confined.h) touches none of MPI's memory.
       ::setenv("OMPI_MCA_mpi_warn_on_fork", "0", 0);
-      // A process that no launcher started needs neither a daemon of Open MPI nor its folder in TMPDIR, both of which
-      // would outlive it when it is killed.
+      // A process without a launcher needs neither Open MPI's daemon nor its folder in TMPDIR, both of which would
+      // remain if it is killed.
       if (!variables::mpi_has_launcher()) {
         ::setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
         ::setenv("OMPI_MCA_orte_create_session_dirs", "0", 0);
       }
-      // Over TCP without "put": its receiver asks for each large message, behind all that it is sending itself, so that
-      // the two directions of a link take turns.
+      // Over TCP without "put": with it, a receiver requests each large message only after everything that it is
+      // sending itself, so the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
-      // With less MPI_Init or MPI_Comm_dup ends the process, or waits for ever, and says nothing that helps: segments
-      // of 4 MiB with a page before them, three threads for each rank, and address space for 75 MB with two ranks of a
-      // node, 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look
-      // for threads before any has its own, so the first one there looks for all; not each of them, which would start
-      // the square of their number for a moment. Of data it took up to 7.2 MiB beside the
-      // stacks of its threads.
+      // With less than this, MPI_Init or MPI_Comm_dup ends the process or waits forever, without a helpful message:
+      // segments of 4 MiB with a page before them; three threads for each rank; address space for 75 MB with two ranks
+      // on a node, 4.2 MB for each further rank, and the 128 MiB that malloc reserves for threads. All ranks of a node
+      // may check for threads before any has started its own, so the first one checks for all; if each did, the square
+      // of their number would start for a moment. For data, up to 7.2 MiB was measured, besides the stacks of its
+      // threads.
       const bool first_here = variables::mpi_local_rank(0) == 0;
       const int ranks_here = std::clamp(variables::mpi_local_size(1), 1, 4096);
       require_limit(RLIMIT_AS, address_space_bytes() + (u64{200} << 20) + (u64{5} << 20) * static_cast<u64>(ranks_here),
@@ -116,10 +116,10 @@ class Environment {
       level = init(timeout_s);
       ours() = true;
     }
-    DS_CHECK(level >= MPI_THREAD_MULTIPLE, Errc::Unavailable, "this MPI does not grant MPI_THREAD_MULTIPLE");
+    DS_CHECK(level >= MPI_THREAD_MULTIPLE, Errc::Unavailable, "this MPI does not support MPI_THREAD_MULTIPLE");
     ++users();
   }
-  // clean: all ranks are about to leave, so that MPI_Finalize, which waits for all, returns.
+  // clean: all ranks are about to leave, so MPI_Finalize, which waits for all, returns.
   static void leave(bool clean) noexcept {
     const std::lock_guard lock(mutex());
     if (!clean) ours() = false;
@@ -127,7 +127,8 @@ class Environment {
   }
 
  private:
-  // MPI_Init waits for all ranks, for ever. So another thread calls it, and is left behind where one does not come.
+  // MPI_Init waits for all ranks, without a limit. Another thread therefore calls it, and is abandoned if a rank never
+  // arrives.
   static int init(double timeout_s) {
     struct Done {
       std::mutex mutex;
@@ -152,10 +153,10 @@ class Environment {
     while (!done->changed.wait_for(lock, std::chrono::milliseconds(250), [&] { return done->is; })) {
       for (int r = 0; r < size && !segment.empty(); ++r) {
         if (rank_has_ended(segment, r))
-          throw Error(Errc::Comm, fmt::format("rank {} ended before it came to MPI", r), r);
+          throw Error(Errc::Comm, fmt::format("rank {} ended before it reached MPI_Init", r), r);
       }
       DS_CHECK(std::chrono::steady_clock::now() < deadline, Errc::Timeout,
-               "MPI did not start within {} s: some rank has not come", timeout_s);
+               "MPI did not start within {} s: some rank has not arrived", timeout_s);
     }
     check(done->rc, "MPI_Init_thread");
     return done->level;
@@ -187,10 +188,10 @@ int ranks_of_mpi() {
   return n;
 }
 
-// What members of a group tell each other before they use it.
+// Members of a group exchange this before they use it.
 struct GroupProposal {
-  i32 id = 0;    // the least that this rank has not used
-  u64 hash = 0;  // of the members
+  i32 id = 0;    // the smallest that this rank has not used
+  u64 hash = 0;  // hash of the members
   std::array<char, 40> name{};
 };
 
@@ -244,7 +245,7 @@ class MpiCommunicator final : public AsyncCommunicator {
  private:
   int tag(MessageTag kind) const noexcept { return id_ * kTagsPerGroup + kind; }
 
-  // The requests of one lane, with the peer of each, for error messages.
+  // The requests of one lane, with the peer of each for error messages.
   struct Requests {
     std::vector<MPI_Request> requests;
     std::vector<int> peers;
@@ -361,7 +362,7 @@ class MpiCommunicator final : public AsyncCommunicator {
 
   Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) override { return Buffer(ledger, tag, bytes); }
 
-  // Waits for all; on failure cancels what can be and forgets the rest.
+  // Waits for all; on failure cancels what it can and abandons the rest.
   void finish(Requests& r, const Operation& op) { finish(r, op, timeout_s()); }
   void finish(Requests& r, const Operation& op, double timeout_s) {
     try {
@@ -370,7 +371,8 @@ class MpiCommunicator final : public AsyncCommunicator {
       for (MPI_Request& request : r.requests) {
         if (request != MPI_REQUEST_NULL) MPI_Cancel(&request);
       }
-      // What has been matched comes, whoever asked for it has gone or not: its memory is given back only then.
+      // Messages that have been matched still arrive after their receiver has failed; their memory is freed only
+      // afterwards.
       const auto deadline = Clock::now() + kGrace;
       for (int all = 0; !all && Clock::now() < deadline; std::this_thread::sleep_for(kShortSleep))
         MPI_Testall(static_cast<int>(r.requests.size()), r.requests.data(), &all, MPI_STATUSES_IGNORE);
@@ -425,18 +427,18 @@ class MpiCommunicator final : public AsyncCommunicator {
         if (!left) left = now;
         if (now - *left > kUnderWay) {
           fail(Errc::Comm, world_rank(peer),
-               fmt::format("rank {} has left, and rank {} still is in {} \"{}\"{}", world_rank(peer), own_number(),
+               fmt::format("rank {} has left, and rank {} is still in {} \"{}\"{}", world_rank(peer), own_number(),
                            op_name(op.kind), op.tag, of_group()));
         }
       }
       if (now - start > limit) {
-        // This rank may be who was away, stopped or not scheduled: what has come since then is taken first.
+        // This rank may itself have been stopped or not scheduled, so first receive what has arrived since.
         if (!std::exchange(looked_again, true)) {
           round = 0;
           continue;
         }
         fail(Errc::Timeout, world_rank(peer),
-             fmt::format("rank {} did not come within {} s: rank {} is in {} \"{}\" (call {}){}", world_rank(peer),
+             fmt::format("rank {} did not arrive within {} s: rank {} is in {} \"{}\" (call {}){}", world_rank(peer),
                          timeout_s, own_number(), op_name(op.kind), op.tag, calls_.load(), of_group()));
       }
       std::this_thread::sleep_for(now - start < 20ms ? kShortSleep : kLongSleep);
@@ -447,7 +449,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     check(MPI_Irecv(&heard_, sizeof heard_, MPI_BYTE, MPI_ANY_SOURCE, kControl, control_, &listening_), "MPI_Irecv");
   }
 
-  // Takes in control messages that have come.
+  // Receives pending control messages.
   void hear() {
     const std::lock_guard lock(mutex_);
     for (int there = 1;;) {
@@ -471,7 +473,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     if (const auto failure = known_failure()) throw Error(failure->code, failure->message, failure->rank);
   }
 
-  // To all peers in `members`; returns when MPI has taken the messages over, or after a while.
+  // Sends to all peers in `members`; returns when MPI has taken the messages over, or after a while.
   void tell(const ControlMessage& message, const MpiCommunicator& members) noexcept {
     told_ = message;
     std::vector<MPI_Request> requests(static_cast<size_t>(members.size()), MPI_REQUEST_NULL);
@@ -500,14 +502,14 @@ class MpiCommunicator final : public AsyncCommunicator {
     return failure;
   }
 
-  // Tells the peers in a communicator of this world that this rank leaves it. They may go on without.
+  // Informs the peers in a communicator of this world that this rank leaves it. They may continue without it.
   void say_goodbye_to(const MpiCommunicator& members) noexcept {
     const std::lock_guard lock(mutex_);
     if (!failure_)
       tell({.kind = ControlMessage::Goodbye, .group = members.id_, .code = {}, .rank = rank(), .text = {}}, members);
   }
 
-  // The members agree on an id that none of them has used, so that any two groups that two ranks share have different
+  // The members agree on an id that none of them has used, so any two groups with two common ranks have different
   // message tags.
   std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) override {
     GroupProposal own{.id = next_id_, .hash = 14695981039346656037u};
@@ -532,7 +534,7 @@ class MpiCommunicator final : public AsyncCommunicator {
       if (other.hash != own.hash || other.name != own.name) {
         fail(Errc::Comm, q,
              fmt::format("groups do not match: rank {} makes group \"{}\", rank {} makes group \"{}\"{}", this->rank(),
-                         own.name.data(), q, other.name.data(), other.name == own.name ? " of other members" : ""));
+                         own.name.data(), q, other.name.data(), other.name == own.name ? " with other members" : ""));
       }
       id = std::max(id, other.id);
     }
@@ -545,8 +547,8 @@ class MpiCommunicator final : public AsyncCommunicator {
     return std::make_unique<MpiCommunicator>(rank, options, std::move(membership), *this, id);
   }
 
-  // Leaves together with the peers, after a failure too, so that each can tell its story before the first exit ends the
-  // job. False: somebody failed or does not come. Then MPI_Finalize, which waits for all, must not be called.
+  // Leaves together with the peers, also after a failure, so that each can report its error before the first exit ends
+  // the job. False: a rank failed or does not arrive; then MPI_Finalize, which waits for all, must not be called.
   bool say_goodbye() noexcept {
     say_goodbye_to(*this);
     MPI_Request all_here = MPI_REQUEST_NULL;
@@ -570,7 +572,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   }
 
-  MpiCommunicator& ground_;  // the world, which may be this one
+  MpiCommunicator& ground_;  // the world, possibly this one
   const int id_;             // 0: the world
   int next_id_ = 1;          // of a world
   MPI_Comm slices_ = MPI_COMM_NULL, letters_ = MPI_COMM_NULL, control_ = MPI_COMM_NULL;
@@ -581,7 +583,7 @@ class MpiCommunicator final : public AsyncCommunicator {
   std::vector<const std::byte*> sources_;
   std::vector<std::byte> staging_;
 
-  mutable std::mutex mutex_;  // control messages
+  mutable std::mutex mutex_;  // of control messages
   ControlMessage heard_{}, told_{};
   MPI_Request listening_ = MPI_REQUEST_NULL;
   std::optional<Failure> failure_;

@@ -17,7 +17,7 @@ Api load() {
                      : library_candidates("libnccl.so.2", library_folders(LibrarySurroundings::of_this_process()));
   Api api{};
   int version = 0;
-  // Why a library does not serve, or nothing: then `api` is of it.
+  // Why a library is unsuitable; empty: it is suitable, and `api` refers to it.
   const auto refusal = [&](void* library) {
     std::string missing;
     const auto resolve = [&](auto& entry, const char* name) {
@@ -45,8 +45,8 @@ Api load() {
     return told && version >= kOldestVersion ? std::string()
                                              : fmt::format("is NCCL version {}; libds needs 2.14 or later", version);
   };
-  const OpenedLibrary opened = open_library(candidates, refusal);  // never closed: it has threads of its own
-  DS_CHECK(opened.handle != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,
+  const OpenedLibrary opened = open_library(candidates, refusal);  // never closed, since it has threads of its own
+  DS_CHECK(opened.handle != nullptr, Errc::Unavailable, "NCCL cannot be loaded: {}{}", opened.error,
            !named.empty() ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
   log_message(LogLevel::Verbose, fmt::format("NCCL {} from {}", version, opened.file));
   return api;

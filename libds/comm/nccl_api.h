@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The part of NCCL that libds uses, in our own declarations, and the library that provides it, opened at run time: no
-// NVIDIA header or library is needed to build or to start libds. tests/unit/nccl_api_test.cc holds them to nccl.h.
+// Our own declarations of the part of NCCL that libds uses, and the library, which is opened at run time, so that no
+// NVIDIA header or library is needed to build or start libds. tests/unit/nccl_api_test.cc compares them with nccl.h.
 
 #include <array>
 #include <cstddef>
@@ -31,7 +31,7 @@ struct UniqueId {
   std::array<char, 128> internal;
 };
 
-// ncclConfig_t as NCCL 2.14 has it: later versions read `size` bytes and take their defaults for the rest.
+// ncclConfig_t of NCCL 2.14; later versions read `size` bytes and use their defaults for the rest.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -40,7 +40,7 @@ struct Config {
 };
 constexpr int kOldestVersion = 21400;
 
-// One member per entry point, named after it.
+// One member per entry point, with the same name.
 struct Api {
   Result (*GetVersion)(int* version);
   Result (*GetUniqueId)(UniqueId* id);
@@ -60,7 +60,7 @@ struct Api {
   Result (*AllReduce)(const void* source, void* target, size_t count, DataType, RedOp, Comm, CudaStream);
 };
 
-// Opens libnccl.so.2, or the file that DS_NCCL_LIBRARY names. Throws Errc::Unavailable saying what is missing.
+// Opens libnccl.so.2, or the file that DS_NCCL_LIBRARY names. Throws Errc::Unavailable, which states what is missing.
 Api load();
 
 }  // namespace ds::nccl

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// nccl: collectives between GPUs on the Comm queue. NCCL moves bytes; sums are ours, because its rings and trees add in
-// an order of their own: a reduce-scatter is an exchange of slices, which sends what a ring sends, (P-1)/P n, and a
-// fold in rank order behind it. One round of staging serves both, since one queue runs them in turn. Only integer
-// reductions, which every order leaves the same, are NCCL's. What NCCL does not promise (NaN wins a maximum; sends that
-// do not wait for the receiver) and no step needs goes through host memory and the world.
+// nccl: collectives between GPUs on the Comm queue. NCCL moves bytes, but sums are ours, since its rings and trees add
+// in an order of their own: a reduce-scatter is an exchange of slices, which sends as much as a ring, (P-1)/P n,
+// followed by a fold in rank order. One staging area serves both, since one queue runs them in turn. Only integer
+// reductions, whose order does not matter, are NCCL's. Operations that NCCL does not promise (NaN wins a maximum; sends
+// that do not wait for the receiver) and that no step needs go through host memory and the world.
 //
-// Never a hang. The communicator is non-blocking: no call into NCCL waits for a peer. A watcher looks at NCCL, at the
-// world (which knows of peers that failed, died or left) and at the age of the oldest unfinished operation. On a
-// failure it tells the world and aborts NCCL, which ends what is on the stream. NCCL does not compare calls: a mismatch
-// is noticed where the world shows the peers' calls, else it is a timeout.
+// Nothing hangs. The communicator is non-blocking: no call into NCCL waits for a peer. A watcher checks NCCL, the world
+// (which knows of peers that failed, died or left) and the age of the oldest unfinished operation. On a failure it
+// informs the world and aborts NCCL, which ends the work on the stream. NCCL does not compare calls: a mismatch is
+// noticed if the world shows the peers' calls, else as a timeout.
 
 #include <algorithm>
 #include <condition_variable>
@@ -28,12 +28,12 @@ using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
 constexpr i64 kStagingBytes = i64{64} << 20;  // received slices of a fold: one round
-constexpr i64 kStagingStep = i64{1} << 20;    // staging grows in these steps
+constexpr i64 kStagingStep = i64{1} << 20;    // increment by which staging grows
 constexpr i64 kAlignment = 256;               // of parts in the staging
-constexpr i64 kGatherBytes = i64{64} << 10;   // smaller sums of floats are gathered and folded by everybody
+constexpr i64 kGatherBytes = i64{64} << 10;   // smaller sums of floats are gathered, and every rank folds them
 constexpr auto kWatchPeriod = 50ms;
-constexpr auto kUnderWay = 500ms;  // for what a peer that has left sent before
-constexpr auto kHearsay = 1s;      // for the world to tell who died, when NCCL reports an error without a name
+constexpr auto kUnderWay = 500ms;  // for messages in flight from a peer that has left
+constexpr auto kHearsay = 1s;      // for the world to report which rank died, when NCCL reports an error without a rank
 constexpr auto kGrace = 2s;        // for peers to finalise together
 constexpr int kYields = 100;
 constexpr auto kSleep = 50us;
@@ -44,7 +44,7 @@ std::string describe(const nccl::Api& api, nccl::Comm comm, nccl::Result r) {
                      last != nullptr ? last : "");
 }
 
-// What tickets need; lives as long as they do.
+// State that tickets need; lives as long as they do.
 struct Timeline {
   explicit Timeline(Device& d) : device(d) { spare.reserve(256); }
   ~Timeline() {
@@ -88,14 +88,14 @@ struct EnqueuedOperation final : Ticket::State {
 
   const std::shared_ptr<Timeline> timeline;
   const CallInfo info;
-  const Device::Event ready;  // inputs are there
+  const Device::Event ready;  // inputs are ready
   const Device::Event end;
   std::atomic<bool> enqueued{false};  // `end` is recorded
 };
 
-// What the world shows of a call: its number, and enough of the rest to see that two differ.
+// The information about a call that the world shows: its number, and enough of the rest to notice a difference.
 struct Shown {
-  u32 calls = 0;  // this one included
+  u32 calls = 0;  // including this one
   OpKind kind{};
   u32 hash = 0;  // 24 bits
 
@@ -146,7 +146,7 @@ class NcclCommunicator final : public BaseCommunicator {
       abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
     } else {
       try {
-        device_.synchronize(Queue::Comm);  // the watcher ends what will not end
+        device_.synchronize(Queue::Comm);  // the watcher ends stuck work
       } catch (const Error& e) {
         abort(e);
       }
@@ -170,7 +170,7 @@ class NcclCommunicator final : public BaseCommunicator {
   i64 staging_bytes() const noexcept override { return staging_.bytes() + host_.bytes(); }
 
  private:
-  // One part of a segment's slices and where it lies in the staging.
+  // One part of a segment's slices, and its place in the staging.
   struct Part {
     const OpSegment* segment;
     i64 offset, bytes, position;
@@ -182,12 +182,11 @@ class NcclCommunicator final : public BaseCommunicator {
   static size_t count(i64 n) noexcept { return static_cast<size_t>(n); }
 
   void connect() {
-    device_.synchronize();  // makes the device this thread's, too: NCCL takes the current one
+    device_.synchronize();  // also makes the device current for this thread, as NCCL needs
     nccl::UniqueId id{};
     if (rank() == 0) {
       const nccl::Result r = api_.GetUniqueId(&id);
-      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL finds no way to be reached: {}",
-               describe(api_, nullptr, r));
+      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL found no network address: {}", describe(api_, nullptr, r));
     }
     world_.broadcast(id.internal.data(), static_cast<i64>(sizeof id), 0, "nccl.connect").wait();
     nccl::Config config;
@@ -201,21 +200,21 @@ class NcclCommunicator final : public BaseCommunicator {
         std::this_thread::sleep_for(1ms);
         r = state();
       }
-      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL does not connect: {}", describe(api_, comm_, r));
+      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL cannot connect: {}", describe(api_, comm_, r));
     } catch (const Error& e) {
       give_up(e);
       throw_if_failed();
     }
   }
 
-  // What CommGetAsyncError says; InProgress while a call is under way.
+  // The result of CommGetAsyncError; InProgress while a call is running.
   nccl::Result state() {
     nccl::Result r{};
     const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
     return first(asked, r);
   }
 
-  // NCCL wants all ranks to finalise; who waits in vain aborts.
+  // NCCL requires all ranks to finalise; aborts if they do not within the grace time.
   void disconnect() noexcept {
     const std::lock_guard lock(nccl_mutex_);
     if (comm_ != nullptr) {
@@ -261,7 +260,7 @@ class NcclCommunicator final : public BaseCommunicator {
     return {};
   }
 
-  // In call order with what is on the Comm queue.
+  // In call order with the work on the Comm queue.
   Ticket through_host(const Operation& op) {
     device_.record(fence_, Queue::Comm);
     device_.wait(Queue::Compute, fence_);
@@ -273,7 +272,7 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  // `work` puts the operation on the Comm queue, behind what is on Compute now.
+  // `work` puts the operation on the Comm queue, after everything that is on Compute now.
   template <class Work>
   Ticket enqueue(const Operation& op, Work&& work) {
     auto state = std::allocate_shared<EnqueuedOperation>(
@@ -294,7 +293,7 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   // One group of NCCL calls. `calls` returns the first error. Returns when the group is on the stream; the watcher ends
-  // a wait for peers that do not come.
+  // a wait for peers that do not arrive.
   template <class Calls>
   void group(Calls&& calls) {
     nccl::Result r{};
@@ -324,7 +323,7 @@ class NcclCommunicator final : public BaseCommunicator {
 
   void* stream() { return device_.native(Queue::Comm); }
 
-  // `result`: F32, or the wire's type, to which sums are rounded.
+  // `result`: F32, or the wire dtype, to which sums are rounded.
   void reduce_scatter(std::span<const OpSegment> segments, DType wire, bool accumulate, DType result) {
     const i64 slices = size() - 1 + (result == DType::F32 ? 0 : 4 / dtype_bytes(wire));  // in the staging
     const i64 room = kStagingBytes / std::max<i64>(slices, 1) / kAlignment * kAlignment;
@@ -347,7 +346,7 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  // `used`: bytes of the staging that the parts take for each peer; sums that are rounded lie behind.
+  // `used`: staging bytes of the parts for each peer; sums that are rounded come after them.
   void exchange_and_fold(i64 used, i64 slices, DType wire, bool accumulate, DType result) {
     if (parts_.empty()) return;
     std::byte* const staging = room(slices * used);
@@ -382,14 +381,14 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  // Of fold_sources_, by way of `sums` [elems].
+  // Folds fold_sources_ by way of `sums` [elems].
   void fold_rounded(std::byte* target, float* sums, DType wire, i64 elems) {
     fold(sums, wire, elems, false);
     device_.ops().cast(TensorView::of(target, wire, {elems}), TensorView::of(sums, DType::F32, {elems}),
                        device_.stream(Queue::Comm));
   }
 
-  // Of fold_sources_.
+  // Folds fold_sources_.
   void fold(float* target, DType wire, i64 elems, bool accumulate) {
     fold_views_.clear();
     for (std::byte* source : fold_sources_) fold_views_.push_back(TensorView::of(source, wire, {elems}));
@@ -420,8 +419,8 @@ class NcclCommunicator final : public BaseCommunicator {
     });
   }
 
-  // The bulk is reduce-scattered and gathered in place; a small sum, and what P does not divide, is gathered and folded
-  // by everybody.
+  // Most of the sum is reduce-scattered and gathered in place. A small sum, and the remainder of a division by P, is
+  // gathered, and every rank folds it.
   void all_reduce_sum(const OpSegment& whole, DType dtype) {
     const i64 elem = dtype_bytes(dtype);
     i64 done = 0;
@@ -506,7 +505,7 @@ class NcclCommunicator final : public BaseCommunicator {
     return api_.Recv(target, count(bytes), nccl::DataType::Uint8, from, comm_, stream());
   }
 
-  // Staging of at least these bytes; it grows in the first steps.
+  // Staging of at least this size; it grows in the first steps.
   std::byte* room(i64 bytes) {
     if (bytes > staging_.bytes()) {
       device_.synchronize(Queue::Comm);
@@ -516,7 +515,7 @@ class NcclCommunicator final : public BaseCommunicator {
     return static_cast<std::byte*>(staging_.data());
   }
 
-  // Makes the failure known to all, ends what NCCL does, and keeps what holds: who failed first.
+  // Reports the failure to all ranks, ends NCCL's work, and keeps the failure that counts: the first one.
   void give_up(const Error& why) noexcept {
     world_.abort(why);
     try {
@@ -528,8 +527,8 @@ class NcclCommunicator final : public BaseCommunicator {
     abort_nccl();
   }
 
-  // Under nccl_mutex_. On a thread of its own, because it has been seen to wait for peers that are dead: it ends what
-  // is on the stream first, and only then gives back what NCCL holds.
+  // Requires nccl_mutex_. Runs on a thread of its own, since it has been seen to wait for dead peers: it first ends the
+  // work on the stream, and only then frees NCCL's resources.
   void abort_nccl() noexcept {
     if (comm_ == nullptr) return;
     aborting_ = std::make_shared<std::atomic<bool>>(true);
@@ -538,7 +537,7 @@ class NcclCommunicator final : public BaseCommunicator {
         abort(comm);
         aborting->store(false);
       }).detach();
-    } catch (const Error&) {  // what NCCL holds goes with the process
+    } catch (const Error&) {  // NCCL's resources are freed with the process
       aborting_->store(false);
     }
     comm_ = nullptr;
@@ -569,7 +568,7 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void watch() {
-    u64 watched = ~u64{0};  // the call whose age is taken
+    u64 watched = ~u64{0};  // the call whose age is measured
     Clock::time_point since{}, left{};
     std::unique_lock lock(watch_mutex_);
     while (!wake_.wait_for(lock, kWatchPeriod, [this] { return stop_; })) {
@@ -582,7 +581,7 @@ class NcclCommunicator final : public BaseCommunicator {
         }
         const auto now = Clock::now();
         if (const auto op = oldest()) {
-          // The clock starts when the inputs are there and all operations before are done.
+          // The clock starts when the inputs are ready and all earlier operations are done.
           if (op->info.number != watched || !device_.reached(op->ready)) {
             watched = op->info.number;
             since = left = now;
@@ -592,7 +591,7 @@ class NcclCommunicator final : public BaseCommunicator {
             left = now;
           } else if (now - left > kUnderWay) {
             throw Error(Errc::Comm,
-                        fmt::format("rank {} has left, and rank {} still is in {}", world_rank(peer), own_number(),
+                        fmt::format("rank {} has left, and rank {} is still in {}", world_rank(peer), own_number(),
                                     op->info.describe()),
                         world_rank(peer));
           }
@@ -637,12 +636,12 @@ class NcclCommunicator final : public BaseCommunicator {
       const u64 calls = Shown::unpack(shown).calls;
       if (q != rank() && world_.shown(rank()) != 0 && calls <= call.number) {
         throw Error(Errc::Timeout,
-                    fmt::format("rank {} did not come within {} s: rank {} is in {}, rank {} has made {} calls",
+                    fmt::format("rank {} did not arrive within {} s: rank {} is in {}, rank {} has made {} calls",
                                 world_rank(q), timeout_s_, own_number(), call.describe(), world_rank(q), calls),
                     world_rank(q));
       }
     }
-    throw Error(Errc::Timeout, fmt::format("{} has not ended within {} s, and NCCL does not say which rank is missing",
+    throw Error(Errc::Timeout, fmt::format("{} did not end within {} s, and NCCL does not say which rank is missing",
                                            call.describe(), timeout_s_));
   }
 
@@ -663,7 +662,7 @@ class NcclCommunicator final : public BaseCommunicator {
   std::vector<TensorView> fold_views_;
   u64 calls_ = 0;
 
-  std::mutex nccl_mutex_;      // calls on comm_; none of them waits for a peer
+  std::mutex nccl_mutex_;      // for calls on comm_, none of which waits for a peer
   nccl::Comm comm_ = nullptr;  // null: aborted
   std::shared_ptr<std::atomic<bool>> aborting_;
 

@@ -6,7 +6,7 @@
 namespace ds {
 namespace {
 
-constexpr i32 kNoBlock = -1;  // fills up what others have more of
+constexpr i32 kNoBlock = -1;  // padding up to the number of another rank
 
 i64 range_of(i64 ranks, i64 max_elems, i64 room) noexcept {
   return std::clamp<i64>(room / ranks, 1, std::max<i64>(1, ranks * (max_elems / NonzeroBlocks::kBlock)));
@@ -39,8 +39,8 @@ NonzeroBlocks::NonzeroBlocks(Communicator& comm, Device& device, MemoryLedger& l
   of_all_.resize(static_cast<size_t>(P * ranges));
 }
 
-// f(blocks of the rank that has most, blocks of this rank) for each exchange: of consecutive ranges, as long as they
-// have room. What a number names is in one exchange on all ranks, so that its sum is in rank order.
+// Calls f(blocks of the rank with most, blocks of this rank) for each exchange. Exchanges cover consecutive ranges, as
+// long as they have room. A given block is in the same exchange on all ranks, so its sum is in rank order.
 template <class F>
 void NonzeroBlocks::for_each_exchange(F f) {
   const auto of = [&](i64 rank, i64 range) { return i64{of_all_[rank * num_ranges_ + range]}; };
@@ -58,12 +58,12 @@ void NonzeroBlocks::for_each_exchange(F f) {
   }
 }
 
-// Which of this rank's blocks [n, kBlock] are not zero, by numbers that begin at `first`, and how many each rank has in
-// each range. Whether less is sent so than slices of slice_bytes.
+// Finds this rank's nonzero blocks [n, kBlock], numbered from `first`, and the number of them on each rank in each
+// range. Returns whether sending them takes fewer bytes than slices of slice_bytes.
 bool NonzeroBlocks::find(TensorView blocks, i64 first, i64 most, i64 slice_bytes, std::string_view tag) {
   const i64 n = blocks.dim(0), P = comm_.size();
   num_ranges_ = (n + range_ - 1) / range_;
-  // What is set here is overwritten, unless the device only counts.
+  // Overwritten below, unless the device only counts.
   std::fill_n(is_set_.begin(), n, u8{0});
   std::fill_n(is_set_.begin(), std::min(n, most), u8{1});
   device_.ops().nonzero_rows(TensorView::of(flags_.data(), DType::U8, {n}), blocks, device_.stream());
@@ -76,7 +76,8 @@ bool NonzeroBlocks::find(TensorView blocks, i64 first, i64 most, i64 slice_bytes
     mine_.push_back(narrow<i32>(first + b));
     ++found[b / range_];
   }
-  // Likewise: of other ranks as many, and other ones, which is what takes most exchanges.
+  // Likewise, for a device that only counts: assume as many on the other ranks, and different ones, which needs the
+  // most exchanges.
   for (i64 r = 1, b = std::min(n, most); r < P; ++r) {
     i32* const other = of_all_.data() + (comm_.rank() + r) % P * num_ranges_;
     std::fill_n(other, num_ranges_, 0);
@@ -96,8 +97,8 @@ bool NonzeroBlocks::find(TensorView blocks, i64 first, i64 most, i64 slice_bytes
   return sent_bytes(sent, kBlock * dtype_bytes(blocks.dtype)) < slice_bytes;
 }
 
-// consume(values [k, kBlock], numbers [k]) for each exchange, in rank order; some numbers are kNoBlock. table: what
-// numbers count in.
+// Calls consume(values [k, kBlock], numbers [k]) for each exchange, in rank order; some numbers are kNoBlock. `table`:
+// what the numbers index.
 template <class Consume>
 void NonzeroBlocks::exchange(TensorView table, std::string_view tag, Consume consume) {
   const i64 P = comm_.size(), rank = comm_.rank(), width = kBlock * dtype_bytes(table.dtype);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr CodeFormat kSigns{.bits = 1, .block = 0};
 
-// All n elements in P slices.
+// Cuts n elements into P slices.
 std::vector<OneBitAllReduce::Part> even_parts(i64 n, i64 P) {
   const i64 slice = align_up(div_ceil(n, P), 8);
   std::vector<OneBitAllReduce::Part> parts;
@@ -60,7 +60,7 @@ void OneBitAllReduce::reset() {
   device_.zero(server_error_.data(), server_error_.bytes());
 }
 
-// Of a part, in each of `rows` slices of `memory`.
+// The codes of a part in each of `rows` slices in `memory`.
 TensorView OneBitAllReduce::codes(void* memory, const Place& p, i64 rows) const {
   return row_view(static_cast<u8*>(memory) + p.first / 8, DType::U8, rows, kSigns.code_bytes(p.part.count),
                   slice_bytes());
@@ -69,8 +69,8 @@ TensorView OneBitAllReduce::scales(void* memory, const Place& p, i64 rows) const
   return row_view(static_cast<u8*>(memory) + scales_at() + 4 * p.part.scale, DType::F32, rows, 1, slice_bytes() / 4);
 }
 
-// Measures `y`, which has the parts one after the other, and puts signs and scales into the slices of what is sent;
-// what is lost stays in y. Scales are those of all parts of a number, or each part's own.
+// Measures `y`, which contains the parts one after the other, and writes signs and scales to the slices to be sent; the
+// error remains in y. Scales are shared by all parts with the same number, or one per part.
 void OneBitAllReduce::compress(std::span<const Place> places, TensorView y, bool of_numbers) {
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Open MPI's own collectives behind our interface, in the caller's thread: what ours are measured against, and what the
-// benchmarks of the field measure. Not for training: sums are in an order of Open MPI's choosing, calls are not
-// compared, and an absent rank is waited for for ever.
+// Open MPI's own collectives behind our interface, in the caller's thread, for comparison with ours; the field's
+// benchmarks measure the same. Not for training: the order of sums is Open MPI's, calls are not compared, and an absent
+// rank is waited for without a limit.
 
 #include <mpi.h>
 
@@ -27,7 +27,7 @@ MPI_Datatype type_of(DType dtype) {
 MPI_Op op_of(ReduceOp op) { return op == ReduceOp::Sum ? MPI_SUM : op == ReduceOp::Max ? MPI_MAX : MPI_MIN; }
 
 int count(i64 n) {
-  DS_CHECK(n <= INT_MAX, Errc::Config, "Open MPI counts to {}, not to {}", INT_MAX, n);
+  DS_CHECK(n <= INT_MAX, Errc::Config, "Open MPI counts up to {}, not {}", INT_MAX, n);
   return static_cast<int>(n);
 }
 
@@ -82,7 +82,7 @@ class OpenMpiPeer final : public BaseCommunicator {
       check(MPI_Irecv(s.target, bytes, MPI_BYTE, op.peer, 0, comm_, &request->request), "MPI_Irecv");
     }
     if (under_way_.size() ==
-        under_way_.capacity())  // seldom, and without a call: messages of a few hundred ns are timed
+        under_way_.capacity())  // rarely, and without a call, since messages of a few hundred ns are timed
       std::erase_if(under_way_, [](const auto& r) { return r->request == MPI_REQUEST_NULL; });
     under_way_.push_back(request);
     return Ticket(std::move(request));
@@ -124,10 +124,10 @@ class OpenMpiPeer final : public BaseCommunicator {
     }
   }
 
-  // Open MPI has no form whose result replaces this rank's slice of the source.
+  // Open MPI has no variant whose result replaces this rank's slice of the source.
   void reduce_scatter(const Operation& op, const OpSegment& s, int elems) {
     DS_CHECK(op.dtype == DType::F32 && !op.accumulate, Errc::Config,
-             "Open MPI reduce-scatters F32 into fresh sums only");
+             "Open MPI's reduce-scatter supports only F32 without accumulation");
     const std::byte* const end = s.source + size() * s.slice_bytes;
     const bool inside = s.target >= s.source && s.target < end;
     scratch_.resize(inside ? std::max(scratch_.size(), static_cast<size_t>(elems)) : scratch_.size());
@@ -136,7 +136,7 @@ class OpenMpiPeer final : public BaseCommunicator {
     if (inside) std::copy_n(scratch_.data(), elems, reinterpret_cast<float*>(s.target));
   }
 
-  const std::unique_ptr<Communicator> world_;  // keeps MPI alive
+  const std::unique_ptr<Communicator> world_;  // keeps MPI initialised
   MPI_Comm comm_ = MPI_COMM_NULL;
   std::vector<float> scratch_;
   std::vector<std::shared_ptr<Request>> under_way_;

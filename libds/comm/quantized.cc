@@ -96,7 +96,7 @@ void QuantizedReduceScatter::start(TensorView source, std::string_view tag, Loco
   if (L * M == 1 || n == 0) return;
 
   const CodedSlice slice{format_, n};
-  // Slices number first, first + L, ... of the source, one for each node; of the errors of the source, likewise.
+  // Slices number first, first + L, ... of the source, one for each node; likewise of its errors.
   const auto for_each_node = [&](const TensorView& v, i64 first) {
     return v ? row_view(static_cast<char*>(v.data) + first * n * dtype_bytes(v.dtype), v.dtype, M, n, L * n)
              : TensorView{};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A second shard of gathered parameters within a small group of ranks, usually a node, so that the backward pass
-// gathers there what the forward pass gathered from all. Wang et al.: "ZeRO++", hierarchical partitioning (hpZ). It
-// keeps bytes: the backward pass sees the bits that the forward pass saw, rounded by quantisation or not.
+// A second shard of gathered parameters within a small group of ranks, usually a node: the backward pass gathers within
+// the group what the forward pass gathered from all ranks. Wang et al.: "ZeRO++", hierarchical partitioning (hpZ). It
+// stores bytes, so the backward pass sees exactly the bits of the forward pass, quantised or not.
 
 #include "comm/communicator.h"
 
@@ -10,15 +10,15 @@ namespace ds {
 
 class SecondaryShard {
  public:
-  // Of a parameter of `elems` elements, a multiple of the group's size. `device` is where the group's memory is; both
-  // outlive it. Takes elems/size elements.
+  // For a parameter of `elems` elements, a multiple of the group's size. `device` is where the group's memory is; both
+  // must outlive it. Allocates elems/size elements.
   SecondaryShard(Communicator& group, Device& device, MemoryLedger& ledger, Tag tag, i64 elems, DType dtype);
 
-  // Keeps our part of `full` [elems], which is equal on all ranks of the group.
+  // Stores our part of `full` [elems], which is equal on all ranks of the group.
   void keep(TensorView full);
-  // full [elems] = what was kept, on all ranks. Collective over the group; an error where nothing is kept.
+  // Restores full [elems] on all ranks. Collective over the group; an error if nothing is stored.
   Ticket gather(TensorView full, std::string_view tag);
-  // The parameters have changed: after each optimizer step.
+  // Call this when the parameters have changed: after each optimizer step.
   void invalidate() noexcept { kept_ = false; }
   bool kept() const noexcept { return kept_; }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// self, threads and shm: one algorithm over an arena. In an exchange every rank says what it calls and where its source
-// lies, meets the others, and reads their slices in place. A source that peers cannot reach (or a small one, for which
-// the second meeting would cost more than the copy) goes through the staging area chunk by chunk; its two halves
-// alternate, so that a chunk costs one meeting: who comes to meeting n has read what was staged for meeting n - 1.
+// self, threads and shm: one algorithm over an arena. In an exchange every rank states its call and the place of its
+// source, meets the others, and reads their slices in place. A source that peers cannot reach (or a small one, for
+// which the second meeting would cost more than the copy) goes through the staging area chunk by chunk. Its two halves
+// alternate, so a chunk costs one meeting: a rank that reaches meeting n has read the data staged for meeting n - 1.
 
 #include <algorithm>
 #include <cstring>
@@ -23,14 +23,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-// Smaller sources are staged: with a core for every rank, and without.
+// Smaller sources are staged; the second limit is for ranks that share cores.
 constexpr i64 kDirectBytes = 32 << 10, kCrowdedDirectBytes = 256 << 10;
 constexpr int kSpins = 400;  // about 10 us, only when every rank has a core
 constexpr int kYields = 16;
-constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
-constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
-constexpr double kPatience = 1.3;  // of the timeout, where the rank at fault is elsewhere: who is with it speaks first
-constexpr auto kQuiescence = 2s;   // after a failure: how long peers may take to leave our memory
+constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are noticed this late
+constexpr auto kHealthPeriod = 250ms;  // between checks of /proc for every peer
+// Factor of the timeout if the rank at fault is in another communicator, whose ranks report first.
+constexpr double kPatience = 1.3;
+constexpr auto kQuiescence = 2s;  // after a failure: time for peers to leave our memory
 
 void pause_cpu() noexcept {
 #if defined(__x86_64__)
@@ -42,8 +43,8 @@ i64 now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock
 
 class SharedCommunicator final : public AsyncCommunicator {
  public:
-  // ground: whose group this is; null for a world, for the ranks of a node as a part of one, and for a group of one,
-  // which wait for nobody elsewhere.
+  // ground: the world of a group. Null for a world, for the ranks of a node as part of one, and for a group of one,
+  // none of which waits elsewhere.
   SharedCommunicator(std::string_view backend, std::unique_ptr<Arena> arena, const CommOptions& options,
                      Membership membership = {}, SharedCommunicator* ground = nullptr)
       : AsyncCommunicator(backend, arena->rank(), arena->size(), options, membership),
@@ -56,14 +57,14 @@ class SharedCommunicator final : public AsyncCommunicator {
         sends_to_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
 
-  // Meets the peers once, so that names can go.
+  // Meets the peers once, so that names can be removed.
   void attach() {
     {
       const Activity activity(*this, OpKind::Attach);
       attaching_ = true;
       try {
         arena_->reserve_staging();
-      } catch (const Error& e) {  // who waits for us must not wait in vain
+      } catch (const Error& e) {  // ranks that wait for this one must not wait in vain
         fail(e.code(), own_number(), fmt::format("rank {}: {}", own_number(), e.what()));
       }
       meet();
@@ -71,7 +72,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       meet();
     }
     attaching_ = false;
-    calls_ = 0;  // it was none
+    calls_ = 0;  // attaching is not a call
     slot(rank()).activity.store(0, std::memory_order_relaxed);
   }
 
@@ -111,7 +112,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   };
 
   RankSlot& slot(int rank) const noexcept { return arena_->slot(rank); }
-  // In the ground, of a rank of the world: those of a node have consecutive numbers.
+  // Place in the ground of a world rank; those of a node are consecutive.
   int place(int number) const noexcept { return number - ground_.world_rank(0); }
 
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const SliceRange&)> consume) override {
@@ -131,7 +132,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     try {
       meet();
       check_calls(half);
-      // Copied: a peer that is done with its last round says there already what its next call exposes.
+      // Copied, because a peer that is done with its last round already writes what its next call exposes.
       for (int q = 0; q < size(); ++q) exposures_[q] = slot(q).exposure[half];
       const auto any = [&](Exposure e) {
         return std::find(exposures_.begin(), exposures_.end(), e) != exposures_.end();
@@ -154,7 +155,7 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   u32 next_half() const noexcept { return (meetings_ + 1) % 2; }
 
-  // Writes where our segments lie to our staging half; false if a peer could not reach them or they are small.
+  // Writes the places of our segments to our staging half; false if peers cannot reach them or they are small.
   bool expose_directly(const Exchange& x, i64 copies, u32 half) {
     if (x.length() * copies < (spins_ > 0 ? kDirectBytes : kCrowdedDirectBytes)) return false;
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
@@ -167,8 +168,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     return true;
   }
 
-  // Copies bytes [begin, begin + count) of our slices to our staging half: slice q at q * chunk (our own is not
-  // needed).
+  // Copies bytes [begin, begin + count) of our slices to our staging half: slice q at q * chunk (without our own).
   void stage(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 half) {
     std::byte* staging = arena_->staging(rank(), half);
     for (int q = 0; q < (x.sliced ? size() : 1); ++q) {
@@ -184,7 +184,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     const i64 slice = x.sliced ? rank() : 0;
     const u32 half = meetings_ % 2;
     std::atomic<u32>& reading = slot(rank()).reading;
-    reading.store(1, std::memory_order_seq_cst);  // before the look at the failure: see wait_for_readers
+    reading.store(1, std::memory_order_seq_cst);  // before checking for a failure: see wait_for_readers
     try {
       throw_if_reported();
       for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
@@ -210,8 +210,8 @@ class SharedCommunicator final : public AsyncCommunicator {
     reading.store(0, std::memory_order_release);
   }
 
-  // A call that fails gives its buffers back to the caller, so peers must have left them. A reader sets `reading` and
-  // then looks for a failure; here the failure is set first.
+  // A failed call returns its buffers to the caller, so peers must have stopped reading them. A reader sets `reading`
+  // and then checks for a failure; here the failure is set first.
   void wait_for_readers() noexcept {
     const auto deadline = Clock::now() + kQuiescence;
     for (int q = 0; q < size(); ++q) {
@@ -232,7 +232,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // All ranks come; what each wrote before is then visible to all.
+  // Waits for all ranks; everything that each wrote before is then visible to all.
   void meet() {
     post(slot(rank()).arrived, ++meetings_);
     for (int q = 0; q < size(); ++q) {
@@ -241,7 +241,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // Waits until ready(event's value): short spins, some yields, then sleeps, with looks at failures, the peers' health
+  // Waits until ready(event's value): short spins, some yields, then sleeps, with checks of failures, the peers' health
   // and the clock.
   template <class Ready>
   void wait(Event& event, int peer, Lane lane, Ready ready) {
@@ -285,7 +285,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // For the messages of peers; number: of a rank of the world, or -1.
+  // For the messages of peers; number: a world rank, or -1.
   void publish_wait(int number) noexcept {
     tell_wait(number);
     if (!wait_) return;
@@ -311,8 +311,8 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   bool is_here(int number) const noexcept { return place(number) >= 0 && place(number) < ground_.size(); }
 
-  // The peer we wait for may itself wait for another, here or in another communicator: the last of the chain is at
-  // fault. If that one is elsewhere, who is with it knows more and gets some time to speak first.
+  // The peer that we wait for may itself wait for another, here or in another communicator: the last of the chain is at
+  // fault. If that one is in another communicator, the ranks there know more and get time to report first.
   void report_absence(int peer, double waited_s) {
     std::string chain;
     int culprit = world_rank(peer);
@@ -329,12 +329,12 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (!is_here(culprit) && waited_s < kPatience * timeout_s()) return;
     const Arena::Health health = is_here(culprit) ? ground_.arena_->health(place(culprit)) : Arena::Health{};
     fail(Errc::Timeout, culprit,
-         fmt::format("rank {} did not come within {} s: rank {} {}{}{}{}{}", culprit, timeout_s(), own_number(),
+         fmt::format("rank {} did not arrive within {} s: rank {} {}{}{}{}{}", culprit, timeout_s(), own_number(),
                      doing(rank()), chain, words, health.words.empty() ? "" : "; ", health.words));
   }
 
-  // Whom a rank of the world waits for instead of coming here; -1: nobody. It has looked lately: it would not if it
-  // were stopped, or if what it waited for had come.
+  // The rank that a world rank waits for instead of arriving here; -1: none. It must have confirmed this recently: it
+  // would not if it were stopped, or if what it waited for had arrived.
   int waits_for(int number) const {
     const auto lately = now_ns() - static_cast<i64>(timeout_s() / 2 * 1e9);
     for (const Wait& w : ground_.slot(place(number)).waits) {
@@ -352,7 +352,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     return fmt::format("is in {} (call {}){}", op_name(static_cast<OpKind>(kind - 1)), calls + 1, of_group());
   }
 
-  // That this rank writes: memory of its own, as staging is.
+  // Written by this rank; memory of its own, like staging.
   Channel& channel_to(int to) {
     Channel& channel = arena_->channel(rank(), to);
     if (!std::exchange(sends_to_[to], u8{1})) channels_.fetch_add(1, std::memory_order_relaxed);
@@ -464,7 +464,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     const Control& c = arena_->control();
     const auto deadline = Clock::now() + kQuiescence;
     while (c.failure_state.load(std::memory_order_acquire) != 2) {
-      // Whoever writes it can be killed in the middle.
+      // The rank that writes it may be killed while doing so.
       if (Clock::now() > deadline) return {Errc::Comm, "a rank died while it reported a failure", -1};
       std::this_thread::yield();
     }
@@ -489,7 +489,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     return static_cast<u32>(hash >> 32);
   }
 
-  // An index of RankSlot::waits; none when there are more communicators than messages can follow.
+  // An index of RankSlot::waits; empty if there are more communicators than slots.
   std::optional<size_t> take_wait() {
     const std::lock_guard lock(waits_mutex_);
     const auto free = std::find(waits_taken_.begin(), waits_taken_.end(), false);
@@ -515,10 +515,10 @@ class SharedCommunicator final : public AsyncCommunicator {
   bool attaching_ = false;
   u32 meetings_ = 0;                 // of this rank; wraps
   u64 calls_ = 0;                    // for messages
-  u64 collectives_ = 0;              // which all ranks have made alike, unlike receives
-  std::vector<Exposure> exposures_;  // of all ranks, in the present exchange
+  u64 collectives_ = 0;              // made alike by all ranks, unlike receives
+  std::vector<Exposure> exposures_;  // of all ranks, in the current exchange
   std::vector<u8> sends_to_;         // ranks with a channel from here
-  std::atomic<i64> channels_{0};     // of them
+  std::atomic<i64> channels_{0};     // their number
   std::vector<const std::byte*> sources_;
 };
 
@@ -548,11 +548,11 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
   bool is_own = false;
   std::vector<std::jthread> threads;
   for (auto& communicator : communicators) {
-    // Without a thread the communicator is gone as the exception unwinds, which ends the peers.
+    // Without a thread, unwinding destroys the communicator, which ends the peers.
     const std::string name = fmt::format("rank {} of {}", communicator->rank(), size);
     threads.push_back(start_thread(name, [&, c = std::move(communicator)]() mutable {
-      // A rank records its error before it tells its peers, so what they throw comes later; but what the body owned
-      // may have told them while it unwound, so an error of one's own goes before one that names another rank.
+      // A rank records its error before it informs its peers, so their errors come later. But objects owned by the body
+      // may have informed them during unwinding, so a rank's own error precedes one that names another rank.
       const auto record = [&](const Error& why) {
         {
           const std::lock_guard lock(mutex);

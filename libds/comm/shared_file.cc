@@ -24,14 +24,14 @@ namespace {
 
 constexpr const char* kFolder = "/dev/shm";
 
-// A regular file of ours nobody else can replace, for the folder is sticky.
+// A regular file of this user; nobody else can replace it, since the folder is sticky.
 bool is_ours(const struct stat& st) { return S_ISREG(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 077) == 0; }
 
-// The names that objects of this process have given, where a handler of a signal can read them. A process has few at a
-// time; one that finds no place here is removed like those of a killed process.
+// Names given by objects of this process, where a signal handler can read them. A process has few at a time; if the
+// list is full, a name is removed later, like those of a killed process.
 struct GivenName {
   std::atomic<bool> taken = false, written = false;
-  pid_t maker = 0;  // a process that is forked inherits the list, not the files
+  pid_t maker = 0;  // forked processes inherit the list, but not the files
   std::array<char, 256> path{};
 };
 std::array<GivenName, 64> given_names;
@@ -75,7 +75,7 @@ SharedFile SharedFile::create() {
 }
 
 std::optional<SharedFile> SharedFile::open(const std::string& name, bool writable) {
-  // Without waiting: another user may have put a pipe there.
+  // Without blocking, since another user may have put a pipe there.
   const int mode = writable ? O_RDWR : O_RDONLY;
   SharedFile file(::open(shared_path(name).c_str(), mode | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (file.fd_ < 0 && errno == ENOENT) return std::nullopt;
@@ -107,7 +107,7 @@ bool SharedFile::link(const std::string& name) {
   return true;
 }
 
-// Before the lock is given back, so that no other file of this name can be meant.
+// Before the lock is released, so that no other file of this name can be affected.
 void SharedFile::unlink() noexcept {
   if (name_.empty()) return;
   const std::string path = shared_path(name_);
@@ -139,8 +139,8 @@ std::vector<std::string> shared_names(std::string_view prefix) {
   return names;
 }
 
-// Who has the lock may remove the name: others that want to are kept away, and the maker of a file that still has its
-// name has not given up its lock while it lives.
+// The holder of the lock may remove the name: it keeps out others that want to, and the maker of a file that still has
+// its name holds the lock as long as it lives.
 bool remove_abandoned(const std::string& name) try {
   const std::optional<SharedFile> file = SharedFile::open(name, false);
   struct stat st {};
@@ -148,7 +148,7 @@ bool remove_abandoned(const std::string& name) try {
                        fstat(file->descriptor(), &st) == 0 && st.st_nlink > 0 && unlink(shared_path(name).c_str()) == 0;
   if (removed) log_message(LogLevel::Verbose, fmt::format("removed {}: its maker has ended", shared_path(name)));
   return removed;
-} catch (const Error&) {  // another's
+} catch (const Error&) {  // another user's
   return false;
 }
 

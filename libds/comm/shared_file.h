@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Our files in /dev/shm, and whose they are. A maker fills and locks its file (flock) before it gives it a name, and
-// the system takes the lock back however the maker ends. So a file that has a name is whole, and one that nobody has
-// locked belongs to no living process, in whatever container or namespace of process numbers.
+// libds's files in /dev/shm, and their owners. A process fills and locks its file (flock) before it names it, and the
+// system releases the lock however the process ends. A named file is therefore complete, and an unlocked one belongs to
+// no living process, in any container or namespace of process numbers.
 //
-//   ds-job.JOB, ds-job.JOB...   what the ranks of a job share; ds-job.JOB.ended is the launcher's (ended_ranks.h)
-//   ds-train.PID                what a rank shows of itself
+//   ds-job.JOB, ds-job.JOB...   shared by the ranks of a job; ds-job.JOB.ended is the launcher's (ended_ranks.h)
+//   ds-train.PID                a rank's counters, for other processes
 
 #include <optional>
 #include <string>
@@ -22,16 +22,17 @@ inline constexpr std::string_view kJobPrefix = "ds-job.", kLivePrefix = "ds-trai
 class SharedFile {
  public:
   SharedFile() = default;
-  // Empty, locked, 0600, without a name. Throws Errc::Io.
+  // Creates an empty, locked file with mode 0600 and without a name. Throws Errc::Io.
   static SharedFile create();
-  // One that has a name. Nothing: there is none. Throws Errc::Io, also for one of another user or open to others.
+  // Opens a named file. Empty: it does not exist. Throws Errc::Io, also for a file of another user or with access for
+  // others.
   static std::optional<SharedFile> open(const std::string& name, bool writable);
 
   SharedFile(SharedFile&& other) noexcept { *this = std::move(other); }
   SharedFile& operator=(SharedFile&& other) noexcept;
   ~SharedFile();
 
-  // The name goes with the object. False: another file has it. Throws Errc::Io.
+  // Names the file until this object is destroyed. False: the name is taken. Throws Errc::Io.
   bool link(const std::string& name);
   void unlink() noexcept;
 
@@ -42,15 +43,15 @@ class SharedFile {
  private:
   explicit SharedFile(int fd) : fd_(fd) {}
   int fd_ = -1;
-  std::string name_;  // that this object gave it
+  std::string name_;  // given by this object
 };
 
 std::string shared_path(const std::string& name);
-// The names of this user's files that begin so, sorted.
+// This user's files whose names start with `prefix`, sorted.
 std::vector<std::string> shared_names(std::string_view prefix);
-// Removes a file whose maker has ended. Returns whether it was one.
+// Removes a file whose owner has ended. Returns whether it did.
 bool remove_abandoned(const std::string& name);
-// Removes all of this user's, of the names above.
+// Removes all such files of this user, among the names above.
 void remove_abandoned();
 
 }  // namespace ds

@@ -13,7 +13,7 @@ namespace ds {
 namespace bip = boost::interprocess;
 
 SharedRecord::SharedRecord(const std::string& name, const void* content, i64 bytes) : file_(SharedFile::create()) {
-  // Written, not mapped: where no memory is left that is an error here and no SIGBUS later.
+  // Written, not mapped: a lack of memory is an error here and not a SIGBUS later.
   for (i64 done = 0; done < bytes;) {
     const char* rest = static_cast<const char*>(content) + done;
     const ssize_t n = pwrite(file_.descriptor(), rest, static_cast<size_t>(bytes - done), done);
@@ -28,7 +28,7 @@ SharedRecord::SharedRecord(const std::string& name, const void* content, i64 byt
 std::optional<SharedRecord> SharedRecord::open(const std::string& name, i64 bytes) {
   std::optional<SharedFile> file = SharedFile::open(name, false);
   if (!file) return std::nullopt;
-  DS_CHECK(file->size() == bytes, Errc::Mismatch, "{} has {} bytes, not {}: another version of libds made it",
+  DS_CHECK(file->size() == bytes, Errc::Mismatch, "{} has {} bytes, not {}: it comes from another version of libds",
            shared_path(name), file->size(), bytes);
   SharedRecord record(std::move(*file));
   record.map(false, bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A small file of /dev/shm (shared_file.h), which one process writes while it lives and others of the same user read:
-// what a rank shows of itself, beside what ranks exchange (arena.h).
+// A small file in /dev/shm (shared_file.h) that one process writes while it lives and others of the same user read. A
+// rank publishes its counters in one; arena.h is for data that ranks exchange.
 
 #include <boost/interprocess/mapped_region.hpp>
 #include <optional>
@@ -13,11 +13,11 @@ namespace ds {
 
 class SharedRecord {
  public:
-  // Makes it with this content, 0600; the name goes with the object. All its memory is taken now. Throws Errc::Io with
-  // the system's words: the name is taken, /dev/shm is full or cannot be written.
+  // Creates it with this content and mode 0600; the name disappears with the object. Takes all its memory now. Throws
+  // Errc::Io with the system's words: the name is taken, /dev/shm is full or cannot be written.
   SharedRecord(const std::string& name, const void* content, i64 bytes);
-  // Another process's, to be read; it stays readable when its maker is gone. Nothing: there is none of this name.
-  // Throws Errc::Io for what is not ours or open to others, Errc::Mismatch for one of another size.
+  // Opens another process's record for reading; it stays readable after that process ends. Empty: it does not exist.
+  // Throws Errc::Io for a file of another user or with access for others, Errc::Mismatch for one of another size.
   static std::optional<SharedRecord> open(const std::string& name, i64 bytes);
 
   void* data() const noexcept { return region_.get_address(); }
@@ -29,7 +29,7 @@ class SharedRecord {
   boost::interprocess::mapped_region region_;
 };
 
-// The first bytes of one. Less than `bytes` where it is shorter, nothing where it is gone or not ours to read.
+// The first `bytes` bytes of a record; fewer if it is shorter, none if it is gone or must not be read.
 std::string read_shared(const std::string& name, i64 bytes);
 
 }  // namespace ds

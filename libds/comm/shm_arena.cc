@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arena of processes: files of /dev/shm (shared_file.h), mapped by Boost.Interprocess. Boost's managed segments are
-// not used: who opens one that its creator left unfinished waits for ever. A segment here gets its name when it is
-// finished, is reserved before it is touched (a full /dev/shm would be a SIGBUS), and loses its name as soon as all
-// have it open.
+// The arena of processes: files in /dev/shm (shared_file.h), mapped by Boost.Interprocess. Boost's managed segments are
+// not used: a process that opens one which its creator left unfinished waits forever. A segment here gets its name when
+// it is finished, is reserved before it is touched (a full /dev/shm would be a SIGBUS), and loses its name as soon as
+// all have opened it.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -33,13 +33,13 @@ constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
 constexpr u32 kVersion = 4;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
-constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1, which older headers lack
+constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1, missing in older headers
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14
 
 i64 free_bytes_now() {
   struct statvfs fs {};
   if (statvfs("/dev/shm", &fs) != 0) return 0;
-  // Mounted without a limit, it has no blocks: memory is the limit.
+  // A tmpfs mounted without a limit reports no blocks: memory is the limit.
   return fs.f_blocks == 0 ? i64{sysconf(_SC_PHYS_PAGES)} * kPage : static_cast<i64>(fs.f_bavail * fs.f_frsize);
 }
 
@@ -50,20 +50,20 @@ std::string segment_name(std::string_view job) {
   return fmt::format("{}{}", kJobPrefix, job);
 }
 
-// All members are in it: groups of other members that have the first one in common may be made beside it.
+// Contains all members, since groups with the same first but other members may be created at the same time.
 std::string group_segment_name(const std::string& world, std::string_view name, std::span<const int> members) {
   u64 hash = 14695981039346656037u;
   for (const int member : members) hash = (hash ^ static_cast<u64>(member)) * 1099511628211u;
   return fmt::format("{}.{}.{}-{:016x}", world, name, members.front(), hash);
 }
 
-// A rank that is waited for, and has made nothing yet.
+// For a rank that is waited for and has created nothing yet.
 void throw_if_ended(const std::string& segment, int rank) {
   if (rank_has_ended(segment, rank))
     throw Error(Errc::Comm, fmt::format("rank {} ended before it attached", rank), rank);
 }
 
-// The parts of a region begin on such a boundary.
+// Alignment of the parts of a region.
 i64 region_alignment(i64 bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
 class SharedSegment {
@@ -80,7 +80,7 @@ class SharedSegment {
     return s;
   }
 
-  // Waits until rank `creator` has made it.
+  // Waits until rank `creator` has created it.
   static SharedSegment open(const std::string& name, i64 bytes, int size, int creator, double timeout_s,
                             FunctionRef<void()> look) {
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
@@ -89,7 +89,7 @@ class SharedSegment {
       throw_if_ended(name, creator);
       if (Clock::now() > deadline)
         throw Error(Errc::Timeout,
-                    fmt::format("rank {} did not come within {} s: it made no /dev/shm/{}", creator, timeout_s, name),
+                    fmt::format("rank {} did not arrive within {} s: it made no /dev/shm/{}", creator, timeout_s, name),
                     creator);
       std::optional<SharedFile> file = SharedFile::open(name, true);
       if (!file) continue;
@@ -114,12 +114,13 @@ class SharedSegment {
         bytes, what, system_reason(error), free_bytes_now());
   }
 
-  // Maps the pages now, so that they count as resident from here on; a kernel before 5.14 does it as they are touched.
+  // Maps the pages now, so that they count as resident from here on; a kernel before 5.14 maps them when they are
+  // touched.
   void populate(i64 offset, i64 bytes) noexcept {
     madvise(data() + offset, static_cast<size_t>(bytes), kPopulateWrite);
   }
 
-  // Gathers the pages into huge ones, where the kernel can: large folds and copies run 1.3 to 1.6 times as fast.
+  // Merges the pages into huge ones, if the kernel can: large folds and copies run 1.3 to 1.6 times as fast.
   void collapse(i64 offset, i64 bytes) noexcept {
     if (bytes >= kHugePage) madvise(data() + offset, static_cast<size_t>(bytes), kCollapse);
   }
@@ -132,7 +133,7 @@ class SharedSegment {
   SharedSegment(SharedFile file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
   int fd() const noexcept { return file_.descriptor(); }
   SegmentHeader* header() const noexcept { return reinterpret_cast<SegmentHeader*>(data()); }
-  // At an address on a huge page boundary, so that the segment's huge pages can be mapped whole.
+  // Maps at an address on a huge page boundary, so that whole huge pages can be mapped.
   void map(i64 size) try {
     const auto bytes = static_cast<size_t>(size), slack = static_cast<size_t>(kHugePage);
     void* reserved = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -142,7 +143,7 @@ class SharedSegment {
     std::byte* const base = start + (slack - reinterpret_cast<size_t>(start) % slack) % slack;
     std::byte* const end = base + align_up(size, kPage);
     region_ = bip::mapped_region(bip::file_mapping(file_.opened_as().c_str(), bip::read_write), bip::read_write, 0,
-                                 bytes, base, MAP_FIXED);  // over that part of the reservation
+                                 bytes, base, MAP_FIXED);  // replaces that part of the reservation
     if (base > start) munmap(start, static_cast<size_t>(base - start));
     munmap(end, static_cast<size_t>(start + bytes + slack - end));
   } catch (const bip::interprocess_exception& e) {
@@ -156,7 +157,7 @@ class SharedSegment {
 
 class ShmArena final : public Arena {
  public:
-  // creator: the number in the world of this arena's rank 0.
+  // creator: the world rank of this arena's rank 0.
   ShmArena(std::string name, int rank, int size, int creator, double timeout_s, FunctionRef<void()> look)
       : Arena(rank, size), name_(std::move(name)), creator_(creator), timeout_s_(timeout_s) {
     if (rank == 0) {
@@ -174,7 +175,7 @@ class ShmArena final : public Arena {
     own.pid.store(getpid(), std::memory_order_release);
   }
 
-  // Of /dev/shm, without channels. Of a region's header one page is ever touched.
+  // Need in /dev/shm without channels. Only one page of a region's header is ever touched.
   static i64 needed_bytes(int size, std::span<const i64> allocations) {
     i64 bytes = channels_offset(size);
     for (const i64 b : allocations) bytes += b == 0 ? 0 : kPage + size * align_up(b, kPage);
@@ -216,14 +217,15 @@ class ShmArena final : public Arena {
     meet();
     const auto made = [] {};
     if (rank() != 0) region->segment = SharedSegment::open(name, total, size(), creator_, timeout_s_, made);
-    // In huge pages as far as they are full: what nobody asked for is not taken.
+    // Huge pages only as far as they are full: memory that nobody requested is not taken.
     region->segment.reserve(region->offset(rank()), align_up(bytes, kPage), tag_name(tag));
     region->segment.collapse(region->offset(rank()), bytes / kHugePage * kHugePage);
     meet();
     region->segment.unlink();
     std::byte* own = region->part(rank());
     regions_.push_back(region);
-    // Peers may still read the rest of the region, so only our pages go back; the mapping goes with the communicator.
+    // Peers may still read the rest of the region, so only our pages are freed; the mapping is freed with the
+    // communicator.
     return Buffer(ledger, tag, own, bytes,
                   [region, own] { madvise(own, static_cast<size_t>(region->stride), MADV_REMOVE); });
   }
@@ -272,7 +274,7 @@ class ShmArena final : public Arena {
 i64 shm_channel_bytes() noexcept { return static_cast<i64>(sizeof(Channel)); }
 i64 shm_needed_bytes(int size, std::span<const i64> allocations) { return ShmArena::needed_bytes(size, allocations); }
 
-// The size of a file tells the number of pages and takes none.
+// The number of pages is passed as the size of a file, which takes none.
 i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, SharedFile& told) {
   const std::string name = segment_name(job) + ".free";
   if (access("/dev/shm", W_OK | X_OK) != 0) return 0;
@@ -292,7 +294,7 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, S
     throw_if_ended(segment_name(job), 0);
     if (Clock::now() > deadline)
       throw Error(Errc::Timeout,
-                  fmt::format("rank 0 did not come within {} s: it made no /dev/shm/{}", timeout_s, name), 0);
+                  fmt::format("rank 0 did not arrive within {} s: it made no /dev/shm/{}", timeout_s, name), 0);
   }
 }
 

@@ -6,7 +6,7 @@
 namespace ds {
 namespace {
 
-// An operation on nothing is a call too: peers compare calls.
+// An empty operation is also a call, since peers compare calls.
 template <class F>
 void for_each_round(i64 length, i64 round, F&& f) {
   i64 begin = 0;
@@ -16,7 +16,7 @@ void for_each_round(i64 length, i64 round, F&& f) {
 
 }  // namespace
 
-// Whoever waits for what fails here is told.
+// Errors here are reported to everything that waits.
 Staging::~Staging() {
   const auto end = [](auto&& wait) {
     try {
@@ -70,7 +70,7 @@ Ticket Staging::run(const Operation& op) {
   return {};
 }
 
-// Nothing may lie nowhere.
+// An empty range may have any address.
 void Staging::download(void* to, const void* from, i64 bytes) {
   if (bytes > 0) device_.download(to, from, bytes);
 }
@@ -83,7 +83,7 @@ std::byte* Staging::room(i64 bytes) {
   return memory_.data();
 }
 
-// Host memory of a round: for each part P slices in the wire's type, then, behind all of them, its fp32 target.
+// Host memory of a round: for each part, P slices in the wire dtype; after all of them, the fp32 targets.
 void Staging::reduce_scatter(const Operation& op) {
   const i64 P = world_.size(), wire = dtype_bytes(op.dtype), length = op.slice_bytes();
   const i64 round = std::min(std::max<i64>(kChunk / P / 64 * 64, 64), length);
@@ -191,7 +191,7 @@ void Staging::scatter(const Operation& op) {
   });
 }
 
-// Not in the common memory: it is read until the peer comes, and other calls may come before.
+// Not in the common buffer: this one is read until the peer arrives, and other calls may come before.
 Ticket Staging::send(const Operation& op) {
   const auto bytes = static_cast<size_t>(op.slice_bytes());
   auto free = std::find_if(letters_.begin(), letters_.end(), [](const Letter& l) { return l.sent.done(); });

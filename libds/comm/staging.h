@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Operations on device memory that are carried out in host memory by another communicator: inputs come down, the other
-// one works, results go up; all is enqueued or done when run() returns. Large operations go in chunks. Elements are
-// independent, so chunks change no sum.
+// Runs operations on device memory in host memory, by another communicator: downloads the inputs, runs the operation,
+// uploads the results. Everything is enqueued or done when run() returns. Large operations are split into chunks;
+// elements are independent, so this changes no sum.
 
 #include <deque>
 
@@ -15,18 +15,18 @@ class Staging {
   Staging(Communicator& world, Device& device) : world_(world), device_(device) {}
   ~Staging();
 
-  // After all that is enqueued on Compute. Done, except for a Send, whose memory may be reused while its peer has yet
-  // to come, and a Recv, which is taken up when somebody waits for it or for an operation behind it.
+  // Runs after all work enqueued on Compute. The operation is then done, except for a Send, whose memory may be reused
+  // although its peer has not arrived, and a Recv, which runs when it or a later operation is waited for.
   Ticket run(const Operation&);
   i64 bytes() const noexcept;
 
  private:
-  static constexpr i64 kChunk = i64{32} << 20;  // host memory of one round
+  static constexpr i64 kChunk = i64{32} << 20;  // host memory of one chunk
   struct Letter {
     std::vector<std::byte> data;
     Ticket sent;
   };
-  // Done once it is in the device's memory, behind all that arrived before.
+  // Done when the data is in device memory, after all earlier arrivals.
   struct Arrival final : Ticket::State {
     explicit Arrival(Device& d) : device(d) {}
     void wait() override;
@@ -60,9 +60,9 @@ class Staging {
   std::vector<std::byte> memory_;
   std::vector<ReduceScatterSegment> scattered_;
   std::vector<AllGatherSegment> gathered_;
-  std::deque<Letter> letters_;                      // used again when they have arrived
-  std::vector<std::shared_ptr<Arrival>> arrivals_;  // used again when nobody asks for them any more
-  std::shared_ptr<Arrival> last_arrival_;           // null: all have landed
+  std::deque<Letter> letters_;                      // reused when they have arrived
+  std::vector<std::shared_ptr<Arrival>> arrivals_;  // reused when nothing refers to them any more
+  std::shared_ptr<Arrival> last_arrival_;           // null: all have arrived
 };
 
 }  // namespace ds

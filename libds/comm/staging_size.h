@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a communicator comes to hold for itself (Communicator::staging_bytes), predicted from the calls that will go
-// through it.
+// Predicts the memory that a communicator will hold for itself (Communicator::staging_bytes) from its calls.
 
 #include <optional>
 #include <set>
@@ -13,13 +12,13 @@ namespace ds {
 
 struct Operation;
 
-// Sums in fp32, in rank order; all others are combined by every rank for itself.
+// True for sums in fp32 in rank order; every rank combines the others itself.
 bool folds(const Operation& op) noexcept;
-// An all-reduce folds slices of so many bytes, one on each rank, and hands them around; what is left, less than a slice
-// for each or all of it, every rank combines for itself, in blocks of at most kReductionBlock.
-inline constexpr i64 kReductionBlock = i64{64} << 10;
+inline constexpr i64 kReductionBlock = i64{64} << 10;  // largest block that every rank combines itself
+// An all-reduce folds slices of this size, one on each rank, and distributes them. The remainder (less than a slice per
+// rank, or all of a small one) is combined by every rank itself.
 i64 folded_slice_bytes(const Operation& op, int size) noexcept;
-inline constexpr i64 kRoundedBlock = i64{16} << 10;  // elements that are folded before they are rounded to 16 bits
+inline constexpr i64 kRoundedBlock = i64{16} << 10;  // elements folded before they are rounded to 16 bits
 
 // Bytes of each slice that mpi receives at a time to fold.
 i64 mpi_fold_round(int size) noexcept;
@@ -31,12 +30,12 @@ struct LargestCalls {
   i64 rounded_elems = 0;
   std::set<int> sent_to = {};
 
-  // Reductions and sends; nothing is kept for the others. Not reduce, of which training makes none.
+  // Adds reductions and sends; others need no memory. Not for reduce, which training does not use.
   void add(const Operation& op, int size);
   void add(const LargestCalls& other);
 };
 
-// Nothing: not known, of a backend whose own parts have it.
+// Empty: unknown, for a backend made of others.
 std::optional<i64> staging_size(std::string_view backend, int size, const LargestCalls& calls);
 
 }  // namespace ds

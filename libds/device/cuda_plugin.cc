@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens libds_cuda.so, which lies beside libds.so; DS_CUDA_PLUGIN names another file. What it is linked with is looked
-// for in more places than the dynamic loader knows.
+// Opens libds_cuda.so beside libds.so, or the file named by DS_CUDA_PLUGIN. Its libraries are searched in more places
+// than the dynamic loader knows.
 
 #include "device/cuda_plugin.h"
 
@@ -16,21 +16,22 @@
 namespace ds {
 namespace {
 
-constexpr int kMostMissing = 8;                         // libraries of a plug-in
-constexpr const char* kProducts = DS_PRODUCTS_LIBRARY;  // that it is linked with; empty: this build has no CUDA
+constexpr int kMostMissing = 8;  // libraries of a plug-in
+// The library of matrix products that it is linked with; empty: this build has no CUDA.
+constexpr const char* kProducts = DS_PRODUCTS_LIBRARY;
 
 const std::vector<std::string>& folders() {
   static const std::vector<std::string> f = library_folders(LibrarySurroundings::of_this_process());
   return f;
 }
 
-// The loader names one library that it does not find, or cannot load, or else misses what the plug-in calls in the one
-// that it took (of which it does not say the file). Once another is open under its name, whoever is linked with it has
-// that one.
+// The loader names one library that it cannot find or load, or fails because the library it took (whose file it does
+// not name) lacks a symbol. Opening another file of that library first makes everything linked with its name use that
+// file.
 void* open_with_libraries(const std::string& path, std::string& why) {
   void* plugin = nullptr;
   const auto opens = [&] {
-    // Never closed: the CUDA runtime does not like that.
+    // Never closed: the CUDA runtime does not support it.
     plugin = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (plugin == nullptr) why = dlerror();
     return plugin != nullptr;
@@ -47,7 +48,7 @@ void* open_with_libraries(const std::string& path, std::string& why) {
     if (taken.handle != nullptr) dlclose(taken.handle);
     const std::string first = is_incomplete ? fmt::format("{}, with {}", why, taken.file) : why;
     const OpenedLibrary found = open_library(candidates, [&](void*) {
-      return is_incomplete && !opens() ? fmt::format("does not serve either: {}", why) : "";
+      return is_incomplete && !opens() ? fmt::format("cannot be used either: {}", why) : "";
     });
     if (plugin != nullptr) return plugin;
     if (found.handle != nullptr) continue;
@@ -76,7 +77,7 @@ Loaded load() {
     Dl_info self{};
     dladdr(reinterpret_cast<const void*>(&make_cuda_device), &self);
     const std::filesystem::path beside = std::filesystem::path(self.dli_fname).parent_path();
-    for (const char* folder : {".", "../lib"}) {  // the second: where a tool or test holds the library in itself
+    for (const char* folder : {".", "../lib"}) {  // "../lib" is for tools and tests that contain libds
       path = (beside / folder / "libds_cuda.so").lexically_normal().string();
       if (std::filesystem::exists(path)) break;
     }
@@ -87,7 +88,7 @@ Loaded load() {
             !named.empty() ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
                            : fmt::format("there is no {}: this libds was built without CUDA", path),
             !named.empty()};
-  // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
+  // The plug-in loads half a gigabyte of libraries; a machine without a driver need not load them.
   if (named.empty() && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
     return {nullptr, "there is no NVIDIA driver on this machine"};
   std::string why;
@@ -96,11 +97,11 @@ Loaded load() {
   if (const std::string file = file_of_open_library("libcublasLt.so"); !file.empty())
     log_message(LogLevel::Verbose, fmt::format("matrix products by {}", file));
   const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, kCudaPluginEntry));
-  if (entry == nullptr) return {nullptr, fmt::format("{} is no CUDA plug-in of libds", path), true};
+  if (entry == nullptr) return {nullptr, fmt::format("{} is not a CUDA plug-in of libds", path), true};
   const CudaPlugin* plugin = entry();
   if (std::string_view(plugin->build) != kCudaPluginBuild)
-    return {nullptr, fmt::format("{} is of another build (\"{}\", not \"{}\")", path, plugin->build, kCudaPluginBuild),
-            true};
+    return {nullptr,
+            fmt::format("{} is from another build (\"{}\", not \"{}\")", path, plugin->build, kCudaPluginBuild), true};
   return {plugin, ""};
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The one entry of libds_cuda.so. Device, Stream and OpTable must mean the same on both sides, so a plug-in serves the
-// build that it comes from: `build` names it.
+// The only entry point of libds_cuda.so. Device, Stream and OpTable must be the same on both sides, so a plug-in works
+// only with the build that it comes from, which `build` identifies.
 
 #include "device/device.h"
 
@@ -9,7 +9,8 @@ namespace ds {
 
 struct CudaPlugin {
   const char* build;  // version, and a hash of the headers and the compiler
-  // GPUs; 0 with the reason in `why` (a literal), and whether it is a fault or just that none is there.
+  // Number of GPUs; 0 with the reason in `why` (a literal), and in `broken` whether the reason is a fault rather than a
+  // missing GPU.
   int (*count)(const char** why, bool* broken) noexcept;
   // Null with the reason in `why`.
   Device* (*open)(int index, const CudaOptions& options, std::string& why) noexcept;

@@ -62,7 +62,7 @@ std::unique_ptr<Device> make_cpu_device(const OpTable& ops, int num_threads) {
 Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
   if (device.is_host() || bytes == 0) return Buffer(ledger, tag, bytes);
   void* p = device.allocate(bytes);
-  if (p == nullptr) device.synchronize();  // after failed work nothing can be allocated either: then that is thrown
+  if (p == nullptr) device.synchronize();  // after failed work allocation fails, too; synchronize() throws the cause
   DS_CHECK(p != nullptr, Errc::OutOfMemory,
            "{}: no memory for {:.3f} GiB of {}; {:.3f} of {:.3f} GiB are free, this run holds {}", device.name(),
            static_cast<double>(bytes) / 0x1p30, tag_name(tag), static_cast<double>(device.memory().free) / 0x1p30,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Memory counted by tag. Every large allocation of a rank is a Buffer taken through a MemoryLedger, so that prediction
-// (report/) and count stand side by side. Allocation happens at set-up; a training step takes nothing.
+// Memory counted by tag. Every large allocation of a rank is a Buffer taken through a MemoryLedger, so that predictions
+// (report/) and counts can be compared. Memory is allocated at set-up; a training step allocates none.
 
 #include <array>
 #include <functional>
@@ -15,23 +15,23 @@
 
 namespace ds {
 
-// What memory is for; one list, used by the engine, by metrics.jsonl and by ds-memreport.
+// Uses of memory: the only list, for the engine, metrics.jsonl and ds-memreport.
 enum class Tag : u8 {
-  Params,       // work-dtype parameters held persistently
-  Grads,        // work-dtype gradients held persistently (stages 0 and 1)
-  GradAccum,    // fp32 gradients: owner accumulators
+  Params,       // persistent parameters in the work dtype
+  Grads,        // persistent gradients in the work dtype (stages 0 and 1)
+  GradAccum,    // fp32 sums of gradients at their owner
   Master,       // fp32 master parameters
-  Optimizer,    // fp32 moments
-  Offload,      // what is offloaded, while it is in memory to be worked with
-  Buckets,      // gradients on their way (stages 2 and 3)
-  Gathered,     // full parameters gathered for use (stage 3)
+  Optimizer,    // optimizer states
+  Offload,      // offloaded data while it is in memory to be used
+  Buckets,      // gradients in transit (stages 2 and 3)
+  Gathered,     // full parameters, gathered for use (stage 3)
   Activations,  // kept for the backward pass
-  Logits,       // chunk of the output layer
+  Logits,       // a chunk of the output layer's logits
   Workspace,    // temporaries
   Comm,         // staging inside communicators
   Data,         // tokens
   Scratch,      // of the kernels' workers
-  Host,         // for checkpoints: copies of the state in host memory
+  Host,         // copies of the state in host memory, for checkpoints
   Count,
 };
 
@@ -48,9 +48,9 @@ class MemoryLedger {
   void remove(Tag tag, i64 bytes) noexcept;
   i64 current(Tag tag) const noexcept;
   i64 peak(Tag tag) const noexcept;
-  // Number of add() calls so far: a step must not change it.
+  // Number of add() calls so far; a step must not change it.
   i64 num_allocations() const noexcept;
-  // What is held now, largest first: "params 1.25 GiB, optimizer 0.50 GiB".
+  // Memory held now, largest first: "params 1.25 GiB, optimizer 0.50 GiB".
   std::string describe() const;
 
  private:
@@ -62,13 +62,13 @@ class MemoryLedger {
   i64 num_allocations_ = 0;
 };
 
-// Owns bytes, 64-byte aligned, zeroed. Move-only; gives back its memory and its count.
+// Owns zeroed bytes, 64-byte aligned. Move-only; returns its memory and its count.
 class Buffer {
  public:
   Buffer() = default;
-  // Private memory of this process. Throws Errc::OutOfMemory naming tag and size.
+  // Private memory of this process. Throws Errc::OutOfMemory, which states tag and size.
   Buffer(MemoryLedger& ledger, Tag tag, i64 bytes);
-  // Memory that somebody else made (a communicator's segment); `release` gives it back.
+  // Memory allocated elsewhere, such as a communicator's segment; `release` frees it.
   Buffer(MemoryLedger& ledger, Tag tag, void* data, i64 bytes, std::function<void()> release);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;

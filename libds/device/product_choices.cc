@@ -25,12 +25,12 @@ constexpr std::string_view kHeader = "# ds-autotune/1\n";
 constexpr i64 kMostBytes = i64{16} << 20;
 constexpr i64 kFields = 4;
 
-// So much of a file is whole lines: one that a full disk has cut off is none.
+// Length of the whole lines in a text; the last line may be incomplete after a full disk.
 size_t whole_lines(std::string_view text) { return text.rfind('\n') + 1; }
 
-// The same of an open file of so many bytes; -1: it is no file of choices.
+// The same for an open file of `size` bytes; -1: it is not a file of choices.
 i64 whole_lines(int fd, i64 size) {
-  std::array<char, 4096> bytes{};  // more than a line
+  std::array<char, 4096> bytes{};  // longer than any line
   const auto read_at = [&](i64 begin) {
     const ssize_t n = pread(fd, bytes.data(), bytes.size(), begin);
     return std::string_view(bytes.data(), n < 0 ? 0 : static_cast<size_t>(n));
@@ -43,7 +43,7 @@ i64 whole_lines(int fd, i64 size) {
   return end > 0 ? begin + static_cast<i64>(end) : -1;
 }
 
-// Appends to an open file under a lock; 0 or errno. What cannot be written whole is not written.
+// Appends to an open file under a lock; returns 0 or errno. Removes a line that cannot be written completely.
 int append_whole(int fd, const std::string& product, const std::string& algorithm) {
   struct stat st {};
   if (flock(fd, LOCK_EX) != 0 || fstat(fd, &st) != 0) return errno;
@@ -64,12 +64,11 @@ ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
   if (!std::filesystem::exists(file_, error)) return;
   std::string text = read_text_file(file_, kMostBytes, Errc::Config);
   if (const size_t whole = whole_lines(text); whole < text.size() && (whole > 0 || kHeader.starts_with(text))) {
-    log_message(LogLevel::Warning, fmt::format("{}: its last line is cut off, and is passed over", file_));
+    log_message(LogLevel::Warning, fmt::format("{}: ignoring its incomplete last line", file_));
     text.resize(whole);
   }
   if (text.empty()) return;
-  DS_CHECK(text.starts_with(kHeader), Errc::Config,
-           "{}: is no file of cuda.autotune_file: its first line is not \"{}\"", file_,
+  DS_CHECK(text.starts_with(kHeader), Errc::Config, "{}: is not an autotune file: its first line is not \"{}\"", file_,
            kHeader.substr(0, kHeader.size() - 1));
   i64 number = 2;
   for (size_t begin = kHeader.size(); begin < text.size(); ++number) {
@@ -77,7 +76,7 @@ ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
     DS_CHECK(end != std::string::npos && tab != std::string::npos && tab > begin && tab + 1 < end &&
                  std::count(text.begin() + static_cast<std::ptrdiff_t>(begin),
                             text.begin() + static_cast<std::ptrdiff_t>(end), '\t') == kFields - 1,
-             Errc::Config, "{}:{}: is no line of GPU, library, product and algorithm; remove it", file_, number);
+             Errc::Config, "{}:{}: expected GPU, library, product and algorithm; remove this line", file_, number);
     choices_.try_emplace(text.substr(begin, tab - begin), text.substr(tab + 1, end - tab - 1));
     begin = end + 1;
   }

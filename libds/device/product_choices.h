@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which algorithms autotuning chose for matrix products, kept in a file (cuda.autotune_file), so that later runs take
-// the same ones and have the same bits. A line for each product: GPU, library, product and algorithm, separated by
-// tabs. Lines are only ever added, each by one write under a lock, so runs and ranks share a file; of two for one
-// product the first counts.
+// Algorithms that autotuning chose for matrix products, stored in a file (cuda.autotune_file) so that later runs use
+// the same ones and get the same bits. One line per product: GPU, library, product and algorithm, separated by tabs.
+// Lines are only appended, each by one write under a lock, so runs and ranks can share a file; the first line of a
+// product counts.
 
 #include <map>
 #include <mutex>
@@ -15,12 +15,12 @@ namespace ds {
 
 class ProductChoices {
  public:
-  // Reads the file if there is one. Throws Errc::Config, naming file and line, for one that is something else.
+  // Reads the file if it exists. Throws Errc::Config, which names file and line, if it has another format.
   explicit ProductChoices(std::string file);
 
-  // `product`: GPU, library and product. Empty: nothing is known of it.
+  // `product`: GPU, library and product. Empty: unknown.
   std::string find(const std::string& product) const;
-  // Adds a line, but for a product that has one. A file that cannot be written is a warning, the first time.
+  // Appends a line, unless the product has one. Warns once if the file cannot be written.
   void add(const std::string& product, const std::string& algorithm);
 
  private:

@@ -8,9 +8,9 @@
 namespace ds::infer {
 namespace {
 
-constexpr i64 kPage = 64;  // where there is no layout
+constexpr i64 kPage = 64;  // without a layout
 
-// The last block of queries below `end` that meets a block of keys, in any of some heads; -1: none.
+// The last block of queries before `end` that attends to a block of keys in any of some heads; -1: none.
 i64 last_query_block(const model::AttentionLayout& layout, i64 head, i64 heads, i64 key, i64 end) {
   i64 last = -1;
   const bool differ = layout.layouts() > 1;
@@ -34,7 +34,7 @@ KeptKeys::KeptKeys(const model::AttentionLayout* layout, i64 head, i64 heads, i6
     : rows_(positions) {
   if (layout == nullptr && window == 0) return;
   const i64 page = layout != nullptr ? layout->block() : kPage, count = (positions + page - 1) / page;
-  // The last token that sees any key of a page.
+  // The last token that sees a key of the page.
   const auto last_reader = [&](i64 p) {
     i64 last = positions - 2;
     if (window > 0) last = std::min(last, std::min(positions, (p + 1) * page) - 1 + window - 1);

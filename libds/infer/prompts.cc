@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of prompts: texts, one in each line, or JSON Lines; and their tokens.
+// Reads and tokenizes files of prompts: one text per line, or JSON Lines.
 
 #include "infer/prompts.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr i64 kMostBytes = i64{1} << 30;
 
-// A mistake is told with the line of the file and the column.
+// Errors state the file's line, and the column.
 Prompt parse_prompt(std::string_view line, const std::string& name, i64 number) {
   const std::string place = fmt::format("{}:{}", name, number);
   Json root;
@@ -38,7 +38,7 @@ Prompt parse_prompt(std::string_view line, const std::string& name, i64 number) 
   return prompt;
 }
 
-// The first so many mistakes are told, and how many there are.
+// Reports the first mistakes and counts the others.
 class Mistakes {
  public:
   void add(Errc code, std::string_view text) {
@@ -92,7 +92,7 @@ std::vector<Prompt> read_prompts(const std::string& path) {
     }
   }
   mistakes.throw_if_any();
-  DS_CHECK(!prompts.empty(), Errc::Config, "{}: there are no prompts in it", name);
+  DS_CHECK(!prompts.empty(), Errc::Config, "{}: contains no prompts", name);
   return prompts;
 }
 

@@ -22,14 +22,14 @@ i32 sample(std::span<const float> logits, const Sampling& o, i64 position, std::
     std::nth_element(order.begin(), order.begin() + (o.top_k - 1), order.end(),
                      [&](i32 a, i32 b) { return less(b, a); });
     order.resize(o.top_k);
-    std::sort(order.begin(), order.end());  // the sum is one in the order of ids
+    std::sort(order.begin(), order.end());  // so that the sum is in the order of ids
   }
   double total = 0;
   for (const i32 id : order) total += weight(id);
   constexpr u32 kSamplingSite = 0x40000000u;
   const RngKey key{o.seed, kSamplingSite, 0};
   double left = total * static_cast<double>(RngKey::uniform(key.bits(static_cast<u64>(position))));
-  // From the most likely token on, most often a few: no need to sort them all.
+  // From the most likely token on. A few usually suffice, so there is no need to sort all of them.
   std::make_heap(order.begin(), order.end(), less);
   for (auto end = order.end();; --end) {
     std::pop_heap(order.begin(), end, less);

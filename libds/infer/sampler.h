@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which token comes next, given the logits of all.
+// Chooses the next token from the logits.
 
 #include <span>
 #include <vector>
@@ -15,8 +15,8 @@ struct Sampling {
   u32 seed = 0;
 };
 
-// Softmax sampling at a temperature among the top k logits, of equal ones the least ids first. The random number
-// depends on the seed and the position alone. `order`: scratch.
+// Softmax sampling with a temperature among the top k logits; among equal logits, smaller ids come first. The random
+// number depends only on the seed and the position. `order`: scratch.
 i32 sample(std::span<const float> logits, const Sampling& sampling, i64 position, std::vector<i32>& order);
 
 }  // namespace ds::infer

@@ -13,12 +13,12 @@ namespace {
 
 using model::Mode;
 
-// A sequence under way, and its keys and values.
+// A sequence in progress, with its keys and values.
 struct Sequence {
   size_t prompt = 0;
-  i64 place = 0;              // among those that are under way at once
-  std::vector<i32> fresh;     // tokens that no pass has seen: the prompt, then the last one
-  i64 seen = 0, written = 0;  // tokens of both in the caches; tokens that were written
+  i64 place = 0;              // index among the sequences processed together
+  std::vector<i32> fresh;     // tokens for the next pass: the prompt, then the last token
+  i64 seen = 0, written = 0;  // tokens of both in the caches; tokens generated
   std::vector<LayerCaches> kept;
   std::vector<model::KvCache> caches;  // by layer
 };
@@ -41,7 +41,7 @@ class Writer {
 
   void write(const std::function<bool(size_t, i32)>& token) {
     for (size_t next = 0; next < prompts_.size() || !under_way_.empty();) {
-      // The prompts of free places, each in a pass of its own; then a token of each sequence.
+      // The prompts of free places, each in a pass of its own; then one token for each sequence.
       if (next < prompts_.size() && std::ssize(under_way_) < planned_.at_once) {
         under_way_.push_back(begin(next++));
         run({&under_way_.back(), 1}, token);
@@ -88,7 +88,8 @@ class Writer {
 
     s->kept = planned_.plan_caches(std::ssize(prompts_[prompt]));
     const i64 bytes = planned_.bytes_of(s->kept);
-    // Of sequences that have ended: whatever comes, places have no more than the largest caches together.
+    // Reuses the memory of an ended sequence. In any order of sequences, the places together hold at most the largest
+    // caches.
     Buffer& memory = places_[s->place];
     if (memory.bytes() < bytes) {
       memory = {};
@@ -99,7 +100,8 @@ class Writer {
     return s;
   }
 
-  // The caches of a sequence: of each kind of layers the pages, then keys and values of one after the other.
+  // Lays out the caches of a sequence: for each kind of layer the pages, then keys and values of one layer after the
+  // other.
   void lay_out(Sequence& s, char* at) {
     s.caches.resize(model_.layers.size());
     for (const LayerCaches& of : s.kept) {
@@ -108,7 +110,7 @@ class Writer {
       const i64 part_bytes = align_up(part.bytes(), 64);
       const i32* pages = nullptr;
       if (keys.page() > 0) {
-        // What is not kept, nobody sees; but kernels read it, multiply by 0, and so must find numbers.
+        // Keys that are not kept are not seen, but kernels read them and multiply by 0, so they must be numbers.
         std::vector<i32> places = keys.places();
         std::ranges::replace(places, -1, 0);
         device_.upload(at, places.data(), std::ssize(places) * 4);
@@ -124,7 +126,7 @@ class Writer {
     }
   }
 
-  // A pass over the fresh tokens of sequences, as many of each; then the next token of each.
+  // A pass over the fresh tokens of the sequences, which have equally many; then each sequence's next token.
   void run(std::span<const std::unique_ptr<Sequence>> sequences, const std::function<bool(size_t, i32)>& token) {
     const i64 B = std::ssize(sequences), T = std::ssize(sequences.front()->fresh), V = model_.vocab;
     upload_tokens(sequences);
@@ -138,7 +140,7 @@ class Writer {
       s.seen += T;
       const std::span<const float> row(logits_.data() + b * V, static_cast<size_t>(V));
       DS_CHECK(std::ranges::all_of(row, [](float y) { return std::isfinite(y); }), Errc::Numeric,
-               "the logits of token {} are not finite: weights or activations are beyond the range of {}", s.seen,
+               "the logits of token {} are not finite: weights or activations exceed the range of {}", s.seen,
                dtype_name(plan_.work));
       const i32 id = sample(row, options_.sampling, s.seen, order_);
       s.fresh.assign(1, id);
@@ -193,7 +195,7 @@ class Writer {
   WriteOptions options_;
   WritingMemory planned_;
   model::PassMemory memory_;
-  std::vector<Buffer> buffers_, places_;  // places: of caches
+  std::vector<Buffer> buffers_, places_;  // places_: of caches
   Buffer working_, temporary_, message_;
   std::vector<std::unique_ptr<Sequence>> under_way_;
   std::vector<float> logits_;

@@ -63,7 +63,7 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
       if (model.layers[l]->is_block()) w.layers[config.window(l - 1)].push_back(l);  // layer 0 embeds
     }
   }
-  std::map<i64, i64> bytes;  // of the cache behind a prompt of so many tokens
+  std::map<i64, i64> bytes;  // cache size by prompt length
   std::vector<i64> caches;
   for (const i64 length : lengths) {
     const auto [found, is_new] = bytes.try_emplace(length);
@@ -72,8 +72,8 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   }
   std::ranges::sort(caches, std::greater<>());
   for (i64 i = 0; i < std::min(w.at_once, std::ssize(caches)); ++i) w.caches_bytes += caches[i];
-  // Rotations are those of the whole text, so that what is written depends neither on the length that the run trains at
-  // nor on other texts. (Hugging Face goes by the length so far and keeps keys rotated by what held when they were
+  // Rotations are those of the whole sequence, so the output depends neither on the training length nor on other
+  // sequences. (Hugging Face uses the length so far, and keeps keys with the rotations that applied when they were
   // new.)
   w.rope_apart = config.rope.type == RopeType::Dynamic || config.rope.type == RopeType::LongRope;
   const i64 rows = std::max(w.longest, w.at_once), rope_rows = w.largest * (w.rope_apart ? w.at_once : 1);
@@ -90,8 +90,8 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   return w;
 }
 
-// A pass for each length of a prompt, and for each number of sequences that may be under way; behind the longest text,
-// for the parts of keys that a token meets grow with their number. Blocks of one window are alike.
+// A pass for each prompt length, and one for each number of sequences in progress, at the end of the longest sequence,
+// since the parts of keys that a token sees grow with their number. Blocks with the same window are alike.
 std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
@@ -107,7 +107,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const report::RunP
     for (const i64 l : c.layers) of_layer[l] = &c;
     repeated.insert(c.layers.begin() + 1, c.layers.end());
   }
-  std::byte there{};  // nobody looks at it
+  std::byte there{};  // never read
   const auto walk = [&](i64 B, i64 T, i64 seen) {
     std::vector<model::KvCache> caches(B);
     std::vector<model::KvCache*> of_sequences;
@@ -128,7 +128,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const report::RunP
   std::set<i64> lengths;
   for (const std::vector<i32>& prompt : prompts) lengths.insert(std::ssize(prompt));
   for (const i64 length : lengths) walk(1, length, 0);
-  // The last token of a text is not read.
+  // The last token of a sequence is not read.
   if (writing.max_tokens > 1) {
     for (i64 b = 1; b <= writing.at_once; ++b) walk(b, 1, writing.largest - 2);
   }

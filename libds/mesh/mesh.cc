@@ -24,7 +24,7 @@ int rank_at(const MeshShape& s, const MeshCoord& c) {
 
 namespace {
 
-// The ranks that differ from `c` in these axes alone, the last one innermost.
+// The ranks that differ from `c` only in these axes, the last of which is innermost.
 std::vector<int> ranks_along(const MeshShape& s, MeshCoord c,
                              std::initializer_list<std::pair<int MeshCoord::*, int>> axes) {
   std::vector<int> ranks;
@@ -88,8 +88,8 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
   };
-  // Activations and gradients go around the stages, gradients of tied embeddings between the first and the last; keys
-  // and values around the parts of a sequence.
+  // Activations and gradients travel between neighbouring stages, gradients of tied embeddings between the first and
+  // the last stage, and keys and values around the parts of a sequence.
   const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
   i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels +
                groups(s.workers, outer_allocations);
@@ -139,7 +139,7 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     gradients_ = make_axis(pp, "gradients", ahead, over_device);
     for (const DpSplit& split : splits_)
       groups_.push_back(make_axis(split_ranks(shape_, split, coord_), split.name, options, over_device));
-  } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
+  } catch (const Error& e) {  // ranks that have not reached this point must fail with the same error
     world_->abort(e);
     throw;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A mesh as steps, records and reports have it; workers where there are several.
+// A mesh as written in steps, records and reports; `workers` only if there are several.
 
 #include "base/json.h"
 #include "ds/mesh.h"

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one rank, with a cache, and over the tokens of a sequence-parallel group in two ways.
+// Attention on one rank, with a cache, and over the tokens of a sequence-parallel group in two ways.
 //
-// Ulysses: an all-to-all turns [T/P tokens, all heads] into [T tokens, 1/P of the heads], another one turns the result
-// back. Fewer key/value heads than ranks: each goes to all ranks that need it, and their gradients come back to be
-// added.
+// Ulysses: an all-to-all turns [T/P tokens, all heads] into [T tokens, 1/P of the heads]; another one turns the result
+// back. With fewer key/value heads than ranks, each head is sent to all ranks that need it, and their gradients are
+// returned and added.
 //
 // Ring: P steps, in which a rank's keys and values travel around. A rank has two chunks of the sequence
-// (Shard::tokens); a pair of chunks is one call of the attention, left out where the causal mask hides it, and what
-// pairs give is merged by their log-sum-exps. Backward goes around once more with the final log-sum-exps, and the
-// gradients of keys and values travel with them until they are home.
+// (Shard::tokens). Each pair of chunks is one call of the attention, skipped if the causal mask hides it, and the
+// results of the pairs are merged by their log-sum-exps. The backward pass goes around once more with the final
+// log-sum-exps, and the gradients of keys and values travel with them until they are back at their owner.
 
 #include "model/building_blocks.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 i64 kv_share(i64 kv_heads, int P) { return std::max<i64>(kv_heads / P, 1); }
 
-// The parameters of some of a rank's heads: dropout is drawn for the heads of the whole model, and a layout is of them.
+// Parameters for some of a rank's heads: dropout and layouts are indexed by the heads of the whole model.
 AttentionParams of_heads(const PassContext& ctx, AttentionParams params, i64 heads, i64 first) {
   const Shard& shard = ctx.groups.shard;
   params.blocks = ctx.blocks;
@@ -40,7 +40,7 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
   return x;
 }
 
-// Keys or values [1,T,G,D] of the positions from cache.length on go to where their pages are, if they are kept.
+// Writes keys or values [1,T,G,D] of the positions from cache.length on to their pages, if they are kept.
 void keep(const PassContext& ctx, TensorView to, const KvCache& cache, TensorView fresh) {
   const i64 T = fresh.dim(1);
   if (cache.page == 0) return ctx.ops.copy_heads(some_tokens(to, cache.length, T), fresh, ctx.stream);
@@ -54,8 +54,8 @@ void keep(const PassContext& ctx, TensorView to, const KvCache& cache, TensorVie
   }
 }
 
-// Sequence after sequence: they have seen unlike many tokens, and each has the bits that it has alone. The first tokens
-// meet each other, those that follow, one by one, what is kept.
+// One sequence after the other, since they differ in length and each must have the bits that it has alone. The first
+// tokens attend to each other; later ones, one by one, to the cache.
 void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
   const i64 T = h.k.dim(1);
   params = of_heads(ctx, params, h.q.dim(2), 0);
@@ -78,7 +78,7 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
   }
 }
 
-// Slice `slice` of a message to or from each rank: tensors one behind the other.
+// Slice `slice` of a message to or from each rank: several tensors, one after the other.
 class Parcel {
  public:
   Parcel(TensorView memory, i64 slice_elems, i64 slice) : memory_(memory), at_(slice * slice_elems) {}
@@ -95,7 +95,7 @@ class Parcel {
 
 struct Ulysses {
   enum Memory : size_t { kSend, kReceive, kQ, kK, kV, kO, kDO, kDQ, kDK, kDV };
-  // A tensor as it lies here, [B,T,all heads,D], and over there, [B,P T,some heads,D].
+  // A tensor as stored here, [B,T,all heads,D], and at the other ranks, [B,P T,some heads,D].
   struct Part {
     TensorView mine;
     Memory theirs;
@@ -105,7 +105,7 @@ struct Ulysses {
   const PassContext& ctx;
   const LayerActs& acts;
   int P;
-  i64 B, T, D, q_heads, kv_heads, h, g;  // T: tokens of a rank here; h, g: heads of a rank there
+  i64 B, T, D, q_heads, kv_heads, h, g;  // T: tokens of a rank before the exchange; h, g: heads of a rank after it
 
   Ulysses(const PassContext& c, const Heads& heads, const LayerActs& a)
       : ctx(c),
@@ -123,7 +123,7 @@ struct Ulysses {
   TensorView whole(Memory which, bool kv) const {
     return TensorView::of(memory(which).data, memory(which).dtype, {B, P * T, kv ? g : h, D});
   }
-  // What rank q attends for.
+  // The heads for which rank q attends.
   TensorView heads_of(const Part& p, int q) const {
     return p.kv ? some_heads(p.mine, q * kv_heads / P, g) : some_heads(p.mine, q * h, h);
   }
@@ -158,8 +158,7 @@ struct Ulysses {
     }
   }
 
-  // The way back. What several ranks have for one head of keys or values are parts of its gradient: added in rank
-  // order.
+  // The way back. If several ranks had the same key or value head, their partial gradients are added in rank order.
   void to_tokens(std::initializer_list<Part> parts) const {
     const i64 slice = slice_elems(parts);
     for (int q = 0; q < P; ++q) {
@@ -211,7 +210,7 @@ struct Ring {
   const PassContext& ctx;
   const LayerActs& acts;
   int P, rank;
-  i64 B, T, H, G, D;  // T: tokens of a chunk, of which a rank has two
+  i64 B, T, H, G, D;  // T: tokens of a chunk; a rank has two
 
   Ring(const PassContext& c, const Heads& heads, const LayerActs& a)
       : ctx(c),
@@ -225,7 +224,7 @@ struct Ring {
         D(heads.q.dim(3)) {}
 
   TensorView memory(Memory which) const { return acts.exchange[which]; }
-  // Part i of memory that holds chunks [B,T,heads,D] one behind the other.
+  // Part i of memory that contains chunks [B,T,heads,D] one after the other.
   TensorView chunk(Memory which, i64 i, i64 heads) const {
     const TensorView all = memory(which);
     return TensorView::of(static_cast<char*>(all.data) + i * B * T * heads * D * dtype_bytes(all.dtype), all.dtype,
@@ -262,7 +261,7 @@ struct Ring {
       ctx.ops.copy_heads(value(kBlock, i), tokens(x.v, i), ctx.stream);
     }
   }
-  // What we have goes to the next rank; what the one before has takes its place. The two memories take turns.
+  // Sends our block to the next rank and receives that of the previous rank. The two buffers alternate.
   void pass_on(Memory& block, Memory& next) const {
     Communicator& sp = *ctx.groups.sp;
     Ticket sent = sp.send(memory(block).data, memory(block).bytes(), (rank + 1) % P, "sp.send");
@@ -306,7 +305,7 @@ struct Ring {
         first_query[i] = first_key[j] = false;
       });
       if (step + 1 < P) pass_on(block, next);
-      pass_on(dblock, next_dblock);  // the last time: home
+      pass_on(dblock, next_dblock);  // the last time: to its owner
     }
     for (i64 i = 0; i < 2; ++i) {
       store(tokens(d.q, i), dq, chunk(kDQSum, i, H));
@@ -331,7 +330,7 @@ void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& sh
     for (const i64 elems : sizes) acts.exchange.push_back(planner.temporary(dtype, {elems}));
   };
   const auto f32 = DType::F32;
-  const i64 Q = B * T * n.q * n.dim, K = B * T * n.kv * n.dim;  // elements here
+  const i64 Q = B * T * n.q * n.dim, K = B * T * n.kv * n.dim;  // elements on this rank
   // In the order of Memory.
   if (shard.mode == SequenceMode::Ulysses) {
     const i64 there = B * T * kv_share(n.kv, shard.sp) * n.dim * shard.sp, message = (train ? 3 : 1) * Q + 2 * there;

@@ -52,8 +52,8 @@ struct RowBits {
   }
 };
 
-// Bit j of word i becomes bit i of word j (Warren, "Hacker's Delight", section 7-3): halves of ever smaller squares
-// change places.
+// Bit j of word i becomes bit i of word j (Warren, "Hacker's Delight", section 7-3), by exchanging halves of ever
+// smaller squares.
 void transpose(std::array<u64, 64>& square) noexcept {
   u64 mask = 0x00000000ffffffffu;
   for (size_t half = 32; half > 0; half /= 2, mask ^= mask << half) {
@@ -70,7 +70,7 @@ bool is_sliding(SparseAttentionMode mode) {
   return mode == BigBird || mode == BSLongformer || mode == Local;
 }
 
-// What each row meets around itself: its window, the blocks beside it, or all.
+// The local blocks of each row: its window, its neighbours, or all.
 std::vector<BlockRange> local_blocks(const SparseAttentionConfig& c, i64 count) {
   std::vector<BlockRange> rows(static_cast<size_t>(count), {0, count});
   if (is_sliding(c.mode)) {
@@ -91,7 +91,7 @@ std::vector<BlockRange> local_blocks(const SparseAttentionConfig& c, i64 count) 
   return rows;
 }
 
-// The blocks that others than their neighbours meet, in ascending order of their begin.
+// The global blocks, which distant blocks attend to, in ascending order of their begin.
 std::vector<BlockRange> global_blocks(const SparseAttentionConfig& c, i64 head, i64 count) {
   std::vector<BlockRange> blocks;
   switch (c.mode) {
@@ -120,8 +120,8 @@ std::vector<BlockRange> global_blocks(const SparseAttentionConfig& c, i64 head, 
   return blocks;
 }
 
-// `n` blocks of [0, below), all sets of so many equally likely (Floyd; Bentley, "Programming Pearls", CACM 30:9).
-// `drawn` is zero, and becomes the set.
+// Draws `n` blocks of [0, below), with all such sets equally likely (Floyd; Bentley, "Programming Pearls", CACM 30:9).
+// `drawn` must be zero and becomes the set.
 void draw_blocks(i64 n, i64 below, RngKey key, i64 row, RowBits drawn) {
   for (i64 draw = 0; draw < n; ++draw) {
     const i64 last = below - n + draw;
@@ -131,13 +131,13 @@ void draw_blocks(i64 n, i64 below, RngKey key, i64 row, RowBits drawn) {
   }
 }
 
-// The rows of one head, which are zero, by the rules of DeepSpeed's classes.
+// Fills the rows of one head, which must be zero, by the rules of DeepSpeed's classes.
 void fill_rows(const SparseAttentionConfig& c, const std::vector<BlockRange>& local, i64 head, u64 seed, u64* rows) {
-  constexpr u32 kLayoutSites = 0x20000000u;  // beside those of initial values, rounding and dropout
+  constexpr u32 kLayoutSites = 0x20000000u;  // distinct from those of initial values, rounding and dropout
   const i64 count = std::ssize(local);
   const size_t words = static_cast<size_t>((count + 63) / 64);
   const RngKey key = {static_cast<u32>(seed), kLayoutSites + static_cast<u32>(head), static_cast<u32>(seed >> 32)};
-  // Those that attend to all blocks where global blocks are sliding windows' and, elsewhere, where that is asked for.
+  // Global blocks attend to all blocks, always with sliding windows and elsewhere on request.
   const bool both_ways = is_sliding(c.mode) || c.horizontal_global_attention;
   const bool random = c.mode == SparseAttentionMode::Variable || c.mode == SparseAttentionMode::BigBird;
   const bool random_before = c.mode == SparseAttentionMode::BigBird && c.unidirectional;
@@ -162,7 +162,7 @@ void fill_rows(const SparseAttentionConfig& c, const std::vector<BlockRange>& lo
   }
 }
 
-// The bits of 1 in a type of numbers; 0: of no number.
+// The bits of 1 in a numeric type; 0: not a numeric type.
 u64 bits_of_one(DType type) {
   switch (type) {
     case DType::U8:
@@ -182,7 +182,7 @@ u64 bits_of_one(DType type) {
   }
 }
 
-// Reads the layout that a file has, which nobody has checked.
+// Reads and checks the layout in a file.
 class LayoutFile {
  public:
   LayoutFile(const SparseAttentionConfig& c, i64 heads, i64 count) : path_(c.layout), heads_(heads), count_(count) {
@@ -220,7 +220,7 @@ class LayoutFile {
              Errc::Config, "{}: has no dataset \"{}\"", path_, kName);
     const TensorInfo& info = source->at(kName);
     const u64 one = bits_of_one(info.dtype);
-    DS_CHECK(one != 0, Errc::Config, "{}: entries of type {} are no 0 and 1", path_, dtype_name(info.dtype));
+    DS_CHECK(one != 0, Errc::Config, "{}: entries of type {} are not 0 and 1", path_, dtype_name(info.dtype));
     check_shape(info.shape);
     const size_t bytes = static_cast<size_t>(dtype_bytes(info.dtype));
     std::vector<std::byte> entries(static_cast<size_t>(count_) * bytes);
@@ -253,12 +253,12 @@ class LayoutFile {
     check_shape(shape);
     for (i64 l = 0; l < layouts_; ++l) {
       const Json& head = layout[static_cast<size_t>(l)];
-      DS_CHECK(head.is_array() && std::ssize(head) == count_, Errc::Config, "{}: layout[{}] has not {} rows", path_, l,
-               count_);
+      DS_CHECK(head.is_array() && std::ssize(head) == count_, Errc::Config, "{}: layout[{}] does not have {} rows",
+               path_, l, count_);
       for (i64 query = 0; query < count_; ++query) {
         const Json& entries = head[static_cast<size_t>(query)];
         DS_CHECK(entries.is_array() && std::ssize(entries) == count_, Errc::Config,
-                 "{}: layout[{}][{}] has not {} entries", path_, l, query, count_);
+                 "{}: layout[{}][{}] does not have {} entries", path_, l, query, count_);
         for (i64 key = 0; key < count_; ++key) {
           const Json& entry = entries[static_cast<size_t>(key)];
           check_entry(entry == 0 || entry == 1, l, query, key);
@@ -282,12 +282,27 @@ class LayoutFile {
   std::vector<u64> keys_;
 };
 
+// Calls f(block) for each present block in [begin, end); bits null: all are present.
+template <class F>
+void for_each_there(const u64* bits, i64 begin, i64 end, F&& f) {
+  for (i64 block = begin; block < end;) {
+    const u64 rest = bits == nullptr ? 1 : bits[block / 64] >> (block % 64);
+    if (rest == 0) {
+      block += 64 - block % 64;
+      continue;
+    }
+    block += std::countr_zero(rest);
+    if (block >= end) return;
+    f(block++);
+  }
+}
+
 }  // namespace
 
 AttentionLayout::AttentionLayout(i64 block, i64 count, i64 layouts, std::vector<u64> keys)
     : block_(block), count_(count), layouts_(layouts), keys_(std::move(keys)), queries_(keys_.size()) {
   DS_ASSERT(std::ssize(keys_) == layouts * count * words());
-  // By squares of 64 x 64 bits.
+  // In squares of 64 x 64 bits.
   std::array<u64, 64> square;
   for (i64 layout = 0; layout < layouts; ++layout) {
     for (i64 down = 0; down < words(); ++down) {
@@ -326,7 +341,7 @@ AttentionLayout make_attention_layout(const SparseAttentionConfig& c, i64 heads,
       return AttentionLayout(c.block, count, file.layouts(), file.keys());
     });
   }
-  // By these rules every block of queries meets the keys of its own place.
+  // By these rules every block of queries attends to the keys at its own position.
   const i64 layouts = c.different_layout_per_head ? heads : 1, of_head = count * ((count + 63) / 64);
   const std::vector<BlockRange> local = local_blocks(c, count);
   std::vector<u64> keys(static_cast<size_t>(layouts * of_head));
@@ -340,25 +355,6 @@ AttentionPattern::AttentionPattern(std::shared_ptr<const AttentionLayout> layout
     : layout_(std::move(layout)), block_(block), tokens_(tokens), window_(window), causal_(causal) {
   DS_ASSERT(layout_ == nullptr || (layout_->block() == block && layout_->count() == count()));
 }
-
-namespace {
-
-// f(block) for each of the blocks [begin, end) that is there; bits null: all are.
-template <class F>
-void for_each_there(const u64* bits, i64 begin, i64 end, F&& f) {
-  for (i64 block = begin; block < end;) {
-    const u64 rest = bits == nullptr ? 1 : bits[block / 64] >> (block % 64);
-    if (rest == 0) {
-      block += 64 - block % 64;
-      continue;
-    }
-    block += std::countr_zero(rest);
-    if (block >= end) return;
-    f(block++);
-  }
-}
-
-}  // namespace
 
 std::optional<AttentionPattern::Met> AttentionPattern::met(i64 head, i64 query, i64 key, i64 named) const noexcept {
   if (layout_ != nullptr && !layout_->has(layout_->layouts() == 1 ? 0 : head, query, key)) return std::nullopt;
@@ -421,7 +417,7 @@ double AttentionPattern::share(i64 head) const {
   return static_cast<double>(pairs) / (static_cast<double>(tokens_) * static_cast<double>(tokens_));
 }
 
-// One is kept: parts of one model follow each other.
+// The last layout is cached, since parts of one model are created one after the other.
 std::shared_ptr<const AttentionLayout> attention_layout_of(const Config& config) {
   static std::mutex mutex;
   static SparseAttentionConfig known;
@@ -431,7 +427,7 @@ std::shared_ptr<const AttentionLayout> attention_layout_of(const Config& config)
   const std::array<i64, 3> of = {config.model.heads, config.data.seq_length, config.seed};
   const std::lock_guard lock(mutex);
   std::shared_ptr<const AttentionLayout> layout = last.lock();
-  // What a file says may have changed.
+  // The file may have changed.
   if (layout == nullptr || wanted != known || of != shape || wanted.mode == SparseAttentionMode::Layout) {
     layout =
         std::make_shared<const AttentionLayout>(make_attention_layout(wanted, of[0], of[1], static_cast<u64>(of[2])));

@@ -11,7 +11,7 @@
 namespace ds::model {
 namespace {
 
-// Rows of a layer in Hugging Face's order of parameters, all under the layer's name.
+// Rows in Hugging Face's order of parameters, all prefixed by the layer's name.
 class BertLayer : public Layer {
  protected:
   BertLayer(const ModelConfig& c, std::string name, const Shard& shard)
@@ -301,7 +301,7 @@ class BertBlock final : public BertLayer {
     attend(ctx, heads(ctx, s[kAttn]), s[kLse], {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])},
            dropout_.attention(ctx, attention_), a);
   }
-  // From what the attention has seen on.
+  // The part after the attention.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     row_parallel_forward(ctx, s[kSum1], s[kAttn], p.matrix(kAttnW),
@@ -327,7 +327,7 @@ class BertBlock final : public BertLayer {
   AttentionParams attention_;
 };
 
-// Logits = LayerNorm(activation(x W + b)) E^T + bias, E the word embedding.
+// Logits = LayerNorm(activation(x W + b)) E^T + bias, where E is the word embedding.
 class BertHead final : public BertLayer {
  public:
   BertHead(const ModelConfig& c, const Shard& shard)

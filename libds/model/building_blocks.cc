@@ -28,36 +28,6 @@ i64 matrix_elems(const Layer& layer) noexcept {
   return n;
 }
 
-}  // namespace
-
-i64 Model::num_matmul_params() const noexcept {
-  i64 n = tied() ? vocab * hidden : 0;
-  for (size_t l = 1; l < layers.size(); ++l) n += matrix_elems(*layers[l]);
-  return n;
-}
-
-double Model::flops_per_token(i64 T) const noexcept {
-  double met = 1;
-  if (layout != nullptr) {
-    const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
-    met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
-  }
-  double multiplied = static_cast<double>(tied() ? vocab * hidden : 0), attended = 0;
-  for (size_t l = 1; l < layers.size(); ++l) {
-    const double tokens = static_cast<double>(layers[l]->tokens(T)), share = tokens / static_cast<double>(T);
-    multiplied += share * static_cast<double>(matrix_elems(*layers[l]));
-    if (l + 1 < layers.size()) attended += share * tokens;
-  }
-  return 6.0 * multiplied + 12.0 * attended * met * static_cast<double>(num_heads * head_dim);
-}
-
-void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {
-  forward(ctx, params, x, acts);
-}
-void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
-
-namespace {
-
 // Columns [first, first + n) of a matrix, if there is one.
 TensorView columns(TensorView v, i64 first, i64 n) {
   if (!v) return v;
@@ -76,67 +46,6 @@ TensorView sum_of_tiles(const PassContext& ctx, TensorView a, Matrix b, bool row
   return sum;
 }
 
-}  // namespace
-
-void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o) {
-  const bool out_in = o.orientation == Orientation::OutIn;
-  const MatmulParams params{.trans_b = out_in, .activation = o.activation, .rowwise = ctx.rowwise()};
-  if (weight.is_whole()) return ctx.ops.matmul(y, x, weight.whole, o.bias, o.preact, o.residual, params, ctx.stream);
-  if (out_in) {
-    weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
-      const i64 n = tile.dim(0);
-      ctx.ops.matmul(columns(y, first, n), x, tile, o.bias ? o.bias.rows(first, n) : o.bias,
-                     columns(o.preact, first, n), columns(o.residual, first, n), params, ctx.stream);
-    });
-    return;
-  }
-  const TensorView sum = sum_of_tiles(ctx, x, weight, params.rowwise);
-  if (o.activation == Activation::None) return ctx.ops.bias_residual(y, sum, o.bias, o.residual, ctx.stream);
-  const TensorView preact = o.preact ? o.preact : y;
-  ctx.ops.bias_residual(preact, sum, o.bias, {}, ctx.stream);
-  ctx.ops.activation_fwd(y, preact, o.activation, ctx.stream);
-  if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
-}
-
-void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
-                           TensorView dx_residual) {
-  const MatmulParams params{.trans_b = orientation == Orientation::InOut};
-  if (weight.is_whole()) return ctx.ops.matmul(dx, dy, weight.whole, {}, {}, dx_residual, params, ctx.stream);
-  if (orientation == Orientation::OutIn)
-    return ctx.ops.bias_residual(dx, sum_of_tiles(ctx, dy, weight, false), {}, dx_residual, ctx.stream);
-  weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
-    const i64 n = tile.dim(0);
-    ctx.ops.matmul(columns(dx, first, n), dy, tile, {}, {}, columns(dx_residual, first, n), params, ctx.stream);
-  });
-}
-
-void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
-                            Orientation orientation) {
-  const auto [a, b] = orientation == Orientation::OutIn ? std::pair(dy, x) : std::pair(x, dy);
-  const auto product = [&](TensorView out, TensorView of_rows) {
-    ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
-  };
-  if (dw.is_whole()) {
-    product(dw.whole, a);
-  } else {
-    dw.tiles->for_each(dw.row, [&](i64 first, TensorView tile) { product(tile, columns(a, first, tile.dim(0))); });
-  }
-  if (db) ctx.ops.column_sum(db, dy, false, ctx.stream);
-}
-
-ParamRow equal_row(ParamRow row, const Shard& shard) {
-  row.counted = shard.tp_rank == 0;
-  return row;
-}
-
-ParamRow whole_row(ParamRow row, const Shard& shard) {
-  row = equal_row(std::move(row), shard);
-  if (shard.sequence) row.also_summed = shard.tp;
-  return row;
-}
-
-namespace {
-
 ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
   i64 n = 0;
   for (const auto& [begin, end] : ranges) n += end - begin;
@@ -146,36 +55,6 @@ ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
   return row;
 }
 
-}  // namespace
-
-ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused) {
-  if (shard.tp == 1) return row;
-  const i64 part = div_exact(row.shape[dim], fused), share = div_exact(part, shard.tp);
-  std::vector<std::pair<i64, i64>> ranges;
-  for (i64 f = 0; f < fused; ++f) {
-    const i64 begin = f * part + shard.tp_rank * share;
-    ranges.emplace_back(begin, begin + share);
-  }
-  return cut(std::move(row), dim, std::move(ranges));
-}
-
-ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads) {
-  if (heads >= shard.tp) return cut_row(std::move(row), shard, dim);
-  row.also_summed = narrow<int>(div_exact(i64{shard.tp}, heads));
-  row.counted = shard.tp_rank % row.also_summed == 0;
-  const i64 size = div_exact(row.shape[dim], heads), head = shard.tp_rank / row.also_summed;
-  return cut(std::move(row), dim, {{head * size, (head + 1) * size}});
-}
-
-ParamRow cut_vocabulary(ParamRow row, const Shard& shard) {
-  if (shard.tp == 1) return row;
-  const i64 V = row.shape[0];
-  row.room = vocab_begin(V, shard, 1) * (row.numel() / V);  // the first share is the largest
-  return cut(std::move(row), 0, {{vocab_begin(V, shard, shard.tp_rank), vocab_begin(V, shard, shard.tp_rank + 1)}});
-}
-
-namespace {
-
 // All ranks' rows of groups.gathered.
 TensorView gather_rows(const PassContext& ctx) {
   const Groups& g = ctx.groups;
@@ -184,14 +63,14 @@ TensorView gather_rows(const PassContext& ctx) {
   return g.gathered.rows(0, ctx.B * ctx.T);
 }
 
-// This rank's rows of a sum: of a stream that is whole, some; of a cut one all that the rank has.
+// This rank's rows of a sum: part of a whole stream, or all that the rank has of a cut one.
 struct OwnRows {
   i64 first, count;  // of all R rows
   bool cut;
   TensorView of(TensorView stream) const { return !stream || cut ? stream : stream.rows(first, count); }
 };
 
-// Folds groups.partial, lets `finish` make rows of the stream of the fp32 sums of this rank's rows, and spreads them.
+// Folds groups.partial, calls `finish` to turn this rank's fp32 sums into rows of the stream, and distributes them.
 template <class Finish>
 void finish_sum(const PassContext& ctx, TensorView out, Finish&& finish) {
   const Groups& g = ctx.groups;
@@ -203,133 +82,6 @@ void finish_sum(const PassContext& ctx, TensorView out, Finish&& finish) {
   if (count > 0) finish(own, own.cut ? out : g.gathered.rows(first, count), g.sum.rows(0, count));
   if (!own.cut) ctx.ops.cast(out, gather_rows(ctx), ctx.stream);
 }
-
-}  // namespace
-
-TensorView all_rows(const PassContext& ctx, TensorView stream) {
-  const Groups& g = ctx.groups;
-  if (!g.shard.sequence) return stream;
-  ctx.ops.cast(g.gathered.rows(first_stream_row(ctx), stream.dim(0)), stream, ctx.stream);
-  return gather_rows(ctx);
-}
-
-TensorView partial_sum(const PassContext& ctx, TensorView out) {
-  return ctx.groups.shard.tp == 1 ? out : ctx.groups.partial.rows(0, ctx.B * ctx.T);
-}
-
-void sum_partials(const PassContext& ctx, TensorView out, TensorView residual) {
-  if (ctx.groups.shard.tp == 1) return;
-  finish_sum(ctx, out, [&](const OwnRows& own, TensorView rows, TensorView sum) {
-    ctx.ops.bias_residual(rows, sum, {}, own.of(residual), ctx.stream);
-  });
-}
-
-void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o) {
-  const Groups& g = ctx.groups;
-  if (g.shard.tp == 1) {
-    linear_forward(
-        ctx, y, x, weight,
-        {.orientation = o.orientation, .bias = o.bias, .residual = o.dropout > 0 ? TensorView{} : o.residual});
-    if (o.dropout > 0) {
-      dropout_rows(ctx, y, y, 0, o.dropout, o.site);
-      if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
-    }
-    return;
-  }
-  linear_forward(ctx, partial_sum(ctx, y), x, weight, {.orientation = o.orientation});
-  finish_sum(ctx, y, [&](const OwnRows& own, TensorView rows, TensorView sum) {
-    const TensorView residual = own.of(o.residual);
-    ctx.ops.bias_residual(rows, sum, o.bias, o.dropout > 0 ? TensorView{} : residual, ctx.stream);
-    if (o.dropout > 0) {
-      dropout_rows(ctx, rows, rows, own.first, o.dropout, o.site);
-      if (residual) ctx.ops.add(rows, rows, residual, ctx.stream);
-    }
-  });
-}
-
-void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site) {
-  const i64 C = x.dim(1), all = ctx.groups.sequence_length;
-  if (ctx.groups.shard.sp == 1) return ctx.ops.dropout(y, x, p, site, first_row * C, ctx.stream);
-  i64 row = 0;  // of this rank's rows
-  for (i64 b = 0; b < ctx.B; ++b) {
-    for (const TokenRange& range : ctx.groups.shard.tokens(all)) {
-      const i64 begin = std::max(row, first_row), end = std::min(row + range.count, first_row + x.dim(0));
-      if (begin < end) {
-        const i64 element = (b * all + range.begin + begin - row) * C;
-        ctx.ops.dropout(y.rows(begin - first_row, end - begin), x.rows(begin - first_row, end - begin), p, site,
-                        element, ctx.stream);
-      }
-      row += range.count;
-    }
-  }
-}
-
-void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab) {
-  const Shard& shard = ctx.groups.shard;
-  ctx.ops.embedding_fwd(partial_sum(ctx, y), table, ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,
-                        ctx.stream);
-  sum_partials(ctx, y);
-}
-
-void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding) {
-  const Shard& shard = ctx.groups.shard;
-  const i64 first = vocab_begin(vocab, shard, shard.tp_rank), row = padding - first;
-  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, false, ctx.stream);
-  if (padding < 0 || row < 0 || row >= dtable.dim(0)) return;
-  // The sum over no look-ups: zero.
-  ctx.ops.embedding_bwd(dtable.rows(row, 1), dy.rows(0, 0), ctx.ids.rows(0, 0), padding, false, ctx.stream);
-}
-
-void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o) {
-  const Groups& g = ctx.groups;
-  const i64 chunk = ctx.logits.dim(0);
-  const CrossEntropyParams params{.grad_scale = ctx.loss_grad,
-                                  .chunk_tokens = chunk,
-                                  .label_smoothing = ctx.label_smoothing,
-                                  .z_loss = ctx.z_loss,
-                                  .vocab = o.vocab};
-  if (g.shard.tp == 1) {
-    return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
-                                        ctx.logits, params, ctx.stream);
-  }
-  const TensorView all = all_rows(ctx, h);
-  const i64 R = all.dim(0), V = o.weight.dim(0), first_id = vocab_begin(o.vocab, g.shard, g.shard.tp_rank);
-  for (i64 begin = 0; begin < R; begin += chunk) {
-    const i64 rows = std::min(chunk, R - begin);
-    const auto stat = [&](i64 i) { return TensorView::of(g.stats.as<float>() + i * rows, DType::F32, {rows}); };
-    const TensorView z = TensorView::of(ctx.logits.data, DType::F32, {rows, V}), max = stat(0), sum = stat(1),
-                     at_target = stat(2), targets = ctx.targets.rows(begin, rows);
-    ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
-    ctx.ops.vocab_max(max, z, ctx.stream);
-    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, "tp.all_reduce").wait();
-    ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
-    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
-    const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
-    ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
-    if (!o.dh) continue;
-    ctx.ops.matmul(g.partial.rows(begin, rows), dz, o.weight, {}, {}, {}, {}, ctx.stream);
-    ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
-                   ctx.stream);
-    if (o.dbias) ctx.ops.column_sum(o.dbias, dz, begin > 0, ctx.stream);
-  }
-  if (o.dh) sum_partials(ctx, o.dh);
-}
-
-void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab) {
-  const Groups& g = ctx.groups;
-  TensorView last = h;
-  last.data = static_cast<char*>(h.data) + (ctx.T - 1) * h.dim(1) * dtype_bytes(h.dtype);
-  last.shape[0] = ctx.B;
-  last.stride[0] = ctx.T * h.dim(1);
-  TensorView own = ctx.logits;
-  own.data = ctx.logits.as<float>() + vocab_begin(vocab, g.shard, g.shard.tp_rank);
-  own.shape[1] = weight.dim(0);
-  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
-  if (g.shard.tp > 1)
-    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
-}
-
-namespace {
 
 class Head final : public Layer {
  public:
@@ -408,6 +160,238 @@ class Head final : public Layer {
 };
 
 }  // namespace
+
+i64 Model::num_matmul_params() const noexcept {
+  i64 n = tied() ? vocab * hidden : 0;
+  for (size_t l = 1; l < layers.size(); ++l) n += matrix_elems(*layers[l]);
+  return n;
+}
+
+double Model::flops_per_token(i64 T) const noexcept {
+  double met = 1;
+  if (layout != nullptr) {
+    const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
+    met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
+  }
+  double multiplied = static_cast<double>(tied() ? vocab * hidden : 0), attended = 0;
+  for (size_t l = 1; l < layers.size(); ++l) {
+    const double tokens = static_cast<double>(layers[l]->tokens(T)), share = tokens / static_cast<double>(T);
+    multiplied += share * static_cast<double>(matrix_elems(*layers[l]));
+    if (l + 1 < layers.size()) attended += share * tokens;
+  }
+  return 6.0 * multiplied + 12.0 * attended * met * static_cast<double>(num_heads * head_dim);
+}
+
+void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {
+  forward(ctx, params, x, acts);
+}
+void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
+
+void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o) {
+  const bool out_in = o.orientation == Orientation::OutIn;
+  const MatmulParams params{.trans_b = out_in, .activation = o.activation, .rowwise = ctx.rowwise()};
+  if (weight.is_whole()) return ctx.ops.matmul(y, x, weight.whole, o.bias, o.preact, o.residual, params, ctx.stream);
+  if (out_in) {
+    weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
+      const i64 n = tile.dim(0);
+      ctx.ops.matmul(columns(y, first, n), x, tile, o.bias ? o.bias.rows(first, n) : o.bias,
+                     columns(o.preact, first, n), columns(o.residual, first, n), params, ctx.stream);
+    });
+    return;
+  }
+  const TensorView sum = sum_of_tiles(ctx, x, weight, params.rowwise);
+  if (o.activation == Activation::None) return ctx.ops.bias_residual(y, sum, o.bias, o.residual, ctx.stream);
+  const TensorView preact = o.preact ? o.preact : y;
+  ctx.ops.bias_residual(preact, sum, o.bias, {}, ctx.stream);
+  ctx.ops.activation_fwd(y, preact, o.activation, ctx.stream);
+  if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+}
+
+void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
+                           TensorView dx_residual) {
+  const MatmulParams params{.trans_b = orientation == Orientation::InOut};
+  if (weight.is_whole()) return ctx.ops.matmul(dx, dy, weight.whole, {}, {}, dx_residual, params, ctx.stream);
+  if (orientation == Orientation::OutIn)
+    return ctx.ops.bias_residual(dx, sum_of_tiles(ctx, dy, weight, false), {}, dx_residual, ctx.stream);
+  weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
+    const i64 n = tile.dim(0);
+    ctx.ops.matmul(columns(dx, first, n), dy, tile, {}, {}, columns(dx_residual, first, n), params, ctx.stream);
+  });
+}
+
+void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
+                            Orientation orientation) {
+  const auto [a, b] = orientation == Orientation::OutIn ? std::pair(dy, x) : std::pair(x, dy);
+  const auto product = [&](TensorView out, TensorView of_rows) {
+    ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
+  };
+  if (dw.is_whole()) {
+    product(dw.whole, a);
+  } else {
+    dw.tiles->for_each(dw.row, [&](i64 first, TensorView tile) { product(tile, columns(a, first, tile.dim(0))); });
+  }
+  if (db) ctx.ops.column_sum(db, dy, false, ctx.stream);
+}
+
+ParamRow equal_row(ParamRow row, const Shard& shard) {
+  row.counted = shard.tp_rank == 0;
+  return row;
+}
+
+ParamRow whole_row(ParamRow row, const Shard& shard) {
+  row = equal_row(std::move(row), shard);
+  if (shard.sequence) row.also_summed = shard.tp;
+  return row;
+}
+
+ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused) {
+  if (shard.tp == 1) return row;
+  const i64 part = div_exact(row.shape[dim], fused), share = div_exact(part, shard.tp);
+  std::vector<std::pair<i64, i64>> ranges;
+  for (i64 f = 0; f < fused; ++f) {
+    const i64 begin = f * part + shard.tp_rank * share;
+    ranges.emplace_back(begin, begin + share);
+  }
+  return cut(std::move(row), dim, std::move(ranges));
+}
+
+ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads) {
+  if (heads >= shard.tp) return cut_row(std::move(row), shard, dim);
+  row.also_summed = narrow<int>(div_exact(i64{shard.tp}, heads));
+  row.counted = shard.tp_rank % row.also_summed == 0;
+  const i64 size = div_exact(row.shape[dim], heads), head = shard.tp_rank / row.also_summed;
+  return cut(std::move(row), dim, {{head * size, (head + 1) * size}});
+}
+
+ParamRow cut_vocabulary(ParamRow row, const Shard& shard) {
+  if (shard.tp == 1) return row;
+  const i64 V = row.shape[0];
+  row.room = vocab_begin(V, shard, 1) * (row.numel() / V);  // the first share is the largest
+  return cut(std::move(row), 0, {{vocab_begin(V, shard, shard.tp_rank), vocab_begin(V, shard, shard.tp_rank + 1)}});
+}
+
+TensorView all_rows(const PassContext& ctx, TensorView stream) {
+  const Groups& g = ctx.groups;
+  if (!g.shard.sequence) return stream;
+  ctx.ops.cast(g.gathered.rows(first_stream_row(ctx), stream.dim(0)), stream, ctx.stream);
+  return gather_rows(ctx);
+}
+
+TensorView partial_sum(const PassContext& ctx, TensorView out) {
+  return ctx.groups.shard.tp == 1 ? out : ctx.groups.partial.rows(0, ctx.B * ctx.T);
+}
+
+void sum_partials(const PassContext& ctx, TensorView out, TensorView residual) {
+  if (ctx.groups.shard.tp == 1) return;
+  finish_sum(ctx, out, [&](const OwnRows& own, TensorView rows, TensorView sum) {
+    ctx.ops.bias_residual(rows, sum, {}, own.of(residual), ctx.stream);
+  });
+}
+
+void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o) {
+  const Groups& g = ctx.groups;
+  if (g.shard.tp == 1) {
+    linear_forward(
+        ctx, y, x, weight,
+        {.orientation = o.orientation, .bias = o.bias, .residual = o.dropout > 0 ? TensorView{} : o.residual});
+    if (o.dropout > 0) {
+      dropout_rows(ctx, y, y, 0, o.dropout, o.site);
+      if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+    }
+    return;
+  }
+  linear_forward(ctx, partial_sum(ctx, y), x, weight, {.orientation = o.orientation});
+  finish_sum(ctx, y, [&](const OwnRows& own, TensorView rows, TensorView sum) {
+    const TensorView residual = own.of(o.residual);
+    ctx.ops.bias_residual(rows, sum, o.bias, o.dropout > 0 ? TensorView{} : residual, ctx.stream);
+    if (o.dropout > 0) {
+      dropout_rows(ctx, rows, rows, own.first, o.dropout, o.site);
+      if (residual) ctx.ops.add(rows, rows, residual, ctx.stream);
+    }
+  });
+}
+
+void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site) {
+  const i64 C = x.dim(1), all = ctx.groups.sequence_length;
+  if (ctx.groups.shard.sp == 1) return ctx.ops.dropout(y, x, p, site, first_row * C, ctx.stream);
+  i64 row = 0;  // of this rank's rows
+  for (i64 b = 0; b < ctx.B; ++b) {
+    for (const TokenRange& range : ctx.groups.shard.tokens(all)) {
+      const i64 begin = std::max(row, first_row), end = std::min(row + range.count, first_row + x.dim(0));
+      if (begin < end) {
+        const i64 element = (b * all + range.begin + begin - row) * C;
+        ctx.ops.dropout(y.rows(begin - first_row, end - begin), x.rows(begin - first_row, end - begin), p, site,
+                        element, ctx.stream);
+      }
+      row += range.count;
+    }
+  }
+}
+
+void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab) {
+  const Shard& shard = ctx.groups.shard;
+  ctx.ops.embedding_fwd(partial_sum(ctx, y), table, ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,
+                        ctx.stream);
+  sum_partials(ctx, y);
+}
+
+void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding) {
+  const Shard& shard = ctx.groups.shard;
+  const i64 first = vocab_begin(vocab, shard, shard.tp_rank), row = padding - first;
+  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, false, ctx.stream);
+  if (padding < 0 || row < 0 || row >= dtable.dim(0)) return;
+  // The sum over no look-ups is zero.
+  ctx.ops.embedding_bwd(dtable.rows(row, 1), dy.rows(0, 0), ctx.ids.rows(0, 0), padding, false, ctx.stream);
+}
+
+void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o) {
+  const Groups& g = ctx.groups;
+  const i64 chunk = ctx.logits.dim(0);
+  const CrossEntropyParams params{.grad_scale = ctx.loss_grad,
+                                  .chunk_tokens = chunk,
+                                  .label_smoothing = ctx.label_smoothing,
+                                  .z_loss = ctx.z_loss,
+                                  .vocab = o.vocab};
+  if (g.shard.tp == 1) {
+    return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
+                                        ctx.logits, params, ctx.stream);
+  }
+  const TensorView all = all_rows(ctx, h);
+  const i64 R = all.dim(0), V = o.weight.dim(0), first_id = vocab_begin(o.vocab, g.shard, g.shard.tp_rank);
+  for (i64 begin = 0; begin < R; begin += chunk) {
+    const i64 rows = std::min(chunk, R - begin);
+    const auto stat = [&](i64 i) { return TensorView::of(g.stats.as<float>() + i * rows, DType::F32, {rows}); };
+    const TensorView z = TensorView::of(ctx.logits.data, DType::F32, {rows, V}), max = stat(0), sum = stat(1),
+                     at_target = stat(2), targets = ctx.targets.rows(begin, rows);
+    ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
+    ctx.ops.vocab_max(max, z, ctx.stream);
+    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, "tp.all_reduce").wait();
+    ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
+    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
+    ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
+    if (!o.dh) continue;
+    ctx.ops.matmul(g.partial.rows(begin, rows), dz, o.weight, {}, {}, {}, {}, ctx.stream);
+    ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
+                   ctx.stream);
+    if (o.dbias) ctx.ops.column_sum(o.dbias, dz, begin > 0, ctx.stream);
+  }
+  if (o.dh) sum_partials(ctx, o.dh);
+}
+
+void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab) {
+  const Groups& g = ctx.groups;
+  TensorView last = h;
+  last.data = static_cast<char*>(h.data) + (ctx.T - 1) * h.dim(1) * dtype_bytes(h.dtype);
+  last.shape[0] = ctx.B;
+  last.stride[0] = ctx.T * h.dim(1);
+  TensorView own = ctx.logits;
+  own.data = ctx.logits.as<float>() + vocab_begin(vocab, g.shard, g.shard.tp_rank);
+  own.shape[1] = weight.dim(0);
+  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
+  if (g.shard.tp > 1)
+    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+}
 
 std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden,
                                  i64 vocab, bool tied, float eps, float init_std, const Shard& shard) {

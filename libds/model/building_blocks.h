@@ -1,46 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the layers of all model families share: linear maps in both of Hugging Face's orientations, alone and over a
-// tensor-parallel group; attention with a cache and over a sequence-parallel group (attention.cc); dropout sites.
+// Parts shared by the layers of all model families: linear maps in both of Hugging Face's orientations, alone and over
+// a tensor-parallel group; attention with a cache and over a sequence-parallel group (attention.cc); dropout sites.
 
 #include "model/layer.h"
 
 namespace ds::model {
 
-// How a weight is stored: Linear keeps [out,in], GPT-2's Conv1D keeps [in,out].
+// The layout of a weight: Linear stores [out,in], GPT-2's Conv1D [in,out].
 enum class Orientation : u8 { OutIn, InOut };
 
 struct LinearForward {
   Orientation orientation = Orientation::OutIn;
   TensorView bias{};  // [out] or none
   Activation activation = Activation::None;
-  TensorView preact{};    // [R,out]: the value before the activation, or none
-  TensorView residual{};  // [R,out] added last, or none
+  TensorView preact{};    // [R,out]: receives the value before the activation, or none
+  TensorView residual{};  // [R,out], added last, or none
 };
 
-// Products with a matrix in tiles give, tile by tile, columns of what they write; where a tile has some of the terms of
-// all columns, they are summed in fp32 in the order of the tiles (ctx.tile_sum), and rounded once.
+// A product with a tiled matrix computes some columns of its result per tile. If a tile instead contributes some terms
+// to all columns, they are summed in fp32 in the order of the tiles (ctx.tile_sum) and rounded once.
 
 // y [R,out] = activation(x [R,in] W + bias) + residual
 void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o);
-// dx [R,in] = dy W + dx_residual, which may be dx: the gradients of several branches add up.
+// dx [R,in] = dy W + dx_residual, which may be dx, so that the gradients of several branches add up.
 void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
                            TensorView dx_residual = {});
-// dw = the weight's gradient in the weight's orientation, db = column sums of dy (not wanted when empty).
+// dw = the weight's gradient in the weight's orientation; db = column sums of dy (not computed if empty).
 void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
                             Orientation orientation);
 
-// Matrices over a tensor-parallel group. Column-parallel: each rank has some of the outputs, and its product is the
-// plain one of all rows; the gradients of the input are parts of a sum. Row-parallel: each rank has some of the inputs,
-// and its product is a part of the sum. Sums are taken over ranks in rank order and rounded once (comm/communicator.h).
-// A group of one is the plain product.
+// Matrices over a tensor-parallel group. Column-parallel: each rank has some of the outputs and computes them for all
+// rows; the input gradients are partial sums. Row-parallel: each rank has some of the inputs, and its product is a
+// partial sum. Sums are taken over ranks in rank order and rounded once (comm/communicator.h). With a group of one both
+// are plain products.
 
-// All rows of a stream that may be cut in rows; valid until the next call.
+// All rows of a stream whose rows may be cut; valid until the next call.
 TensorView all_rows(const PassContext& ctx, TensorView stream);
-// Where a product goes that is a part of a sum over the group, if it belongs in `out`: there, where the group is one.
+// The destination of a product that is a partial sum for `out`: a buffer of the group, or `out` itself if the group is
+// one rank.
 TensorView partial_sum(const PassContext& ctx, TensorView out);
-// out = the sum of what partial_sum(out) took + residual (a stream, optional), on all ranks or, of a cut stream, each
-// its rows. In a group of one there is nothing left to do: the product itself has added first_term(residual).
+// out = the sum over ranks of partial_sum(out) + residual (a stream, optional): all rows on all ranks, or each rank's
+// rows of a cut stream. In a group of one nothing is left to do, since the product itself has added
+// first_term(residual).
 void sum_partials(const PassContext& ctx, TensorView out, TensorView residual = {});
 inline TensorView first_term(const PassContext& ctx, TensorView residual) {
   return ctx.groups.shard.tp == 1 ? residual : TensorView{};
@@ -50,37 +52,39 @@ struct RowParallel {
   Orientation orientation = Orientation::OutIn;
   TensorView bias{};      // [out], added once
   TensorView residual{};  // stream, added last
-  float dropout = 0;      // of what is added to the residual
+  float dropout = 0;      // applied before the residual is added
   RngKey site{};
 };
-// y (a stream) = dropout(x [R, in of this rank] W + bias) + residual; without dropout, in a group of one, one product.
+// y (a stream) = dropout(x [R, in of this rank] W + bias) + residual; in a group of one without dropout, a single
+// product.
 void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o);
 
-// y = dropout(x) with the masks of a whole batch on one rank; x: rows from `first_row` on of this rank's R.
+// y = dropout(x) with the masks of a whole batch on one rank; x contains rows of this rank's R from `first_row` on.
 void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site);
-// The first row of the stream on this rank: of R rows, in a cut stream.
+// The first of the R rows that this rank has of the stream; 0 unless the stream is cut.
 inline i64 first_stream_row(const PassContext& ctx) {
   const Shard& shard = ctx.groups.shard;
   return shard.sequence ? shard.tp_rank * shard.stream_rows(ctx.B * ctx.T) : 0;
 }
-// Rows of the stream on this rank in a pass over R rows; text is written with whole streams.
+// Rows of the stream on this rank in a pass over R rows; generation uses whole streams.
 inline i64 stream_rows(const Shard& shard, Mode mode, i64 R) {
   return mode == Mode::Generate ? R : shard.stream_rows(R);
 }
-// This rank's rows of something that all of R have one of, such as ids.
+// This rank's rows of a tensor with one entry for each of the R rows, such as ids.
 inline TensorView stream_part(const PassContext& ctx, TensorView all) {
   return all.rows(first_stream_row(ctx), ctx.groups.shard.stream_rows(ctx.B * ctx.T));
 }
 
-// Parameters over the group. A row that each rank has: equal gradients, or parts of a sum where each rank has other
-// rows of the stream.
+// Parameters over the group. whole_row: a row that each rank has; its gradients are equal, or partial sums if the ranks
+// have different rows of the stream.
 ParamRow whole_row(ParamRow row, const Shard& shard);
-// One that each rank has, with equal gradients in any case: the bias behind a row-parallel product, whose gradient is
+// A row that each rank has, with equal gradients in any case: the bias after a row-parallel product, whose gradient is
 // summed over all rows on each rank.
 ParamRow equal_row(ParamRow row, const Shard& shard);
-// Cut along `dim` in equal shares; of each of `fused` equal parts, where several matrices stand side by side.
+// A row cut along `dim` in equal shares; of each of `fused` equal parts, if several matrices are stored side by side.
 ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused = 1);
-// Along `dim` stand `heads` heads, which the ranks share, or several ranks have one.
+// A row with `heads` heads along `dim`, which the ranks share; with fewer heads than ranks, several ranks have the same
+// head.
 ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads);
 // Rows of a vocabulary of V: [vocab_begin(rank), vocab_begin(rank + 1)); the first V mod tp ranks have one more.
 inline i64 vocab_begin(i64 V, const Shard& shard, int rank) {
@@ -88,7 +92,7 @@ inline i64 vocab_begin(i64 V, const Shard& shard, int rank) {
 }
 ParamRow cut_vocabulary(ParamRow row, const Shard& shard);
 
-// Row-major heads inside rows of `row_elems`: element (b,t,h,d) at ((b*T + t) * row_elems + offset + h*D + d).
+// Heads stored row-major inside rows of `row_elems`: element (b,t,h,d) at ((b*T + t) * row_elems + offset + h*D + d).
 inline TensorView heads_view(TensorView rows, i64 B, i64 T, i64 num_heads, i64 head_dim, i64 row_elems, i64 offset) {
   TensorView v = rows;
   v.data = static_cast<char*>(rows.data) + offset * dtype_bytes(rows.dtype);
@@ -102,29 +106,30 @@ struct Heads {
   TensorView q, k, v;  // [B,T,H,D], [B,T,G,D] strided
 };
 struct HeadCounts {
-  i64 q, kv, dim;  // of this rank, of the tensor-parallel group's
+  i64 q, kv, dim;  // sizes on this rank of the tensor-parallel group
 };
-// Declares what attend() and attend_backward() need beside their arguments; behind the layer's own temporaries.
+// Declares the memory that attend() and attend_backward() need in addition to their arguments, after the layer's own
+// temporaries.
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, Mode mode, DType work, i64 B,
                     i64 T, const HeadCounts& heads);
-// Attention of the T new positions; when generating, over all positions so far, which a cache for each sequence keeps.
-// Over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is for attend_backward alone.
+// Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in a cache.
+// Works over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is only for attend_backward.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,
             const LayerActs& acts);
 void attend_backward(const PassContext& ctx, const Heads& gradients, TensorView dout, const Heads& heads, TensorView o,
                      TensorView lse, const AttentionParams& params, const LayerActs& acts);
 
-// The random stream of one use of dropout: layers number their uses.
+// The random stream of one use of dropout; layers number their uses.
 inline RngKey dropout_site(const PassContext& ctx, i64 layer, u32 use) {
   RngKey key = ctx.dropout_key;
   key.site = 0x80000000u | (static_cast<u32>(layer) * 8u + use);
   return key;
 }
 
-// Dropout in one block, only in training: of attention's probabilities (use 0), and of the branches that are added to
-// the residual (uses from 1 on).
+// Dropout in one block, only in training: on attention probabilities (use 0), and on the branches added to the residual
+// (uses from 1 on).
 struct BlockDropout {
-  i64 layer = 0;  // of dropout_site
+  i64 layer = 0;  // see dropout_site
   float branches = 0;
 
   AttentionParams attention(const PassContext& ctx, AttentionParams params) const {
@@ -137,7 +142,8 @@ struct BlockDropout {
     o.site = dropout_site(ctx, layer, use);
     return o;
   }
-  // The gradient behind the dropout of branch `use`, in the memory of `out` if there is any.
+  // The gradient of the input of the dropout of branch `use`, given that of its output: in `out` if there is dropout,
+  // else dy.
   TensorView branch_gradient(const PassContext& ctx, TensorView out, TensorView dy, u32 use) const {
     if (branches <= 0) return dy;
     dropout_rows(ctx, out, dy, first_stream_row(ctx), branches, dropout_site(ctx, layer, use));
@@ -145,23 +151,24 @@ struct BlockDropout {
   }
 };
 
-// The embedding of ctx.ids in a table of `vocab` rows, which may be cut: y is a stream. The row of `padding` has no
-// gradient, as in nn.Embedding(padding_idx); -1: every row has one.
+// Looks up ctx.ids in a table of `vocab` rows, which may be cut; y is a stream. The row of `padding` gets no gradient,
+// as in nn.Embedding(padding_idx); -1: every row gets one.
 void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab);
 void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding = -1);
 
-// Losses and the gradients of a projection [V,C] and its input h [R,C] (a stream) at once, as ops.linear_cross_entropy;
-// the vocabulary may be cut. Without gradients (!dh) the losses alone. dweight: of this rank's rows.
+// Losses, and the gradients of a projection [V,C] and its input h [R,C] (a stream), in one pass, like
+// ops.linear_cross_entropy; the vocabulary may be cut. Without gradients (!dh) computes only the losses. dweight: of
+// this rank's rows.
 struct ProjectionLoss {
   TensorView weight{}, bias{};
-  TensorView dh{}, dweight{}, dbias{};  // as h; [V,C] and [V] fp32
-  i64 vocab = 0;                        // of all ranks
+  TensorView dh{}, dweight{}, dbias{};  // like h; [V,C] and [V] fp32
+  i64 vocab = 0;                        // over all ranks
 };
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o);
-// Generating: ctx.logits = those of the last position of each sequence, of the whole vocabulary.
+// Generation: ctx.logits = logits of the last position of each sequence, over the whole vocabulary.
 void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab);
 
-// The last layer of every family: final norm, output projection, loss. It differs only in the norm.
+// The last layer of every family: final norm, output projection, loss. Families differ only in the norm.
 enum class NormKind : u8 { LayerNorm, RmsNorm };
 std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden,
                                  i64 vocab, bool tied, float eps, float init_std, const Shard& shard);

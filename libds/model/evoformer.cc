@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The public door to the ops of Evoformer attention: a device, and the checks that ops leave to their callers.
+// The public interface to the Evoformer attention ops: a device, and the checks that ops leave to their callers.
 
 #include "ds/evoformer.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 std::string text_of(std::span<const i64> shape) { return fmt::format("[{}]", fmt::join(shape, ",")); }
 
-// A view that must have this shape, one of these dtypes, and a last dim without gaps.
+// Checks a view's shape and dtype, and that its last dim has no gaps.
 void check_view(const char* name, const TensorView& x, std::initializer_list<i64> shape,
                 std::initializer_list<DType> dtypes) {
   DS_CHECK(x, Errc::Config, "evoformer attention: {} is missing", name);
@@ -41,7 +41,7 @@ struct NamedView {
   const char* name;
   const TensorView& view;
 };
-// The q-like tensors of a call, the first of which says the shape, and its biases.
+// Checks the q-like tensors of a call (the first of which defines the shape) and its biases.
 void check_call(const Device& device, std::initializer_list<NamedView> tensors, const TensorView& lse,
                 const TensorView& bias1, const TensorView& bias2, const EvoformerParams& p) {
   const TensorView& q = tensors.begin()->view;
@@ -49,11 +49,11 @@ void check_call(const Device& device, std::initializer_list<NamedView> tensors, 
   const i64 M = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3);
   DS_CHECK(M > 0 && T > 0 && H > 0 && D > 0, Errc::Config, "evoformer attention: q is empty");
   DS_CHECK(p.num_seq > 0 && M % p.num_seq == 0, Errc::Config,
-           "evoformer attention: {} sequences are not a number of times num_seq, {}", M, p.num_seq);
+           "evoformer attention: {} sequences are not a multiple of num_seq, {}", M, p.num_seq);
   DS_CHECK(q.dtype == DType::F32 || q.dtype == DType::BF16 || q.dtype == DType::F16, Errc::Config,
            "evoformer attention: q cannot be of type {}", dtype_name(q.dtype));
-  DS_CHECK(device.is_host() || D <= 256, Errc::Unavailable, "evoformer attention: heads of {} on a GPU, 256 at most",
-           D);
+  DS_CHECK(device.is_host() || D <= 256, Errc::Unavailable,
+           "evoformer attention: head dim {} exceeds 256, the maximum on a GPU", D);
   for (const auto& [name, view] : tensors) check_view(name, view, {M, T, H, D}, {q.dtype});
   check_view("lse", lse, {M, H, T}, {DType::F32});
   check_optional("bias1", bias1, {M, T}, {q.dtype, DType::F32});
@@ -70,7 +70,7 @@ EvoformerAttention& EvoformerAttention::operator=(EvoformerAttention&&) noexcept
 EvoformerAttention EvoformerAttention::on_cpu(int num_threads) {
   DS_CHECK(num_threads >= 1, Errc::Config, "evoformer attention: {} threads", num_threads);
   const OpTable* const ops = cpu_ops();
-  DS_CHECK(ops != nullptr, Errc::Unavailable, "this CPU has none of the instruction sets that libds needs");
+  DS_CHECK(ops != nullptr, Errc::Unavailable, "this CPU supports none of the instruction sets that libds needs");
   auto state = std::make_unique<State>();
   state->device = make_cpu_device(*ops, num_threads);
   return EvoformerAttention(std::move(state));
@@ -80,7 +80,7 @@ EvoformerAttention EvoformerAttention::on_cuda(int index) {
   std::string why;
   const int count = num_cuda_devices(why);
   DS_CHECK(count > 0, Errc::Unavailable, "{}", why);
-  DS_CHECK(index >= 0 && index < count, Errc::Unavailable, "there is no GPU {}, of {}", index, count);
+  DS_CHECK(index >= 0 && index < count, Errc::Unavailable, "there is no GPU {}: this node has {}", index, count);
   auto state = std::make_unique<State>();
   state->device = make_cuda_device(index);
   return EvoformerAttention(std::move(state));

@@ -225,7 +225,7 @@ class Gpt2Block final : public Layer {
                    {.orientation = kConv, .bias = p.own[kAttnB]});
     attend(ctx, flat(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQkv]), dropout_.attention(ctx, attention_), a);
   }
-  // From what the attention has seen to what the last product reads.
+  // From the attention's output to the input of the last product.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     row_parallel_forward(ctx, s[kMiddle], s[kAttn], p.matrix(kProjW),

@@ -13,7 +13,7 @@ void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count,
   }
   const RngKey key{seed, static_cast<u32>(param), 0};
   for (i64 i = begin; i < begin + count;) {
-    // Box-Muller on lanes (0,1) and (2,3) of the block that holds element i.
+    // Box-Muller on lanes (0,1) and (2,3) of the block that contains element i.
     const PhiloxBlock r = key.block(static_cast<u64>(i / 4));
     double normal[4];
     for (int pair = 0; pair < 2; ++pair) {

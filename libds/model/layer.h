@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A model is a list of layers over flat buffers. A layer declares its parameters once and is then *given* memory: views
-// of its parameters, of their gradients and of its activations. It owns none, and knows nothing of ZeRO or files, and
-// of ranks only the groups that share its matrices (tp) or its tokens (sp): shard.h.
+// of its parameters, their gradients and its activations. It owns none, and knows nothing of ZeRO or files; the only
+// ranks it knows are the groups that share its matrices (tp) or its tokens (sp), see shard.h.
 //
-// The residual stream x [R,C], R = B*T, work dtype, runs through all layers: layer l reads the output of layer l-1.
+// The residual stream x [R,C] (R = B*T, work dtype) runs through all layers: layer l reads the output of layer l-1.
 
 #include <algorithm>
 #include <memory>
@@ -25,27 +25,28 @@ class AttentionLayout;
 
 enum class Init : u8 { Normal, Zeros, Ones };
 
-// One parameter, under its Hugging Face name, in Hugging Face's shape and orientation.
+// One parameter, with its Hugging Face name, shape and orientation.
 struct ParamRow {
   std::string name;
-  std::vector<i64> shape;  // of what this rank has: all of it, or the slice
+  std::vector<i64> shape;  // of this rank's part: the whole parameter, or the slice
   Init init = Init::Normal;
   float std = 0.02f;   // of Init::Normal
   bool decay = false;  // weight decay applies: matrices and embeddings, not biases and norms
 
-  std::vector<i64> whole = {};  // the shape of the whole parameter, where this rank has a slice of it
+  std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
-  // Where its gradients are reduced and it is cut by ZeRO: over dp, or over group - 1 of Model::splits.
+  // The group that reduces its gradient and over which ZeRO cuts it: 0 is dp, i is number i - 1 of Model::splits.
   size_t group = 0;
-  // How many ranks of dp have the samples that its gradient sums, by which the sum is divided; 0: all. Whatever the
-  // group's size is.
+  // The number of dp ranks whose samples its gradient sums over, by which the sum is divided; 0: all. Independent of
+  // the group's size.
   i64 divisor = 0;
-  // Equal copies have equal gradients, but those whose gradients are parts, which add up over so many ranks side by
-  // side of the tensor-parallel group: each has seen other tokens or other heads.
+  // Copies in the tensor-parallel group have equal gradients, unless this is not 1: then gradients are partial sums
+  // over this many neighbouring ranks, each of which has seen other tokens or heads.
   int also_summed = 1;
-  bool tiles = false;   // products take it in blocks of its rows, where the layout has such (Layer::products)
-  i64 room = 0;         // elements of the largest slice, so that rows lie alike on all ranks of the group
-  bool counted = true;  // this rank is the first of them: its copy is saved, and its gradient is in the norm
+  bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
+  i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
+  // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
+  bool counted = true;
 
   i64 numel() const noexcept { return product(shape); }
   const std::vector<i64>& whole_shape() const noexcept { return slice.whole() ? shape : whole; }
@@ -58,50 +59,49 @@ struct ParamRow {
   }
 };
 
-// What a layer keeps of its forward pass for its backward pass.
+// The part of its forward pass that a layer keeps for its backward pass.
 enum class Keep : u8 {
   All,
-  AllButAttention,  // the branch of the attention is computed again (Korthikanti et al. 2022: selective)
-  Input,            // everything is computed again from the layer's input
+  AllButAttention,  // the attention branch is recomputed (Korthikanti et al. 2022: selective)
+  Input,            // everything is recomputed from the layer's input
 };
 
-// Hands out activation memory. The same calls run again and again: once counting (no memory behind the views), then
-// with the memory that the count asked for; so the sizes that are predicted are the sizes that are used.
-//   kept       lives from the forward pass of the micro-batch to its weight gradients; `away`: the same in an array
-//   that
-//              is not in the device's memory, of which a place is all that is known
-//   working    from the input gradients of a layer to its weight gradients; and, where the layer does not keep it, what
-//              is computed again before them. Layers that run one after the other share it.
+// Allocates activation memory. The same calls run repeatedly: first to count (the views have no memory), then with the
+// memory that the count requested, so predicted and used sizes are the same.
+//   kept       lives from the forward pass of the micro-batch to its weight gradients; `away` is the same for an array
+//              outside device memory, of which only offsets are known
+//   working    lives from a layer's input gradients to its weight gradients; also holds recomputed activations. Layers
+//              that run one after the other share it.
 //   temporary  lives within one call; all layers share it
 class ActivationPlanner {
  public:
   static constexpr i64 kAwayPage = PageBuffer::kPage;
   struct Memory {
     void *kept = nullptr, *working = nullptr, *temporary = nullptr;
-    i64 away = 0;  // where it begins
+    i64 away = 0;  // offset at which it begins
   };
   ActivationPlanner() = default;
   explicit ActivationPlanner(const Memory& memory) : memory_(memory) {}
 
-  // What follows is another layer's, which keeps `keep`. Unless it shares the time of the one before (its gradients
-  // wait for each other, or it is computed again with it), it takes the same working memory.
+  // Starts another layer, which keeps `keep`. It reuses the working memory of the previous layer unless both are live
+  // at the same time (their gradients wait for each other, or they are recomputed together).
   void begin_layer(Keep keep, bool shares_time) noexcept {
     keep_ = keep;
     temporary_used_ = 0;
     if (!shares_time) working_used_ = pinned_;
   }
-  // The working memory that has been handed out so far is for all layers.
+  // Keeps the working memory allocated so far for all layers.
   void pin() noexcept { pinned_ = working_used_; }
 
-  // Of the forward pass: read again by the backward pass.
+  // Of the forward pass; read by the backward pass.
   TensorView saved(DType dtype, std::initializer_list<i64> shape) {
     return keep_ == Keep::Input ? working(dtype, shape) : kept(dtype, shape);
   }
-  // The same for the branch of the attention, from the layer's input to what it adds to the residual stream.
+  // The same for the attention branch, from the layer's input to the sum that it adds to the residual stream.
   TensorView attention(DType dtype, std::initializer_list<i64> shape) {
     return keep_ == Keep::All ? kept(dtype, shape) : working(dtype, shape);
   }
-  // Of the pass of input gradients: read again by that of weight gradients.
+  // Of the input gradient pass; read by the weight gradient pass.
   TensorView gradient(DType dtype, std::initializer_list<i64> shape) { return working(dtype, shape); }
   TensorView temporary(DType dtype, std::initializer_list<i64> shape) {
     const TensorView v = take(memory_.temporary, temporary_used_, dtype, shape);
@@ -111,7 +111,7 @@ class ActivationPlanner {
   TensorView kept(DType dtype, std::initializer_list<i64> shape) {
     return take(memory_.kept, kept_used_, dtype, shape);
   }
-  // Bytes from the array's begin, whole pages.
+  // Offset in bytes from the start of the array; whole pages.
   i64 away(i64 bytes) { return memory_.away + std::exchange(away_used_, away_used_ + align_up(bytes, kAwayPage)); }
   TensorView working(DType dtype, std::initializer_list<i64> shape) {
     const TensorView v = take(memory_.working, working_used_, dtype, shape);
@@ -119,7 +119,7 @@ class ActivationPlanner {
     return v;
   }
 
-  // What comes next lies behind what `other`, which began as this one was, has handed out, too.
+  // Continues after everything that `other`, which started like this one, has allocated, too.
   void cover(const ActivationPlanner& other) noexcept {
     kept_used_ = std::max(kept_used_, other.kept_used_);
     away_used_ = std::max(away_used_, other.away_used_);
@@ -146,81 +146,81 @@ class ActivationPlanner {
       temporary_peak_ = 0;
 };
 
-// The activations of one layer for one micro-batch; what lies at which index is the layer's own business.
+// The activations of one layer for one micro-batch; each layer defines its own indices.
 struct LayerActs {
   std::vector<TensorView> saved;      // of the forward pass
-  std::vector<TensorView> gradients;  // of the pass of input gradients
+  std::vector<TensorView> gradients;  // of the input gradient pass
   std::vector<TensorView> temporary;
   std::vector<TensorView> exchange;  // of attend() over several ranks
-  TensorView output;                 // [R,C], placed by who runs the layers
-  // Where the output is an input that is kept elsewhere until layers are computed again from it: this rank's rows of
-  // it, here or, without memory, away from the device at `stash_at`; and [padded R,C] to have it back.
+  TensorView output;                 // [R,C], placed by the code that runs the layers
+  // If the output is a kept input stored elsewhere until layers are recomputed from it: this rank's rows of it, here
+  // or, without memory, away from the device at `stash_at`; and [padded R,C] to restore it.
   TensorView stash{}, restored{};
   i64 stash_at = 0;
-  TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
-  // What the host draws for a micro-batch before its forward pass, int32 (Layer::draw); or none.
+  TensorView input_grad;  // [R,C], placed likewise; none for the model's first layer
+  // Values that the host draws before the micro-batch's forward pass, int32 (Layer::draw); or none.
   TensorView drawn{};
-  std::vector<LayerActs> inner;  // one, of a layer around another
+  std::vector<LayerActs> inner;  // at most one, for a layer around another
 };
 
-// Keys and values of the positions so far of one sequence, for generation: [1, rows, G, D] each, work dtype. Without
-// pages row t is position t. Else only what is seen later is kept: page i of `page` positions, of which many may share
-// rows one after the other, lies from row places[i] * page on, or nowhere (-1).
+// Keys and values of one sequence's positions so far, for generation: [1, rows, G, D] each, work dtype. Without pages,
+// row t is position t. With pages, only positions needed later are kept: page i of `page` positions starts at row
+// places[i] * page, or is not kept (-1); pages may reuse the rows of earlier ones.
 struct KvCache {
   TensorView k, v;
-  i64 length = 0;  // positions so far
+  i64 length = 0;  // number of positions so far
   i64 page = 0;
   std::span<const i32> places{};
-  const i32* pages = nullptr;  // the same on the device, as AttentionParams::pages
+  const i32* pages = nullptr;  // the same on the device; see AttentionParams::pages
 };
 
 enum class Mode : u8 { Train, Eval, Generate };
 
-// cos and sin of the positions from 0 on, [positions, D/2] fp32 each, in host memory; empty for models without rotary
+// cos and sin for positions from 0 on, [positions, D/2] fp32 each, in host memory; empty for models without rotary
 // positions.
 struct RopeTables {
   std::vector<float> cos, sin;
 };
 
-// What all layers of one forward or backward pass see. R = B*T rows of tokens.
+// The inputs that all layers share in one forward or backward pass. R = B*T rows of tokens.
 struct PassContext {
   const OpTable& ops;
   Stream& stream;
   Mode mode = Mode::Train;
-  i64 B = 0, T = 0;                   // T: of this rank's part of the sequences
+  i64 B = 0, T = 0;                   // T: this rank's part of the sequences
   TensorView ids{};                   // [R] int32
   TensorView positions{};             // [T] int32: rows of the rope tables; [R] when generating, and of documents
-  TensorView row_positions{};         // [R] int32: the position of each row in its sequence
+  TensorView row_positions{};         // [R] int32: each row's position in its sequence
   TensorView token_types{};           // [R] int32: segments, for models with Model::token_types
-  TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
+  TensorView rope_cos{}, rope_sin{};  // for positions from 0 on, for the sequences of this pass; empty for GPT-2
   TensorView targets{};               // [R] int32; not when generating
   TensorView losses{};                // [R] fp32, written by the head; not when generating
-  TensorView logits{};    // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
-                          // workspace [chunk,V] fp32
-  TensorView tile_sum{};  // [R, most columns] fp32: a product over tiles, where there are such
-  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
+  TensorView logits{};  // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
+                        // workspace [chunk,V] fp32
+  TensorView tile_sum{};          // [R, most columns] fp32: for products over tiles, if any
+  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch
   float loss_grad = 1;            // d(scaled total)/d(token loss)
-  float label_smoothing = 0, z_loss = 0;  // as CrossEntropyParams has them; Train
+  float label_smoothing = 0, z_loss = 0;  // see CrossEntropyParams; Train
   RngKey dropout_key{};                   // each use sets its own site
-  AttentionBlocks blocks{};               // of Model::layout: of whole sequences, from their beginning
+  AttentionBlocks blocks{};               // of Model::layout, for whole sequences from their start
   TensorView documents{};                 // [2, B, sequence length] int32: AttentionParams::documents; or none
-  std::span<KvCache* const> caches{};     // Generate: of the present layer, by sequence
+  std::span<KvCache* const> caches{};     // Generate: of the current layer, by sequence
   Groups groups{};                        // the ranks that share matrices and tokens
 
-  // Whether each row is to have the bits that it has alone: the next tokens of several sequences.
+  // True if each row must have the bits that it has alone: the next tokens of several sequences.
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
 };
 
-// Matrices of which only some rows are there at a time.
+// Matrices of which only some rows are in memory at a time.
 class Tiles {
  public:
   virtual ~Tiles() = default;
-  // Calls use(first, rows) for each block of rows of matrix `row`, in order: rows [first, first + n), which are there
-  // until it returns.
+  // Calls use(first, rows) for each block of rows [first, first + n) of matrix `row`, in order; the rows are valid
+  // until `use` returns.
   virtual void for_each(size_t row, FunctionRef<void(i64 first, TensorView rows)> use) = 0;
 };
 
-// A matrix that products read or write: as a whole, or, without data, in tiles.
+// A matrix that products read or write: whole, or, if it has no data, in tiles.
 struct Matrix {
   Matrix(TensorView all, Tiles* in_tiles = nullptr, size_t number = 0) : whole(all), tiles(in_tiles), row(number) {}
   bool is_whole() const noexcept { return whole.data != nullptr || tiles == nullptr; }
@@ -230,8 +230,8 @@ struct Matrix {
   size_t row;
 };
 
-// Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, where this
-// layer uses it. `tiles`: of what has no data in `own`.
+// Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, if this layer
+// uses it. `tiles` provides the rows without data in `own`.
 struct RowViews {
   std::span<const TensorView> own;
   TensorView shared{};
@@ -240,14 +240,14 @@ struct RowViews {
   Matrix matrix(size_t row) const noexcept { return {own[row], tiles, row}; }
 };
 
-// What a layer may draw by. With documents of each token where its own begins and ends, and its position in it.
+// Inputs of Layer::draw. With documents: for each token the beginning and end of its document, and its position in it.
 struct DrawKey {
   RngKey rng{};
   i64 B = 0, T = 0;
   std::span<const i32> documents{}, positions{};  // [2, B, T], [B, T]; or none
 };
 
-// What of a layer asks for its matrices.
+// The passes of a layer that need its matrices.
 enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput, BackwardWeight };
 
 class Layer {
@@ -256,39 +256,39 @@ class Layer {
 
   const std::string& name() const noexcept { return name_; }
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }
-  // What kind of layer: "Gpt2Block"; for partitions by type.
+  // Name of the kind of layer, such as "Gpt2Block", for partitions by type.
   virtual std::string_view type() const noexcept = 0;
-  // Whether it is one of the equal layers in the middle, which can be computed again.
+  // True for the equal layers in the middle, which can be recomputed.
   virtual bool is_block() const noexcept { return false; }
-  // The rows that are matrices of its products, in the order in which these take them tile by tile.
+  // The rows that are matrices of its products, in the order in which the products read them tile by tile.
   virtual std::vector<size_t> products(Products) const { return {}; }
-  // Whether its weight gradients can wait for a call of their own. The head's come with its loss.
+  // True if its weight gradients can be computed in a later call. The head's come with its loss.
   virtual bool splits() const noexcept { return true; }
 
-  // Of T tokens of a sample, those that it computes in training; the others pass it by.
+  // Of T tokens of a sample, the number that it processes in training; the others bypass it.
   virtual i64 tokens(i64 T) const noexcept { return T; }
-  // Fills acts.drawn for a micro-batch of the same sizes that they were planned for.
+  // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}
 
-  // Declares the activations for micro-batches of B x T tokens, but for output and input_grad.
+  // Declares the activations for micro-batches of B x T tokens, without output and input_grad.
   virtual LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const = 0;
-  // acts.output = layer(x). x is unused by the first layer (it reads ids). The head has no output: when evaluating or
-  // generating it computes losses or logits, when training nothing that its loss needs more than once.
+  // acts.output = layer(x). The first layer does not use x (it reads ids). The head has no output: it computes losses
+  // when evaluating, logits when generating, and when training only values that its loss needs more than once.
   virtual void forward(const PassContext&, RowViews params, TensorView x, const LayerActs& acts) const = 0;
-  // acts.input_grad = the gradient of x, given that of the output (no alias). The head computes the losses here.
+  // acts.input_grad = the gradient of x, given that of the output, dy (no aliasing). The head computes the losses here.
   virtual void backward_input(const PassContext&, RowViews params, TensorView x, TensorView dy,
                               const LayerActs& acts) const = 0;
-  // Overwrites every gradient row, rounded once to the row's dtype. After backward_input, with the same views.
+  // Overwrites every gradient row, rounded once to the row's dtype. Call after backward_input, with the same views.
   virtual void backward_weight(const PassContext&, RowViews grads, TensorView x, TensorView dy,
                                const LayerActs& acts) const = 0;
-  // Computes again what a layer that keeps less than all does not have; before backward_input.
+  // Recomputes the activations that a layer with `keep` less than All does not have; call before backward_input.
   virtual void recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep keep) const;
-  // Of the last layer alone, for tests: out [R,V] fp32 = the logits of the micro-batch that forward() saw last.
+  // Last layer only, for tests: out [R,V] fp32 = the logits of the micro-batch that forward() processed last.
   virtual void logits(const PassContext&, RowViews params, const LayerActs& acts, TensorView out) const;
 
  protected:
   explicit Layer(std::string name) : name_(std::move(name)) {}
-  // When all rows are there.
+  // Call this when all rows have been declared.
   void allow_tiles() {
     for (const size_t row : products(Products::Forward)) rows_[row].tiles = true;
   }
@@ -296,30 +296,31 @@ class Layer {
   std::vector<ParamRow> rows_;
 };
 
-// A second name that files may have for a parameter.
+// A second name that files may use for a parameter.
 struct Tie {
   std::string alias, name;
 };
 
 // A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss). Parameters are numbered
-// in the order shared, then layer by layer.
+// in order: shared, then layer by layer.
 struct Model {
   std::vector<std::unique_ptr<Layer>> layers;
-  std::vector<ParamRow>
-      shared;             // tied embeddings: the matrix that layer 0 looks up and the head projects with; or none
-  std::vector<Tie> ties;  // checkpoints name them, files of weights may repeat their values
+  // Tied embeddings: the matrix that layer 0 looks up and the head projects with; or none.
+  std::vector<ParamRow> shared;
+  std::vector<Tie> ties;  // checkpoints state them; weight files may repeat their values
   Shard shard;
-  std::vector<DpSplit> splits;  // groups other than dp that its rows are reduced over
+  std::vector<DpSplit> splits;  // groups other than dp that reduce some of its rows
   i64 vocab = 0, hidden = 0;
-  bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
+  // Each position predicts the next token; else the model sees the whole sequence and fills in masks.
+  bool causal = true;
   i64 token_types = 0;  // 0: the model has none
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
-  std::shared_ptr<const AttentionLayout> layout;  // of the attention of all layers; null: every block is met
+  std::shared_ptr<const AttentionLayout> layout;  // for the attention of all layers; null: all blocks
 
   bool tied() const noexcept { return !shared.empty(); }
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
-  // All parameters by number.
+  // All parameters, by number.
   std::vector<const ParamRow*> params() const {
     std::vector<const ParamRow*> rows;
     for (const ParamRow& row : shared) rows.push_back(&row);
@@ -328,11 +329,11 @@ struct Model {
     }
     return rows;
   }
-  i64 num_params() const noexcept;  // elements, of the whole model
-  // Parameters that take part in matrix products (the head's projection included, embedding look-ups not).
+  i64 num_params() const noexcept;  // elements of the whole model
+  // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
-  // Forward + backward: 6 N_matmul + 12 L (H D) T, full attention (PaLM's convention); with a layout the share of the
-  // blocks that it has.
+  // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of
+  // its blocks.
   double flops_per_token(i64 T) const noexcept;
 };
 

@@ -70,7 +70,7 @@ class LlamaBlock final : public Layer {
     const auto vector = [&](const std::string& n, i64 size) {
       return ParamRow{.name = name_ + n + ".bias", .shape = {size}, .init = Init::Zeros};
     };
-    // By heads, or by the outputs of the gated MLP; `heads` 0: any part.
+    // Cut by heads, or by the outputs of the gated MLP; `heads` 0: any cut.
     const auto column = [&](const std::string& n, i64 out, bool bias, i64 heads) {
       const auto share = [&](ParamRow row) {
         return heads > 0 ? cut_heads(std::move(row), shard, 0, heads) : cut_row(std::move(row), shard, 0);
@@ -90,7 +90,7 @@ class LlamaBlock final : public Layer {
     v_ = column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads);
     o_ = row(".self_attn.o_proj", c.heads * D_, c.output_bias);
     if (qk_norm_) {
-      // One for all heads, of which each rank sees its own.
+      // One for all heads; each rank sees only its own.
       const auto of_heads = [&](const std::string& n) {
         ParamRow r = whole_row(norm(n, D_), shard);
         r.also_summed = shard.tp;
@@ -276,7 +276,7 @@ class LlamaBlock final : public Layer {
     rotate(ctx, h, /*inverse=*/false);
     attend(ctx, queries(ctx, s[kAttn]), s[kLse], h, dropout_.attention(ctx, attention_), a);
   }
-  // From what the attention has seen to what the last product reads.
+  // From the attention's output to the input of the last product.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     project_row(ctx, p, o_, s[kMiddle], s[kAttn], x);
@@ -295,7 +295,7 @@ class LlamaBlock final : public Layer {
     row_parallel_forward(ctx, y, x, p.matrix(w.weight),
                          {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}, .residual = residual});
   }
-  // RMSNorm of every head in place; the raw values are kept for the backward pass.
+  // RMSNorm of every head in place; keeps the raw values for the backward pass.
   void head_norm(const PassContext& ctx, TensorView values, TensorView raw, TensorView rstd, TensorView weight,
                  i64 num_heads) const {
     const TensorView rows = values.reshaped({ctx.B * ctx.T * num_heads, D_});
@@ -307,7 +307,7 @@ class LlamaBlock final : public Layer {
     const i64 rows = ctx.B * ctx.T * num_heads;
     ctx.ops.rmsnorm_bwd(dx.reshaped({rows, D_}), dweight, dy.reshaped({rows, D_}), {}, raw, weight, rstd, ctx.stream);
   }
-  // The gradients of what the products gave.
+  // Gradients of the products' results.
   TensorView dq(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDQRaw : kDQ]; }
   TensorView dk(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDKRaw : kDK]; }
 
@@ -320,7 +320,7 @@ class LlamaBlock final : public Layer {
   }
   void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
     for (TensorView x : {h.q, h.k}) {
-      if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has one of its own
+      if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
       ctx.ops.rope(x, x, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
     }
   }

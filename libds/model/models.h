@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The zoo: from a model's configuration to its list of layers.
+// The zoo: builds the list of layers from a model's configuration.
 
 #include <vector>
 
@@ -10,24 +10,25 @@
 namespace ds::model {
 
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
-// it that a rank computes; check_shard must have nothing against it.
+// the model that a rank computes; it must pass check_shard.
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard = {});
-// That of a run, with the layout of its attention (make_attention_layout, and what it throws).
+// The model of a run, with the layout of its attention; also throws like make_attention_layout.
 Model make_model(const Config& config, const Shard& shard = {});
 
 Model make_gpt2(const ModelConfig& config, const Shard& shard);
-// Llama, Qwen2, Qwen3: one family that differs in biases, head norms and RoPE scaling.
+// Llama, Qwen2, Qwen3: variants that differ in biases, head norms and RoPE scaling.
 Model make_llama(const ModelConfig& config, const Shard& shard);
-// An encoder with the head of masked language modelling (Hugging Face's BertForMaskedLM): no pooler.
+// An encoder with the head of masked language modelling (Hugging Face's BertForMaskedLM), without a pooler.
 Model make_bert(const ModelConfig& config, const Shard& shard);
 
-// Initial values of elements [begin, begin + count) of parameter number `param` (counted over the whole model), of the
-// whole parameter: from the element's number alone, so that every layout starts from the same weights.
+// Initial values of elements [begin, begin + count) of the whole parameter number `param` (counted over the whole
+// model). They depend only on the element's number, so every layout starts from the same weights.
 void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count, float* out);
 
 // Hugging Face's RoPE with its scalings: half rotation, angles in fp32. length: rows of the tables, and the longest
-// sequence that they serve, which the scalings "dynamic" and "longrope" go by. Empty for models with learned positions.
+// sequence that they are for, on which the scalings "dynamic" and "longrope" depend. Empty for models with learned
+// positions.
 RopeTables make_rope_tables(const ModelConfig& config, i64 length);
-i64 rope_table_elems(const ModelConfig& config, i64 length);  // of each of them
+i64 rope_table_elems(const ModelConfig& config, i64 length);  // of each table
 
 }  // namespace ds::model

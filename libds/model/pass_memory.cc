@@ -49,7 +49,7 @@ namespace {
 
 TensorView first_rows(const TensorView& v, i64 rows) { return v.rank > 0 ? v.rows(0, rows) : v; }
 
-// Kernels read the bits of a layout in words of 64, and the views before it in Tag::Data have elements of 32.
+// Kernels read the bits of a layout in 64-bit words; the views in Tag::Data have 32-bit elements.
 const u64* layout_words(const TensorView& v) {
   DS_ASSERT(reinterpret_cast<std::uintptr_t>(v.data) % alignof(u64) == 0);
   return static_cast<const u64*>(v.data);
@@ -59,7 +59,7 @@ const u64* layout_words(const TensorView& v) {
 
 void upload_layout(const PassMemory& m, const Model& model, Device& device) {
   for (const TensorView& words : {m.layout_keys, m.layout_queries})
-    DS_ASSERT(reinterpret_cast<std::uintptr_t>(words.data) % alignof(u64) == 0);  // kernels read them as such
+    DS_ASSERT(reinterpret_cast<std::uintptr_t>(words.data) % alignof(u64) == 0);  // kernels read 64-bit words
   if (m.layout_keys) device.upload(m.layout_keys.data, model.layout->keys().data(), m.layout_keys.bytes());
   if (m.layout_queries) device.upload(m.layout_queries.data, model.layout->queries().data(), m.layout_queries.bytes());
 }
@@ -89,7 +89,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   }
   ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
   Groups& g = ctx.groups;
-  // Text is written with all positions on each rank: what cuts sequences does nothing there.
+  // Generation has all positions on each rank, so it ignores sequence parallelism.
   g.shard = asks ? Shard{.tp = model.shard.tp, .tp_rank = model.shard.tp_rank} : model.shard;
   g.tp = tp;
   g.sp = sp;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary position tables: Su et al., "RoFormer"; scalings as Hugging Face computes them.
+// Rotary position tables: Su et al., "RoFormer"; scalings as computed by Hugging Face.
 
 #include <cmath>
 #include <numbers>
@@ -9,7 +9,7 @@
 namespace ds::model {
 namespace {
 
-// Inverse frequencies [D/2] and the factor on cos and sin.
+// Inverse frequencies [D/2], and the factor of cos and sin.
 struct Frequencies {
   std::vector<double> inverse;
   double amplitude = 1;
@@ -24,7 +24,7 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
       static_cast<double>(rope.original_max_positions > 0 ? rope.original_max_positions : c.max_positions);
   double theta = static_cast<double>(c.rope_theta);
   if (rope.type == RopeType::Dynamic) {
-    // Hugging Face takes max_position_embeddings here, whatever original_max_position_embeddings says.
+    // Hugging Face uses max_position_embeddings here, regardless of original_max_position_embeddings.
     const double M = static_cast<double>(c.max_positions), s = std::max(static_cast<double>(length), M);
     theta *= std::pow(factor * s / M - (factor - 1), d / (d - 2));
   }

@@ -11,9 +11,9 @@
 
 namespace ds::model {
 
-// How ranks that hold parts of a sequence attend to all of it.
+// How ranks with parts of a sequence attend to all of it.
 enum class SequenceMode : u8 {
-  Ulysses,  // heads change places with tokens: each rank attends for some heads to all tokens
+  Ulysses,  // exchange heads for tokens: each rank attends to all tokens for some heads
   Ring,     // keys and values travel from rank to rank
 };
 
@@ -30,17 +30,17 @@ struct TokenRanges {
 
 struct Shard {
   int tp = 1, tp_rank = 0;
-  bool sequence = false;  // between the matrices each rank of tp has R/tp of the rows
+  bool sequence = false;  // between the matrices, each rank of tp has R/tp of the rows
   int sp = 1, sp_rank = 0;
   SequenceMode mode = SequenceMode::Ulysses;
 
   // Rows of the residual stream on this rank.
   i64 stream_rows(i64 R) const noexcept { return sequence ? R / tp : R; }
-  // Rows of memory for what is cut in tp slices of whole rows.
+  // Rows of memory for a tensor that is cut into tp slices of whole rows.
   i64 padded_rows(i64 R) const noexcept { return align_up(R, tp); }
 
-  // This rank's part of a sequence of T tokens, in order. Ring: chunks r and 2 sp - 1 - r of 2 sp, so that under a
-  // causal mask all ranks have as much to do (Brandon et al., "Striped Attention", 2023; zigzag).
+  // This rank's part of a sequence of T tokens, in order. Ring: chunks r and 2 sp - 1 - r of 2 sp, which balances the
+  // work under a causal mask (Brandon et al., "Striped Attention", 2023; zigzag).
   TokenRanges tokens(i64 T) const noexcept {
     const i64 part = T / sp, half = part / 2;
     if (mode == SequenceMode::Ulysses || sp == 1) return {{{{sp_rank * part, part}}}, 1};
@@ -48,14 +48,14 @@ struct Shard {
   }
 };
 
-// The ranks that share a pass, and memory for what travels between them.
+// The communicators of a pass, and memory for their messages.
 struct Groups {
   Shard shard{};
-  Communicator *tp = nullptr, *sp = nullptr;  // null where there is one rank
-  TensorView partial{};                       // [padded R, C] work dtype: a sum over tp, before it is taken
-  TensorView sum{};                           // [padded R / tp, C] fp32: this rank's rows of it
-  TensorView gathered{};                      // [R, C] work dtype: all rows of a stream that is cut (Shard::sequence)
-  TensorView stats{};                         // [3, chunk] fp32: of the softmax over a vocabulary that is cut
+  Communicator *tp = nullptr, *sp = nullptr;  // null if there is only one rank
+  TensorView partial{};                       // [padded R, C] work dtype: this rank's part of a sum over tp
+  TensorView sum{};                           // [padded R / tp, C] fp32: this rank's rows of the sum
+  TensorView gathered{};                      // [R, C] work dtype: all rows of a cut stream (Shard::sequence)
+  TensorView stats{};                         // [3, chunk] fp32: for the softmax over a cut vocabulary
   i64 sequence_length = 0;                    // of whole sequences: T * sp
 };
 

@@ -5,7 +5,8 @@ namespace ds::model {
 namespace {
 
 i64 product(std::span<const i64> dims) noexcept {
-  if (std::ranges::find(dims, 0) != dims.end()) return 0;  // whatever the others are: [2^40, 2^40, 0] is a shape
+  // Even if the other dims are huge: [2^40, 2^40, 0] is a valid shape.
+  if (std::ranges::find(dims, 0) != dims.end()) return 0;
   i64 n = 1;
   for (const i64 d : dims) n *= d;
   return n;
@@ -21,7 +22,7 @@ std::string slice_problem(const ParamSlice& slice, std::span<const i64> shape) {
   i64 end = 0;
   for (const auto& [from, to] : slice.ranges) {
     if (from < end || to <= from || to > size)
-      return fmt::format("range {}:{} of dim {} of {} indices, behind {}", from, to, slice.dim, size, end);
+      return fmt::format("range {}:{} of dim {} with {} indices, after {}", from, to, slice.dim, size, end);
     end = to;
   }
   return {};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Slices of parameters: what a tensor-parallel rank has of one. The elements of a slice are numbered in the row-major
-// order of the whole parameter ("local"), so local order is global order with holes:
+// Slices of parameters: the part of one that a tensor-parallel rank has. The elements of a slice are numbered in the
+// row-major order of the whole parameter ("local"), so local order is global order with holes:
 //
 //   shape [2, 8], dim 1, ranges [1,3) [5,6)      global  .  1  2  .  .  5  .  .   .  9 10  .  . 13  .  .
 //                                                local      0  1        2            3  4        5
@@ -19,36 +19,36 @@
 
 namespace ds::model {
 
-// Of `dim`, the index ranges [begin, end); all of every other dim. No ranges: the whole parameter.
+// The index ranges [begin, end) of `dim`, with all indices of every other dim. No ranges: the whole parameter.
 struct ParamSlice {
   int dim = 0;
-  std::vector<std::pair<i64, i64>> ranges = {};  // ascending and disjoint, none empty
+  std::vector<std::pair<i64, i64>> ranges = {};  // ascending, disjoint and nonempty
 
   bool whole() const noexcept { return ranges.empty(); }
   auto operator<=>(const ParamSlice&) const = default;
 };
 
-// Nothing where `slice` is one of a parameter of this shape, else what is wrong with it.
+// Empty if `slice` is valid for a parameter of this shape, else the problem.
 std::string slice_problem(const ParamSlice& slice, std::span<const i64> shape);
-// The shape of the slice's elements; the shape must fit it. Their number is the product.
+// The shape of the slice's elements; the slice must be valid.
 std::vector<i64> local_shape(const ParamSlice& slice, std::span<const i64> shape);
-// As one writes it in Python: "[:,0:32+64:96]"; empty for the whole.
+// In Python's notation: "[:,0:32+64:96]"; empty for the whole.
 std::string slice_text(const ParamSlice& slice, std::span<const i64> shape);
 
-// The two numberings of a slice of a parameter.
+// Converts between the two numberings of a slice.
 class SliceMap {
  public:
-  // Throws Errc::Internal for a slice that does not fit. The elements of the shape are counted by an i64.
+  // Throws Errc::Internal for an invalid slice. The number of elements of the shape must fit an i64.
   SliceMap(const ParamSlice& slice, std::span<const i64> shape);
 
   i64 numel() const noexcept { return numel_; }  // of the slice
 
-  // Number of the slice's elements before element `global` of the flattened parameter, 0 <= global <= its number.
+  // Number of the slice's elements before element `global` of the flattened parameter; 0 <= global <= its size.
   i64 num_before(i64 global) const noexcept;
-  // Where local element 0 <= local < numel() stands in the flattened parameter.
+  // Global number of local element 0 <= local < numel().
   i64 global_of(i64 local) const noexcept;
 
-  // The elements of the slice among [begin, begin + count) of the flattened parameter: one range, perhaps empty.
+  // The slice's elements among [begin, begin + count) of the flattened parameter: one range, possibly empty.
   struct Range {
     i64 begin, count;
   };
@@ -58,7 +58,7 @@ class SliceMap {
   }
 
   // Calls run(local_begin, global_begin, count) for local elements [begin, begin + count) in order, in as few runs as
-  // there are; time is of the order of runs.
+  // possible; takes time proportional to the number of runs.
   template <class F>
   void for_each_run(i64 begin, i64 count, F&& run) const {
     if (count <= 0) return;
@@ -72,7 +72,7 @@ class SliceMap {
       in_row += n;
       if (++s == spans_.size()) s = 0, in_row = 0, ++row;
       const i64 next = row * stride_ + spans_[s].global;
-      if (left > 0 && next == global + length) continue;  // what ends one row may begin the next
+      if (left > 0 && next == global + length) continue;  // the end of one row may adjoin the beginning of the next
       run(local, global, length);
       local += length;
       global = next;
@@ -81,14 +81,14 @@ class SliceMap {
   }
 
  private:
-  // A row: all indices of the slice's dim and the dims behind it, for fixed indices of the dims before.
+  // A row: all indices of the slice's dim and of later dims, for fixed indices of the earlier dims.
   struct Span {
     i64 local, global, count;  // in the row
   };
-  size_t span_of(i64 in_row) const noexcept;  // the one that holds local element `in_row` of a row
+  size_t span_of(i64 in_row) const noexcept;  // the span that contains local element `in_row` of a row
 
   i64 numel_ = 0;
-  i64 width_ = 1, stride_ = 1;  // local and global elements of a row
+  i64 width_ = 1, stride_ = 1;  // local and global elements per row
   std::vector<Span> spans_;
 };
 

@@ -28,7 +28,7 @@ class DroppingBlock final : public Layer {
     return a;
   }
 
-  // Of each sample the tokens with the smallest random numbers.
+  // Keeps the tokens of each sample with the smallest random numbers.
   void draw(const DrawKey& key, std::span<i32> out) const override {
     const i64 B = key.B, T = key.T, kept = dropping_.kept;
     DS_ASSERT(drops(T) && std::ssize(out) == drawn_elems(B, T, kept) && key.documents.empty() == !dropping_.documents);
@@ -56,7 +56,7 @@ class DroppingBlock final : public Layer {
       DS_ASSERT(next == (b + 1) * kept);
     }
     if (!dropping_.documents) return;
-    // Borders of documents among the tokens that are left.
+    // Borders of documents among the kept tokens.
     for (i64 end = 0; end < 2; ++end) {
       for (i64 n = 0; n < B * kept; ++n) {
         const i64 b = n / kept, row = drawn.rows[n],
@@ -92,9 +92,9 @@ class DroppingBlock final : public Layer {
   }
 
  private:
-  static constexpr u32 kSite = 0x40000000u;  // beside those of dropout
+  static constexpr u32 kSite = 0x40000000u;  // distinct from those of dropout
 
-  // What is drawn, by where it lies.
+  // Pointers to the parts of the drawn values.
   template <class Pointer>
   struct Drawn {
     Drawn(Pointer data, i64 B, i64 T, i64 kept)
@@ -103,11 +103,11 @@ class DroppingBlock final : public Layer {
           inverse(positions + B * kept),
           passing(inverse + B * T),
           documents(passing + B * T) {}
-    Pointer rows;       // [B * kept]: of the residual stream
-    Pointer positions;  // [B * kept]: of the same, in their sequence
-    Pointer inverse;    // [B * T]: of the kept rows, or -1
-    Pointer passing;    // [B * T]: the row itself where it is not kept, else -1
-    Pointer documents;  // [2, B, kept]: AttentionParams::documents, where there are some
+    Pointer rows;       // [B * kept]: rows of the residual stream
+    Pointer positions;  // [B * kept]: positions in their sequence
+    Pointer inverse;    // [B * T]: index of the kept row, or -1
+    Pointer passing;    // [B * T]: the row itself if it is not kept, else -1
+    Pointer documents;  // [2, B, kept]: AttentionParams::documents, if there are any
   };
   i64 drawn_elems(i64 B, i64 T, i64 kept) const noexcept {
     return 2 * B * kept + 2 * B * T + (dropping_.documents ? 2 * B * kept : 0);
@@ -136,7 +136,7 @@ class DroppingBlock final : public Layer {
   void keep(const PassContext& ctx, TensorView some, TensorView all, const LayerActs& a) const {
     ctx.ops.embedding_fwd(some, all, indices(drawn_of(ctx, a).rows, some.dim(0)), 0, false, ctx.stream);
   }
-  // out = `some` where rows are kept, `all` elsewhere.
+  // out = `some` for kept rows, `all` for the others.
   void merge(const PassContext& ctx, TensorView out, TensorView some, TensorView all, const LayerActs& a) const {
     const Drawn<const i32*> drawn = drawn_of(ctx, a);
     ctx.ops.embedding_fwd(out, some, indices(drawn.inverse, out.dim(0)), 0, false, ctx.stream);
@@ -162,7 +162,7 @@ class DroppingBlock final : public Layer {
 
   std::unique_ptr<Layer> block_;
   TokenDropping dropping_;
-  mutable std::vector<u64> numbers_;  // of one sample, by which its tokens are chosen
+  mutable std::vector<u64> numbers_;  // for one sample; its tokens are chosen by them
 };
 
 }  // namespace

@@ -8,7 +8,7 @@ using model::Keep;
 
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing) {
   Chunk chunk{.begin = begin, .end = end};
-  i64 grouped = 0;  // layers of the group so far
+  i64 grouped = 0;  // layers in the group so far
   for (i64 l = begin; l < end; ++l) {
     chunk.keep.push_back(model.layers[l]->is_block() ? checkpointing.keep : Keep::All);
     const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;
@@ -29,7 +29,7 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
   for (i64 l = chunk.end; l-- > chunk.begin;) {
     bool again = chunk.keep_of(l) != Keep::All;
     if (chunk.keep_of(l) == Keep::Input) {
-      again = !chunk.continues_group(l + 1);  // the others have been, on the way to the last of their group
+      again = !chunk.continues_group(l + 1);  // the others were recomputed on the way to the last layer of the group
       i64 first = l;
       while (again && chunk.continues_group(first)) --first;
       for (; first < l; ++first) calls.push_back({Kind::Forward, first});

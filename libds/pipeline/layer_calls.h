@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the instructions of a schedule mean for the layers of a chunk: which are run, computed again and differentiated,
-// in which order. The engine executes these lists, the plan of gathers and the memory plan read them.
+// Turns the instructions of a schedule into calls of a chunk's layers: which layers run, are recomputed and
+// differentiated, in which order. The engine executes these lists; the plans of gathers and memory read them.
 
 #include <vector>
 
@@ -13,32 +13,32 @@ struct LayerCall {
   enum class Kind : u8 { Forward, BackwardInput, BackwardWeight };
   Kind kind;
   i64 layer;
-  bool again = false;  // BackwardInput: what the layer has not kept is computed again before
+  bool again = false;  // BackwardInput: first recomputes what the layer has not kept
   friend bool operator==(const LayerCall&, const LayerCall&) = default;
 };
 
-// How much a layer keeps, and which layers are computed again together: a group keeps the input of its first layer.
+// How much each layer keeps, and which layers are recomputed together: a group keeps the input of its first layer.
 struct Checkpointing {
-  model::Keep keep = model::Keep::All;  // of blocks
-  i64 interval = 1;                     // Keep::Input: layers of a group
+  model::Keep keep = model::Keep::All;  // by blocks
+  i64 interval = 1;                     // Keep::Input: layers per group
 };
 
-// Layers [begin, end) of the model, which one instruction runs.
+// Layers [begin, end) of the model, run by one instruction.
 struct Chunk {
   i64 begin = 0, end = 0;
   std::vector<model::Keep> keep = {};  // by layer
-  std::vector<bool> continues = {};    // by layer: it is of the group of the layer before
+  std::vector<bool> continues = {};    // by layer: it belongs to the group of the previous layer
   model::Keep keep_of(i64 layer) const noexcept { return keep[layer - begin]; }
   bool continues_group(i64 layer) const noexcept { return layer < end && continues[layer - begin]; }
 };
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing);
 
 std::vector<LayerCall> forward_calls(const Chunk& chunk);
-// Of Op::Backward; of Op::BackwardInput if `split`.
+// The calls of Op::Backward, or of Op::BackwardInput if `split`.
 std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& chunk, bool split);
-// What of a layer a call runs, in order.
+// The parts of a layer that a call runs, in order.
 std::vector<model::Products> products_of(const Chunk& chunk, const LayerCall& call);
-// Of Op::BackwardWeight.
+// The calls of Op::BackwardWeight.
 std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chunk);
 
 }  // namespace ds::pipeline

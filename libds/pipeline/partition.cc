@@ -14,12 +14,12 @@ void check_parts(i64 items, int parts) {
   DS_ASSERT(items >= 0 && parts >= 1);
   DS_CHECK(parts <= items, Errc::Config,
            "{} layers cannot be cut into {} parts, for each needs one: pipeline.stages (times pipeline.virtual_stages) "
-           "can be {} at most",
+           "must be at most {}",
            items, parts, items);
 }
 
-// The cuts if each part takes as many items as stay within `most`, and leaves one for each part to come; nothing if
-// some items are left. `before` are the sums of the weights before each item; no single weight exceeds `most`.
+// Cuts in which each part takes as many items as fit within `most` while leaving one for each later part; empty if
+// items remain. before[i] is the sum of the weights before item i; no single weight exceeds `most`.
 std::optional<std::vector<i64>> cuts_within(std::span<const i64> before, int parts, i64 most) {
   const i64 items = narrow<i64>(before.size()) - 1;
   std::vector<i64> cuts = {0};

@@ -12,8 +12,9 @@ struct Position {
   i64 micro, chunk;
 };
 
-// The k-th forward pass of a stage: micro-batches go in groups of as many as there are stages, each group through chunk
-// after chunk. The last group may be smaller. With one chunk this is micro-batch k; breadth first, all are one group.
+// The k-th forward pass of a stage. Groups of as many micro-batches as there are stages pass through the chunks one
+// after the other; the last group may be smaller. With one chunk this is micro-batch k; breadth first has one group for
+// all.
 Position forward_position(const ScheduleOptions& o, i64 k) {
   const i64 most = o.kind == ScheduleKind::BreadthFirst ? o.micro_batches : o.stages;
   const i64 per_group = most * o.chunks, first = k / per_group * most;
@@ -21,8 +22,8 @@ Position forward_position(const ScheduleOptions& o, i64 k) {
   return {first + at % group, at / group};
 }
 
-// Forward passes before the first backward pass. 1F1B's fill the later stages; interleaving, a group takes its way
-// through all chunks but the last, and each stage is two ahead of the next.
+// The number of forward passes before the first backward pass. In 1F1B they fill the later stages. With interleaving a
+// group passes through all chunks but the last, and each stage is two passes ahead of the next.
 i64 num_warmup(const ScheduleOptions& o, i64 passes) {
   const i64 later_stages = o.stages - o.stage - 1;
   switch (o.kind) {
@@ -61,7 +62,7 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
   return order;
 }
 
-// Adds to a stage's order of computing what brings its inputs and takes away its outputs.
+// Adds the transfers of inputs and outputs to a stage's order of passes.
 std::vector<Instr> with_transfers(const std::vector<Instr>& order, int stages, int stage, int chunks) {
   std::vector<Instr> schedule;
   const i64 last = i64{stages} * chunks - 1;
@@ -82,7 +83,7 @@ std::vector<Instr> with_transfers(const std::vector<Instr>& order, int stages, i
   return schedule;
 }
 
-// The most micro-batches between their first `begin` and their `end` at any time.
+// The largest number of micro-batches between their first `begins` and their `ends` at any time.
 i64 max_live(std::span<const Instr> schedule, i64 chunk, auto begins, auto ends) {
   i64 live = 0, most = 1;
   for (const Instr& instr : schedule) {

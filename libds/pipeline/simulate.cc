@@ -9,14 +9,14 @@ namespace ds::pipeline {
 namespace {
 
 struct Message {
-  i64 micro, block;  // the block that it is for
+  i64 micro, block;  // the block that receives it
   double ready;
 };
 
-// What one stage sends of one kind, in order.
+// The messages of one kind that a stage sends, in order.
 struct Channel {
   std::vector<Message> sent;
-  std::vector<double> taken;  // when; may be fewer
+  std::vector<double> taken;  // times of receipt; may be fewer
 };
 
 class Simulation {
@@ -55,7 +55,7 @@ class Simulation {
   const Costs& costs(i64 block) const { return costs_[static_cast<size_t>(block) % costs_.size()]; }
   double delay() { return adversity_.delay > 0 ? adversity_.delay * static_cast<double>(rng_() >> 11) * 0x1p-53 : 0; }
 
-  // Runs the stage's next instruction; false if there is none or it waits.
+  // Runs the stage's next instruction; false if there is none or it has to wait.
   bool step(i64 stage) {
     const size_t s = static_cast<size_t>(stage);
     if (next_[s] == schedules_[s].size()) return false;
@@ -103,7 +103,8 @@ class Simulation {
 
   bool pass(i64 stage, const Instr& instr, double cost, const Channel& channel, bool sends) {
     double& now = now_[stage];
-    const i64 before = narrow<i64>(channel.sent.size()) - adversity_.send_buffers;  // this one's buffer was its
+    // The message that used this buffer before.
+    const i64 before = narrow<i64>(channel.sent.size()) - adversity_.send_buffers;
     if (sends && before >= 0) {
       if (before >= narrow<i64>(channel.taken.size())) return false;
       now = std::max(now, channel.taken[before]);
@@ -120,12 +121,12 @@ class Simulation {
     if (next_[s] < schedules_[s].size()) {
       const Instr& instr = schedules_[s][next_[s]];
       throw Error(Errc::Internal,
-                  fmt::format("internal error: stage {} waits for ever at {} of micro-batch {}, chunk {}", stage,
+                  fmt::format("internal error: stage {} waits forever at {} of micro-batch {}, chunk {}", stage,
                               op_name(instr.op), instr.micro, instr.chunk));
     }
     DS_CHECK(
         activations_[s].taken.size() == activations_[s].sent.size() && grads_[s].taken.size() == grads_[s].sent.size(),
-        Errc::Internal, "internal error: stage {} sends what nobody receives", stage);
+        Errc::Internal, "internal error: stage {} sends a message that nobody receives", stage);
   }
 
   std::span<const std::vector<Instr>> schedules_;
@@ -133,7 +134,7 @@ class Simulation {
   const Adversity& adversity_;
   std::mt19937_64 rng_;
   i64 num_blocks_ = 0;
-  // Per stage: its next instruction, its clock, its messages to the next and to the previous stage.
+  // Per stage: its next instruction, its clock, its messages to the next and previous stages.
   std::vector<size_t> next_;
   std::vector<double> now_;
   std::vector<Channel> activations_, grads_;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a pipeline's stages do when: a discrete-event simulation of their schedules, for plans, for people and for the
-// proof that no schedule waits for itself. And the idle times that the papers promise.
+// Discrete-event simulation of a pipeline's schedules, for plans and charts and to prove that schedules do not
+// deadlock; also the idle times stated in the papers.
 
 #include <limits>
 #include <span>
@@ -11,10 +11,10 @@
 
 namespace ds::pipeline {
 
-// Of one block and one micro-batch, in any unit of time. Backward takes backward_input + backward_weight.
+// For one block and one micro-batch, in any unit of time. Backward takes backward_input + backward_weight.
 struct Costs {
   double forward = 1, backward_input = 1, backward_weight = 1;
-  double send = 0;  // of what the block sends, in either direction
+  double send = 0;  // time to send the block's output, in either direction
 };
 
 // One pass: Forward, Backward, BackwardInput or BackwardWeight.
@@ -25,7 +25,7 @@ struct Span {
 
 struct Timeline {
   std::vector<std::vector<Span>> stages;  // in order
-  double makespan = 0;                    // from the first pass's begin to the last one's end
+  double makespan = 0;                    // from the start of the first pass to the end of the last one
 
   double idle(size_t stage) const noexcept;
   double bubble_fraction() const noexcept;  // idle time of all stages / all time
@@ -33,31 +33,30 @@ struct Timeline {
 
 struct Adversity {
   u64 seed = 0;
-  double delay = 0;  // each pass and each message takes up to so much longer, at random
-  // Messages of one kind that a stage holds until they are taken; the next pass with such a message waits for one of
-  // them. What an executor with so many buffers does.
+  double delay = 0;  // maximum random delay of each pass and each message
+  // Messages of one kind that a stage buffers until they are taken; the next pass that sends such a message waits for a
+  // free buffer.
   i64 send_buffers = std::numeric_limits<i64>::max();
 };
 
-// The stages run their schedules, schedules[i] of stage i. A receive waits for its message; a send does not wait, but
-// each stage's messages of one kind go one after the other, and each begins only when the receiver is there: the worst
-// case of the rule in schedule.h. Loads take no time. The costs of block b are costs[b % costs.size()]: one entry for
-// all blocks, one per stage, or one per block.
-// Throws Errc::Internal, and says where, if the schedules wait for each other for ever, a message is not the one that
-// its receiver expects, or one is left over.
+// Runs schedules[i] on stage i. A receive waits for its message. A send does not wait, but a stage sends its messages
+// of one kind one at a time, and each transfer starts only when the receiver is ready: the worst case allowed by
+// schedule.h. Loads take no time. Block b has the costs costs[b % costs.size()]: one entry for all blocks, one per
+// stage, or one per block. Throws Errc::Internal, naming the place, if schedules deadlock, a receiver gets an
+// unexpected message, or a message is left over.
 Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& = {});
 
-// make_schedule of all stages (options.stage has no meaning).
+// make_schedule for all stages; options.stage is ignored.
 std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options);
 
-// Idle time of each stage in theory, all blocks costing the same and messages nothing. It is exact for ZeroBubbleH1
-// where micro_batches >= stages and backward_weight <= min(forward, backward_input), elsewhere for all.
+// Theoretical idle time of each stage, with equal costs for all blocks and free messages. Exact for ZeroBubbleH1 if
+// micro_batches >= stages and backward_weight <= min(forward, backward_input); always exact for the other kinds.
 bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
-// Its share of the whole time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
+// The idle share of the total time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
 double bubble_formula(const ScheduleOptions&, const Costs& = {});
-// The same of any schedule, bit for bit what a simulation of passes of time 1 gives, which only runs where the formula
-// is not exact: then there are fewer micro-batches than stages.
+// The same for any schedule, equal bit for bit to a simulation in which each pass takes time 1. Simulates only where
+// the formula is not exact, which needs fewer micro-batches than stages.
 double bubble_fraction(const ScheduleOptions&);
 
 }  // namespace ds::pipeline

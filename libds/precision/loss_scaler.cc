@@ -9,7 +9,8 @@
 namespace ds {
 
 LossScaler::LossScaler(const Fp16Config& config) : config_(config), dynamic_(config.enabled && config.loss_scale == 0) {
-  config_.min_loss_scale = std::max(config_.min_loss_scale, 0x1p-126);  // the least with which gradients are numbers
+  // Smaller scales are not normal fp32 numbers.
+  config_.min_loss_scale = std::max(config_.min_loss_scale, 0x1p-126);
   if (dynamic_) {
     state_.scale = std::ldexp(1.0, narrow<int>(config.initial_scale_power));
     state_.hysteresis = config.hysteresis;
@@ -33,7 +34,7 @@ void LossScaler::update(bool overflow) {
     }
   } else if (dynamic_) {
     if (config_.consecutive_hysteresis) s.hysteresis = config_.hysteresis;
-    const i64 good = s.iteration - s.last_overflow - 1;  // since the last overflow, this one not counted
+    const i64 good = s.iteration - s.last_overflow - 1;  // since the last overflow, without this iteration
     if (good > 0 && good % config_.loss_scale_window == 0) {
       s.hysteresis = config_.hysteresis;
       s.scale *= 2;

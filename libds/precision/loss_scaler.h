@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Loss scaling for fp16: DeepSpeed's dynamic machine, or a constant.
+// Loss scaling for fp16: DeepSpeed's dynamic scaling, or a constant.
 //
-// Order within a step: read scale() before backward, unscale the gradients with that same value, call update() after.
+// Order within a step: read scale() before backward, unscale the gradients with the same value, then call update().
 // (DeepSpeed updates first and unscales with the new scale, which halves the gradients of every step that grows it.)
 
 #include "ds/config.h"
@@ -25,13 +25,13 @@ class LossScaler {
   double scale() const noexcept { return state_.scale; }
   bool dynamic() const noexcept { return dynamic_; }
 
-  // One verdict per step, the same on every rank. Throws Errc::Numeric when an overflow finds the scale at its floor,
-  // and then changes nothing.
+  // Call once per step with the verdict, which is the same on every rank. Throws Errc::Numeric, without changing
+  // anything, on an overflow at the minimum scale.
   void update(bool overflow);
 
   const State& state() const noexcept { return state_; }
-  // From a checkpoint; a constant scaler keeps its configured scale. Throws Errc::Mismatch for a state that no run of
-  // this machine can reach.
+  // Restores from a checkpoint; a constant scaler keeps its configured scale. Throws Errc::Mismatch for a state that
+  // this scaler cannot reach.
   void restore(const State& state);
 
  private:

@@ -32,13 +32,13 @@ const OpTable& cpu_backend() {
   if (std::find(std::begin(kCpuIsas), std::end(kCpuIsas), isa) == std::end(kCpuIsas)) {
     const std::string_view meant = nearest(isa, kCpuIsas);
     throw Error(Errc::Config,
-                fmt::format("DS_ISA: \"{}\" is no instruction set{}; must be one of {}", isa,
+                fmt::format("DS_ISA: \"{}\" is not an instruction set{}; must be one of {}", isa,
                             meant.empty() ? "" : fmt::format("; did you mean {}?", meant), fmt::join(kCpuIsas, ", ")));
   }
   const OpTable* ops = cpu_ops(isa);
-  DS_CHECK(ops != nullptr || isa == "auto", Errc::Unavailable, "DS_ISA: this CPU has no {}", isa);
+  DS_CHECK(ops != nullptr || isa == "auto", Errc::Unavailable, "DS_ISA: this CPU does not support {}", isa);
   DS_CHECK(ops != nullptr, Errc::Unavailable,
-           "this CPU has none of the instruction sets that libds supports (at least AVX2, FMA and F16C)");
+           "this CPU supports none of the instruction sets that libds needs (at least AVX2, FMA and F16C)");
   return *ops;
 }
 
@@ -58,20 +58,20 @@ int rank_threads(int local_world_size) {
     const std::string_view value(text);
     int threads = 0;
     const auto [end, error] = std::from_chars(value.begin(), value.end(), threads);
-    const bool is_first = end == value.end() || *end == ',';  // OpenMP: a number for each level of nesting
+    const bool is_first = end == value.end() || *end == ',';  // OpenMP: one number per level of nesting
     if (error == std::errc() && is_first && threads >= 1 && threads <= kMost) return threads;
     static std::mutex mutex;
     static std::string told;
     const std::lock_guard lock(mutex);
     if (std::exchange(told, value) != value)
-      log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is no number of threads; ignored", text));
+      log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is not a number of threads; ignored", text));
   }
   return core_share(num_cores(), narrow<int>(::sysconf(_SC_NPROCESSORS_ONLN)), local_world_size);
 }
 
 namespace {
 
-// A number in a small file of /sys; nothing for "max" or an absent file.
+// Reads a number from a small file in /sys; empty for "max" or a missing file.
 std::optional<i64> read_number(const std::string& path) {
   std::ifstream in(path);
   i64 value = 0;
@@ -89,6 +89,36 @@ i64 meminfo_available() {
   return std::numeric_limits<i64>::max();
 }
 
+constexpr i64 kCpuRows = 1024;  // rows of the product that measures a CPU
+
+// Matrix number i of consecutive n x n matrices.
+TensorView matrix(void* memory, DType work, i64 n, i64 i) noexcept {
+  return TensorView::of(static_cast<char*>(memory) + i * n * n * dtype_bytes(work), work, {n, n});
+}
+
+// FLOP/s of an n^3 product, best of three, and the seconds of one product.
+std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
+  MemoryLedger ledger;
+  const Buffer memory = device_buffer(device, ledger, Tag::Workspace, 3 * n * n * dtype_bytes(work));
+  // Random signs and digits around 1 in any of the three types, since a GPU is faster on zeros.
+  std::vector<u16> tile(1 << 16);
+  for (size_t i = 0; i < tile.size(); ++i) tile[i] = static_cast<u16>(0x3F80u | (RngKey{}.bits(i) & 0x807Fu));
+  for (i64 at = 0, step = narrow<i64>(tile.size() * 2); at < memory.bytes(); at += step)
+    device.upload(static_cast<char*>(memory.data()) + at, tile.data(), std::min(step, memory.bytes() - at));
+  const auto at = [&](i64 i) { return matrix(memory.data(), work, n, i); };
+  double best_s = 1e30;
+  for (int run = 0; run < 4; ++run) {
+    device.synchronize();
+    const Clock::time_point start = Clock::now();
+    device.ops().matmul(at(0), at(1), at(2), {}, {}, {}, {.trans_b = true}, device.stream());
+    device.synchronize();
+    const double s = seconds_since(start);
+    if (run > 0) best_s = std::min(best_s, s);  // the first run allocates scratch
+  }
+  const double m = static_cast<double>(n);
+  return {2 * m * m * m / best_s, best_s};
+}
+
 }  // namespace
 
 AvailableMemory available_memory() {
@@ -96,7 +126,7 @@ AvailableMemory available_memory() {
   const auto consider = [&](i64 bytes, const char* what) {
     if (bytes < best.bytes) best = {std::max<i64>(bytes, 0), what};
   };
-  // cgroup v2; the path of our own group follows "0::".
+  // cgroup v2: the line of our own group starts with "0::".
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
     if (!line.starts_with("0::")) continue;
@@ -114,54 +144,21 @@ AvailableMemory available_memory() {
   return best;
 }
 
-namespace {
-
-constexpr i64 kCpuRows = 1024;  // of the product that measures a CPU
-
-// Matrix number i of a product of n x n ones that lie one behind the other.
-TensorView matrix(void* memory, DType work, i64 n, i64 i) noexcept {
-  return TensorView::of(static_cast<char*>(memory) + i * n * n * dtype_bytes(work), work, {n, n});
-}
-
-// FLOP/s of an n^3 product, best of three, and the seconds of one.
-std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
-  MemoryLedger ledger;
-  const Buffer memory = device_buffer(device, ledger, Tag::Workspace, 3 * n * n * dtype_bytes(work));
-  // Random signs and digits around 1 in any of the three types: a GPU is faster on zeros.
-  std::vector<u16> tile(1 << 16);
-  for (size_t i = 0; i < tile.size(); ++i) tile[i] = static_cast<u16>(0x3F80u | (RngKey{}.bits(i) & 0x807Fu));
-  for (i64 at = 0, step = narrow<i64>(tile.size() * 2); at < memory.bytes(); at += step)
-    device.upload(static_cast<char*>(memory.data()) + at, tile.data(), std::min(step, memory.bytes() - at));
-  const auto at = [&](i64 i) { return matrix(memory.data(), work, n, i); };
-  double best_s = 1e30;
-  for (int run = 0; run < 4; ++run) {
-    device.synchronize();
-    const Clock::time_point start = Clock::now();
-    device.ops().matmul(at(0), at(1), at(2), {}, {}, {}, {.trans_b = true}, device.stream());
-    device.synchronize();
-    const double s = seconds_since(start);
-    if (run > 0) best_s = std::min(best_s, s);  // the first one grows scratch
-  }
-  const double m = static_cast<double>(n);
-  return {2 * m * m * m / best_s, best_s};
-}
-
-}  // namespace
-
 double matmul_rate(Device& device, DType work) {
-  if (device.is_host()) {  // with threads of its own: what this product takes as scratch is not what training takes
+  // Uses its own threads, so that the scratch of this product does not count as that of training.
+  if (device.is_host()) {
     const auto own = make_cpu_device(device.ops(), device.stream().pool->num_threads());
     return rate_of_product(*own, work, kCpuRows).first;
   }
   for (i64 n = 512;; n *= 2) {
     const auto [rate, seconds] = rate_of_product(device, work, n);
-    const bool fits = 3 * 4 * n * n * dtype_bytes(work) < device.memory().free / 2;  // of a product twice as wide
+    const bool fits = 3 * 4 * n * n * dtype_bytes(work) < device.memory().free / 2;  // room for a product twice as wide
     if (seconds > 1e-3 || n == 8192 || !fits) return rate;
   }
 }
 
 i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept {
-  // What oneDNN generates for a product, and its own pages that this reads (12 MiB with AMX).
+  // The code that oneDNN generates for a product, and its own pages that this touches (12 MiB with AMX).
   constexpr i64 kOneDnnBytes = i64{10} << 20;
   const bool by_onednn = work == DType::BF16 && (cpu.name == "cpu.amx" || cpu.name == "cpu.onednn");
   const i64 bytes = 3 * kCpuRows * kCpuRows * dtype_bytes(work) + (by_onednn ? kOneDnnBytes : 0);
@@ -169,7 +166,7 @@ i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept {
   if (ops == nullptr) return bytes;
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
-  char here = 0;  // ops ask whether views have data
+  char here = 0;  // ops check whether views have data
   const auto at = [&](i64 i) {
     TensorView v = matrix(nullptr, work, kCpuRows, i);
     v.data = &here;

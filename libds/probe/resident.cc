@@ -12,7 +12,7 @@
 namespace ds::probe {
 namespace {
 
-// A file of /proc in memory of its own: it is read while a run steps, where nothing is allocated.
+// A file in /proc that is read into preallocated memory, since nothing may be allocated while a run steps.
 class ProcFile {
  public:
   explicit ProcFile(const char* path) noexcept {
@@ -23,7 +23,7 @@ class ProcFile {
     ::close(fd);
   }
   bool empty() const noexcept { return bytes_ == 0; }
-  // Of a line "Key:   123 kB"; 0 where there is none.
+  // The value of a line "Key:   123 kB" in bytes; 0 if there is none.
   i64 bytes_of(std::string_view key) const noexcept {
     const std::string_view text(text_.data(), bytes_);
     for (size_t at = 0; at < text.size();) {

@@ -45,7 +45,7 @@ Stage::~Stage() { drop_graphs(); }
 void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
   DS_ASSERT(plan.use != ConfigUse::Generate && plan.chunks.size() == chunks_.size());
   DS_ASSERT(inputs_ == nullptr || plan.inputs.bytes == plan_->inputs.bytes);
-  // What has been sent of the last step goes out of memory that is laid out anew.
+  // Sends of the last step read memory that is about to be laid out anew.
   for (Ticket& sent : outputs_sent_) sent.wait();
   for (Chunk& chunk : chunks_) {
     for (Ticket& sent : chunk.grads_sent) sent.wait();
@@ -65,7 +65,7 @@ i64 Stage::stream_bytes() const noexcept {
   return align_up(plan_->shape().stream_rows * model_->hidden * dtype_bytes(plan_->work), 64);
 }
 
-// What peers write into lies in the memory of their communicator; the tokens and their like, in one piece.
+// Buffers that peers write into are the communicator's memory; tokens and the like are one allocation.
 void Stage::take_pass_memory() {
   memory_buffers_.push_back(device_buffer(device_, ledger_, Tag::Data, align_up(plan_->pass.bytes(Tag::Data), 8)));
   memory_.for_each([&](Tag tag, TensorView& v) {
@@ -92,8 +92,8 @@ void Stage::fill_pass_memory() {
   });
   DS_ASSERT(next == memory_buffers_.size() && of_data <= memory_buffers_.front().bytes());
   const model::PassSizes& sizes = memory_.sizes;
-  if (memory_.token_types)
-    device_.zero(memory_.token_types.data, memory_.token_types.bytes());  // packed text is one segment
+  // Packed text is one segment.
+  if (memory_.token_types) device_.zero(memory_.token_types.data, memory_.token_types.bytes());
   model::upload_layout(memory_, *model_, device_);
   if (memory_.rope_cos) {
     const model::RopeTables rope = model::make_rope_tables(config_, sizes.rope_rows);
@@ -127,7 +127,7 @@ void Stage::make_chunks() {
       views.push_back(TensorView::of(std::exchange(stream, stream + bytes), plan_->work, {S, C}));
     return views;
   };
-  std::vector<TensorView> turns[2];  // breadth first: between a chunk and the next, and those before
+  std::vector<TensorView> turns[2];  // breadth first: buffers between this chunk and the next, and between earlier ones
   for (i64 i = 0; plan_->breadth_first && i < std::min<i64>(2, plan_->stream_slots / plan_->micro_batches); ++i)
     turns[i] = streams(plan_->micro_batches);
   for (const report::ChunkPlan& c : plan_->chunks) {
@@ -156,7 +156,7 @@ void Stage::make_chunks() {
                 planner.temporary_bytes() <= plan_->temporary_bytes);
       return acts;
     };
-    // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
+    // The activations of a micro-batch depend only on its slots, and many micro-batches have the same slots.
     std::map<std::array<i64, 3>, size_t> known;
     for (i64 micro = 0; plan_->trains() && micro < plan_->micro_batches; ++micro) {
       const i64 kept_slot = plan_->kept.of[chunks_.size() - 1][micro],
@@ -183,7 +183,7 @@ void Stage::load(i64 micro, std::span<const i32> ids, std::span<const i32> targe
 void Stage::load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets) {
   if (!memory_.documents) return;
   const i64 T = memory_.sizes.sequence_length, B = memory_.sizes.B;
-  // What a mask stands for is in the targets.
+  // The original tokens of masks are in the targets.
   const auto token = [&](size_t at) {
     return !model_->causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at];
   };
@@ -258,7 +258,7 @@ void Stage::acquire(Leases& leases) {
   for (size_t g = 0; g < shards_.size(); ++g) leases[g].emplace(shards_[g]->params().acquire());
 }
 
-// The rows of a unit, each where its group has it.
+// The rows of a unit, each from its group.
 template <class RowsOf>
 std::span<const TensorView> Stage::merge(std::span<const model::ParamRow> rows, std::vector<TensorView>& merged,
                                          RowsOf&& rows_of) {
@@ -273,7 +273,7 @@ std::span<const TensorView> Stage::merge(std::span<const model::ParamRow> rows, 
   return merged;
 }
 
-// A tile is one access more, with which the layer's own units stay.
+// Each tile is one more access of the gather plan; the layer's own units stay gathered.
 class Stage::ParamTiles final : public model::Tiles {
  public:
   ParamTiles(Stage& stage, Leases& leases, i64 layer) : stage_(stage), leases_(leases), layer_(layer) {}
@@ -282,7 +282,7 @@ class Stage::ParamTiles final : public model::Tiles {
     for (const zero::MatrixTile& tile : stage_.plan_->tiles_of(layer_, row)) {
       stage_.acquire(leases_);
       const TensorView rows = leases_[group]->rows(tile.unit).front();
-      DS_ASSERT(rows.data != nullptr);  // else the layer's products come in another order than it says
+      DS_ASSERT(rows.data != nullptr);  // else the layer's products read matrices in another order than it declares
       use(tile.first, rows);
     }
   }
@@ -369,8 +369,8 @@ T& slot_of(std::vector<T>& slots, i64 micro) {
 
 }  // namespace
 
-// The receives up to instruction `end` of the schedule, in order. Their slots are free: there is one more than
-// micro-batches under way.
+// Posts the receives up to instruction `end` of the schedule, in order. Their slots are free, since there is one more
+// than micro-batches in flight.
 void Stage::post_receives(size_t end) {
   for (; posted_ < end; ++posted_) {
     const Instr& instr = plan_->schedule[posted_];
@@ -384,7 +384,7 @@ void Stage::post_receives(size_t end) {
   }
 }
 
-// Before layers run: the receive that comes next is posted, to go on beside them.
+// Called before layers run: posts the next receive, so that it overlaps with them.
 void Stage::post_next_receive(size_t at) {
   const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
   next_receive_ = std::max(next_receive_, at);
@@ -414,7 +414,7 @@ Ticket& Stage::output_sent(const Instr& instr) noexcept {
   return outputs_sent_[slot];
 }
 
-// What a chunk's first layer reads; it has come when this returns.
+// The input of a chunk's first layer; it has arrived when this returns.
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (plan_->chunks[instr.chunk].first) return {};
@@ -436,7 +436,7 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   ctx.label_smoothing = label_smoothing_;
   ctx.z_loss = z_loss_;
 
-  // The memory that this overwrites has been sent.
+  // Waits for sends of the memory that this instruction overwrites.
   if (instr.op == Op::Forward) {
     output_sent(instr).wait();
     draw(instr, micro);
@@ -463,7 +463,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
   TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
   if (at > 0 && layers[at - 1].stash.rank > 0 && instr.op != Op::Forward) {
     const model::LayerActs& before = layers[at - 1];
-    const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is computed again
+    const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is recomputed
     if (begins) restore(before);
     x = before.restored.rows(0, before.output.dim(0));
   }
@@ -495,7 +495,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
         enqueue_static(key, body);
         break;
       }
-      body();  // the loss has a scale of its own in every step
+      body();  // the loss has a different scale in every step
       ctx.ops.sum(TensorView::of(micro.loss, DType::F64, {1}), memory_.losses, micro.per_token, stream_);
       break;
     }
@@ -572,7 +572,7 @@ void Stage::evaluate(const Instr& instr) {
     sent_ = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
   }
   if (instr.op != Op::Forward) return;
-  sent_.wait();  // of the batch before: layers take turns in the memory of outputs
+  sent_.wait();  // of the previous micro-batch: layers alternate between output buffers
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
   const TensorView x = plan_->breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
@@ -592,7 +592,7 @@ void Stage::logits(TensorView out) {
   for (i64 l = last.begin; l < last.end; ++l) {
     Leases leases = acquire();
     ParamTiles tiles(*this, leases, l);
-    if (l + 1 < last.end) {  // gone through for the accesses of the plan alone
+    if (l + 1 < last.end) {  // visited only for the accesses of the plan
       for (const size_t row : model_->layers[l]->products(model::Products::Forward))
         tiles.for_each(row, [](i64, TensorView) {});
       continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Stage: the layers of one rank of a pipeline with their activations. It runs them, in training, in evaluation and when
-// text is written, and talks to the stages beside it. It knows neither what becomes of gradients nor optimizers.
+// Stage: the layers of one pipeline rank and their activations. It runs them in training, evaluation and generation,
+// and communicates with the neighbouring stages. It knows neither optimizers nor the further use of gradients.
 
 #include <array>
 #include <exception>
@@ -16,48 +16,50 @@
 
 namespace ds::stage {
 
-// What a training pass of a micro-batch needs to know beside its tokens.
+// Inputs of a training pass of a micro-batch besides its tokens.
 struct MicroBatch {
   RngKey dropout_key{};
   float loss_grad = 1;     // d(scaled total)/d(token loss)
-  double per_token = 1;    // the share of a token's loss in the micro-batch's
-  double* loss = nullptr;  // of the device: gets the micro-batch's loss
+  double per_token = 1;    // weight of one token's loss in the micro-batch's loss
+  double* loss = nullptr;  // in device memory; receives the micro-batch's loss
 };
 
 class Stage {
  public:
-  // Takes its memory by the plan. All that is given outlives it. inputs: where RunPlan::inputs are, if there are any.
+  // Allocates memory by the plan. All arguments must outlive it. inputs: the array for RunPlan::inputs, if there are
+  // any.
   Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
         Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
-  // Between steps: from now on passes are over sequences of another length, or layers see other numbers of their
-  // tokens. The plan is report::plan_of_length() of the one by which memory was taken, which has the longest, or that
-  // one; `model` is of its length. Both outlive it. Takes no memory. Of another length not with inputs that are kept
-  // away from the device.
+  // Call between steps to change the sequence length of later passes, or the numbers of tokens that layers process. The
+  // plan must be the one by which memory was allocated, which has the longest sequences, or the result of
+  // report::plan_of_length() for it; `model` must have its length. Both must outlive it. Allocates nothing. Inputs kept
+  // away from the device do not support other lengths.
   void reshape(const model::Model& model, const report::RunPlan& plan);
 
-  // This rank's part of the tokens of a micro-batch: B whole sequences each.
+  // Sets this rank's part of a micro-batch's tokens; the arguments contain B whole sequences.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
-  // Where documents of the same micro-batch begin and end, which every stage needs; nothing where sequences have none.
+  // Finds where the documents of the micro-batch begin and end, which every stage needs; does nothing without
+  // documents.
   void load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
 
-  // A training step: run() for each instruction of the plan's schedule in order, but for Load.
+  // A training step: call run() for each instruction of the plan's schedule in order, except Load.
   void begin_step();
   void run(size_t instruction, const MicroBatch& micro);
-  // From then on, with graphs, what is the same in every step is launched as recorded.
+  // From then on, with graphs, work that is the same in every step is launched as recorded.
   void end_step() noexcept { warm_ = true; }
 
-  // Runs an instruction of an evaluation's schedule, but for Load.
+  // Runs an instruction of an evaluation's schedule, except Load.
   void evaluate(const pipeline::Instr& instr);
-  void end_evaluation() { sent_.wait(); }  // what comes next takes the memory
-  // [R] fp32: losses of the last micro-batch, where the head is.
+  void end_evaluation() { sent_.wait(); }  // later work reuses the memory
+  // [R] fp32: losses of the last micro-batch, on the stage with the head.
   TensorView losses() const noexcept { return memory_.losses; }
-  // out [R,V] fp32: the logits of the micro-batch that was evaluated last, where the head is.
+  // out [R,V] fp32: the logits of the last micro-batch evaluated, on the stage with the head.
   void logits(TensorView out);
 
-  // One forward pass through a chunk: x is its input (none for the first), acts by layer; returns its output.
-  // `before(layer)` is called before each layer.
+  // One forward pass through a chunk: x is its input (none for the first), acts are by layer; returns its output. Calls
+  // before(layer) before each layer.
   TensorView forward(size_t chunk, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
                      FunctionRef<void(i64 layer)> before);
 
@@ -75,14 +77,14 @@ class Stage {
   int previous() const noexcept { return (plan_->coord.pp + plan_->mesh.pp - 1) % plan_->mesh.pp; }
 
  private:
-  // A chunk of layers, and its memory for the micro-batches that are under way.
+  // A chunk of layers, and its memory for the micro-batches in flight.
   struct Chunk {
-    // The layers' activations by where they lie: those of micro-batch k are forward[views[k]] and backward[views[k]].
+    // Activations of the layers, by slots: those of micro-batch k are forward[views[k]] and backward[views[k]].
     std::vector<std::vector<model::LayerActs>> forward, backward;
     std::vector<size_t> views;
     std::vector<model::LayerActs> eval;
     std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages of the pipeline
-    std::vector<Ticket> inputs_here, grads_here;          // of receives that have been posted
+    std::vector<Ticket> inputs_here, grads_here;          // of posted receives
     std::vector<Ticket> grads_sent;
   };
 
@@ -91,26 +93,27 @@ class Stage {
   i64 stream_bytes() const noexcept;  // of a message of the pipeline
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
-  // What load_documents() has found of a micro-batch: [2, B, sequence length] and [B, sequence length]; or nothing.
+  // The documents of a micro-batch found by load_documents(): [2, B, sequence length] and [B, sequence length]; or
+  // none.
   struct DocumentSpans {
     std::span<i32> borders{}, positions{};
   };
   DocumentSpans documents_of(i64 micro) noexcept;
-  void draw(const pipeline::Instr& instr, const MicroBatch& micro);  // what its layers draw, before their forward pass
-  // Of all groups, for one call of a layer.
+  void draw(const pipeline::Instr& instr, const MicroBatch& micro);  // for its layers, before their forward pass
+  // The leases of all groups for one call of a layer.
   static constexpr size_t kMostGroups = 4;
   using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
   void begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan);
   Leases acquire();
-  void acquire(Leases& leases);  // the next access, in the place of the one that ends
-  // Brings tiles of a layer's parameters, in the order of the plan's accesses, or of its gradients.
+  void acquire(Leases& leases);  // the next access, replacing the previous one
+  // Provides tiles of a layer's parameters, in the order of the plan's accesses, or of its gradients.
   class ParamTiles;
   class GradTiles;
   template <class RowsOf>
   std::span<const TensorView> merge(std::span<const model::ParamRow> rows, std::vector<TensorView>& merged,
                                     RowsOf&& rows_of);
   model::RowViews param_views(const Leases& leases, i64 layer, model::Tiles& tiles);
-  // Enqueues `body`, which is the same in every step; with graphs it is recorded once and launched from then on.
+  // Enqueues `body`, whose work is the same in every step; with graphs it is recorded once and launched from then on.
   void enqueue_static(size_t key, FunctionRef<void()> body);
   void drop_graphs() noexcept;
 
@@ -125,7 +128,8 @@ class Stage {
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);
   zero::TierLease stashed(const model::LayerActs& acts, zero::LeaseTo access);
-  void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
+  // Stores the part of an output that plan().partition_inputs and offload_inputs keep.
+  void stash(const model::LayerActs& acts);
   void restore(const model::LayerActs& acts);  // acts.restored = the output
 
   const ModelConfig& config_;
@@ -142,19 +146,19 @@ class Stage {
   std::unique_ptr<zero::TierArray> inputs_;
   Buffer kept_, working_, temporary_, streams_;
   std::vector<Chunk> chunks_;
-  std::vector<TensorView> merged_params_, merged_grads_;  // of a layer with rows of several groups
-  std::vector<Ticket> outputs_sent_;                      // by the slot of plan_.kept where they lie
-  size_t posted_ = 0;                                     // instructions of the schedule whose receives are under way
-  size_t next_receive_ = 0;            // no receive stands between the present instruction and this one
+  std::vector<TensorView> merged_params_, merged_grads_;  // for a layer with rows of several groups
+  std::vector<Ticket> outputs_sent_;                      // by slot in plan_.kept of the outputs
+  size_t posted_ = 0;                  // number of the schedule's instructions whose receives have been posted
+  size_t next_receive_ = 0;            // no receive is between the current instruction and this one
   Ticket sent_;                        // of an evaluation's last activation
   std::vector<Device::Graph> graphs_;  // by pass, micro-batch and layer
-  i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops point into it
-  bool warm_ = false;                  // a step has been taken: its ops have taken their scratch and chosen algorithms
-  std::vector<i32> tokens_;            // of a micro-batch, on their way to the device
+  i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops refer to it
+  bool warm_ = false;                  // a step has run, so its ops have allocated scratch and chosen algorithms
+  std::vector<i32> tokens_;            // of a micro-batch, for upload
   i64 document_token_;
   float label_smoothing_, z_loss_;                   // of training
   std::vector<i32> documents_, document_positions_;  // of all micro-batches
-  std::vector<i32> drawn_;                           // on its way to the device
+  std::vector<i32> drawn_;                           // for upload
 };
 
 }  // namespace ds::stage

@@ -278,7 +278,7 @@ PY
   local ended=0
   wait $tool || ended=$?
   assert_equal $ended 1
-  grep -q "rank 1 did not come within 1 s" errors
+  grep -q "rank 1 did not arrive within 1 s" errors
 }
 
 @test "options of nccl-tests that mean the same are taken" {

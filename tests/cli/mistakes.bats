@@ -200,7 +200,7 @@ refuses() {
 @test "ranks that the environment alone speaks of are a mistake, and MPI leaves nothing of them" {
   mkdir tmp
   export TMPDIR=$PWD/tmp
-  RANK=0 WORLD_SIZE=2 refuses 2 "this is rank 0 of 2, but no launcher started it through which MPI finds the others: start with ds-launch -n 2" cfg.json --quiet
+  RANK=0 WORLD_SIZE=2 refuses 2 "this is rank 0 of 2, but it was not started by a launcher through which MPI finds the others: start with ds-launch -n 2" cfg.json --quiet
   RANK=0 WORLD_SIZE=2 run -2 "$DS_BIN/ds-commbench" --op all_reduce -b 8 -e 8
   assert_output --partial "start with ds-launch -n 2"
   assert_equal "$(ls -A tmp)" ""
@@ -216,7 +216,7 @@ refuses() {
 
 @test "a number of threads that is none is told once" {
   OMP_NUM_THREADS=many run -0 --separate-stderr ds-train cfg.json
-  assert_equal "$(grep -c 'OMP_NUM_THREADS: "many" is no number of threads; ignored' <<<"$stderr")" 1
+  assert_equal "$(grep -c 'OMP_NUM_THREADS: "many" is not a number of threads; ignored' <<<"$stderr")" 1
 }
 
 @test "a run that keeps nothing says so" {

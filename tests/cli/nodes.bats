@@ -219,7 +219,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   SECONDS=0
   assert_ends_with 1
   ((SECONDS <= 20))
-  [[ $(grep -c "rank 1 did not come within 2 s" err) -ge 2 ]]
+  [[ $(grep -c "rank 1 did not arrive within 2 s" err) -ge 2 ]]
   for host in 1 2 3; do until_true 5 nobody_on $host; done
 }
 

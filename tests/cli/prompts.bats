@@ -54,7 +54,7 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_output --partial 'bad.jsonl:3: a prompt is an object'
   : >empty
   run -2 write --prompts empty
-  assert_output --partial "empty: there are no prompts in it"
+  assert_output --partial "empty: contains no prompts"
   run -2 write --prompts none
   assert_output --partial "none"
   assert_output --partial "No such file"

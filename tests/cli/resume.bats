@@ -206,7 +206,7 @@ END
     ((SECONDS <= 20))
     assert_equal "$(ranks_here)" ""
     run cat err
-    assert_output --regexp "rank [01] .*(stopped|did not come within 2 s)"
+    assert_output --regexp "rank [01] .*(stopped|did not arrive within 2 s)"
   done
 }
 

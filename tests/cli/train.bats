@@ -251,7 +251,7 @@ for name, value in (("huge", 1e30), ("nan", float("nan"))):
     open(name + ".safetensors", "wb").write(data)
 PY
   run -1 ds-train cfg.json --weights huge.safetensors --generate a --max-tokens 3
-  assert_output --regexp "the logits of token 1 are not finite: weights or activations are beyond the range of fp32"
+  assert_output --regexp "the logits of token 1 are not finite: weights or activations exceed the range of fp32"
   run -1 ds-train cfg.json --weights nan.safetensors --generate a --max-tokens 3
   assert_output --regexp "nan.safetensors: element 0 of .* is nan in fp32"
 }

@@ -339,14 +339,14 @@ TEST_F(CommMpi, ComposedWithSharedMemoryPassesTheExercise) {
 
 TEST_F(CommMpi, AnAbsentRankOfAnotherNodeIsNamed) {
   EXPECT_NE(run("composed_absent", 4), 0);
-  for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), HasSubstr(" 3: rank 3 did not come within")) << r;
+  for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), HasSubstr(" 3: rank 3 did not arrive within")) << r;
 }
 
 TEST_F(CommMpi, TheDeathOfARankOfAnotherNodeEndsTheJob) { EXPECT_EQ(run("composed_killed", 4), 137); }
 
 TEST_F(CommMpi, NodesOfUnequalSizesAreRefused) {
   EXPECT_NE(run("uneven", 3), 0);
-  for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr("equally many ranks on every node"));
+  for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr("equal numbers of ranks on every node"));
 }
 
 TEST_F(CommMpi, WorksWithoutProgressThread) {
@@ -386,7 +386,7 @@ TEST_F(CommMpi, CarriesTheStagedCommunicator) {
 
 TEST_F(CommMpi, AnAbsentRankIsATimeoutThatNamesIt) {
   EXPECT_NE(run("absent", 3), 0);
-  const auto expected = fmt::format("{} 1: rank 1 did not come within 0.5 s", static_cast<int>(Errc::Timeout));
+  const auto expected = fmt::format("{} 1: rank 1 did not arrive within 0.5 s", static_cast<int>(Errc::Timeout));
   for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr(expected));
 }
 
@@ -439,7 +439,7 @@ TEST_F(CommMpi, GroupsThatDoNotMatchAreAnError) {
 TEST_F(CommMpi, AnAbsentMemberIsATimeoutThatNamesIt) {
   for (const char* program : {"group_absent", "group_not_made"}) {
     EXPECT_NE(run(program, 4), 0);
-    const auto expected = fmt::format("{} 2: rank 2 did not come within 1 s", static_cast<int>(Errc::Timeout));
+    const auto expected = fmt::format("{} 2: rank 2 did not arrive within 1 s", static_cast<int>(Errc::Timeout));
     for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), AllOf(HasSubstr(expected), HasSubstr("\"tp\"")));
     for (int r = 0; r < 4; ++r) std::filesystem::remove(stories_ / std::to_string(r));
   }

@@ -272,7 +272,7 @@ TEST_F(CommShm, AStoppedRankIsATimeoutOfItsGroupThatSaysSo) {
   const auto start = Clock::now();
   for (int r : {0, 1, 2}) {
     const std::string story = ranks.story(r);
-    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 3) + "rank 3 did not come within 1 s"));
+    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 3) + "rank 3 did not arrive within 1 s"));
     EXPECT_THAT(story, HasSubstr("of group \"tp\""));
     EXPECT_THAT(story, HasSubstr("is stopped"));
   }
@@ -288,7 +288,7 @@ TEST_F(CommShm, AMemberThatDoesNotMakeTheGroupIsNamed) {
       world->barrier("t");
     });
     const auto expected =
-        fmt::format("{}rank {} did not come within 0.6 s", error_story(Errc::Timeout, absent), absent);
+        fmt::format("{}rank {} did not arrive within 0.6 s", error_story(Errc::Timeout, absent), absent);
     for (int r = 0; r < 4; ++r) EXPECT_THAT(ranks.story(r), HasSubstr(expected));
   }
 }
@@ -327,7 +327,7 @@ TEST_F(CommShm, AStoppedRankIsATimeoutThatSaysSo) {
   const auto start = Clock::now();
   for (int r : {0, 1}) {
     const std::string story = ranks.story(r);
-    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 2) + "rank 2 did not come within 1 s"));
+    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 2) + "rank 2 did not arrive within 1 s"));
     EXPECT_THAT(story, HasSubstr("is stopped"));
   }
   EXPECT_LT(Clock::now() - start, 10s);
@@ -381,7 +381,7 @@ TEST_F(CommShm, AMissingRankZeroIsNamed) {
   Ranks ranks(2, [&](int r) {
     if (r != 0) join(r, 2, 0.3);
   });
-  EXPECT_THAT(ranks.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not come within 0.3 s"));
+  EXPECT_THAT(ranks.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not arrive within 0.3 s"));
 }
 
 TEST_F(CommShm, TooLittleSharedMemoryIsAnErrorWithNumbers) {
@@ -416,7 +416,7 @@ TEST_F(CommShm, EveryRankHearsOfTheSameFreeBytes) {
     SharedFile told;
     if (r == 1) shm_free_bytes(job_, r, 2, 0.3, told);
   });
-  EXPECT_THAT(alone.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not come within 0.3 s"));
+  EXPECT_THAT(alone.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not arrive within 0.3 s"));
 }
 
 TEST_F(CommShm, ATakenNameIsRefused) {
@@ -436,7 +436,7 @@ TEST_F(CommShm, AForeignSegmentDoesNotHang) {
   };
   SharedFile foreign = SharedFile::create();
   const int fd = foreign.descriptor();
-  EXPECT_THAT(story(), HasSubstr("did not come within"));  // it has no name yet
+  EXPECT_THAT(story(), HasSubstr("did not arrive within"));  // it has no name yet
   ASSERT_TRUE(foreign.link(fmt::format("{}{}", kJobPrefix, job_)));
   ASSERT_EQ(ftruncate(fd, 4096), 0);
   EXPECT_THAT(story(), HasSubstr("has 4096 bytes"));

@@ -329,9 +329,9 @@ TEST(AttentionLayoutFile, WhatIsNoLayoutIsRefused) {
   refuse("[[[1, 0], [1, 1]], [[1, 0], [1, 1]]]", Errc::Config, "the layout is [2, 2, 2], not [3 or 1, 2, 2]", 3);
   refuse("[[[[1], 0], [1, 1]]]", Errc::Config, "the layout is [1, 2, 2, 1], not");
   refuse("[[[1, [0]], [1, 1]]]", Errc::Config, "layout[0][0][1] is neither 0 nor 1");
-  refuse("[[[1, 0], [1, 1]], [[1, 0]]]", Errc::Config, "layout[1] has not 2 rows");
-  refuse("[[[1, 0], [1, 1]], 0]", Errc::Config, "layout[1] has not 2 rows");
-  refuse("[[[1, 0], [1, 1, 1]]]", Errc::Config, "layout[0][1] has not 2 entries");
+  refuse("[[[1, 0], [1, 1]], [[1, 0]]]", Errc::Config, "layout[1] does not have 2 rows");
+  refuse("[[[1, 0], [1, 1]], 0]", Errc::Config, "layout[1] does not have 2 rows");
+  refuse("[[[1, 0], [1, 1, 1]]]", Errc::Config, "layout[0][1] does not have 2 entries");
   refuse("[[[1, 0], [1, 2]]]", Errc::Config, "layout[0][1][1] is neither 0 nor 1");
   refuse("[[[1, 0], [1, true]]]", Errc::Config, "layout[0][1][1] is neither 0 nor 1");
   refuse("[[[1, 0], [1, 0.5]]]", Errc::Config, "layout[0][1][1] is neither 0 nor 1");

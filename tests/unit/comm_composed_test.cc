@@ -194,7 +194,7 @@ TEST(ComposedComm, AnAbsentRankIsNamedOnAllNodes) {
       c.reduce_scatter({&s, 1}, DType::F32, false, "t").wait();
     });
     for (const std::string& m : messages)
-      EXPECT_THAT(m, AllOf(HasSubstr(fmt::format("rank {} did not come within", absent)),
+      EXPECT_THAT(m, AllOf(HasSubstr(fmt::format("rank {} did not arrive within", absent)),
                            HasSubstr(fmt::format("[{}]", absent))));
   }
 }
@@ -211,7 +211,7 @@ TEST(ComposedComm, ARankThatStaysAwayLaterIsNamedOnAllNodes) {
         c.all_gather({&s, 1}, "t").wait();
       }
     });
-    for (const std::string& m : messages) EXPECT_THAT(m, HasSubstr(fmt::format("rank {} did not come within", slow)));
+    for (const std::string& m : messages) EXPECT_THAT(m, HasSubstr(fmt::format("rank {} did not arrive within", slow)));
   }
 }
 

@@ -169,7 +169,7 @@ TEST(CommGroupFailure, ARankThatLeftAGroupIsNotWaitedForThere) {
     });
     EXPECT_EQ(e.code(), Errc::Comm);
     EXPECT_EQ(e.rank(), 3);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 has left, and rank 2 still is in barrier"), HasSubstr("\"pair\"")));
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 has left, and rank 2 is still in barrier"), HasSubstr("\"pair\"")));
   });
 }
 
@@ -253,7 +253,7 @@ TEST(CommGroupFailure, AnAbsentRankIsNamedByItsNumberInTheWorld) {
     const Error e = error_of([&] { (in ? *c : world).barrier("t"); });
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 5);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 5 did not come within 0.6 s"),
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 5 did not arrive within 0.6 s"),
                                 HasSubstr("is in barrier (call 1) of group \"tp\""),
                                 HasSubstr("rank 5 is outside any call after 0 calls of group \"tp\"")));
   });
@@ -268,7 +268,7 @@ TEST(CommGroupFailure, AChainOfWaitsLeadsThroughGroups) {
     const Error e = error_of([&] { (world.rank() == 0 ? grid.row : grid.column)->barrier("t"); });
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 3);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 did not come within 1 s: rank 0 is in barrier"),
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 did not arrive within 1 s: rank 0 is in barrier"),
                                 HasSubstr("rank 1 waits for rank 3")));
   });
 }
@@ -301,7 +301,7 @@ TEST(CommGroupFailure, AMemberThatDoesNotMakeTheGroupIsNamed) {
     });
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 3);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 did not come within 0.6 s"), HasSubstr("is in attach"),
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 3 did not arrive within 0.6 s"), HasSubstr("is in attach"),
                                 HasSubstr("of group \"tp\"")));
   });
 }

@@ -321,7 +321,7 @@ TEST(CommFailure, AnAbsentRankIsATimeoutThatNamesIt) {
     const Error e = error_of([&] { c.barrier("meeting"); });  // throws on the late rank too
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 1);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not come within 0.2 s"), HasSubstr("is in barrier (call 1)"),
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not arrive within 0.2 s"), HasSubstr("is in barrier (call 1)"),
                                 HasSubstr("rank 1 is outside any call after 0 calls")));
   });
 }

@@ -361,9 +361,9 @@ TEST(Config, EveryMistakeIsRefusedWithItsCodeAndWords) {
 
 TEST(Config, NotJsonIsOneMistakeWithItsPlace) {
   for (auto [text, message] : {std::pair{"{\"a\": 1,,}", "cfg:1:9: "},
-                               {"{\"steps\": 1, \"steps\": 2}", "cfg:1:14: the key \"steps\" is there twice"},
+                               {"{\"steps\": 1, \"steps\": 2}", "cfg:1:14: duplicate key \"steps\""},
                                {"{\"seed\": NaN}", "cfg:1:10: 'NaN' is not JSON"},
-                               {"", "cfg:1:1: there is no JSON here"},
+                               {"", "cfg:1:1: no JSON: the text is empty"},
                                {"[]", "cfg: must be a JSON object"}}) {
     const ConfigResult r = parse(text);
     ASSERT_EQ(r.diagnostics.size(), 1u) << text;

@@ -262,7 +262,7 @@ TEST_P(EachDeviceComm, AnAbsentRankIsATimeoutThatNamesIt) {
     const Error e = error_of([&] { c.all_reduce(x.data(), 2, DType::I64, ReduceOp::Sum, "second").wait(); });
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 1);
-    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not come within 0.4 s"), HasSubstr("all_reduce")));
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not arrive within 0.4 s"), HasSubstr("all_reduce")));
   });
 }
 

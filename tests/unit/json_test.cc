@@ -66,13 +66,13 @@ TEST(RelaxedJson, RefusesWhatHidesMistakes) {
            {"[,]", "f:1:2: "},
            {"{a:,}", "f:1:4: "},
            {"{a: 1, 'b: 2}", "f:1:8: strings are in double quotes"},
-           {"{a: 1, a: 2}", "f:1:8: the key \"a\" is there twice"},
+           {"{a: 1, a: 2}", "f:1:8: duplicate key \"a\""},
            {"{'x': 1, b: [c]}", "f:1:14: 'c' is not JSON"},
            {"a: 1", "f:1:1: 'a' is not JSON"},
            {"{a: 'say \"x\"', b: zz}", "f:1:19: 'zz' is not JSON"},
            {"{a: 1} #\n x", "f:2:2: "},
            {"{a: /* open", "f:1:"},
-           {"#", "f:1:1: there is no JSON here"},
+           {"#", "f:1:1: no JSON: the text is empty"},
            {"'", "f:1:1: strings are in double quotes"},
        }) {
     EXPECT_TRUE(failure(text).starts_with(message)) << text << " gave " << failure(text);
@@ -134,9 +134,9 @@ TEST(Json, RefusesWithPlaceAndReason) {
     std::string_view text, message;
   };
   for (const auto& [text, message] : {
-           Case{"", "f:1:1: there is no JSON here"},
-           Case{" \n\t", "f:1:1: there is no JSON here"},
-           Case{"{\"a\": 1,\n \"a\": 2}", "f:2:2: the key \"a\" is there twice"},
+           Case{"", "f:1:1: no JSON: the text is empty"},
+           Case{" \n\t", "f:1:1: no JSON: the text is empty"},
+           Case{"{\"a\": 1,\n \"a\": 2}", "f:2:2: duplicate key \"a\""},
            Case{"{\"a\": 1e400}", "f:1:7: the number 1e400 does not fit a double"},
            Case{"{\"a\": 1e-400}", "f:1:7: the number 1e-400 does not fit a double"},
            Case{"{\"a\":\n -0.001E-330 }", "f:2:2: the number -0.001E-330 does not fit a double"},
@@ -146,7 +146,7 @@ TEST(Json, RefusesWithPlaceAndReason) {
            Case{"{\"a\": True}", "f:1:7: 'True' is not JSON"},
            Case{"{\"a\": 1,}", "f:1:9: a comma before '}'"},
            Case{"[1,\n]", "f:2:1: a comma before ']'"},
-           Case{"# x\n{}", "f:1:1: '#' begins no comment"},
+           Case{"# x\n{}", "f:1:1: '#' does not start a comment"},
            Case{"{'a': 1}", "f:1:2: strings are in double quotes"},
            Case{"{\"a\": 1} x", "f:1:10: 'x' is not JSON"},
            Case{"{\"a\": 01}", "f:1:8: unexpected number literal; expected '}'"},
@@ -158,7 +158,7 @@ TEST(Json, RefusesWithPlaceAndReason) {
            Case{"[1, /* ", "f:1:8: "},
            Case{"\x89HDF\r\n\x1a\n", "f:1:1: this is an HDF5 file, not JSON"},
            Case{"PK\3\4", "f:1:1: this is a zip archive, as PyTorch's files are, not JSON"},
-           Case{"\xff\xfe{", "f:1:1: this is text in UTF-16, where UTF-8 is read, not JSON"},
+           Case{"\xff\xfe{", "f:1:1: this is UTF-16 text, where UTF-8 is expected, not JSON"},
            Case{std::string_view("{\"a\": \0}", 9), "f:1:1: this is binary data, not JSON"},
            Case{std::string_view("\x40\0\0\0\0\0\0\0{\"a", 11), "f:1:1: this is a safetensors file, not JSON"},
        })
@@ -188,7 +188,7 @@ TEST(Json, SortedMembersAreReadAlike) {
   EXPECT_EQ(parse_sorted_json(many + "}", "f").size(), 100u);
   EXPECT_EQ(parse_json(many + "}", "f").root.size(), 100u);
   for (const char* twice : {"k0", "k20", "k99"})
-    EXPECT_NE(failure(fmt::format("{},\"{}\": 1}}", many, twice)).find("is there twice"), std::string::npos);
+    EXPECT_NE(failure(fmt::format("{},\"{}\": 1}}", many, twice)).find("duplicate key"), std::string::npos);
 }
 
 TEST(Json, DepthIsLimitedOnTheWayDown) {

@@ -132,7 +132,7 @@ TEST_F(ProductChoicesTest, AnotherFileIsRefusedWithItsLine) {
     return std::string();
   };
   EXPECT_EQ(refused(""), "");
-  EXPECT_THAT(refused("{}\n"), HasSubstr("is no file of cuda.autotune_file"));
+  EXPECT_THAT(refused("{}\n"), HasSubstr("is not an autotune file"));
   for (const char* line : {"a\tb\tc\n", "a\tb\tc\td\te\n", "a\tb\tc\t\n", "\n"})
     EXPECT_THAT(refused(std::string("# ds-autotune/1\na\tb\tc\td\n") + line), HasSubstr("choices:3: is no line of"))
         << line;

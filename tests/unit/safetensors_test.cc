@@ -285,7 +285,7 @@ TEST_F(ShardedSafetensors, ReadsAcrossShards) {
 }
 
 TEST_F(ShardedSafetensors, RefusesABadIndex) {
-  refused("", ":1:1: there is no JSON here");
+  refused("", ":1:1: no JSON: the text is empty");
   refused("{}", "not a safetensors index");
   refused(R"({"weight_map":[]})", "weight_map is not an object");
   refused(R"({"weight_map":{"a":1}})", "not a safetensors index");

@@ -172,11 +172,11 @@ TEST(Simulate, FindsSchedulesThatWaitForEachOther) {
   Schedules deadlock = schedules;  // stage 0 wants the gradient before it has sent the activation
   std::swap(*std::find(deadlock[0].begin(), deadlock[0].end(), Instr{Op::SendActivation, 0}),
             *std::find(deadlock[0].begin(), deadlock[0].end(), Instr{Op::RecvGrad, 0}));
-  EXPECT_THAT(error_of(deadlock), HasSubstr("waits for ever at RecvGrad of micro-batch 0"));
+  EXPECT_THAT(error_of(deadlock), HasSubstr("waits forever at RecvGrad of micro-batch 0"));
 
   Schedules surplus = schedules;
   surplus[0].push_back({Op::SendActivation, 2});
-  EXPECT_THAT(error_of(surplus), HasSubstr("stage 0 sends what nobody receives"));
+  EXPECT_THAT(error_of(surplus), HasSubstr("stage 0 sends a message that nobody receives"));
 }
 
 }  // namespace simulate_test

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flash attention (Dao et al.): blocks of queries meet blocks of keys in fp32 tiles of worker scratch, and no T x S
-// matrix is stored. attention_blocks.h says which rows meet which keys.
+// Flash attention (Dao et al.): blocks of queries attend to blocks of keys in fp32 tiles of worker scratch; no T x S
+// matrix is stored. attention_blocks.h defines which rows attend to which keys.
 //
 // Forward: a tile is (batch, group, range of rows). Keys are the outer loop, so a converted block serves all rows of
-// the tile. With few rows (decoding) the keys are split into parts as well, whose results are merged in order.
+// the tile. With few rows (decoding) the keys are also split into parts, whose results are merged in order.
 //
 // Backward: a tile is (batch, group, chunk of rows, chunk of keys). The n x n chunks run as a Latin square: in phase f
 // row chunk i meets key chunk (f - i) mod n, so no two tiles of a phase share a sum, and every sum grows in the order
-// of the phases. n is 1 where batch x groups alone feed the threads.
+// of the phases. n is 1 if batch x groups alone provide enough work for the threads.
 
 #include <cmath>
 #include <limits>
@@ -21,11 +21,11 @@ namespace {
 
 // Enough tiles to feed and balance the threads of a rank; a constant, so that results depend on shapes only.
 constexpr i64 kTargetTiles = 48;
-// Rows and keys are prefetched this many ahead: they lie too far apart for the hardware to follow.
+// Distance of prefetching rows and keys, which are too far apart for the hardware to prefetch.
 constexpr i64 kAhead = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Scratch for all workers of a call: memory that they share, the caller's, and memory of each.
+// Scratch for all workers of a call: a shared part, which belongs to the caller, and one for each.
 class CallScratch {
  public:
   struct Size {
@@ -46,13 +46,13 @@ class CallScratch {
   char* base_;
 };
 
-// e^x for x <= 0; what is below 2^-126 is 0, so no subnormal arises. NaN passes.
+// e^x for x <= 0; results below 2^-126 are 0, so no subnormal arises. NaN passes.
 [[gnu::always_inline]] inline Vec exp_weight(Vec x) noexcept {
   const Vec least = broadcast(-87.0f);
   return select(less(x, least), zero(), exp_bounded(max(least, x)));
 }
 
-// The lanes of columns j .. j+kLanes-1 that are not seen become `other`.
+// Replaces the lanes of columns j .. j+kLanes-1 that are not seen by `other`.
 [[gnu::always_inline]] inline Vec outside(Vec x, i64 j, const Seen& seen, Vec other) noexcept {
   const auto lanes_below = [j](i64 limit) { return first(std::clamp<i64>(limit - j, 0, Vec::kLanes)); };
   const auto within = [&](Range r, Vec rest) __attribute__((always_inline)) {
@@ -72,14 +72,14 @@ void load_rows(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, R
   }
 }
 
-// The keys of a whole pack, of a key-like tensor, as an fp32 tile, with zero rows up to a multiple of the lanes.
+// The keys of a whole pack of a key-like tensor as an fp32 tile, with zero rows up to a multiple of the lanes.
 template <class E>
 void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, const Pack& pack) noexcept {
   const i64 D = a.D, ld = a.ld, n = pack.columns.end, last = a.S - 1;
   const auto row = [&x, &a, b, g](i64 key) { return x.as<E>() + a.key_offset(x, b, g, key); };
   pack.for_units(pack.columns, [&](Range c) {
     const i64 key = pack.key(c.begin) - c.begin;
-    // What lies behind a unit is fetched with it, or when its own turn comes.
+    // The data after a unit is prefetched with it, or when its own turn comes.
     for (i64 j = c.begin; j < c.end; ++j) {
       prefetch(row(pack.unit == 0 ? std::min(key + j + kAhead, last) : pack.key(std::min(j + kAhead, n - 1))), D);
       load_row(to + j * ld, row(key + j), D, broadcast(1.0f));
@@ -88,13 +88,13 @@ void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, c
   for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * ld, a.width);
 }
 
-// Products, scaled, of a row and some columns become scores where these are more than that. With `slope` the
-// derivatives go there.
+// Turns scaled products of a row and some columns into scores, if these have further terms, and stores the derivatives
+// in `slope`, if given.
 void to_scores(float* row, float* slope, const Problem& a, i64 g, i64 at, const Pack& pack, Range columns) noexcept {
   if (a.p.softcap > 0) {
     const Vec cap = broadcast(a.p.softcap), twice = broadcast(2.0f / a.p.softcap), one = broadcast(1.0f);
     for (i64 j = 0; j < columns.size(); j += Vec::kLanes) {
-      // tanh x = 1 - 2 / (1 + e^2x); e^2x is inf or 0 where tanh is 1 or -1.
+      // tanh x = 1 - 2 / (1 + e^2x); e^2x is inf or 0 if tanh is 1 or -1.
       const Vec x = min(max(load(row + j) * twice, broadcast(-80.0f)), broadcast(80.0f));
       const Vec t = one - broadcast(2.0f) / (one + exp(x));
       store(row + j, cap * t);
@@ -125,8 +125,8 @@ struct Partial {
       : out(memory), top(out + rows * a.ld), sum(top + round_up(rows, 16)) {}
 };
 
-// One row of scores becomes weights e^(score - top); returns the factor for what the row has accumulated before.
-// `seen`: what the row sees of the n columns, unless it is `whole`.
+// Turns one row of scores into weights e^(score - top); returns the factor for the row's earlier sums. `seen`: the
+// visible part of the n columns, unless the row is `whole`.
 float softmax_step(float* score, i64 n, bool whole, const Seen& seen, float& top, float& sum) noexcept {
   Vec high = broadcast(-kInfinity);
   for (i64 j = 0; j < n; j += Vec::kLanes) {
@@ -138,7 +138,7 @@ float softmax_step(float* score, i64 n, bool whole, const Seen& seen, float& top
     high = max(high, s);
   }
   const float new_top = std::max(top, reduce_max(high));
-  // While nothing but -inf has been seen, all weights are e^-inf = 0.
+  // While only -inf has been seen, all weights are e^-inf = 0.
   const Vec base = broadcast(new_top == -kInfinity ? 0.0f : new_top);
   Vec total = zero();
   for (i64 j = 0; j < n; j += Vec::kLanes) {
@@ -159,9 +159,9 @@ float softmax_step(float* score, i64 n, bool whole, const Seen& seen, float& top
 
 template <class E>
 struct Forward {
-  static constexpr i64 kKeys = 128, kRows = 48;  // of a block of scores
-  static constexpr i64 kMinPartKeys = 512;       // a part of the keys is not smaller
-  // Rows that share the converted keys, with their sums: half of an L2 cache at most.
+  static constexpr i64 kKeys = 128, kRows = 48;  // block of scores
+  static constexpr i64 kMinPartKeys = 512;       // minimum size of a part of the keys
+  // Rows that share the converted keys, with their sums: at most half of an L2 cache.
   static constexpr i64 kTileBytes = 320 * 1024;
 
   Problem a;
@@ -179,7 +179,7 @@ struct Forward {
             .keep = arena.take(keep_room(kKeys))};
   }
 
-  // Attends from `rows` of (b, g) to `keys`.
+  // Attention of `rows` of (b, g) to `keys`.
   void accumulate(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
     for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * a.ld, a.width);
     std::fill_n(part.top, rows.size(), -kInfinity);
@@ -196,7 +196,7 @@ struct Forward {
     }
   }
 
-  // A block of keys, converted, meets a block of rows of the tile that begins at row `origin`.
+  // Attention of a block of rows to a converted block of keys; the tile begins at row `origin`.
   void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack,
               i64 origin) const noexcept {
     const auto score = [&](Range r, Range c) { return tile.score + (r.begin - rows.begin) * kKeys + c.begin; };
@@ -247,7 +247,7 @@ struct Forward {
     }
   }
 
-  // How the rows of a problem, and its keys where rows are few, are cut.
+  // How the rows of a problem are cut, and its keys if rows are few.
   struct Cut {
     i64 tile_rows, row_tiles, tiles, parts, floats;
     CallScratch::Size scratch;
@@ -270,7 +270,7 @@ struct Forward {
     const Cut cut = cut_of(a);
     if (cut.tiles == 0) return;
     const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, tiles = cut.tiles, parts = cut.parts, floats = cut.floats;
-    // Late rows see more keys when causal, so they start first.
+    // If causal, late rows see more keys, so they start first.
     const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
     const CallScratch scratch(pool, cut.scratch);
     pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
@@ -293,9 +293,9 @@ struct Forward {
 
 template <class E>
 struct Backward {
-  static constexpr i64 kKeys = 64, kRows = 96;   // of a block of scores
+  static constexpr i64 kKeys = 64, kRows = 96;   // block of scores
   static constexpr i64 kKeysPacked = 256;        // keys that share the converted rows
-  static constexpr i64 kRowsPacked = 4 * kRows;  // of a layout: rows that share the converted keys
+  static constexpr i64 kRowsPacked = 4 * kRows;  // with a layout: rows that share the converted keys
   static constexpr i64 kMaxChunks = 8;
 
   Problem a;
@@ -317,14 +317,14 @@ struct Backward {
             .keep = arena.take(keep_room(kKeys))};
   }
 
-  // fp32 sums of one (batch, group), of all its rows and keys; dq lacks the factor `scale`.
+  // fp32 sums of one (batch, group), over all its rows and keys; dq lacks the factor `scale`.
   struct Sums {
     float *dq, *dk, *dv;
     static i64 floats(const Problem& a) noexcept { return (a.rows() + 2 * a.S) * a.ld; }
     Sums(float* memory, const Problem& a) noexcept : dq(memory), dk(dq + a.rows() * a.ld), dv(dk + a.S * a.ld) {}
   };
 
-  // Adds what `rows` and `keys` of (b, g) do to each other's gradients.
+  // Adds the contributions of `rows` and `keys` of (b, g) to each other's gradients.
   void accumulate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
     if (a.sparse()) return accumulate_sparse(sums, tile, b, g, rows, keys);
     for (i64 first = keys.begin; first < keys.end; first += kKeysPacked) {
@@ -346,7 +346,7 @@ struct Backward {
     }
   }
 
-  // Some blocks of rows at a time gather the keys that any of them meets. Every sum grows in the same order.
+  // Gathers the keys that any of some blocks of rows attends to. Every sum grows in the same order.
   void accumulate_sparse(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
     for (i64 first = rows.begin; first < rows.end; first += kRowsPacked) {
       const Range some = {first, std::min(rows.end, first + kRowsPacked)};
@@ -398,7 +398,7 @@ struct Backward {
     }
   }
 
-  // A block of rows meets at most kKeys of the packed keys.
+  // A block of rows attends to at most kKeys of the packed keys.
   void differentiate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack) const noexcept {
     const i64 origin = pack.columns.begin;
     const auto score = [&](float* matrix, Range r, Range c) {
@@ -412,7 +412,7 @@ struct Backward {
       tile_product<Order::Rows>(score(tile.dscore, r, c), kKeys, tile.dout + row, a.ld, tile.vt + column, kKeys,
                                 r.size(), lanes, a.D, false);
     });
-    // Whole units, so that what no product has written becomes zero.
+    // Whole units, so that columns without a product become zero.
     for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
       for_columns(pack, units, [&](Range c) {
         const bool whole = c.size() % Vec::kLanes == 0 && a.dense(b, r, pack.keys(c));
@@ -448,7 +448,7 @@ struct Backward {
     });
   }
 
-  // f(columns) for the parts of a range of columns whose keys are side by side, of several units too.
+  // Calls f(columns) for the parts of a range of columns whose keys are adjacent, across units.
   template <class F>
   static void for_key_runs(const Pack& pack, Range columns, F&& f) noexcept {
     Range run = {columns.begin, columns.begin};
@@ -462,8 +462,8 @@ struct Backward {
     f(run);
   }
 
-  // A row of scores and one of dL/d(dropped probability), of some columns, become the dropped probabilities and
-  // dL/d(score).
+  // Turns a row of scores, and one of dL/d(dropped probability), into dropped probabilities and dL/d(score) for some
+  // columns.
   [[gnu::always_inline]] void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob,
                                                float* dscore, const Pack& pack, Range columns,
                                                bool whole) const noexcept {
@@ -532,7 +532,7 @@ struct Backward {
   static Cut cut_of(const Problem& a) noexcept {
     const i64 groups = a.B * a.G, row_blocks = ceil_div(a.rows(), kRows), key_blocks = ceil_div(a.S, kKeys);
     if (groups == 0) return {};
-    const i64 wanted = ceil_div(kTargetTiles / 2, groups);  // half: every chunk costs a phase
+    const i64 wanted = ceil_div(kTargetTiles / 2, groups);  // half, since every chunk costs a phase
     const i64 chunks = std::max<i64>(1, std::min({wanted, row_blocks, key_blocks, kMaxChunks}));
     const i64 floats = Sums::floats(a);
     Arena own(nullptr), shared(nullptr);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which rows of an attention meet which keys, tile by tile: masks by place, documents, sinks, and layouts of blocks.
+// Which rows of an attention see which keys, tile by tile: masks by position, documents, sinks, and layouts of blocks.
 //
 // All query heads of one key/value head are rows of one problem, row r = query r / R of head g*R + r % R with R = H /
-// G: a key block is converted once for the whole group, and what a row sees is monotonic in r. Of a block-sparse layout
-// only the blocks of keys come into a tile that its rows meet, side by side: columns of a tile are keys of blocks in
-// ascending order (Pack). With all blocks there these are the tiles, and the bits, of no layout.
+// G: a key block is converted once for the whole group, and the keys that a row sees are monotonic in r. With a
+// block-sparse layout a tile contains only the blocks of keys that its rows attend to, side by side: columns of a tile
+// are keys of blocks in ascending order (Pack). If all blocks are present, tiles and bits are those without a layout.
 
 #include <array>
 #include <bit>
@@ -16,13 +16,13 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-constexpr i64 kUnit = 64;            // keys of a unit of a layout, at most
+constexpr i64 kUnit = 64;            // maximum number of keys in a unit of a layout
 constexpr i64 kMaxUnits = 256 / 16;  // of a tile
 
 struct Problem {
   i64 B, T, H, D, S, G, R;
   i64 width;  // D in whole vectors
-  i64 ld;     // row stride of tiles: a little more, so that rows do not fall into the same cache sets
+  i64 ld;     // row stride of tiles: slightly more, so that rows do not map to the same cache sets
   AttentionParams p;
   AttentionGrid grid;
 
@@ -40,7 +40,7 @@ struct Problem {
         grid(params.grid.of(H, T, S)) {}
 
   i64 rows() const noexcept { return T * R; }
-  // Where the document of a query or key begins and ends, in keys and in queries of the call.
+  // Begin and end of the document at a query's or key's position, in queries and keys of the call.
   i64 document_begin(i64 b, i64 place) const noexcept { return p.documents[b * p.positions + place]; }
   i64 document_end(i64 b, i64 place) const noexcept { return p.documents[(B + b) * p.positions + place]; }
   // The query of a row, and its head in the group. Most groups have one head, and divisions are slow.
@@ -48,7 +48,7 @@ struct Problem {
   i64 head_of(i64 row) const noexcept { return R == 1 ? 0 : row % R; }
   i64 query_place(i64 row) const noexcept { return p.grid.row0 + query_of(row); }
 
-  // The keys that row r sees, and those that any of a range of rows sees, but for sinks.
+  // The keys that row r sees, and those that any of a range of rows sees, without sinks.
   Range keys_of(i64 b, i64 row) const noexcept { return keys_of(b, Range{row, row + 1}); }
   [[gnu::always_inline]] Range keys_of(i64 b, Range rows) const noexcept {
     if (rows.empty()) return {0, 0};
@@ -59,7 +59,7 @@ struct Problem {
                             document_end(b, query_place(rows.end - 1)) - p.grid.col0});
   }
   bool has_sinks() const noexcept { return p.sinks > 0 && p.window > 0; }
-  // The sinks that a row sees, and those that any of a range of rows sees, with what lies between them.
+  // The sinks that a row sees, and those that any of a range of rows sees, including gaps.
   Range sinks_of(i64 b, i64 row) const noexcept { return sinks_of(b, Range{row, row + 1}); }
   Range sinks_of(i64 b, Range rows) const noexcept {
     if (!has_sinks() || rows.empty()) return {0, 0};
@@ -69,16 +69,16 @@ struct Problem {
     };
     return intersect({begin(rows.begin), begin(rows.end - 1) + p.sinks}, {0, end});
   }
-  // Does every row of a range see every key of a range?
+  // True if every row of a range sees every key of a range.
   bool dense(i64 b, Range rows, Range keys) const noexcept {
     return keys_of(b, rows.end - 1).begin <= keys.begin && keys_of(b, rows.begin).end >= keys.end;
   }
-  // The rows that see any of a range of keys, with what lies between them.
+  // The rows that see any of a range of keys, including gaps.
   Range rows_of(i64 b, Range keys) const noexcept {
     const i64 before = S - T, first_key = p.grid.col0 + keys.begin, last_key = p.grid.col0 + keys.end - 1;
     Range seen = {p.causal ? std::max<i64>(0, keys.begin - before) : 0, T};
     if (p.window > 0) {
-      // The first key is a sink, or a document with its own begins among them.
+      // The first key is a sink, or a document with its own sinks begins among the keys.
       const i64 document = p.documents != nullptr ? document_begin(b, last_key) : 0;
       const bool sink = has_sinks() && first_key < document + p.sinks;
       if (!sink) seen.end = std::min(T, keys.end - 1 + p.window - before);
@@ -88,14 +88,14 @@ struct Problem {
     }
     return {seen.begin * R, seen.end * R};
   }
-  // Where row r of (b, g) starts in a [B,T,H,D] view, and key j in a [B,S,G,D] view.
+  // Offsets of row r of (b, g) in a [B,T,H,D] view, and of key j in a [B,S,G,D] view.
   i64 row_offset(const TensorView& x, i64 b, i64 g, i64 row) const noexcept {
     return b * x.stride[0] + query_of(row) * x.stride[1] + (g * R + head_of(row)) * x.stride[2];
   }
   i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) const noexcept {
     return b * x.stride[0] + p.key_row(key) * x.stride[1] + g * x.stride[2];
   }
-  // Where the statistics of row r are in a [B,H,T] view.
+  // Offset of the statistics of row r in a [B,H,T] view.
   i64 lse_offset(const TensorView& lse, i64 b, i64 g, i64 row) const noexcept {
     return b * lse.stride[0] + (g * R + head_of(row)) * lse.stride[1] + query_of(row);
   }
@@ -103,17 +103,17 @@ struct Problem {
     return static_cast<u64>(grid.row(b, g * R + head_of(row), query_of(row)) + key);
   }
 
-  // Whether a score is more than a scaled product.
+  // True if a score is more than a scaled product.
   bool has_terms() const noexcept { return p.softcap > 0 || p.bias != nullptr; }
-  // Of a layout. A tile takes its keys in units: blocks, or parts of these.
+  // True with a layout. A tile then takes its keys in units: blocks, or parts of them.
   bool sparse() const noexcept { return p.blocks.sparse(); }
   i64 unit() const noexcept { return std::min(p.blocks.block, kUnit); }
   bool heads_differ() const noexcept { return sparse() && p.blocks.layouts != 1 && R > 1; }
   i64 query_block(i64 row) const noexcept { return query_place(row) / p.blocks.block; }
   i64 key_block(i64 key) const noexcept { return (p.grid.col0 + key) / p.blocks.block; }
-  // The end of the rows that are of one block of queries with this one.
+  // The end of the rows in the same block of queries as this row.
   i64 block_end(i64 row) const noexcept { return ((query_block(row) + 1) * p.blocks.block - p.grid.row0) * R; }
-  // Word `word` of the bits of a block of queries: of one head of group g, and of any.
+  // Word `word` of the bits of a block of queries: for one head of group g, and for any of its heads.
   u64 bits(i64 g, i64 head, i64 query, i64 word) const noexcept {
     return p.blocks.keys_of(p.grid.head0 + g * R + head, query)[word];
   }
@@ -124,17 +124,17 @@ struct Problem {
   }
 };
 
-// The keys of a tile, as its columns: side by side in the sequence, or in units of a layout, each side by side.
+// The keys of a tile, as its columns: adjacent in the sequence, or in units of a layout, each of which is contiguous.
 struct Pack {
   Range columns;                          // of a tile, or of a part of it
-  i64 unit = 0;                           // columns of each unit but the last, which may have fewer; 0: there is one
+  i64 unit = 0;                           // columns per unit, except the last, which may have fewer; 0: a single unit
   std::array<i64, kMaxUnits> first = {};  // the key of each unit's first column
 
   i64 size() const noexcept { return columns.size(); }
   i64 unit_of(i64 column) const noexcept { return unit == 0 ? 0 : column / unit; }
   i64 key(i64 column) const noexcept { return unit == 0 ? first[0] + column : first[column / unit] + column % unit; }
-  Range keys(Range c) const noexcept { return {key(c.begin), key(c.end - 1) + 1}; }  // and what lies between them
-  // Of some columns, those of a range of keys.
+  Range keys(Range c) const noexcept { return {key(c.begin), key(c.end - 1) + 1}; }  // including gaps
+  // The columns among `some` whose keys are in a range.
   Range columns_of(Range keys, Range some) const noexcept {
     if (unit == 0) return intersect({keys.begin - first[0], keys.end - first[0]}, some);
     const auto before = [&](i64 key) {
@@ -150,7 +150,7 @@ struct Pack {
     some.columns = c;
     return some;
   }
-  // f(columns) for the parts of a range of columns whose keys are side by side, of one unit.
+  // Calls f(columns) for the parts of a range of columns that belong to one unit, whose keys are adjacent.
   template <class F>
   void for_units(Range c, F&& f) const noexcept {
     if (unit == 0) return f(c);
@@ -161,7 +161,7 @@ struct Pack {
   }
 };
 
-// The keys that a range of rows meets, of a range that begins where a tile may: tile after tile of `room` keys.
+// Iterates over the keys that a range of rows attends to, starting where a tile may: tile after tile of `room` keys.
 class Met {
  public:
   Met(const Problem& a, i64 b, i64 g, Range rows, Range keys, i64 room) noexcept
@@ -201,11 +201,11 @@ class Met {
   }
 
  private:
-  // Keys between sinks and windows, or between documents' sinks.
+  // True for keys between sinks and windows, or between documents' sinks.
   bool nobody_sees(Range keys) const noexcept {
     return a_.has_sinks() && intersect(rows_, a_.rows_of(b_, keys)).empty();
   }
-  // 0 where a block is met; else how many to go on by.
+  // 0 if a block is present; else the number of blocks to skip.
   i64 blocks_to_next(i64 block) noexcept {
     if (block / 64 != word_) {
       word_ = block / 64;
@@ -225,8 +225,7 @@ class Met {
   u64 bits_ = 0;
 };
 
-// What a range of rows meets of a tile: f(rows, units) for rows that meet the same units of a layout. Without one,
-// once for all.
+// Calls f(rows, units) for rows that attend to the same units of a tile; without a layout, once for all rows.
 template <class F>
 void for_same_units(const Problem& a, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
   if (!a.sparse()) return f(rows, u32{1});
@@ -254,7 +253,7 @@ void for_same_units(const Problem& a, i64 g, Range rows, const Pack& pack, F&& f
   if (units != 0) f(same, units);
 }
 
-// f(columns) for the columns of the units of a set that lie side by side in the tile.
+// Calls f(columns) for the adjacent columns of the units in a set.
 template <class F>
 void for_columns(const Pack& pack, u32 units, F&& f) noexcept {
   if (pack.unit == 0) return f(pack.columns);
@@ -265,8 +264,8 @@ void for_columns(const Pack& pack, u32 units, F&& f) noexcept {
   }
 }
 
-// The columns of a tile that head `head` of a group does not meet, where its heads have layouts of their own, become
-// `value`.
+// Sets the columns of a tile to which head `head` of a group does not attend to `value`, if its heads have their own
+// layouts.
 inline void hide_others(float* row, const Problem& a, i64 g, i64 at, const Pack& pack, Range columns,
                         float value) noexcept {
   pack.for_units(columns, [&](Range c) {
@@ -277,7 +276,8 @@ inline void hide_others(float* row, const Problem& a, i64 g, i64 at, const Pack&
   });
 }
 
-// f(columns) for the columns of a run that any of a range of rows sees, their begin rounded down to whole vectors.
+// Calls f(columns) for the columns of a run that any of a range of rows sees; their begin is rounded down to whole
+// vectors.
 template <class F>
 void for_seen(const Problem& a, i64 b, Range rows, const Pack& pack, Range run, F&& f) noexcept {
   const auto whole = [&](Range c) {
@@ -295,8 +295,8 @@ void for_seen(const Problem& a, i64 b, Range rows, const Pack& pack, Range run, 
   if (!seen.empty()) f(whole(seen));
 }
 
-// The visible part of a block of scores: f(rows, columns, true) once for what is dense, else f(strip, columns, false)
-// for each strip of rows with the columns that any row of it sees, their begin rounded down to whole vectors.
+// Calls f for the visible part of a block of scores: f(rows, columns, true) once if it is dense, else f(strip, columns,
+// false) for each strip of rows with the columns that any row of it sees, whose begin is rounded down to whole vectors.
 template <class F>
 void for_visible(const Problem& a, i64 b, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
   for_same_units(a, g, rows, pack, [&](Range same, u32 units) {
@@ -310,7 +310,7 @@ void for_visible(const Problem& a, i64 b, i64 g, Range rows, const Pack& pack, F
   });
 }
 
-// What a row sees of columns: two ranges, of which the second, of sinks, may be empty.
+// The columns that a row sees: two ranges; the second, of sinks, may be empty.
 struct Seen {
   Range near, sinks;
   Seen minus(i64 n) const noexcept { return {{near.begin - n, near.end - n}, {sinks.begin - n, sinks.end - n}}; }
@@ -321,7 +321,7 @@ struct Seen {
           a.has_sinks() ? pack.columns_of(a.sinks_of(b, row), columns) : Range{0, 0}};
 }
 
-// What dropout multiplies the probabilities of a row in some columns by: f(columns, factors) for each run of keys.
+// The factors of dropout for a row's probabilities in some columns: calls f(columns, factors) for each run of keys.
 template <class F>
 void for_factors(float* buffer, const Problem& a, i64 b, i64 g, i64 row, const Pack& pack, Range columns,
                  F&& f) noexcept {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merging the attention to one block of keys into that to the blocks before: a tile is a few tokens.
+// Merges the attention to one block of keys with that to the previous blocks; a tile is a few tokens.
 
 #include <cmath>
 #include <limits>
@@ -11,7 +11,7 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 
 void attention_merge(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
                      Stream& stream) noexcept {
-  constexpr float kNothing = std::numeric_limits<float>::infinity();  // the log-sum-exp of no key
+  constexpr float kNothing = std::numeric_limits<float>::infinity();  // the log-sum-exp over no keys
   const i64 T = o.dim(1), H = o.dim(2), D = o.dim(3);
   with_work_type(o_part.dtype, [&]<class E>(E) {
     const auto merge_row = [&](i64 b, i64 t, i64 h) {

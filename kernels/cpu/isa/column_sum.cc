@@ -5,7 +5,8 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
 void column_sum(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
-  // A tile is a strip of columns. Sums of kRows rows are summed in turn: the error grows with R / kRows + kRows.
+  // A tile is a strip of columns. Blocks of kRows rows are summed one after the other, so the error grows with R /
+  // kRows + kRows.
   constexpr i64 kVectors = 4, kStrip = kVectors * Vec::kLanes, kRows = 64;
   const i64 R = x.dim(0), ld = x.stride[0];
   const auto strip = [=]<class T>(const T* p, Vec(&total)[kVectors], auto... n) {

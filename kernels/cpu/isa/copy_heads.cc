@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Strided copies: tiles of some runs, or parts of long ones.
+// Strided copies; a tile is some runs, or a part of a long one.
 
 #include <cstring>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layer and softmax cross-entropy. A chunk of tokens at a time: logits in fp32, then each row of them becomes a
-// row of their gradient in the work dtype, in place, which feeds both backward products. A vocabulary in parts takes
-// the same steps, one op each.
+// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32, then each row becomes, in place,
+// a row of its gradient in the work dtype, which both backward products read. A vocabulary in parts takes the same
+// steps, one op for each.
 
 #include <cmath>
 #include <limits>
@@ -12,7 +12,7 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-// The largest of z, passing over NaN: the x86 maximum is its second operand where one is NaN.
+// The largest of z, ignoring NaN: the x86 maximum returns its second operand if one is NaN.
 float row_max(const float* z, i64 V) noexcept {
   Vec top = broadcast(-std::numeric_limits<float>::infinity());
   for_vectors(0, V, [&](i64 j, auto n) {
@@ -28,7 +28,7 @@ float row_max(const float* z, i64 V) noexcept {
 
 // The sum of e^(z - top).
 float row_sum(const float* z, i64 V, float top) noexcept {
-  // Partial sums of one vector per 64: the error of the sum stays near that of its terms for any vocabulary.
+  // Partial sums of 64 vectors each, so the error of the sum stays near that of its terms for any vocabulary.
   Vec total = zero(), partial = zero();
   i64 count = 0;
   for_vectors(0, V, [&](i64 j, auto n) {
@@ -40,7 +40,7 @@ float row_sum(const float* z, i64 V, float top) noexcept {
   return reduce_add(total + partial);
 }
 
-// The sum of z - top, as row_sum.
+// The sum of z - top, computed like row_sum.
 float row_total(const float* z, i64 V, float top) noexcept {
   Vec total = zero(), partial = zero();
   i64 count = 0;
@@ -53,7 +53,7 @@ float row_total(const float* z, i64 V, float top) noexcept {
   return reduce_add(total + partial);
 }
 
-// What a part of a row adds to at_target; own: the place of the target, anywhere outside for none.
+// A row part's contribution to at_target; own: the position of the target, or any outside.
 float row_hit(const float* z, i64 V, float top, i64 own, float smoothing, i64 vocab) noexcept {
   const float hit = own >= 0 && own < V ? z[own] - top : 0;
   if (smoothing == 0) return hit;
@@ -65,8 +65,8 @@ float row_loss(float sum, float at_target, float top, float z_loss) noexcept {
   return z_loss == 0 ? loss : loss + z_loss * (top + log_sum) * (top + log_sum);
 }
 
-// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - smoothing/vocab). dz may be
-// memory of z from the same address on: an element is written after it has been read, as T is no wider than float.
+// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - smoothing/vocab). dz may start
+// at the same address as z: each element is written after it has been read, and T is no wider than float.
 template <class T>
 void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, i64 vocab,
                   const CrossEntropyParams& p) noexcept {
@@ -79,14 +79,14 @@ void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, i
   if (here) dz[own] = from_float<T>(p.grad_scale * (of_softmax * at_own / sum - (1 - p.label_smoothing) - each));
 }
 
-// The op, chunk by chunk: products, the rows' losses and gradients (softmax(z, begin)) between them, sums of columns.
+// The op, chunk by chunk: products, then losses and gradients of the rows (softmax(z, begin)), then column sums.
 template <class Softmax>
 void in_chunks(MatmulFn product, decltype(OpTable::column_sum) sum_columns, TensorView dh, TensorView dweight,
                TensorView dbias, TensorView h, TensorView weight, TensorView bias, TensorView logits,
                const CrossEntropyParams& p, Stream& stream, Softmax&& softmax) noexcept {
   const i64 T = h.dim(0), V = weight.dim(0);
   i64 begin = 0;
-  do {  // once at least: without tokens dweight and dbias are zero
+  do {  // at least once: without tokens dweight and dbias are zero
     const i64 rows = std::min(p.chunk_tokens, T - begin);
     const TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     const TensorView dz = gradient_rows(z, h.dtype);
@@ -131,7 +131,7 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
 void linear_cross_entropy_scratch_by(MatmulFn product, TensorView, TensorView dh, TensorView dweight, TensorView,
                                      TensorView h, TensorView weight, TensorView bias, TensorView, TensorView logits,
                                      const CrossEntropyParams& p, Stream& stream) noexcept {
-  // Chunks are alike, but for the first, which adds to nothing, and the last, which may be shorter.
+  // Chunks are alike, except the first, which does not accumulate, and the last, which may be shorter.
   const i64 T = h.dim(0), chunk = p.chunk_tokens, rows = T > 3 * chunk ? 2 * chunk + T % chunk : T;
   in_chunks(product, nullptr, dh ? dh.rows(0, rows) : dh, dweight, {}, h.rows(0, rows), weight, bias, logits, p, stream,
             [](TensorView, i64) {});

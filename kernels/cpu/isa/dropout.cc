@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout: the random numbers are computed from the element's index, so nothing is stored for the backward pass.
+// Dropout: random numbers are computed from the element's index, so nothing is stored for the backward pass.
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
@@ -15,7 +15,7 @@ void dropout(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream
       for (i64 i = begin; i < end; i += kChunk) {
         const i64 n = std::min(kChunk, end - i);
         const float* keep = keep_factors(buffer, rng, p, static_cast<u64>(offset + i), n);
-        // A dropped NaN or infinity is zero too, hence not the product alone.
+        // A product alone would not turn a dropped NaN or infinity into zero.
         for_vectors(0, n, [&](i64 j, auto lanes) {
           const Vec factor = load(keep + j, lanes);
           store(to + i + j, select(less(zero(), factor), load(from + i + j, lanes) * factor, zero()), lanes);

@@ -70,7 +70,7 @@ void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, 
   with_work_type(sources[0].dtype, [&]<class T>(T) {
     float* const out = dst.as<float>();
     const size_t count = sources.size();
-    // Four vectors at a time: the additions of one element follow each other, those of its neighbours fill the gaps.
+    // Four vectors at a time: the additions of one element depend on each other; those of its neighbours fill the gaps.
     constexpr i64 kUnroll = 4, kStep = kUnroll * Vec::kLanes;
     for_tiles(stream, dst.numel(), [=](i64 begin, i64 end) {
       i64 i = begin;

@@ -35,8 +35,8 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id,
 
 namespace {
 
-// Rows in a stable order by id: row[first[v]] .. row[first[v + 1] - 1] have id first_id + v, those with other ids are
-// nowhere. A counting sort in the caller's scratch.
+// Rows in a stable order by id: row[first[v]] .. row[first[v + 1] - 1] have id first_id + v; rows with other ids are
+// left out. A counting sort in the caller's scratch.
 struct RowsById {
   const i32* first;
   const i32* row;
@@ -45,8 +45,8 @@ size_t sorting_bytes(i64 R, i64 V) noexcept { return static_cast<size_t>(V + 2 +
 RowsById sort_rows(const i32* ids, i64 first_id, i64 R, i64 V, ThreadPool& pool) noexcept {
   i32* first = static_cast<i32*>(pool.reserve_scratch(sorting_bytes(R, V)));
   i32* row = first + V + 2;
-  // Counted two places up: after the prefix sum first[v + 1] is where v starts, and placing v's rows moves it to v's
-  // end.
+  // Counted two places higher: after the prefix sum first[v + 1] is the start of v, and placing v's rows moves it to
+  // v's end.
   std::memset(first, 0, static_cast<size_t>(V + 2) * sizeof(i32));
   const auto here = [=](i64 id) { return id >= 0 && id < V; };
   for (i64 r = 0; r < R; ++r) {
@@ -62,7 +62,7 @@ RowsById sort_rows(const i32* ids, i64 first_id, i64 R, i64 V, ThreadPool& pool)
 template <class To, class T>
 void bwd(TensorView dtable, TensorView dy, RowsById rows, bool accumulate, Stream& stream) noexcept {
   const i64 V = dtable.dim(0), C = dtable.dim(1);
-  // A tile is a range of ids, and for a small table a range of columns too: in text a few ids have most of the rows.
+  // A tile is a range of ids, and for a small table also a range of columns: in text, a few ids have most of the rows.
   const i64 tile_ids = std::clamp<i64>(4 * kTileElements / C, 1, V), id_tiles = (V + tile_ids - 1) / tile_ids;
   const i64 width = std::max<i64>(64, id_tiles >= 16 ? C : C * id_tiles / 16), column_tiles = (C + width - 1) / width;
   stream.pool->parallel_for(id_tiles * column_tiles, [=](i64 tile, int) {

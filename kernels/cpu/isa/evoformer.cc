@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of an Evoformer by blocks of queries and keys in fp32 tiles of worker scratch, as flash attention does
-// it (attention.cc): nothing of the size N x T x T is stored. A row of bias2 is read where it lies, for all n:
-// neighbouring tiles are the sequences of one head and one range of queries, so that it stays in the caches.
+// Evoformer attention by blocks of queries and keys in fp32 tiles of worker scratch, like flash attention
+// (attention.cc): nothing of size N x T x T is stored. A row of bias2 is read in place for all n: neighbouring tiles
+// are the sequences of one head and one range of queries, so it stays in the caches.
 //
 // Forward: a tile is (batch, head, range of queries, sequence). Keys are the outer loop, so a converted block serves
 // all rows of the tile.
 //
-// Backward: a worker owns a chunk of keys of (batch, head), and goes over sequences in their order. So the sum over n
-// that is dbias2 grows where it lies, dk and dv of a sequence are done at once, and only dq is a sum over several
-// workers. Its order is fixed by a Latin square: in phase f key chunk i meets chunk (f - i) mod C of the sequences, of
-// which there are as many. Sequences come in rounds, so that the sums of dq which wait for the other keys do not grow
-// with N.
+// Backward: a worker owns a chunk of keys of (batch, head) and processes the sequences in order. The sum over n for
+// dbias2 therefore grows in place, dk and dv of a sequence are finished at once, and only dq is a sum over several
+// workers. Its order is fixed by a Latin square: in phase f key chunk i meets chunk (f - i) mod C of the sequences,
+// which have as many chunks. Sequences are processed in rounds, so that the unfinished sums of dq do not grow with N.
 
 #include <cmath>
 #include <limits>
@@ -30,7 +29,7 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Shape {
   i64 M, N, B, T, H, D;
   i64 width;   // D in whole vectors
-  i64 ld;      // row stride of tiles: a little more, so that rows do not fall into the same cache sets
+  i64 ld;      // row stride of tiles: slightly more, so that rows do not map to the same cache sets
   i64 padded;  // T in whole vectors
   float scale;
 
@@ -48,7 +47,7 @@ struct Shape {
   bool empty() const noexcept { return M * T * H * D == 0; }
 };
 
-// Where the vector of (sequence, token, head) starts, or the row of (batch, head, query) of bias2.
+// Offset of the vector of (sequence, token, head), or of the row of (batch, head, query) in bias2.
 i64 offset(const TensorView& x, i64 m, i64 t, i64 h) noexcept {
   return m * x.stride[0] + t * x.stride[1] + h * x.stride[2];
 }
@@ -57,8 +56,8 @@ i64 pair_offset(const TensorView& x, i64 b, i64 h, i64 i) noexcept {
 }
 i64 lse_offset(const TensorView& x, i64 m, i64 h, i64 t) noexcept { return m * x.stride[0] + h * x.stride[1] + t; }
 
-// Scores are kept times log2(e), so that weights are powers of two. 2^x for x <= 0 within 2 ulp; what is below 2^-126
-// is 0, so no subnormal arises. NaN passes.
+// Scores are multiplied by log2(e), so that weights are powers of two. 2^x for x <= 0 within 2 ulp; results below
+// 2^-126 are 0, so no subnormal arises. NaN passes.
 Vec weight_of(Vec x) noexcept {
   const Vec least = broadcast(-126.0f), bounded = max(least, x), n = round(bounded), r = bounded - n;
   // Cephes' exp2f for |r| <= 1/2.
@@ -79,8 +78,8 @@ void with_bias(const TensorView& bias, F&& f) noexcept {
   f(static_cast<const E*>(bias.data));
 }
 
-// What each key of a sequence adds to its scores: bias1 less its largest, times log2(e). -inf behind the last key, up
-// to whole vectors.
+// The bias of each key of a sequence: bias1 minus its largest, times log2(e); -inf after the last key, up to whole
+// vectors.
 template <class E>
 void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noexcept {
   std::fill_n(mask, a.padded, kMasked);
@@ -103,13 +102,13 @@ void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noex
 // Tokens of (sequence, head) as an fp32 tile.
 template <class E>
 void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range tokens, float scale) noexcept {
-  constexpr i64 kAhead = 16;  // they lie too far apart for the hardware to follow
+  constexpr i64 kAhead = 16;  // too far apart for the hardware to prefetch
   for (i64 t = tokens.begin; t < tokens.end; ++t) {
     prefetch(x.as<E>() + offset(x, m, std::min(t + kAhead, a.T - 1), h), a.D);
     load_row(to + (t - tokens.begin) * a.ld, x.as<E>() + offset(x, m, t, h), a.D, broadcast(scale));
   }
 }
-// With rows of zeros up to a multiple of the lanes.
+// Adds zero rows up to a multiple of the lanes.
 template <class E>
 void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range keys) noexcept {
   load_tokens<E>(to, x, a, m, h, keys, 1.0f);
@@ -118,8 +117,8 @@ void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Ran
 
 template <class E>
 struct Forward {
-  static constexpr i64 kKeys = 256, kRows = 24;  // of a block of scores
-  // Rows that share the converted keys, with their sums: half of an L2 cache at most.
+  static constexpr i64 kKeys = 256, kRows = 24;  // block of scores
+  // Rows that share the converted keys, with their sums: at most half of an L2 cache.
   static constexpr i64 kTileBytes = 320 * 1024;
 
   Shape a;
@@ -140,8 +139,8 @@ struct Forward {
             .sum = pieces.take(tile_rows)};
   }
 
-  // A row of n products becomes weights 2^(score - top); returns the factor for what the row has accumulated before, of
-  // which there is nothing in the first block of keys.
+  // Turns a row of n products into weights 2^(score - top); returns the factor for the row's earlier sums, which are
+  // empty for the first block of keys.
   template <class F>
   static float softmax_step(float* score, i64 n, const float* mask, const F* bias, bool first, float& top,
                             float& sum) noexcept {
@@ -154,7 +153,7 @@ struct Forward {
     });
     const float before = first ? kMasked : top;
     top = std::max(before, reduce_max(high));
-    // While nothing but -inf has been seen, all weights are 2^-inf = 0.
+    // While only -inf has been seen, all weights are 2^-inf = 0.
     const Vec base = broadcast(top == kMasked ? 0.0f : top);
     Vec total = zero();
     for (i64 j = 0; j < n; j += Vec::kLanes) {
@@ -173,7 +172,7 @@ struct Forward {
     return keep;
   }
 
-  // A block of converted keys meets a block of rows, which begins at row `at` of the tile.
+  // Attention of a block of rows, which begins at row `at` of the tile, to a block of converted keys.
   void attend(const Tiles& tile, i64 b, i64 h, Range rows, Range keys, i64 at) const noexcept {
     const bool first = keys.begin == 0;
     tile_product<Order::Rows>(tile.score, kKeys, tile.q + at * a.ld, a.ld, tile.kt, kKeys, rows.size(),
@@ -241,10 +240,10 @@ struct Forward {
 
 template <class E>
 struct Backward {
-  static constexpr i64 kKeys = 64, kRows = 96;           // of a block of scores
+  static constexpr i64 kKeys = 64, kRows = 96;           // block of scores
   static constexpr i64 kKeysPacked = 256;                // keys that share the converted rows
   static constexpr i64 kMaxChunks = 8, kMinChunk = 128;  // every chunk reads the queries again
-  // Sums that wait for the end of a round take as many floats, unless those of C sequences are more.
+  // Maximum number of floats of sums that wait for the end of a round, unless those of C sequences are more.
   static constexpr i64 kSharedFloats = i64{1} << 18;
 
   Shape a;
@@ -278,7 +277,7 @@ struct Backward {
     }
   }
 
-  // Queries (as scores want them), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
+  // Queries (scaled for scores), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
   void load_block(const Tiles& tile, i64 m, i64 h, Range rows) const noexcept {
     load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
     load_tokens<E>(tile.dout, dout, a, m, h, rows, 1.0f);
@@ -292,7 +291,7 @@ struct Backward {
     }
   }
 
-  // The block of rows that comes after this one; m < 0: none. What it reads is fetched beside the work on this one.
+  // The next block of rows; m < 0: none. Its data is prefetched during the work on this one.
   struct Next {
     i64 m;
     Range rows;
@@ -305,8 +304,8 @@ struct Backward {
     for (i64 d = 0; d < a.D; d += kLine) _mm_prefetch(reinterpret_cast<const char*>(from + d), _MM_HINT_T1);
   }
 
-  // Products of rows and keys, and dL/d(probability), become probabilities and dL/d(score), which is added to the sums
-  // of both biases. `columns`: [keys], of the sequence and head, or null.
+  // Turns products of rows and keys, and dL/d(probability), into probabilities and dL/d(score), which is added to the
+  // sums of both biases. `columns`: [keys], for the sequence and head, or null.
   template <bool kBias, bool kSums, class F>
   void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Range rows, Range keys, float* columns,
                             const Next& next) const noexcept {
@@ -336,7 +335,7 @@ struct Backward {
     });
   }
 
-  // A block of rows meets at most kKeys of the packed keys, from `at` on.
+  // A block of rows attends to at most kKeys of the packed keys, from `at` on.
   void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Range rows, Range keys, i64 at,
                      const Next& next) const noexcept {
     const i64 lanes = round_up(keys.size(), Vec::kLanes);
@@ -363,8 +362,8 @@ struct Backward {
                                  rows.size(), add);
   }
 
-  // All rows of a sequence meet a chunk of its keys. `columns`: [T], or null; next_m: the sequence that comes after it,
-  // or negative.
+  // All rows of a sequence attend to a chunk of its keys. `columns`: [T], or null; next_m: the next sequence, or
+  // negative.
   void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 next_m, i64 h,
                   Range chunk) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
@@ -390,8 +389,8 @@ struct Backward {
     }
   }
 
-  // Of a sequence that belongs to the round, in memory that all workers share: dq of each (b, h), where keys are in
-  // several chunks, and the sums over queries that become dbias1.
+  // Memory shared by all workers for each sequence of a round: dq of each (b, h) if keys are in several chunks, and the
+  // sums over queries that become dbias1.
   struct Cut {
     i64 chunks, round;      // C; sequences of a round
     i64 dq_floats, floats;  // of one (b, h) and sequence
@@ -399,7 +398,8 @@ struct Backward {
   };
   static Cut cut_of(const Shape& a, bool with_dbias1) noexcept {
     if (a.empty()) return {};
-    const i64 heads = a.B * a.H, wanted = ceil_div(kEvoformerTiles / 2, heads);  // half: every chunk costs a phase
+    const i64 heads = a.B * a.H,
+              wanted = ceil_div(kEvoformerTiles / 2, heads);  // half, since every chunk costs a phase
     const i64 chunks = std::max<i64>(1, std::min({wanted, ceil_div(a.T, kMinChunk), a.N, kMaxChunks}));
     const i64 dq_floats = chunks > 1 ? a.T * a.width : 0;
     const i64 floats = dq_floats + (with_dbias1 ? a.padded : 0);

@@ -16,7 +16,7 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
                              TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                              const CrossEntropyParams&, Stream&) noexcept;
 
-// The ops of the list that reserve scratch, as those that only note how much.
+// The ops that reserve scratch, as variants that only report the amount.
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams&, Stream&) noexcept;
 void layernorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
@@ -38,7 +38,7 @@ void evoformer_attention_bwd_scratch(TensorView dq, TensorView dk, TensorView dv
 void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                                   TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                   const CrossEntropyParams&, Stream&) noexcept;
-// product: a matmul_scratch.
+// `product` is a matmul_scratch.
 void linear_cross_entropy_scratch_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight,
                                      TensorView dbias, TensorView h, TensorView weight, TensorView bias,
                                      TensorView targets, TensorView logits, const CrossEntropyParams&,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix product. C is cut into tiles, each computed by one worker that packs what it reads: no shared buffers, no
-// barriers. An element's sum is a fold over blocks of k, each block one chain of multiply-adds, and does not see the
-// bounds of its tile; so tiles may follow the number of threads and the bits still do not.
+// The matrix product. C is cut into tiles, each computed by one worker that packs its own operands: no shared buffers,
+// no barriers. An element's sum is a fold over blocks of k, each a chain of multiply-adds, and does not depend on the
+// bounds of its tile; tiles may therefore depend on the number of threads without affecting the bits.
 
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
@@ -50,11 +50,11 @@ struct Grid {
 };
 // The largest tile: its packed A, block of B and sums fit 6 MiB of scratch.
 constexpr i64 kTileM = 72 * 14, kTileN = 1024;
-// The grid with the least estimated time. Costs in micro-kernel calls, per unit of k: packing a panel of A or B costs
-// the given share of one.
+// The grid with the least estimated time. Costs are in micro-kernel calls per unit of k; packing a panel of A or B
+// costs the given fraction of one.
 Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
   constexpr double kPackA = 0.4, kPackB = 0.8;
-  const i64 tries = threads > 1 ? 16 : 0;  // one thread needs no more tiles than it must have
+  const i64 tries = threads > 1 ? 16 : 0;  // one thread needs no more tiles than necessary
   const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
   const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
   Grid best{least_m, least_n};
@@ -69,11 +69,12 @@ Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
   return best;
 }
 
-// A tile's scratch: its packed A, a block of B, and its sums, which all wait for the next block of k if there is one.
+// A tile's scratch: its packed A, a block of B, and its sums, all of which wait for the next block of k, if there is
+// one.
 template <class Product>
 struct TileRoom {
   static constexpr i64 kDepth = kWords * Product::kDepth;  // of a block of k
-  static constexpr i64 kBlock = 8 * kNR;                   // columns of B that are packed together: 384 KiB, in L2
+  static constexpr i64 kBlock = 8 * kNR;                   // columns of B packed together: 384 KiB, in L2
   static constexpr i64 kPitchA = kMR * kWords + kLanes, kPitchB = kNR * kWords, kSums = kMR * kNR;
   bool held;
   i64 a, b, sums;  // floats
@@ -119,10 +120,10 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
   }
 }
 
-// For a few rows (generating text) the product is one pass over B, which is read where it lies.
+// For few rows (generation) the product is one pass over B, which is read in place.
 constexpr i64 kFewTile = 64;
 
-// [kRows, kVectors * kLanes] sums with k across the memory of B: the order of multiply_tile.
+// [kRows, kVectors * kLanes] sums, with k strided in B: the order of multiply_tile.
 template <int kRows, int kVectors, class T, class N>
 void few_rows_across(const float* a, const T* b, i64 ld, i64 depth, float* sums, bool first, N n) noexcept {
   Vec sum[kRows][kVectors];
@@ -141,7 +142,7 @@ void few_rows_across(const float* a, const T* b, i64 ld, i64 depth, float* sums,
   }
 }
 
-// [kRows, kColumns] dot products, k along the memory of B; a [kRows][K] fp32.
+// [kRows, kColumns] dot products, with k contiguous in B; a [kRows][K] fp32.
 template <int kRows, int kColumns, class T>
 void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
   Vec sum[kRows][kColumns];
@@ -159,9 +160,9 @@ void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noex
   }
 }
 
-// Rows that are multiplied at once: so many sums fit the registers.
+// Rows multiplied at once: as many as have sums in registers.
 constexpr i64 kFewRows = 4;
-// Floats of a worker: the sums of a tile and the rows of A, whole or a block of k. `along`: as Source, of B.
+// Floats of a worker: the sums of a tile and the rows of A, whole or a block of k. `along`: see Source, for B.
 i64 few_rows_room(i64 M, i64 K, bool along) noexcept {
   return std::min(M, kFewRows) * (kFewTile + (along ? K : kWords)) + kLanes;
 }
@@ -202,7 +203,7 @@ void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 row, i
   }
 }
 
-// A tile is some columns of all rows: of more rows than kFewRows, B is read from memory once and from the cache again.
+// A tile is some columns of all rows: with more than kFewRows rows, B is read once from memory and then from the cache.
 template <class T>
 void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
                        ThreadPool& pool) noexcept {
@@ -234,7 +235,7 @@ struct ProductOf<bf16> {
 };
 #endif
 
-// How a product is cut, and what a worker needs for its largest tile. A few rows have tiles of their own.
+// How a product is cut, and a worker's need for its largest tile. Products with few rows have tiles of their own.
 struct Cut {
   Grid grid;
   size_t scratch_bytes;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // LayerNorm and RMSNorm. A row is small enough to stay in the cache, so each direction reads and writes memory once:
-// sums first, then the result. The gradients of weight and bias are summed per tile of rows and folded in tile order.
+// first sums, then results. The gradients of weight and bias are summed per tile of rows and folded in tile order.
 
 #include <cmath>
 
@@ -31,7 +31,7 @@ struct RowSums {
   float sum_b() const noexcept { return reduce_add((b[0] + b[1]) + (b[2] + b[3])); }
 };
 
-// Lanes past the end of a row load as zero; where zero would not add nothing, they are masked.
+// Lanes past the end of a row load as zero; they are masked where zero would still contribute.
 inline Vec keep(Vec x, AllLanes) noexcept { return x; }
 inline Vec keep(Vec x, i64 n) noexcept { return select(first(n), x, zero()); }
 
@@ -73,7 +73,7 @@ void norm_fwd(TensorView y, TensorView mean, TensorView rstd, TensorView x, Tens
   });
 }
 
-// The backward pass's tiles of rows. Each leaves its sums of dy xhat, and of dy behind it: [tile][2][C] (RMSNorm:
+// Tiles of rows in the backward pass. Each stores its sums of dy xhat, followed by those of dy: [tile][2][C] (RMSNorm:
 // [tile][1][C]).
 struct BackwardTiles {
   i64 rows, count;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales, and back: bound by memory. A tile is a block, or a run of elements of one.
+// Codes and scales, and back: bound by memory. A tile is a block, or a run of elements within one.
 
 #include <bit>
 #include <cstring>
@@ -20,7 +20,7 @@ constexpr i64 code_bytes(i64 n) noexcept {
 #if defined(__AVX512F__)
 
 u32 below_zero(Vec x) noexcept { return less(x, zero()).m; }
-// The larger bit pattern of each lane; all of non-negative floats.
+// The larger bit pattern of each lane, for non-negative floats.
 struct Largest {
   __m512i v = _mm512_setzero_si512();
   void take(Vec x) noexcept { v = _mm512_max_epi32(v, _mm512_castps_si512(abs(x).v)); }
@@ -59,11 +59,11 @@ Vec from_signs(u32 signs) noexcept {
 
 #endif
 
-// n codes at p, from lanes of which those behind n are zero; n codes from p, integral.
+// Stores n codes at p from lanes, which are zero after the first n; loads n codes from p as integral values.
 template <int kBits>
 void put_codes(u8* p, Vec integral, i64 n) noexcept {
   __m128i bytes = to_bytes(integral);
-  if constexpr (kBits == 4) {  // of each pair of bytes the low halves, side by side
+  if constexpr (kBits == 4) {  // the low halves of each pair of bytes, side by side
     const __m128i low = _mm_and_si128(bytes, _mm_set1_epi16(0x000F));
     const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi16(0x00F0));
     bytes = _mm_packus_epi16(_mm_or_si128(low, high), _mm_setzero_si128());
@@ -75,7 +75,7 @@ void put_codes(u8* p, Vec integral, AllLanes) noexcept {
   put_codes<kBits>(p, integral, kLanes);
 }
 
-// kLanes codes from p, which a load of just these bytes reads: a wider one would wait for the stores before it.
+// Loads kLanes codes from p with a load of exactly these bytes; a wider one would wait for earlier stores.
 template <int kBits>
 Vec get_codes(const u8* p, AllLanes) noexcept {
   constexpr i64 kBytes = code_bytes<kBits>(kLanes);
@@ -120,12 +120,12 @@ void with_bits(int bits, F&& f) noexcept {
   }
 }
 
-// f(row, begin, end, block) for pieces of the blocks of R rows of N elements, over threads. `longest`: of a piece, a
-// multiple of 8.
+// Calls f(row, begin, end, block) for pieces of the blocks of R rows of N elements, over threads. `longest`: maximum
+// length of a piece, a multiple of 8.
 template <class F>
 void for_blocks(Stream& stream, i64 R, i64 N, CodeFormat format, i64 longest, F&& f) noexcept {
   const i64 block = format.block_elems(N), blocks = format.num_blocks(N), pieces = (block + longest - 1) / longest;
-  // Small blocks come to a thread several at a time.
+  // Each thread takes several small blocks at a time.
   const i64 together = std::max<i64>(1, kTileElements / block);
   for_tiles(
       stream, R * blocks * pieces,

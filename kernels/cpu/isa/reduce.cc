@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions over a whole tensor. max_abs and sum_squares are maxima and sums of integers, so the order of tiles cannot
-// matter.
+// Reductions over a whole tensor. max_abs and sum_squares are maxima and sums of integers, so the order of tiles does
+// not matter.
 
 #include <atomic>
 #include <bit>
@@ -12,7 +12,7 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-// Squares scaled to integers below 2^50 are added in 64-bit lanes: 2^13 terms fit, and a tile has fewer per lane.
+// Squares are scaled to integers below 2^50 and added in 64-bit lanes: 2^13 terms fit, and a tile has fewer per lane.
 static_assert(2 * kTileElements / Vec::kLanes <= 1 << 13);
 
 template <class T>
@@ -80,7 +80,7 @@ void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
           for (i64 r = begin; r < end; ++r) {
             Bits any = 0;
             for (i64 c = 0; c < C; ++c) any = static_cast<Bits>(any | bits[r * C + c]);
-            out[r] = static_cast<Bits>(any << 1) != 0 ? 1 : 0;  // but for the sign
+            out[r] = static_cast<Bits>(any << 1) != 0 ? 1 : 0;  // ignoring the sign
           }
         },
         std::max<i64>(1, kTileElements / std::max<i64>(1, C)));
@@ -111,7 +111,7 @@ void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& st
 }
 
 void sum(TensorView result, TensorView x, double factor, Stream&) noexcept {
-  double total = 0;  // one per token and micro-batch: nothing to share out
+  double total = 0;  // one per token and micro-batch: too few to distribute
   for (i64 i = 0; i < x.numel(); ++i) total += static_cast<double>(x.as<float>()[i]);
   *result.as<double>() = total * factor;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How problems are cut into tiles, and where these lie in a worker's scratch.
+// How problems are cut into tiles, and where tiles are in a worker's scratch.
 
 #include <algorithm>
 
@@ -20,7 +20,7 @@ inline Range part_of(i64 n, i64 unit, i64 index, i64 count) noexcept {
   return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
 }
 
-// Hands out pieces of a worker's scratch; with no memory it only counts.
+// Hands out parts of a worker's scratch; without memory it only counts.
 class Arena {
  public:
   explicit Arena(void* memory) noexcept : memory_(static_cast<float*>(memory)) {}

@@ -6,7 +6,7 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-// Found by the rules, which know only V.
+// Found by the rules by argument type, since they know only V.
 inline Vec sign(Vec x) noexcept {
   const Vec one = broadcast(1.0f);
   return select(less(zero(), x), one, select(less(x, zero()), zero() - one, zero()));
@@ -14,7 +14,7 @@ inline Vec sign(Vec x) noexcept {
 
 namespace {
 
-// What a rule does to elements of a tensor whose states are elsewhere.
+// Applies a rule to elements of a tensor whose states are stored elsewhere.
 template <class Rule, class T>
 struct Step {
   Step(const UpdateTensor& t, Vec grad_scale, const update_rules::Constants<Vec>& constants) noexcept
@@ -34,7 +34,7 @@ struct Step {
   Vec gradient(i64 i, Lanes lanes) const noexcept {
     return load(grad + i, lanes) * scale;
   }
-  // What the rule made of both.
+  // Stores the results of the rule.
   template <class Lanes>
   void put(i64 i, Vec w, Vec g, Lanes lanes) const noexcept {
     if constexpr (Rule::kDirection) {
@@ -52,12 +52,12 @@ struct Step {
   update_rules::Constants<Vec> k;
 };
 
-// Elements [begin, end); those of the states are numbered from `first`.
+// Elements [begin, end); their states are numbered from `first`.
 template <class Rule, class T>
 void pass(i64 begin, i64 end, float* const (&states)[2], i64 first, const Step<Rule, T>& step) noexcept {
   for_vectors(begin, end, [=](i64 i, auto lanes) {
     Vec w = step.parameter(i, lanes), g = step.gradient(i, lanes);
-    Vec s[Rule::kStates + 1];  // one more, for there may be none
+    Vec s[Rule::kStates + 1];  // one more, since there may be none
     for (int j = 0; j < Rule::kStates; ++j) s[j] = load(states[j] + i - first, lanes);
     Rule::apply(w, g, s, step.decay, step.k);
     for (int j = 0; j < Rule::kStates; ++j) store(states[j] + i - first, s[j], lanes);
@@ -65,16 +65,16 @@ void pass(i64 begin, i64 end, float* const (&states)[2], i64 first, const Step<R
   });
 }
 
-// Calls f<code>(state) for each state of a rule whose states are codes: the first has a sign.
+// Calls f<code>(state) for each state of a rule whose states are codes: the first is signed.
 template <class Rule, class F>
 void with_codes(F&& f) noexcept {
   if constexpr (Rule::kStates > 0) f.template operator()<DType::I8>(0);
   if constexpr (Rule::kStates > 1) f.template operator()<DType::U8>(1);
 }
 
-// A whole block of codes, which begins at `at`. Decoding, the parts of the rule and encoding have a loop each where
-// they can: while processors divide they look for something else to do, but no further ahead than a few vectors, which
-// a chain of all that is done to an element would fill.
+// A whole block of codes, which begins at `at`. Decoding, the parts of the rule, and encoding each have a loop if
+// possible: while a processor divides, it executes later instructions, but looks ahead only a few vectors, which one
+// chain of all operations per element would fill.
 template <class Rule, class T>
 void pass_of_codes(i64 at, const UpdateTensor& t, Step<Rule, T> step) noexcept {
   alignas(64) float values[2][kStateBlock], above[kStateBlock], below[kStateBlock];
@@ -129,7 +129,7 @@ void pass_of_codes(i64 at, const UpdateTensor& t, Step<Rule, T> step) noexcept {
   }
 }
 
-// The last block of a tensor, of n elements, is copied to a whole one, in which the others are zeros.
+// Copies the last block of a tensor, of n elements, to a whole block padded with zeros.
 template <class Rule, class T>
 void pass_of_last_codes(i64 at, i64 n, const UpdateTensor& t, const Step<Rule, T>& step) noexcept {
   alignas(64) float master[kStateBlock] = {}, grad[kStateBlock] = {};
@@ -158,7 +158,7 @@ void pass_of_last_codes(i64 at, i64 n, const UpdateTensor& t, const Step<Rule, T
   }
 }
 
-// Elements [begin, end), at most a block of them where the states are bf16, which go through the nearest cache.
+// Elements [begin, end), at most a block if the states are bf16, which pass through the nearest cache.
 template <class Rule, class T>
 void pass_of_floats(i64 begin, i64 end, const UpdateTensor& t, const Step<Rule, T>& step, const RngKey& rng) noexcept {
   const bool rounded = Rule::kStates > 0 && t.states[0].dtype == DType::BF16;
@@ -177,7 +177,7 @@ void pass_of_floats(i64 begin, i64 end, const UpdateTensor& t, const Step<Rule, 
     encode_bf16(t.states[j].as<bf16>() + begin, values[j], end - begin, random, j == 0);
 }
 
-// Elements [at, at + n), of which there is no more than a block where states are not fp32.
+// Elements [at, at + n), at most a block if states are not fp32.
 template <class Rule, class T>
 void pass_of_block(i64 at, i64 n, const UpdateTensor& t, const Step<Rule, T>& step, const RngKey& rng) noexcept {
   if (Rule::kStates == 0 || !is_coded(t.states[0].dtype)) {
@@ -199,7 +199,7 @@ void run(const UpdateTensor& t, float grad_scale, const UpdateParams& p, Stream&
   });
 }
 
-// Elements [at, at + n) of a tensor, from the begin of a block on, with `master` for its own.
+// Elements [at, at + n) of a tensor, from the start of a block on, with `master` as their master.
 UpdateTensor block_of(const UpdateTensor& t, i64 at, i64 n, float* master) noexcept {
   UpdateTensor block = t;
   const auto from = [&](TensorView& v) {
@@ -216,8 +216,8 @@ UpdateTensor block_of(const UpdateTensor& t, i64 at, i64 n, float* master) noexc
   return block;
 }
 
-// Parameters that are their own masters in 16 bits are decoded block by block to the nearest cache, where the pass is
-// that of an fp32 master, and rounded.
+// Parameters that are their own 16-bit masters are decoded block by block into the nearest cache, updated like an fp32
+// master, and rounded.
 template <class Rule, class T>
 void run_own_masters(const UpdateTensor& t, float grad_scale, const UpdateParams& p, Stream& stream) noexcept {
   const auto constants = update_rules::constants_of<Vec>(p, [](float x) { return broadcast(x); });

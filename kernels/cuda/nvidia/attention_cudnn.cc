@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by cuDNN's backend API. The library is opened at first use and never linked: programs that do not ask for
-// it start without its 500 MB. Graphs are made of primitive operations and not of the composite SDPA operations,
-// because those of cuDNN 9.19 have no attribute for a causal mask (it came with 9.21) nor for a deterministic backward
-// pass. Before 9.16 the backward pass is wrong where S is no multiple of 128 unless the graph masks the rest, so older
-// libraries are refused; 9.16 to 9.x of the same soname take the same graphs.
+// Attention by cuDNN's backend API. The library is opened at first use and never linked, so programs that do not use it
+// start without its 500 MB. Graphs consist of primitive operations instead of the composite SDPA operations, since
+// those of cuDNN 9.19 have no attributes for a causal mask (added in 9.21) or a deterministic backward pass. Before
+// 9.16 the backward pass is wrong if S is not a multiple of 128, unless the graph masks the rest, so older libraries
+// are refused; 9.16 and later 9.x with the same soname take the same graphs.
 
 #include <cudnn_backend.h>
 #include <dlfcn.h>
@@ -46,19 +46,20 @@ struct Library {
   std::string file;
   std::string error;  // empty: it can be used
 
-  // The first of these files that can be used.
+  // Opens the first of these files that can be used.
   explicit Library(std::span<const std::string> candidates) {
     std::string reasons;
     for (const std::string& candidate : candidates) {
       const int before = open_parts();
-      void* const so = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays open: plans may outlive anything
+      // Stays open, since plans may outlive everything else.
+      void* const so = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
       const char* const reason = so == nullptr ? dlerror() : nullptr;
       error = reason != nullptr ? reason : "";
       if (so != nullptr) {
         const link_map* map = nullptr;
         file = dlinfo(so, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? map->l_name : candidate;
         if (const size_t named = version_in_name(file); named > 0 && named < kOldest) {
-          error = too_old(named);  // and has opened no parts
+          error = too_old(named);  // and has not opened its parts
         } else {
           resolve(so);
         }
@@ -66,8 +67,8 @@ struct Library {
         dlclose(so);
       }
       reasons += (reasons.empty() ? "" : "; ") + error;
-      // Asked for its version a library opens its parts, which stay, and which the next one would get in place of its
-      // own.
+      // When asked for its version a library opens its parts, which stay loaded; another library would then get those
+      // instead of its own.
       if (open_parts() > before) {
         reasons += "; no other can be taken beside it: name the folder of a later one in LD_LIBRARY_PATH";
         break;
@@ -111,7 +112,7 @@ struct Library {
   std::string too_old(size_t v) const {
     return file + " is version " + std::to_string(v) + ", and attention needs at least " + std::to_string(kOldest);
   }
-  // As a distribution names the file behind the link, libcudnn.so.9.14.0; 0: it does not.
+  // From the file name behind the distribution's link, libcudnn.so.9.14.0; 0: unknown.
   static size_t version_in_name(const std::string& file) {
     std::error_code error;
     const std::string name = std::filesystem::canonical(file, error).filename().string();
@@ -122,7 +123,7 @@ struct Library {
   }
 };
 
-// What the first call finds, for the process.
+// Opened by the first call, for the process.
 const Library& library(std::span<const std::string> candidates) {
   static const Library x(candidates);
   return x;
@@ -153,7 +154,7 @@ constexpr cudnnBackendAttributeType_t kTypeOf<cudnnBackendHeurMode_t> = CUDNN_TY
 template <>
 constexpr cudnnBackendAttributeType_t kTypeOf<cudnnHandle_t> = CUDNN_TYPE_HANDLE;
 
-// The first failure of a series of calls; after it none is made.
+// The first failure of a series of calls; later calls are skipped.
 class Errors {
  public:
   bool ok() const noexcept { return text_.empty(); }
@@ -209,7 +210,7 @@ class Descriptor {
   void set_pointers(cudnnBackendAttributeName_t name, std::span<void* const> values) {
     set_raw(name, CUDNN_TYPE_VOID_PTR, static_cast<i64>(values.size()), values.data());
   }
-  // How many elements there are; up to `count` of them are written to `values`.
+  // Returns the number of elements, and writes up to `count` of them to `values`.
   i64 get(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, i64 count, void* values) const {
     i64 available = 0;
     if (!errors_->ok()) return 0;
@@ -281,7 +282,7 @@ class GraphBuilder {
     for (const Descriptor& d : out_.operations) operations.push_back(d.pointer());
     out_.graph = Descriptor(errors_, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, "operation graph");
     if (handle != nullptr) {
-      // Deprecated, as a description of the device's properties may take its place: by number.
+      // Deprecated in favour of a description of the device's properties; therefore given by number.
       constexpr auto kHandle = static_cast<cudnnBackendAttributeName_t>(800);
       out_.graph.set(kHandle, handle);
     }
@@ -362,7 +363,7 @@ class GraphBuilder {
   GraphDescriptors& out_;
 };
 
-// What a plan is for: the device of a handle, or one that is described.
+// The target of a plan: the device of a handle, or a described one.
 struct Target {
   cudnnHandle_t handle = nullptr;
   const Descriptor* properties = nullptr;
@@ -373,7 +374,7 @@ struct Offer {
   Descriptor config;
 };
 
-// What one mode of the heuristics offers. A mode that knows nothing is not an error; `reason` says why, if it does.
+// The offers of one heuristics mode. A mode without offers is not an error; `reason` then states why, if known.
 std::vector<Offer> offers_of(const Descriptor& graph, const Target& target, cudnnBackendHeurMode_t mode,
                              Errors& reason) {
   Descriptor heuristics(reason, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, "heuristics");
@@ -388,7 +389,7 @@ std::vector<Offer> offers_of(const Descriptor& graph, const Target& target, cudn
     offers.push_back({{}, Descriptor(reason, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, "engine configuration")});
     pointers.push_back(offers.back().config.pointer());
   }
-  if (count > 0) {  // fewer come out: those that this device can run
+  if (count > 0) {  // fewer may be returned: those that this device can run
     count = heuristics.get(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, count, pointers.data());
   }
   offers.resize(count);
@@ -418,7 +419,7 @@ struct Plan {
   i64 workspace_bytes = 0;
 };
 
-// The first deterministic offer that becomes a plan.
+// Creates a plan from the first deterministic offer that allows it.
 void find_plan(Plan& out, cudnnHandle_t handle) {
   const Target target = {.handle = handle};
   GraphBuilder(out.errors, out.graph).build(attention_graph(out.slices.shape), handle);
@@ -433,7 +434,7 @@ void find_plan(Plan& out, cudnnHandle_t handle) {
         ++passed_over;
         continue;
       }
-      Errors errors;  // an engine that refuses is an answer: there may be others
+      Errors errors;  // a refusal is not an error: there may be other engines
       Descriptor plan(errors, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, "execution plan");
       plan.set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, offer.config);
       plan.finalize();
@@ -492,7 +493,7 @@ struct CudnnAttention::Impl {
   Context& context;
   cudnnHandle_t handle = nullptr;
   int capability_major = 0;
-  std::string error;  // what the context points to
+  std::string error;  // the context refers to it
   bool warned = false;
   std::unordered_map<AttentionShape, Plan, AttentionShapeHash> plans;
 
@@ -526,7 +527,7 @@ struct CudnnAttention::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  // Once: the rest of the run says the same.
+  // Warns once per run.
   void warn(const std::string& why) noexcept {
     if (std::exchange(warned, true) || !context.options().warn) return;
     context.options().warn(why + "; attention runs on the kernels of libds instead");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products by cuBLASLt. The library is asked once per kind of product which algorithms it has; with autotuning
-// the first run of a kind times them.
+// Matrix products by cuBLASLt. The library is asked once per kind of product for its algorithms; with autotuning the
+// first run of a kind times them.
 
 #include <cublasLt.h>
 
@@ -70,7 +70,7 @@ struct MatmulEngine::Impl {
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   cudaEvent_t begin = nullptr, end = nullptr;
-  std::string machine;  // GPU and library, in front of the names of products
+  std::string machine;  // GPU and library, the prefix of the names of products
   std::unordered_map<LtKey, Plan, KeyHash> plans;
 
   explicit Impl(Context& c) noexcept : context(c) {
@@ -102,7 +102,7 @@ struct MatmulEngine::Impl {
     return s == CUBLAS_STATUS_SUCCESS;
   }
 
-  // The pointers of the epilogue belong to the operation.
+  // The pointers of the epilogue are part of the operation.
   cublasStatus_t bind(Plan& plan, const LtProblem& p) noexcept {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
     if (p.bias != nullptr) s = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
@@ -143,7 +143,7 @@ struct MatmulEngine::Impl {
                        "cublasLtMatmulPreferenceSetAttribute");
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
-    // No partial sums that meet in the output: they would be rounded to its type, and their order may vary.
+    // No partial sums combined in the output: they would be rounded to its type, and their order may vary.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_NONE) | static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.a));
@@ -152,7 +152,7 @@ struct MatmulEngine::Impl {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
     std::array<cublasLtMatmulHeuristicResult_t, kCandidates> found{};
     int count = 0;
-    // A refusal is an answer: the caller has another way, or none (then it is reported by run).
+    // A refusal is not an error: the caller has another way, or run() reports that there is none.
     if (ok && cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.a, plan.b, plan.c, plan.d, preference,
                                              kCandidates, found.data(), &count) != CUBLAS_STATUS_SUCCESS) {
       count = 0;
@@ -179,7 +179,7 @@ struct MatmulEngine::Impl {
                           plan.d, &algorithm, workspace, workspace_bytes, context.stream());
   }
 
-  // The milliseconds of one run; less than 0: the algorithm does not run.
+  // The milliseconds of one run; negative: the algorithm does not run.
   float time(const Plan& plan, const LtProblem& p, void* d, const cublasLtMatmulAlgo_t& algorithm) noexcept {
     float ms = -1;
     if (cudaEventRecord(begin, context.stream()) != cudaSuccess ||
@@ -191,13 +191,13 @@ struct MatmulEngine::Impl {
     return ms;
   }
 
-  // Timing waits for the stream; one that records a graph forbids that, and the recording would be lost.
+  // Timing waits for the stream, which is not allowed while recording a graph and would invalidate the recording.
   bool may_wait() const noexcept {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     return cudaStreamIsCapturing(context.stream(), &status) == cudaSuccess && status == cudaStreamCaptureStatusNone;
   }
 
-  // An algorithm may be kept as its bytes, for the version of the library that it is of.
+  // An algorithm can be stored as its bytes, together with the version of the library.
   static std::string text_of(const cublasLtMatmulAlgo_t& algorithm) {
     constexpr char kDigits[] = "0123456789abcdef";
     std::array<unsigned char, sizeof algorithm> bytes{};
@@ -216,7 +216,7 @@ struct MatmulEngine::Impl {
     return true;
   }
 
-  // What an earlier run chose, if the library takes it for this product.
+  // Uses the choice of an earlier run if the library accepts it for this product.
   bool take_known(Plan& plan, const std::string& product) {
     const ContextOptions& options = context.options();
     const std::string known = options.known ? options.known(product) : "";
@@ -242,8 +242,8 @@ struct MatmulEngine::Impl {
       return;
     }
     if (options.autotune && plan.candidates.size() > 1 && may_wait()) {
-      // Runs write d again and again; what is added to d must survive, so then they write elsewhere. If there is no
-      // memory for that, the library's choice stays.
+      // Timed runs write d repeatedly. If d is added to, its contents must survive, so they write to other memory; if
+      // there is none, the library's choice is kept.
       void* elsewhere = nullptr;
       const bool in_place = p.add_c && p.c == p.d;
       const i64 d_bytes = ((p.n - 1) * p.ldd + p.m) * dtype_bytes(p.cd);
@@ -270,7 +270,7 @@ struct MatmulEngine::Impl {
       for (int run = 1; again && run < kRuns; ++run) least = std::min(least, time(plan, p, d, algorithm));
       if (least >= 0 && (best < 0 || least < best)) best = least, plan.algorithm = algorithm;
     }
-    static_cast<void>(cudaGetLastError());  // of algorithms that did not run
+    static_cast<void>(cudaGetLastError());  // clears errors of algorithms that did not run
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where cuDNN is not: on the simulator, and in builds without its headers.
+// Replacement without cuDNN: on the simulator, and in builds without its headers.
 
 #include "cuda/attention_cudnn.h"
 

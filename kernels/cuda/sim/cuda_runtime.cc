@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of the CUDA runtime that we call, for a device that is host memory: everything is done when the call
-// returns, but for copies between the device and page-locked memory, which are done as late as what waits for them
-// allows: who reads their target or changes their source too early, gets it wrong. Null pointers and wrong sizes crash
-// here as they would on a GPU. For tests only.
+// The part of the CUDA runtime that we use, for a device that is host memory. Everything is done when the call returns,
+// except copies between the device and page-locked memory, which are delayed as long as the waits allow: code that
+// reads their target or changes their source too early gets wrong results. Null pointers and wrong sizes crash as they
+// would on a GPU. For tests only.
 
 #include "cuda/sim/fibers.h"
 
@@ -32,7 +32,7 @@ cudaError_t failed(cudaError_t e) {
   return e;
 }
 
-// What of it has not been done yet.
+// The copies that have not been done yet.
 class SimStream {
  public:
   void add(std::function<void()> work) {
@@ -44,7 +44,7 @@ class SimStream {
     const std::lock_guard lock(mutex_);
     return asked_;
   }
-  // Does what was asked of it before that point.
+  // Executes the copies requested before that point.
   void do_until(unsigned long long point) {
     const std::lock_guard lock(mutex_);
     for (; done_ < point; ++done_) {
@@ -60,10 +60,10 @@ class SimStream {
 };
 SimStream* stream_of(cudaStream_t s) { return reinterpret_cast<SimStream*>(s); }
 
-// The first to ask for an event after it was recorded is told to come again, as a GPU that is behind would.
+// The first query of an event after it was recorded returns "not ready", as on a GPU that is behind.
 struct SimEvent {
   std::atomic<bool> ahead{false};
-  SimStream* stream = nullptr;  // it is a point of this one
+  SimStream* stream = nullptr;  // the stream of which it is a point
   unsigned long long point = 0;
   std::chrono::steady_clock::time_point recorded{};  // kernels have run by then
   void happen() const {
@@ -76,7 +76,7 @@ std::atomic<size_t> used{0};
 constexpr size_t kTotal = size_t{4} << 30;
 constexpr size_t kAlignment = 256, kPage = 4096;
 
-// Memory of the host that is page-locked, by its begin.
+// Page-locked host memory, by address.
 struct Locked {
   std::mutex mutex;
   std::map<const char*, size_t> ranges;
@@ -141,7 +141,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 
-// The size lies before the memory; fresh memory is NaN in every format.
+// The size is stored in front of the memory; fresh memory is NaN in every format.
 cudaError_t cudaMalloc(void** p, size_t bytes) {
   if (bytes > kTotal - used) return failed(cudaErrorMemoryAllocation);
   auto* block =
@@ -171,8 +171,8 @@ cudaError_t cudaFreeHost(void* p) {
   return cudaSuccess;
 }
 
-// Stricter than CUDA: whole pages, none of them twice; and what was not registered ends the process, for callers of
-// cudaHostUnregister look at no error.
+// Stricter than CUDA: whole pages only, none twice; and unregistering memory that is not registered ends the process,
+// since callers of cudaHostUnregister ignore errors.
 cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned) {
   char* const begin = static_cast<char*>(p);
   if (p == nullptr || bytes == 0 || reinterpret_cast<size_t>(p) % kPage != 0 || bytes % kPage != 0)
@@ -201,7 +201,7 @@ cudaError_t cudaHostUnregister(void* p) {
   return cudaSuccess;
 }
 
-// For tests: bytes that went between the device and registered memory, and bytes that are registered.
+// For tests: bytes copied between the device and registered memory, and bytes registered.
 __attribute__((visibility("default"))) size_t ds_sim_copied_registered() { return locked.copied; }
 __attribute__((visibility("default"))) size_t ds_sim_registered() { return locked.bytes; }
 
@@ -269,7 +269,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-// What comes next on that stream may be done at once, and so what it waits for is done before.
+// Later work on that stream may run at once, so the work it waits for must be done first.
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   if (event_of(e).stream != stream_of(s)) event_of(e).happen();
   return cudaSuccess;

@@ -127,7 +127,7 @@ void Machine::run_block() {
     f.groups = 0;
     f.context = ctx::make_fcontext(f.stack.get() + kStackBytes, kStackBytes, fiber_main);
   }
-  // Every fiber runs until it has to wait. A round in which nothing moves is a deadlock.
+  // Every fiber runs until it has to wait. A round without progress is a deadlock.
   std::vector<int> order(static_cast<size_t>(n));
   for (int i = 0; i < n; ++i) order[i] = i;
   while (finished < n) {
@@ -151,7 +151,7 @@ void Machine::run_block() {
     u64 warp_turns_now = 0;
     for (const Warp& w : warps) warp_turns_now += kLanes * w.turn + static_cast<u64>(w.arrived);
     if (block_turn == turn && done == finished && came == arrived && warp_turns == warp_turns_now)
-      die("not all threads of a block or warp came to a barrier");
+      die("not all threads of a block or warp reached a barrier");
   }
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Runs kernels without a GPU: blocks one after the other, the threads of a block as fibers of the calling thread that
-// change places at barriers and warp operations. It checks what the hardware leaves undefined: a barrier that not all
-// threads reach, shared memory beyond what was asked for, and, with DS_SIM_SEED set, results that depend on the order
-// in which threads run (the order is shuffled by the seed at every change of place). For tests only.
+// Runs kernels without a GPU: blocks one after the other, and the threads of a block as fibers of the calling thread
+// that switch at barriers and warp operations. It detects what the hardware leaves undefined: barriers that not all
+// threads reach, use of more shared memory than requested and, with DS_SIM_SEED set, results that depend on the order
+// of threads (the seed shuffles the order at every switch). For tests only.
 
 #include <cuda_runtime_api.h>
 
@@ -27,8 +27,8 @@ const Block& block() noexcept;
 int thread_index() noexcept;
 
 void sync_block();
-// Publishes `bytes` (at most 64) of this lane; returns the 32 lanes' slots, 64 bytes apart, valid until the warp's next
-// exchange but one.
+// Publishes `bytes` (at most 64) of this lane; returns the slots of the 32 lanes, 64 bytes apart, valid until the
+// warp's second exchange after this one.
 const std::byte* warp_exchange_bytes(const void* mine, size_t bytes);
 
 template <class T>
@@ -42,13 +42,13 @@ Lanes<T> warp_exchange(const T& mine) {
   return {warp_exchange_bytes(&mine, sizeof(T))};
 }
 
-// Copies happen when they are waited for, as late as the hardware may do them. from == nullptr: zeros.
+// Copies are executed when they are waited for, as late as the hardware may. from == nullptr: zeros.
 void copy_async(void* to, const void* from, size_t bytes);
 void copies_commit();
 void copies_wait(int pending);
 
-// Does `work` now; or, between cudaStreamBeginCapture and its end, puts it into the graph. Everything that is enqueued
-// on a stream passes here.
+// Executes `work` now or, between cudaStreamBeginCapture and its end, adds it to the graph. All work enqueued on a
+// stream passes through here.
 void enqueue(std::function<void()> work);
 
 void check_shared(size_t bytes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuBLASLt computes, on the host: fp32 sums in the order of k. It stops where the library's documented conditions
-// are not met. With DS_SIM_PLAIN_LT in the environment it has no algorithm for anything but bare fp32 products.
+// cuBLASLt's computations on the host: fp32 sums in the order of k. Stops if the library's documented conditions are
+// not met. With DS_SIM_PLAIN_LT in the environment it only has algorithms for bare fp32 products.
 
 #include <algorithm>
 #include <cmath>
@@ -47,7 +47,7 @@ Span span(const void* p, i64 ld, i64 columns, i64 rows, DType t) noexcept {
 }
 bool aligned(const void* p, i64 unit) noexcept { return reinterpret_cast<size_t>(p) % static_cast<size_t>(unit) == 0; }
 
-// Matrices that interleave (columns of one between those of the other) would be refused too: none of ours do.
+// Interleaved matrices (columns of one between those of the other) would be refused, too; none of ours are.
 void check(const LtProblem& p) {
   require(p.m > 0 && p.n > 0 && p.k > 0, "an empty matrix");
   require(p.a != nullptr && p.b != nullptr && p.d != nullptr && (p.c != nullptr) == p.add_c, "a null matrix");
@@ -82,42 +82,6 @@ float gelu_tanh(float x) noexcept { return 0.5f * x * (1.0f + std::tanh(0.797884
 void multiply(const LtProblem& p);
 
 constexpr i64 kStrip = 16;  // rows of d at a time
-
-}  // namespace
-
-struct MatmulEngine::Impl {
-  const ContextOptions& options;
-  bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
-  std::set<std::string> products;  // that have run
-
-  // There is one algorithm, so timing chooses it; what is known is it, or another library's.
-  void choose(const LtProblem& p) {
-    constexpr const char* kAlgorithm = "in order";
-    const std::string product = "simulator\t0\t" + name_of(key_of(p));
-    if (!products.insert(product).second) return;
-    const std::string known = options.known ? options.known(product) : "";
-    if (!known.empty() && known != kAlgorithm && options.warn)
-      options.warn("cuda.autotune_file: the simulator does not take the algorithm of " + product);
-    if (known.empty() && options.autotune && options.chosen) options.chosen(product, kAlgorithm);
-  }
-};
-
-MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context.options())) {}
-MatmulEngine::~MatmulEngine() = default;
-size_t MatmulEngine::workspace_bytes() const noexcept { return 0; }
-
-bool MatmulEngine::supports(const LtProblem& p) noexcept {
-  return !impl_->plain || (p.cd == DType::F32 && !p.add_c && !p.gelu && p.bias == nullptr && p.aux == nullptr);
-}
-
-void MatmulEngine::run(const LtProblem& p) noexcept {
-  check(p);
-  require(supports(p), "no algorithm");
-  impl_->choose(p);
-  sim::enqueue([p] { multiply(p); });
-}
-
-namespace {
 
 void multiply(const LtProblem& p) {
   // op(b) column by column, op(a) in strips of rows.
@@ -155,4 +119,37 @@ void multiply(const LtProblem& p) {
 }
 
 }  // namespace
+
+struct MatmulEngine::Impl {
+  const ContextOptions& options;
+  bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
+  std::set<std::string> products;  // that have run
+
+  // There is one algorithm, so timing chooses it; a known one is this, or another library's.
+  void choose(const LtProblem& p) {
+    constexpr const char* kAlgorithm = "in order";
+    const std::string product = "simulator\t0\t" + name_of(key_of(p));
+    if (!products.insert(product).second) return;
+    const std::string known = options.known ? options.known(product) : "";
+    if (!known.empty() && known != kAlgorithm && options.warn)
+      options.warn("cuda.autotune_file: the simulator does not take the algorithm of " + product);
+    if (known.empty() && options.autotune && options.chosen) options.chosen(product, kAlgorithm);
+  }
+};
+
+MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context.options())) {}
+MatmulEngine::~MatmulEngine() = default;
+size_t MatmulEngine::workspace_bytes() const noexcept { return 0; }
+
+bool MatmulEngine::supports(const LtProblem& p) noexcept {
+  return !impl_->plain || (p.cd == DType::F32 && !p.add_c && !p.gelu && p.bias == nullptr && p.aux == nullptr);
+}
+
+void MatmulEngine::run(const LtProblem& p) noexcept {
+  check(p);
+  require(supports(p), "no algorithm");
+  impl_->choose(p);
+  sim::enqueue([p] { multiply(p); });
+}
+
 }  // namespace ds::cuda

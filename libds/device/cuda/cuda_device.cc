@@ -25,13 +25,14 @@ constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memor
 class CudaDevice final : public Device {
  public:
   CudaDevice(int index, const CudaOptions& options) : index_(index) {
-    call(cudaSetDevice(index), "opening it");  // makes its context, which may fail; then another GPU would stay current
+    call(cudaSetDevice(index),
+         "opening it");  // creates its context, which may fail; another GPU would then stay current
     cudaDeviceProp properties{};
     call(cudaGetDeviceProperties(&properties, index), "reading its properties");
     name_ = properties.name;
     id_ = 14695981039346656037u;  // FNV-1a of its UUID
     for (const char byte : properties.uuid.bytes) id_ = (id_ ^ static_cast<unsigned char>(byte)) * 1099511628211u;
-    DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, the kernels want 8.0", name_,
+    DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, but the kernels need 8.0", name_,
              properties.major, properties.minor);
     for (size_t q = 0; q < contexts_.size(); ++q) {
       contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{.autotune = options.autotune,
@@ -48,7 +49,7 @@ class CudaDevice final : public Device {
       half.free = make_event();
     }
     copied_ = make_event();
-    contexts_.front()->cudnn_attention();  // says at once what is wrong with DS_ATTENTION or with cuDNN
+    contexts_.front()->cudnn_attention();  // reports problems with DS_ATTENTION or cuDNN at once
     check();
   }
 
@@ -78,10 +79,10 @@ class CudaDevice final : public Device {
     bind();
     void* p = nullptr;
     if (cudaMalloc(&p, static_cast<size_t>(bytes)) != cudaSuccess) {
-      cudaGetLastError();  // it is not sticky, and the caller says it
+      cudaGetLastError();  // not sticky; the caller reports it
       return nullptr;
     }
-    // Done before anybody uses the memory, on whatever stream.
+    // Complete before any stream uses the memory.
     if (cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)) != cudaSuccess ||
         cudaStreamSynchronize(cuda_stream(Queue::Compute)) != cudaSuccess) {
       cudaFree(p);
@@ -116,7 +117,7 @@ class CudaDevice final : public Device {
     call(cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)), "filling with zeros");
   }
 
-  // Who uploads may use the memory anew at once, so that even a copy from pinned memory is waited for.
+  // Callers may reuse the memory at once, so this waits even for copies from pinned memory.
   void upload(void* to, const void* from, i64 bytes) override {
     bind();
     if (is_pinned(from, bytes)) return copy_pinned(to, from, bytes, cudaMemcpyHostToDevice, "an upload");
@@ -136,7 +137,7 @@ class CudaDevice final : public Device {
       copy_pinned(to, from, bytes, cudaMemcpyDeviceToHost, "a download");
       return check();
     }
-    // One half arrives while the other is copied away.
+    // One half arrives while the other is copied out.
     const Half* arriving = nullptr;
     i64 arriving_at = 0, arriving_bytes = 0;
     const auto take = [&] {
@@ -175,7 +176,7 @@ class CudaDevice final : public Device {
     bind();
     const cudaError_t e = cudaHostRegister(p, static_cast<size_t>(bytes), cudaHostRegisterPortable);
     if (e != cudaSuccess) {
-      cudaGetLastError();  // it is not sticky, and the caller says it
+      cudaGetLastError();  // not sticky; the caller reports it
       return cudaGetErrorString(e);
     }
     pinned_[static_cast<char*>(p)] = bytes;
@@ -213,10 +214,10 @@ class CudaDevice final : public Device {
     check();
   }
   bool reached(Event e) override {
-    bind();  // any thread asks, and a call would make a context on the GPU that is current there
+    bind();  // called by any thread; a call would otherwise create a context on its current GPU
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(e));
     if (state == cudaErrorNotReady) {
-      cudaGetLastError();  // stays behind as this thread's last error, and the next op would report it
+      cudaGetLastError();  // otherwise the next op would report it as this thread's last error
       return false;
     }
     call(state, "asking for an event");
@@ -230,11 +231,11 @@ class CudaDevice final : public Device {
     cudaGraph_t graph = nullptr;
     try {
       body();
-    } catch (...) {  // a stream that goes on recording does nothing else
+    } catch (...) {  // a stream that is still recording can do nothing else
       bind();
       cudaStreamEndCapture(stream, &graph);
       if (graph != nullptr) cudaGraphDestroy(graph);
-      cudaGetLastError();  // that the recording was not whole is no news
+      cudaGetLastError();  // the recording is known to be incomplete
       throw;
     }
     bind();
@@ -263,7 +264,7 @@ class CudaDevice final : public Device {
  private:
   struct Half {
     void* memory = nullptr;
-    Event free = nullptr;  // recorded behind its last use
+    Event free = nullptr;  // recorded after its last use
   };
 
   Event make_event(unsigned flags) {
@@ -273,7 +274,7 @@ class CudaDevice final : public Device {
     return e;
   }
 
-  // The runtime's current device belongs to the thread.
+  // The runtime's current device is per thread.
   void bind() const noexcept { cudaSetDevice(index_); }
   cudaStream_t cuda_stream(Queue q) const noexcept {
     return q == Queue::Copies ? copies_ : contexts_[static_cast<size_t>(q)]->stream();
@@ -281,7 +282,7 @@ class CudaDevice final : public Device {
   void call(cudaError_t e, const char* where) const {
     if (e != cudaSuccess) fail(name_, where, cudaGetErrorString(e), e);
   }
-  // The first thing that ops met; after it the device is of no more use.
+  // Throws the first error of the ops; the device is unusable after it.
   void check() const {
     for (const auto& c : contexts_) {
       if (c->error() == nullptr) continue;
@@ -315,7 +316,7 @@ class CudaDevice final : public Device {
       return call(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, copies_), what);
     call(cudaStreamSynchronize(copies_), what);
     kind == cudaMemcpyHostToDevice ? upload(to, from, bytes) : download(to, from, bytes);
-    // Behind an upload from staging memory, too, what is on Copies comes.
+    // Later work on Copies waits for uploads from staging memory, too.
     record(copied_, Queue::Compute);
     wait(Queue::Copies, copied_);
   }
@@ -328,13 +329,13 @@ class CudaDevice final : public Device {
   int index_;
   u64 id_ = 0;
   std::string name_ = "CUDA device";
-  std::array<std::unique_ptr<cuda::Context>, 2> contexts_;  // of Compute and Comm
+  std::array<std::unique_ptr<cuda::Context>, 2> contexts_;  // for Compute and Comm
   std::array<Stream, 2> streams_;
   cudaStream_t copies_ = nullptr;
   std::array<Half, 2> staging_;
   size_t next_ = 0;
-  std::map<const char*, i64, std::less<>> pinned_;  // bytes of what is pinned, by its begin
-  Event copied_ = nullptr;                          // recorded behind the last copy of pinned memory
+  std::map<const char*, i64, std::less<>> pinned_;  // sizes of pinned memory, by address
+  Event copied_ = nullptr;                          // recorded after the last copy of pinned memory
 };
 
 int count(const char** why, bool* broken) noexcept {
@@ -345,7 +346,7 @@ int count(const char** why, bool* broken) noexcept {
     cudaDriverGetVersion(&driver);
     *broken = driver != 0;
     *why = driver == 0 ? "there is no NVIDIA driver on this machine"
-                       : "the NVIDIA driver of this machine is older than this build's CUDA wants";
+                       : "this machine's NVIDIA driver is older than this build's CUDA needs";
     return 0;
   }
   if (e != cudaSuccess || n == 0) {

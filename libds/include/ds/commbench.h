@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Communication measured and checked: every operation of a communicator over a list of sizes, in nccl-tests' columns
-// and by its formulas; every pair of ranks; the alpha-beta model that these fit. Bandwidths are in GB/s, 1e9 bytes.
+// Measures and checks communication: every operation of a communicator over a list of sizes, in nccl-tests' columns and
+// with its formulas; every pair of ranks; and an alpha-beta model fitted to the results. Bandwidths are in GB/s
+// (1e9 bytes).
 //
-//   algbw = size / time        busbw = algbw * factor of the operation, what each link carries:
+//   algbw = size / time
+//   busbw = algbw * factor, the bandwidth of each link:
+//     2(P-1)/P  all_reduce, zero_step
+//     (P-1)/P   reduce_scatter, all_gather, all_to_all, gather, scatter, overlap
+//     1         all others
 //
-//   all_reduce, zero_step 2(P-1)/P | reduce_scatter, all_gather, all_to_all, gather, scatter, overlap (P-1)/P | others
-//   1
-//
-// `size` is that of the whole: of the buffer, or of all P slices where ranks own slices, then count is of one slice.
+// `size` is in bytes and that of the whole: of the buffer, or of all P slices where ranks own slices. `count` is then
+// the number of elements of one slice.
 
 #include <functional>
 #include <optional>
@@ -26,8 +29,8 @@ enum class Average { Rank0, Mean, Min, Max };  // which time of the ranks counts
 enum class Memory { Shared, Ordinary };        // Communicator::allocate, as in training; or the process's own
 
 struct Options {
-  std::vector<std::string> ops{};       // names of operations(); "all" stands for each that these ranks can run
-  std::vector<std::string> backends{};  // of backends(): one, or two that take turns; "auto"
+  std::vector<std::string> ops{};       // names from operations(); "all" stands for each that these ranks can run
+  std::vector<std::string> backends{};  // names from backends(): one, or two that take turns; "auto"
   i64 min_bytes = i64{32} << 20, max_bytes = i64{32} << 20;
   i64 step_bytes = 0;  // 0: sizes grow by `factor`
   i64 factor = 2;
@@ -35,36 +38,36 @@ struct Options {
   int root = 0;
   int iterations = 20, warmup = 1;
   bool check = true;
-  bool blocking = false;  // every iteration is waited for, and begins at a barrier: OSU's method
-  bool stats = false;     // beside the time of iterations in a row, times of single ones
+  bool blocking = false;  // waits for every iteration, each of which begins at a barrier (OSU's method)
+  bool stats = false;     // also times iterations one by one
   bool only_in_place = false;
   Average average = Average::Mean;
   Memory memory = Memory::Shared;
   i64 bucket_bytes = i64{64} << 20;  // of zero_step
-  bool matrix = false;               // every pair of ranks
-  bool links = false;                // some pairs of every link class
+  bool matrix = false;               // measures every pair of ranks
+  bool links = false;                // measures some pairs of every link class
   double timeout_s = 300;
-  int fault_rank = -1;  // for tests: one bit of what this rank received is changed before it is checked
+  int fault_rank = -1;  // for tests: the rank in whose received data one bit is flipped before the check; -1: none
 };
 
-// Seconds; of iterations that are timed one by one.
+// Seconds, of iterations that are timed one by one.
 struct Statistics {
   double min = 0, avg = 0, max = 0, p50 = 0, p95 = 0, p99 = 0, stdev = 0;
   std::vector<double> times{};
 };
 
-// One form (out of place, in place) of one row.
+// One form (out of place or in place) of one row.
 struct Timing {
   double seconds = 0;
-  double alg_bw = 0, bus_bw = 0;   // GB/s; 0 where no data moves
-  std::optional<i64> num_wrong{};  // nothing: not checked
+  double alg_bw = 0, bus_bw = 0;   // GB/s; 0 if no data moves
+  std::optional<i64> num_wrong{};  // empty: not checked
   std::optional<Statistics> stats{};
 };
 
-// What communication cost beside computation.
+// Communication and computation, each alone and both at once.
 struct Overlap {
   double comm_s = 0, compute_s = 0, both_s = 0;
-  double percent = 0;  // of the shorter of the two that was hidden, 0 to 100
+  double percent = 0;  // of the shorter of the two, the share that was hidden, 0 to 100
 };
 
 struct Row {
@@ -77,7 +80,7 @@ struct Row {
   std::optional<Overlap> overlap{};
 };
 
-// An element that was not what it should be.
+// An element with a wrong value.
 struct WrongElement {
   std::string op{}, form{};
   i64 size = 0;
@@ -86,7 +89,7 @@ struct WrongElement {
   std::string got{}, expected{};
 };
 
-// t = alpha + beta * (bytes that each link carries), fitted over the sizes of an operation by least relative error.
+// t = alpha + beta * (bytes over each link), fitted over the sizes of an operation with the least relative error.
 struct AlphaBeta {
   std::string op{}, backend{}, form{};
   int ranks = 0;
@@ -95,7 +98,7 @@ struct AlphaBeta {
   i64 min_bytes = 0, max_bytes = 0;
 };
 
-// Two ranks, the others idle. Bandwidth of messages of `bytes` in B/s.
+// Two ranks communicate while the others are idle. Bandwidths in B/s, with messages of `bytes`.
 struct Pair {
   std::string backend{};
   int from = 0, to = 0;
@@ -107,7 +110,7 @@ struct Pair {
   i64 bytes = 0;
 };
 
-// The median of the pairs of a class.
+// The median over the pairs of one class.
 struct Link {
   std::string backend{}, link{};
   double latency_s = 0, bandwidth = 0;
@@ -118,26 +121,26 @@ struct RankPlace {
   std::string host{}, device{}, cpu{};
   i64 pid = 0;
   int numa_node = -1;  // -1: not bound to one
-  int cores = 0;       // that it may run on
+  int cores = 0;       // cores that it may run on
 };
 
 struct Result {
   std::string start_time{}, end_time{};       // ISO 8601, UTC
-  std::string mpi_version{}, nccl_version{};  // of the libraries, where a backend uses them; empty: none does
+  std::string mpi_version{}, nccl_version{};  // of the libraries; empty if no backend uses them
   std::vector<std::string> backends{};        // as resolved
   std::vector<RankPlace> ranks{};
-  std::vector<std::string> left_out{};  // operations of "all" that these ranks cannot run, and why
+  std::vector<std::string> left_out{};  // operations of "all" that these ranks cannot run, with the reason
   std::vector<Row> rows{};
   std::vector<Pair> pairs{};
   std::vector<Link> links{};
   std::vector<AlphaBeta> models{};
-  double average_bus_bw = 0;  // over all forms of all rows that have one
+  double average_bus_bw = 0;  // over all rows and forms that have a bus bandwidth
   i64 num_wrong = 0;
   std::optional<WrongElement> first_wrong{};
 };
 
 struct Hooks {                                    // all optional; called on rank 0 only
-  std::function<void(const Result&)> on_start{};  // the header is known
+  std::function<void(const Result&)> on_start{};  // called when the header is known
   std::function<void(const Result&, const Row&)> on_row{};
   std::function<void(std::string_view)> on_progress{};
 };
@@ -146,27 +149,28 @@ DS_API std::vector<std::string> operations();
 DS_API std::vector<std::string> backends();  // that exist; not: that this machine has
 DS_API std::vector<std::string> types();     // nccl-tests' names
 
-// "8", "4K", "1M", "128MiB": K, M, G are powers of 1024, as in nccl-tests. Throws Errc::Config.
+// Parses "8", "4K", "1M" or "128MiB" to bytes; K, M, G are powers of 1024, as in nccl-tests. Throws Errc::Config.
 DS_API i64 parse_size(std::string_view text);
 
-// Throws what run() would throw before it connects: Errc::Config naming what is offered, Errc::Unavailable without GPUs
-// for a backend that wants them.
+// Throws what run() would throw before it connects: Errc::Config, which names the valid choices, or Errc::Unavailable
+// for a backend that needs GPUs where there are none.
 DS_API void validate(const Options& options, const RankInfo& ranks);
 
-// Collective over the job. Every rank returns the same. Throws as communicators do; Errc::Unavailable for a backend
-// that this machine lacks.
+// Collective over the job; every rank returns the same result. Throws like communicators do, and Errc::Unavailable for
+// a backend that this machine lacks.
 DS_API Result run(const Options& options, const RankInfo& ranks, const Hooks& hooks);
 
-// nccl-tests' lines; with two backends both stand in one line, with the ratio of their times.
+// Output in nccl-tests' format; two backends share a line, with the ratio of their times.
 DS_API std::string text_header(const Options& options, const Result& result);
 DS_API std::string text_row(const Options& options, const Result& result, const Row& row);
 DS_API std::string text_footer(const Options& options, const Result& result);
-// nccl-tests' JSON, schema version 3, with more keys. `args`, `environment` ("NAME=value"): of the process.
+// nccl-tests' JSON (schema version 3) with additional keys. `args` and `environment` ("NAME=value") are those of the
+// process.
 DS_API std::string json_text(const Options& options, const Result& result, const std::vector<std::string>& args,
                              const std::vector<std::string>& environment);
-// Of the rows; of the pairs, where nothing else was measured.
+// The rows as CSV; the pairs if nothing else was measured.
 DS_API std::string csv_text(const Result& result);
-// "ds-links/1": what ds-memreport predicts the times of steps from.
+// Schema "ds-links/1", from which ds-memreport predicts step times.
 DS_API std::string links_json(const Result& result);
 
 }  // namespace ds::commbench

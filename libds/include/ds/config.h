@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The configuration of a run: DeepSpeed's ds_config.json and our own keys, as plain structs in which every default is
-// resolved. ds-config(5) documents each key; names here follow the JSON names.
+// The configuration of a run: DeepSpeed's ds_config.json plus our own keys, as plain structs in which every default is
+// resolved. Names follow the JSON names; ds-config(5) documents each key.
 
 #include <limits>
 #include <span>
@@ -13,8 +13,8 @@
 
 namespace ds {
 
-// The bound of every integer that names no other: of steps, batches, checkpoints. What a run multiplies it by, at most
-// the micro-batches of a step, leaves it far from the end of the type.
+// The bound of integers that state no other: steps, batches, checkpoints. A run multiplies them at most by the
+// micro-batches of a step, so they do not overflow.
 inline constexpr i64 kMostCount = 1'000'000'000'000;
 
 // train == micro * accumulation * number of data-parallel ranks.
@@ -36,18 +36,18 @@ enum class OptimizerType : u8 {
   OneBitAdam,
   ZeroOneAdam,
   OneBitLamb,
-};  // Adam is AdamW too unless adam_w_mode is false
-// Whether ranks average by signs what they have not summed.
+};  // Adam is AdamW, too, unless adam_w_mode is false
+// True for optimizers that exchange momenta or updates compressed to their signs.
 constexpr bool averages_by_signs(OptimizerType type) noexcept {
   return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam || type == OptimizerType::OneBitLamb;
 }
-// What the states of optimizers are kept in that have a choice.
+// Storage of optimizer states, for the optimizers that support a choice.
 enum class StateDtype : u8 { F32, BF16 };
-// What an orthogonalised update is multiplied by: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
-// gives it the root mean square of AdamW's (Moonlight).
+// Scale of an orthogonalised update: sqrt(max(1, rows/columns)) for Original, or 0.2 sqrt(max(rows, columns)), which
+// matches the root mean square of AdamW's updates (Moonlight).
 enum class MuonScale : u8 { Original, MatchRmsAdamW };
-// How parameters are updated. Which members an optimizer has, and what they are where nothing is said:
-// config/optimizer.
+// How parameters are updated. Each optimizer uses some of these members; config/optimizer lists them with their
+// defaults.
 struct UpdateConfig {
   OptimizerType type = OptimizerType::AdamW;
   double lr = 1e-3;
@@ -59,50 +59,50 @@ struct UpdateConfig {
   StateDtype state_dtype = StateDtype::F32;
   double momentum = 0, dampening = 0;
   bool nesterov = false;
-  double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
-  double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them
+  double min_coeff = 0.01, max_coeff = 10;  // bounds of LAMB's ratio of norms
+  double muon_lr = 0, adam_lr = 0;  // rates for Muon's matrices, and for the parameters that AdamW updates beside them
   MuonScale muon_scale = MuonScale::Original;
-  i64 freeze_step = 100'000;  // of 1-bit Adam and 1-bit LAMB: the last update with an exact mean of gradients
-  // Of 1-bit LAMB: of the mean of ratios that it goes on with behind its freeze, and the bounds of what multiplies
-  // that: absolute, and of its change from step to step.
+  i64 freeze_step = 100'000;  // 1-bit Adam, 1-bit LAMB: the last update with an exact mean of gradients
+  // 1-bit LAMB: decay of the mean of ratios that is used after the freeze; bounds of the factor applied to it, and the
+  // bound of that factor's relative change per step.
   double coeff_beta = 0.9, factor_min = 0.5, factor_max = 4, factor_threshold = 0.1;
-  // Of 0/1 Adam: the last update with a second moment that changes; refreshes of it, and then steps, at whose number
-  // the interval between two doubles; and the longest between means of parameters.
+  // 0/1 Adam: the last update that changes the second moment; the number of its refreshes, and then of steps, after
+  // which the interval between two doubles; and the longest interval between averages of parameters.
   i64 var_freeze_step = 100'000, var_update_scaler = 16, local_step_scaler = 32'678, local_step_clipper = 16;
   bool operator==(const UpdateConfig&) const = default;
 };
-// The parameters that these patterns (of shells, over whole names) match and no group before them does.
-struct ParamGroupConfig : UpdateConfig {  // what the group does not say is as the optimizer's
+// Applies to the parameters whose whole names match one of these shell patterns and that no earlier group matches.
+struct ParamGroupConfig : UpdateConfig {  // members that the group does not set are the optimizer's
   std::vector<std::string> params;
-  bool frozen = false;  // never updated, and not a part of the gradient's norm
+  bool frozen = false;  // never updated, and not part of the gradient norm
 };
-// DiLoCo (Douillard et al., 2023): an optimizer around the optimizer. Each worker trains for itself, and in every so
-// many steps all take the mean of what these made of the parameters as a gradient of Nesterov's momentum, whose
-// parameters all go on from. With Muon inside it is MuLoCo; of one worker it looks ahead.
+// DiLoCo (Douillard et al., 2023): an optimizer around the optimizer. Each worker trains alone. Every sync_every steps
+// the mean change of the workers' parameters is the gradient of an outer step with Nesterov momentum, and all workers
+// continue from its result. With Muon inside it is MuLoCo; with one worker it is Lookahead.
 struct DilocoConfig {
   bool enabled = false;
-  i64 workers = 1;      // each of world size / workers ranks
+  i64 workers = 1;      // world size / workers ranks each
   i64 sync_every = 30;  // steps
   double outer_lr = 0.7, outer_momentum = 0.9;
   bool nesterov = true;
-  i64 fragments = 1;             // of layers in turn, which meet in steps of their own ("Streaming DiLoCo", 2025)
-  i64 outer_gradient_bits = 32;  // of what workers send: fp32, or codes of 8 or 4 bits
-  i64 overlap_steps = 0;         // for so many steps what a fragment sends travels beside training
-  double local_share = 0.5;      // overlap_steps: of what a worker has then, beside what all have
-  // Whether a fragment meets at the end of that step, from 1.
+  i64 fragments = 1;  // parts of the layers, which synchronise in turn, at different steps ("Streaming DiLoCo", 2025)
+  i64 outer_gradient_bits = 32;  // of what workers send: 32 (fp32), or codes of 8 or 4 bits
+  i64 overlap_steps = 0;         // steps for which a fragment's exchange overlaps training
+  double local_share = 0.5;  // with overlap_steps: weight of the worker's own parameters when the exchanged ones arrive
+  // True if a fragment is sent at the end of this step (steps count from 1).
   bool meets(i64 fragment, i64 step) const noexcept {
     return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
   }
-  // Whether what has been sent at its last meeting takes effect at the end of that step.
+  // True if the result of a fragment's last exchange takes effect at the end of this step.
   bool lands(i64 fragment, i64 step) const noexcept { return meets(fragment, step - overlap_steps); }
-  // Whether that of any does.
+  // True if that of any fragment does.
   bool lands(i64 step) const noexcept {
     for (i64 f = 0; enabled && f < fragments; ++f) {
       if (lands(f, step)) return true;
     }
     return false;
   }
-  // How many fragments have met behind that step, each time counted.
+  // The number of exchanges up to this step, over all fragments.
   i64 meetings_until(i64 step) const noexcept {
     i64 all = 0;
     for (i64 f = 0; enabled && f < fragments; ++f) {
@@ -118,7 +118,7 @@ struct OptimizerConfig : UpdateConfig {
   DilocoConfig diloco = {};
 };
 
-// DeepSpeed's schedules under its names; and the field's: a linear warm-up from 0, and then what the name says.
+// DeepSpeed's schedules under its names, and common ones: a linear warm-up from 0, followed by the named shape.
 enum class SchedulerType : u8 {
   Constant,
   WarmupLR,
@@ -134,7 +134,7 @@ enum class SchedulerType : u8 {
 };
 enum class WarmupType : u8 { Log, Linear };
 enum class DecayType : u8 { Linear, Cosine, OneMinusSqrt };
-// Which members a schedule has: config/scheduler.
+// config/scheduler lists the members that each schedule uses.
 struct SchedulerConfig {
   SchedulerType type = SchedulerType::Constant;
   WarmupType warmup_type = WarmupType::Log;
@@ -149,7 +149,7 @@ struct SchedulerConfig {
   i64 lr_range_test_step_size = 2000;
   double lr_range_test_step_rate = 1;
   bool lr_range_test_staircase = false;
-  // OneCycle: up in the first steps, down in the second ones, then decay; momentum the other way round.
+  // OneCycle: the rate rises in the first steps, falls in the second ones, then decays; momentum does the opposite.
   double cycle_min_lr = 0, cycle_max_lr = 0;
   i64 cycle_first_step_size = 2000;
   i64 cycle_second_step_size = 0;    // resolved to the first when not given
@@ -160,10 +160,11 @@ struct SchedulerConfig {
   bool cycle_momentum = true;
   double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
   double decay_mom_rate = 0;
-  // The field's.
-  double min_lr_ratio = 0;  // where it ends
+  // Linear, Cosine, CosineRestarts, Wsd, InverseSqrt.
+  double min_lr_ratio = 0;  // ratio of the final rate to lr
   i64 num_cycles = 1;       // CosineRestarts
-  i64 decay_num_steps = 0;  // Wsd: the last ones; resolved to a tenth of total_num_steps when not given
+  // Wsd: the number of final steps that decay; resolved to a tenth of total_num_steps when not given.
+  i64 decay_num_steps = 0;
   DecayType decay_type = DecayType::Linear;
   i64 timescale = 0;  // InverseSqrt; resolved to warmup_num_steps when not given
 };
@@ -182,35 +183,35 @@ struct Fp16Config {
 struct Bf16Config {
   bool enabled = false;
   bool bf16_master_weights_and_grads = false;  // masters and sums of gradients are bf16, too
-  bool bf16_optimizer_states = false;          // and states of optimizers
-  bool stochastic_rounding = false;            // of updated parameters that have no master
+  bool bf16_optimizer_states = false;          // optimizer states are bf16, too
+  bool stochastic_rounding = false;            // for updated parameters that have no master
 };
 
-// Sizes in elements.
-// Where what a rank keeps stays between its uses: on the device; in host memory; in a file on a disk; with a server of
-// states (ds-offload serve), which runs the updates, too.
+// Where data is kept between its uses: on the device (None), in host memory, in a file on a disk, or at a server of
+// states (ds-offload serve), which also runs the updates.
 enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
 struct OffloadOptimizerConfig {  // masters and states of optimizers
   OffloadDevice device = OffloadDevice::None;
-  std::string nvme_path{};     // a directory; with Nvme
-  std::string name{};          // of the server; with Server
-  i64 buffer_count = 4;        // Nvme: tiles that are in memory at a time
-  bool pipeline_read = true;   // Nvme: tiles are read ahead
-  bool pipeline_write = true;  // Nvme: tiles are written while others are updated
-  double ratio = 1;            // Nvme: the share of the tiles that is in the file; the others stay in memory
+  std::string nvme_path{};     // Nvme: a directory
+  std::string name{};          // Server: its name
+  i64 buffer_count = 4;        // Nvme: number of tiles in memory at a time
+  bool pipeline_read = true;   // Nvme: read tiles ahead
+  bool pipeline_write = true;  // Nvme: write tiles while others are updated
+  double ratio = 1;            // Nvme: share of the tiles that is in the file; the others stay in memory
   bool gradients = false;      // Nvme: fp32 sums of gradients are in a file, too
-  // Cpu, Nvme: updates run beside the next step, from update number `start` on.
+  // Cpu, Nvme: from update number delayed_update_start on, updates run during the next step.
   bool delayed_update = false;
   i64 delayed_update_start = 40;
-  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
+  bool pin_memory = false;  // on GPUs: page-lock the host memory
 };
 struct OffloadParamConfig {  // slices of parameters
   OffloadDevice device = OffloadDevice::None;
-  std::string nvme_path{};  // a directory; with Nvme
-  i64 buffer_count = 5;     // Nvme: slices in memory beside that which is gathered
-  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
+  std::string nvme_path{};  // Nvme: a directory
+  i64 buffer_count = 5;     // Nvme: slices in memory, beside the one that is gathered
+  bool pin_memory = false;  // on GPUs: page-lock the host memory
 };
 
+// Sizes are numbers of elements.
 struct ZeroConfig {
   i64 stage = 0;
   i64 reduce_bucket_size = 500'000'000;
@@ -221,42 +222,44 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
-  i64 hpz_partition_size = 1;      // stage 3: data-parallel ranks that share a second shard; 1: there is none
-  bool quantized_weights = false;  // stage 3: parameters that are gathered travel in 8 bits
-  bool quantized_nontrainable_weights = false;  // those of layers that are frozen, as far as they are gathered
-  bool quantized_gradients = false;             // stage 3: as communication_data_type "int4"
+  // Stage 3: data-parallel ranks that share a second shard of the parameters; 1: no second shard.
+  i64 hpz_partition_size = 1;
+  bool quantized_weights = false;               // stage 3: parameters are gathered in 8 bits
+  bool quantized_nontrainable_weights = false;  // the same for frozen layers only
+  bool quantized_gradients = false;             // stage 3: same as communication_data_type "int4"
   struct Loco {
-    bool enabled = false;     // what codes of gradients lose is added to the next ones
-    double err_beta = 0.8;    // share of old errors in new ones
-    i64 reset_period = 1024;  // reductions
+    bool enabled = false;     // adds the quantisation error of gradients to the next ones
+    double err_beta = 0.8;    // weight of old errors in new ones
+    i64 reset_period = 1024;  // reductions between resets of the errors
   };
   Loco loco = {};
-  i64 tile_size = 0;                   // stage 3: matrices of larger layers are in tiles of so many; 0: whole
-  i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; no more than 2^20
+  i64 tile_size = 0;  // stage 3: matrices of larger layers are cut into tiles of this many elements; 0: they are not
+  i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; at most 2^20 are used
   OffloadOptimizerConfig offload_optimizer = {};
   OffloadParamConfig offload_param = {};
-  bool cpu_offload = false, cpu_offload_param = false;  // old forms of device Cpu, resolved to it
+  bool cpu_offload = false, cpu_offload_param = false;  // old forms of device Cpu, to which they are resolved
 };
 
-// How files are read and written that have what is offloaded.
+// How offload files are read and written.
 enum class AioMethod : u8 { Auto, IoUring, Threads };  // Auto: io_uring where the kernel has it
 struct AioConfig {
   AioMethod method = AioMethod::Auto;
-  i64 block_size = 1 << 20;      // bytes of a request to the system; a multiple of 4096
-  i64 queue_depth = 8;           // requests under way at a time
-  i64 intra_op_parallelism = 1;  // threads that read and write, where io_uring does not
-  bool checksum = false;         // what comes back is held to what went
+  i64 block_size = 1 << 20;      // bytes of one request to the system; a multiple of 4096
+  i64 queue_depth = 8;           // requests in flight
+  i64 intra_op_parallelism = 1;  // threads that read and write, without io_uring
+  bool checksum = false;         // checks that data read equals the data written
 };
 
-// When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class WireType : u8 { F32, BF16, F16, Int8, Int4 };  // Int8, Int4: codes, with a scale for each 256
 constexpr WireType wire_type_of(DType t) noexcept {
   return t == DType::F16 ? WireType::F16 : t == DType::BF16 ? WireType::BF16 : WireType::F32;
 }
+// When gradients are summed over ranks: once per step (Boundary), or with every micro-batch (ARCHITECTURE.md, "Order of
+// sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
 enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
-enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
+enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA if there is a GPU
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 
 struct CommunicationConfig {
@@ -264,32 +267,33 @@ struct CommunicationConfig {
   double timeout_s = 300;
 };
 
-// What only a GPU has. Without effect on numbers, but for autotune.
+// Options for GPUs. Only autotune affects results.
 struct CudaConfig {
-  bool graphs = false;    // the passes through layers as CUDA graphs, from the third step on
-  bool autotune = false;  // matrix products by the fastest algorithm, timed at first use: bits may differ between runs
-  std::string autotune_file;  // choices are kept here, and taken from here; empty: nowhere
+  bool graphs = false;  // run the passes through layers as CUDA graphs, from the third step on
+  // Use the fastest algorithm for each matrix product, timed at first use; bits may differ between runs.
+  bool autotune = false;
+  std::string autotune_file;  // choices are stored here, and reused; empty: they are not stored
 };
 
-// Text, Jsonl, Parquet and Arrow are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's,
-// Megatron-LM's, datasets of HDF5.
+// Text, Jsonl, Parquet and Arrow contain text for a tokenizer. The others contain tokens: nanoGPT's uint16 (Bin),
+// llm.c's, Megatron-LM's, and HDF5 datasets.
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
-// The type of token ids in files without a header, little-endian. Auto: uint16, and files that do not look like it are
+// The type of token ids in files without a header, little-endian. Auto: uint16; files that do not look like it are
 // refused.
 enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
-// How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
+// How samples are cut. None: from the stream of tokens, every seq_length; BestFit: whole documents, as many as fit.
 enum class DataPacking : u8 { None, BestFit };
-// What a message of a conversation becomes, by who says it: text in which kChatContent stands for what is said. Empty:
-// nobody of that role may speak.
+// The text of a message in a conversation, by role; kChatContent stands for the message. Empty: messages of that role
+// are refused.
 inline constexpr std::string_view kChatContent = "{content}";
 struct ChatTemplateConfig {
   std::string begin{};  // before the first message
   std::string system{}, user{}, assistant{}, tool{};
   bool operator==(const ChatTemplateConfig&) const = default;
 };
-// Masked language modelling: what trains a model that is not causal. Ids of -1 are the tokenizer's.
+// Masked language modelling, which trains models that are not causal. Ids of -1 are taken from the tokenizer.
 struct MlmConfig {
-  double probability = 0.15;  // of a position to be predicted
+  double probability = 0.15;  // that a position is to be predicted
   i64 mask_token = -1, cls_token = -1, sep_token = -1;
 };
 
@@ -297,43 +301,45 @@ struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
   std::vector<std::string> validation;  // empty: the last `split` of the training data
   double split = 0.05;
-  // How often each sample of a file of `train` comes in an epoch, one for each; empty: the files are one stream.
+  // How often each sample of a file in `train` occurs per epoch, one number per file; empty: the files are one stream.
   std::vector<float> weights;
-  std::string tokenizer = "bytes";  // or a path; resolved to model.path's when not given and it has one
+  std::string tokenizer = "bytes";  // or a path; if not given, the one in model.path, if any
   DataFormat format = DataFormat::Auto;
   TokenDtype token_dtype = TokenDtype::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given
-  // The token that ends a document: tokens attend to those of their own, and positions begin anew. -1: a sample is one.
+  // The token that ends a document. Tokens attend only to their own document, in which positions start at 0. -1: a
+  // sample is one document.
   i64 document_token = -1;
   DataPacking packing = DataPacking::None;
-  ChatTemplateConfig chat_template;  // all empty: ChatML's form
+  ChatTemplateConfig chat_template;  // all empty: ChatML's format
   MlmConfig mlm;
 };
 
-// Sequences that grow: the first `difficulty` tokens of every sample, which the schedule makes longer.
+// Curriculum of sequence lengths: a step trains on the first `difficulty` tokens of every sample, and the schedule
+// increases difficulty.
 enum class CurriculumSchedule : u8 { FixedLinear, FixedRoot, FixedDiscrete };
 struct CurriculumConfig {
   bool enabled = false;
   i64 min_difficulty = 1, max_difficulty = 0;  // tokens
   CurriculumSchedule schedule = CurriculumSchedule::FixedLinear;
-  i64 total_curriculum_step = 0;  // FixedLinear, FixedRoot: steps until the longest
+  i64 total_curriculum_step = 0;  // FixedLinear, FixedRoot: steps until max_difficulty
   i64 difficulty_step = 8;        // FixedLinear, FixedRoot: lengths are multiples of it
   i64 root_degree = 1;            // FixedRoot
-  std::vector<i64> difficulty{};  // FixedDiscrete: the lengths,
-  std::vector<i64> max_step{};    // and the last step of each but the last
+  std::vector<i64> difficulty{};  // FixedDiscrete: the lengths
+  std::vector<i64> max_step{};    // FixedDiscrete: the last step of each length except the last
 };
-// Layers that see a random part of each sample's tokens, which grows (random-LTD): DeepSpeed's section
-// data_efficiency.data_routing.random_ltd.
+// Random-LTD: some layers process only a random part of each sample's tokens, which grows during training. DeepSpeed's
+// section data_efficiency.data_routing.random_ltd.
 struct RandomLtdConfig {
-  bool data_efficiency = false, data_routing = false, enabled = false;  // of the three sections
-  i64 total_layer_num = 0;                                              // of the model; 0: not said
-  i64 random_ltd_layer_num = 0;                                         // length of the list; 0: not said
-  std::vector<i64> layers{};         // of the model's blocks, from 0; resolved: ascending
+  bool data_efficiency = false, data_routing = false, enabled = false;  // switches of the three sections
+  i64 total_layer_num = 0;                                              // of the model; 0: not given
+  i64 random_ltd_layer_num = 0;                                         // length of `layers`; 0: not given
+  std::vector<i64> layers{};         // indices of the model's blocks, from 0; resolved: ascending
   i64 min_value = 0, max_value = 0;  // tokens
-  i64 require_steps = 0;             // until max_value
-  i64 seq_per_step = 0;              // numbers of tokens are multiples of it
-  i64 kept = 0;                      // no key: tokens of each sample in a step; 0: all of them
+  i64 require_steps = 0;             // steps until max_value
+  i64 seq_per_step = 0;              // token counts are multiples of it
+  i64 kept = 0;                      // set at run time, not a key: tokens of each sample in a step; 0: all
 
   bool on() const noexcept { return data_efficiency && data_routing && enabled; }
 };
@@ -342,92 +348,95 @@ struct EvalConfig {
   i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
 };
 
-// The layers are cut over `stages`, of which each runs micro-batches that the one before has run.
+// How the pipeline stages process micro-batches; see pipeline/schedule.h.
 enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst };
 struct PipelineConfig {
   i64 stages = 1;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
-  std::string partition = "parameters";  // or "uniform", "memory", "type:REGEX": what the stages have equal shares of
-  i64 virtual_stages = 1;                // chunks of layers on each stage; more than 1 with Interleaved, BreadthFirst
+  // Balances "parameters", "uniform" (layers), "memory", or layers whose type matches "type:REGEX".
+  std::string partition = "parameters";
+  i64 virtual_stages = 1;  // chunks of layers per stage; more than 1 with Interleaved and BreadthFirst
 };
 
-// Each matrix is cut over tp_size ranks.
+// Tensor parallelism: each matrix is cut over tp_size ranks.
 struct TensorParallelConfig {
   i64 tp_size = 1;
-  i64 autotp_size = 1;             // DeepSpeed's other name of tp_size, resolved to it
-  bool sequence_parallel = false;  // and the rows between the matrices
+  i64 autotp_size = 1;             // DeepSpeed's other name for tp_size, to which it is resolved
+  bool sequence_parallel = false;  // also cuts the rows between the matrices
 };
 
-// How the ranks of sequence_parallel_size, each with a part of every sequence, attend to all of it.
+// How attention works when sequence_parallel_size ranks each hold a part of every sequence.
 enum class SequenceParallelMode : u8 { Ulysses, Ring };
 
-// Which blocks of keys a block of queries attends to: DeepSpeed's kinds, under its names, and a file of the user's own.
-// None: there is no layout.
+// Which blocks of keys a block of queries attends to: DeepSpeed's kinds under its names, or the user's own file
+// (Layout). None: no layout.
 enum class SparseAttentionMode : u8 { None, Dense, Fixed, Variable, BigBird, BSLongformer, Local, Layout };
 struct SparseAttentionConfig {  // counts and indices are of blocks
   SparseAttentionMode mode = SparseAttentionMode::None;
   i64 block = 16;                          // tokens: 16, 32, 64 or 128
-  bool different_layout_per_head = false;  // else all heads have that of the first
-  bool unidirectional = false;             // resolved: as the model, when `attention` is not given
-  i64 num_local_blocks = 4;                // Fixed: of a window
-  i64 num_global_blocks = 1;               // Fixed: of a window, a divisor of num_local_blocks; BigBird: the first ones
-  bool horizontal_global_attention = false;     // Fixed, Variable, bidirectional: global blocks see all, too
-  i64 num_different_global_patterns = 1;        // Fixed: heads take turns in where a window's global blocks are
-  i64 num_random_blocks = 0;                    // Variable; BigBird, where 1 is the default: of each row
-  std::vector<i64> local_window_blocks = {4};   // Variable: sizes of windows in turn, the last one repeats
+  bool different_layout_per_head = false;  // else all heads use that of the first
+  bool unidirectional = false;             // resolved to the model's when not given
+  i64 num_local_blocks = 4;                // Fixed: blocks per window
+  i64 num_global_blocks = 1;  // Fixed: per window, a divisor of num_local_blocks; BigBird: the first blocks
+  bool horizontal_global_attention = false;  // Fixed, Variable, if bidirectional: global blocks attend to all, too
+  // Fixed: number of positions of a window's global blocks, used by heads in turn.
+  i64 num_different_global_patterns = 1;
+  i64 num_random_blocks = 0;                    // per row; Variable, and BigBird, whose default is 1
+  std::vector<i64> local_window_blocks = {4};   // Variable: sizes of successive windows; the last one repeats
   std::vector<i64> global_block_indices = {0};  // Variable, BSLongformer
-  std::vector<i64> global_block_end_indices{};  // the same: empty, or where the block range of each index ends
+  std::vector<i64> global_block_end_indices{};  // Variable, BSLongformer: empty, or where the range of blocks that
+                                                // begins at each index ends
   i64 num_sliding_window_blocks = 3;            // BigBird, BSLongformer, Local: odd
-  std::string layout{};                         // Layout: a file, HDF5 or JSON, of [heads or 1, blocks, blocks]
+  std::string layout{};                         // Layout: an HDF5 or JSON file with [heads or 1, blocks, blocks]
   bool operator==(const SparseAttentionConfig&) const = default;
 };
 
 enum class CheckpointGranularity : u8 { None, Layer, Selective };
 struct ActivationCheckpointingConfig {
-  CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: the attention alone
-  i64 interval = 1;                    // Layer: the input of every so many layers is kept, the rest computed again
-  bool partition_activations = false;  // what is kept is cut over the tensor-parallel ranks
-  bool cpu_checkpointing = false;      // what is kept is kept in host memory
-  std::string nvme_path{};             // a directory: what is kept is kept in a file there
-  i64 buffer_count = 4;                // of what is in the file, inputs that are in memory at a time
+  CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: recomputes only the attention
+  i64 interval = 1;                    // Layer: keeps the input of every `interval` layers and recomputes the rest
+  bool partition_activations = false;  // cuts the kept inputs over the tensor-parallel ranks
+  bool cpu_checkpointing = false;      // keeps them in host memory
+  std::string nvme_path{};             // a directory: keeps them in a file there
+  i64 buffer_count = 4;                // with nvme_path: number of inputs in memory
 };
 
 enum class SaveFailure : u8 { Stop, Continue };
 struct SaveConfig {
   i64 every = 0;                             // steps between checkpoints; 0: only after the last step
   i64 keep = 0;                              // newest checkpoints to keep; 0: all
-  bool async = false;                        // copy the state to host memory, and write it while training goes on
-  SaveFailure on_error = SaveFailure::Stop;  // what the run does when a save fails before its end
+  bool async = false;                        // copies the state to host memory and writes it during training
+  SaveFailure on_error = SaveFailure::Stop;  // whether the run stops when a save fails before the run's end
 };
 
-// A directory where a monitor of DeepSpeed's writes: output_path/job_name.
+// Where one of DeepSpeed's monitors writes: output_path/job_name.
 struct MonitorConfig {
   bool enabled = false;
-  std::string output_path{};  // empty: the directory of the monitor's name in the run directory
+  std::string output_path{};  // empty: a directory in the run directory, named after the monitor
   std::string job_name = "DeepSpeedJobName";
 };
 struct PrometheusConfig {
-  std::string file{};  // replaced at every printed step; empty: none
+  std::string file{};  // rewritten at every printed step; empty: none
   std::string job_name = "DeepSpeedJobName";
 };
 struct CommsLoggerConfig {
-  bool enabled = false;                 // resolved: true where the section is there and does not say
-  bool verbose = false;                 // at every printed step, too
-  bool prof_all = true;                 // all operations, else those of prof_ops
-  std::vector<std::string> prof_ops{};  // "dp.all_gather", or "all_gather" of all axes
+  bool enabled = false;                 // resolved to true if the section exists without this key
+  bool verbose = false;                 // also reports at every printed step
+  bool prof_all = true;                 // logs all operations; else only those of prof_ops
+  std::vector<std::string> prof_ops{};  // "dp.all_gather", or "all_gather" for all axes
 };
 struct FlopsProfilerConfig {
   bool enabled = false;
   i64 profile_step = 1;
-  bool detailed = true;       // with the operations one by one
+  bool detailed = true;       // lists each operation
   std::string output_file{};  // empty: the report is printed
 };
 
-// What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
-// batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
-// fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
+// The purpose of the configuration, which decides the required keys. Train needs model, data.train, steps and batch
+// sizes; Evaluate needs the same without steps; Generate only the model. Generate ignores batch sizes, which would have
+// to fit the number of ranks, and resolves to one sample per rank. Inspect accepts what is there.
 enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
-// Else a run has weights, and no gradients, masters or states of optimizers.
+// True if the run has gradients, masters and optimizer states; else it has only weights.
 constexpr bool trains(ConfigUse use) noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
 
 struct Config {
@@ -447,15 +456,15 @@ struct Config {
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                    // 0: off
-  DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work type
-  WireType communication_data_type = WireType::F32;  // of gradients on the wire; follows the work type when not given
-  bool sparse_gradients = false;                     // of gradients of embeddings what is zero does not travel
-  ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
+  DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work dtype
+  WireType communication_data_type = WireType::F32;  // of gradients on the wire; follows the work dtype when not given
+  bool sparse_gradients = false;                     // does not send the zeros in gradients of embeddings
+  ReduceOrder reduce_order = ReduceOrder::Boundary;  // resolved to Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
-  GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: with LossNorm::Micro
-  // Of training; evaluations have the plain loss.
-  double label_smoothing = 0;  // the share of a target that all ids have alike
-  double z_loss = 0;           // times the square of the logarithm of a softmax's denominator
+  GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: only with LossNorm::Micro
+  // For training only; evaluations use the plain loss.
+  double label_smoothing = 0;  // share of the target that is spread over all ids
+  double z_loss = 0;           // weight of the squared logarithm of the softmax denominator
   bool deterministic = false;
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
@@ -465,7 +474,7 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   std::string model_path;  // model.path; empty: inline
-  bool new_head = false;   // model.new_head: what initial weights lack of the last layer begins at random
+  bool new_head = false;   // model.new_head: initialise at random what the initial weights lack of the last layer
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
   CurriculumConfig curriculum;
@@ -478,14 +487,15 @@ struct Config {
   FlopsProfilerConfig flops_profiler;
   bool wall_clock_breakdown = false;
 
-  // Ranks of one copy of the model that see the same samples; workers are of whole ones.
+  // Ranks of one copy of the model, which process the same samples. A DiLoCo worker has one or more copies.
   i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
-  // Whether parameters are their own masters: those of fp32, and those that have no more than their 16 bits.
+  // True if there are no separate masters: in fp32, and where 16-bit parameters are updated directly.
   bool own_masters() const noexcept {
     return work_dtype() == DType::F32 || (fp16.enabled && fp16.fp16_master_weights_and_grads) ||
            (bf16.enabled && bf16.bf16_master_weights_and_grads);
   }
-  // Of fresh gradients, in which they travel if not as codes of gradient_code_bits() bits; 0: they do.
+  // The dtype of fresh gradients. On the wire they have this dtype, or codes of gradient_code_bits() bits if that is
+  // not 0.
   DType wire_dtype() const noexcept {
     switch (communication_data_type) {
       case WireType::F32: return DType::F32;
@@ -508,34 +518,34 @@ struct Diagnostic {
   Severity severity = Severity::Error;
   Errc code = Errc::Config;
   std::string source = {};   // the file, or the --set argument
-  i64 line = 0, column = 0;  // from 1; 0: none
-  std::string key = {};      // "zero_optimization.stage"; empty when the text is not JSON
+  i64 line = 0, column = 0;  // from 1; 0: unknown
+  std::string key = {};      // "zero_optimization.stage"; empty if the text is not JSON
   std::string message = {};
 };
 // "cfg.json:12:5: zero_optimization.stage: must be 0 to 3, not 4"
 DS_API std::string to_string(const Diagnostic&);
 
 struct ConfigResult {
-  Config config;                        // whole only if ok(); else what could be read, the rest as by default
-  std::vector<Diagnostic> diagnostics;  // in the order found; warnings too
+  Config config;                        // complete only if ok(); otherwise what could be read, and defaults
+  std::vector<Diagnostic> diagnostics;  // errors and warnings in the order found
   DS_API bool ok() const noexcept;
-  // Errc::Config before Errc::Unavailable. Requires: !ok().
+  // The code of the first error that is not Errc::Unavailable, or else Errc::Unavailable. Requires !ok().
   DS_API Errc code() const noexcept;
-  // All errors, one a line.
+  // All errors, one per line.
   DS_API std::string message() const;
 };
 
-// Reads a configuration and reports every mistake in it at once; opens model.path too, but no data file.
+// Reads a configuration and reports all its mistakes at once. Also reads model.path, but no data file.
 //   path        a file, or "-" for standard input
-//   overrides   "a.b=v" in order, as of --set: v is JSON, or else a string; "a.b[0]=v" reaches into arrays
-//   world_size  data-parallel ranks
+//   overrides   "a.b=v", applied in order, as with --set: v is JSON, or else a string; "a.b[0]=v" reaches into arrays
+//   world_size  number of ranks
 DS_API ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
                                 ConfigUse use = ConfigUse::Train);
-// The same for a text that is already in memory; `name` stands in the diagnostics.
+// The same for a text in memory; diagnostics call it `name`.
 DS_API ConfigResult parse_config(std::string_view text, const std::string& name, std::span<const std::string> overrides,
                                  int world_size, ConfigUse use = ConfigUse::Train);
 
-// Every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config.
+// Returns every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config.
 DS_API std::string resolved_json(const Config&);
 
 }  // namespace ds

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One exception type with a closed list of causes. Who first knows the error words it (file, key, rank); callers pass
-// it on.
+// One exception type with a closed list of causes. The code that first knows of an error words the message (file, key,
+// rank); its callers pass it on.
 
 #include <source_location>
 #include <stdexcept>
@@ -12,20 +12,20 @@
 namespace ds {
 
 enum class Errc {
-  Config,       // a mistake in options or configuration: nothing started, nothing written
-  Unavailable,  // asked for something this machine or this version does not have
+  Config,       // a mistake in options or configuration: nothing was started or written
+  Unavailable,  // a feature that this machine or this version lacks
   Corrupt,      // data that contradicts itself or its checksum
-  Mismatch,     // good data that does not belong here (another model, another run)
-  Io,           // the operating system refused
+  Mismatch,     // intact data that does not belong here (another model, another run)
+  Io,           // the operating system refused an operation
   OutOfMemory,
   Comm,         // a peer failed or disagreed
-  Timeout,      // a peer did not come in time
-  Numeric,      // non-finite where it must not be
-  Interrupted,  // stopped by a signal with a checkpoint committed
-  Internal,     // our bug
+  Timeout,      // a peer did not arrive in time
+  Numeric,      // a non-finite number where none is allowed
+  Interrupted,  // stopped by a signal, with a checkpoint committed
+  Internal,     // a bug in libds
 };
 
-// Exit code of a tool for each cause, as ds(7) lists them.
+// Exit code of a tool for each cause; see ds(7).
 constexpr int exit_code(Errc e) noexcept {
   switch (e) {
     case Errc::Config: return 2;
@@ -45,7 +45,7 @@ constexpr int exit_code(Errc e) noexcept {
 
 class DS_API Error : public std::runtime_error {
  public:
-  // rank: the rank at fault where one is known, else -1.
+  // rank: the rank at fault if known, else -1.
   Error(Errc code, const std::string& message, int rank = -1,
         std::source_location where = std::source_location::current());
   Errc code() const noexcept { return code_; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Launchers of parallel programs other than ds-launch.
+// Detects launchers of parallel programs other than ds-launch.
 
 #include <optional>
 #include <string>
@@ -10,14 +10,14 @@
 
 namespace ds {
 
-// One that started this process as one of several copies.
+// A launcher that started this process as one of several copies.
 struct OtherLauncher {
   std::string name;      // of its command: "srun"
-  std::string variable;  // "NAME=value" of the environment, which shows it
-  int processes = 0;     // 0: the launcher states the rank alone
+  std::string variable;  // the environment variable that shows it, as "NAME=value"
+  int processes = 0;     // 0: the launcher states only the rank
 };
-// Nothing: this process is the only one, or was started by hand. environment: "NAME=value" strings; on_terminal:
-// standard input is one. Knows the table of base/launchers.h.
+// Returns nothing if this process is the only one, or was started by hand. `environment` holds "NAME=value" strings;
+// `on_terminal` is true if standard input is a terminal. The known launchers are listed in base/launchers.h.
 DS_API std::optional<OtherLauncher> other_launcher(const std::vector<std::string>& environment, bool on_terminal);
 
 }  // namespace ds

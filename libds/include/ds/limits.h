@@ -7,12 +7,12 @@
 
 namespace ds {
 
-// For a program to call before it works: throws Errc::Unavailable if the limit of this process's stack, which is that
-// of each of its threads, is less than libds needs and would end it by a signal.
+// Call this at the start of a program. Throws Errc::Unavailable if the stack limit of this process, which applies to
+// each of its threads, is below the need of libds, so that a signal would end the process.
 DS_API void check_process_limits();
 
-// Why the system refused, for messages: the words of strerror(3) for an errno, followed by the limit of this process
-// where the error speaks of one: "Too many open files: the limit of open files (ulimit -n) is 32".
+// Words an errno for a message: the text of strerror(3), followed by the limit of this process if the error is about
+// one: "Too many open files: the limit of open files (ulimit -n) is 32".
 DS_API std::string system_reason(int error);
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// libds never prints: it hands messages to the sink that the program installs. Without a sink they are dropped.
+// libds never prints: it passes messages to the sink that the program installs. Without a sink they are dropped.
 
 #include <functional>
 #include <string_view>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run needs, before it starts: memory of each rank by tag, traffic, work. The numbers are those of the plan that
-// the engine allocates and communicates by (report/run_plan).
+// Predicts the needs of a run before it starts: memory of each rank by tag, traffic, and work. The numbers come from
+// the plan by which the engine allocates and communicates (report/run_plan).
 
 #include <functional>
 #include <map>
@@ -23,14 +23,14 @@ struct Source {
   ConfigResult config;  // read for `ranks`
   int ranks = 1;
   std::string text, name;              // of the configuration
-  std::vector<std::string> overrides;  // of it
+  std::vector<std::string> overrides;  // applied to the configuration
 };
 
-// The configuration that `path` is, or is of: a configuration ("-": standard input); a model (a directory with a
-// config.json, or such a file), which is trained in bf16 with one sample per micro-batch where `overrides` say nothing
-// else; one of our checkpoints (a run directory, or a step of one). `overrides` as of load_config. ranks 0: those of
-// the checkpoint, else 1. Diagnostics are in the result. Throws Errc::Io for what cannot be read, Errc::Unavailable for
-// checkpoints that do not say their model, and as find_checkpoint.
+// Reads a configuration from `path`, which is one of: a configuration file ("-": standard input); a model (a directory
+// with a config.json, or such a file), trained in bf16 with one sample per micro-batch unless `overrides` change that;
+// one of our checkpoints (a run directory or a step). `overrides` are those of load_config. ranks 0: those of the
+// checkpoint, else 1. Diagnostics are in the result. Throws Errc::Io for files that cannot be read, Errc::Unavailable
+// for checkpoints that do not record their model, and like find_checkpoint.
 DS_API Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks);
 
 struct World {
@@ -39,7 +39,7 @@ struct World {
 };
 
 struct TagBytes {
-  std::string tag;  // "params", "optimizer", ...: one list for all tools
+  std::string tag;  // "params", "optimizer", ...; all tools use the same list
   i64 bytes = 0;
   Bound bound = Bound::Exact;
   bool operator==(const TagBytes&) const = default;
@@ -51,29 +51,30 @@ struct Traffic {
   bool operator==(const Traffic&) const = default;
 };
 
-// Ranks that hold and send the same, or nearly: where slices of parameters differ, so do their states and what is sent
-// for them. Each number is that of the rank with most of it; those that differ are named as bounds.
+// Ranks with the same needs, or nearly the same: slices of parameters may differ between ranks, and with them their
+// states and traffic. Each number is the maximum over the ranks; numbers that differ are marked as bounds.
 struct RankGroup {
   std::vector<int> ranks;  // ascending
   int stage = 0;           // of the pipeline
-  i64 num_params = 0;      // that they compute with
+  i64 num_params = 0;      // number of parameters that these ranks compute with
   std::vector<TagBytes> memory;
-  std::vector<TagBytes> files;                      // of what is offloaded to NVMe
-  bool served = false;                              // no: of what a server has
-  i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
-  // Device memory of the rank that has most: all tags, except "host" beside a GPU. Perhaps less than the sum of the
-  // tags' maxima.
+  std::vector<TagBytes> files;  // of offloaded data: files on NVMe, or with `served` the states at a server
+  bool served = false;          // the states in `files` are with a server
+  i64 file_read_bytes = 0, file_written_bytes = 0;  // per rank and step
+  // Device memory of the rank that needs most: the sum of all tags, except "host" on GPUs. May be less than the sum of
+  // the tags' maxima.
   i64 device_bytes = 0;
-  i64 host_bytes = 0;  // beside a GPU
-  // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
+  i64 host_bytes = 0;  // host memory, for runs on GPUs
+  // Memory of a CPU process beside device_bytes: constantly, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<Traffic> traffic;
-  std::map<std::string, i64> mean_traffic;  // bytes in a step on average, where steps differ; the last one is above
-  std::map<std::string, i64> most_traffic;  // as RunPrediction::most_comm_bytes
+  // Average bytes per step, if steps differ; `traffic` is then that of the last step.
+  std::map<std::string, i64> mean_traffic;
+  std::map<std::string, i64> most_traffic;  // see RunPrediction::most_comm_bytes
   std::set<std::string> uneven_traffic;     // names of messages of which some of these ranks send less
 };
 
-// What a node's ranks take together, of host memory; on the CPU that is all of theirs.
+// Host memory that the ranks of a node need together; on the CPU that is all of their memory.
 struct NodeBytes {
   int node = 0;
   i64 host_bytes = 0;
@@ -82,84 +83,87 @@ struct NodeBytes {
 struct Prediction {
   World world;
   MeshShape mesh;
-  std::string device;             // "cpu", "cuda"
-  i64 num_params = 0;             // of the whole model
-  i64 tokens_per_step = 0;        // of all ranks
-  double flops_per_token = 0;     // forward and backward, without what is computed again; full attention
-  double bubble_fraction = 0;     // of the ranks' time in the pipeline, where a backward pass takes two forward ones
-  std::vector<RankGroup> groups;  // stage by stage
-  size_t worst = 0;               // group whose device_bytes are the most
-  NodeBytes fullest;              // node
+  std::string device;          // "cpu", "cuda"
+  i64 num_params = 0;          // of the whole model
+  i64 tokens_per_step = 0;     // of all ranks
+  double flops_per_token = 0;  // forward and backward, without recomputation, with full attention
+  // Idle share of the ranks' time in the pipeline, if a backward pass takes as long as two forward passes.
+  double bubble_fraction = 0;
+  std::vector<RankGroup> groups;  // in order of stages
+  size_t worst = 0;               // index of the group with the largest device_bytes
+  NodeBytes fullest;              // the node that needs most
 
   const RankGroup& worst_group() const { return groups[worst]; }
 };
 
-// `config`: read for these ranks; with a model. `device`: where it is to run, which need not be here; Auto is the CPU.
-// Throws Errc::Config for ranks that do not spread over the nodes evenly, and what a run would throw for a model that
-// cannot be built. Reads no file.
+// Predicts a run of `config`, which was read for these ranks and states a model. The `device` may be missing on this
+// machine; Auto is the CPU. Throws Errc::Config if the ranks do not spread evenly over the nodes, and the errors of a
+// run whose model cannot be built. Reads no file.
 DS_API Prediction predict(const Config& config, const World& world, DeviceKind device);
 
-// What the calls of an op take together, each the longest of its FLOPs, its bytes and its start.
+// Totals of all calls of an op. The time of each call is the longest of its computation, its memory traffic and its
+// start.
 struct OpTime {
   i64 calls = 0;
   double flops = 0, bytes = 0, seconds = 0;
 };
 
-// Seconds of a training step, by what takes them (memreport/step_time.h).
+// Seconds of a training step, by cause (memreport/step_time.h).
 struct StepTime {
-  // Of the stage that takes longest, summed over its micro-batches.
-  double compute_s = 0;                 // ops of its passes, of gradients too
-  double recompute_s = 0;               // part of it
-  double in_layer_communication_s = 0;  // of tp and sp: part of the passes
+  // For the slowest stage, summed over its micro-batches.
+  double compute_s = 0;                 // ops of its passes, gradients included
+  double recompute_s = 0;               // part of compute_s
+  double in_layer_communication_s = 0;  // of tp and sp; part of the passes
   double pipeline_s = 0;                // all passes of all stages, from the first to the last
   double bubble_fraction = 0;           // idle time of stages / all time
-  double communication_s = 0;           // exposed: of dp beside the passes, and behind them but for the publication
-  double hidden_s = 0;                  // of dp
+  double communication_s = 0;           // exposed: of dp during the passes and after them, without the publication
+  double hidden_s = 0;                  // hidden: of dp
   double optimizer_s = 0;
   double publish_s = 0;  // all-gathers of parameters
-  double files_s = 0;    // exposed: to and from files of what is offloaded
-  double copies_s = 0;   // between a GPU and its host, of what is offloaded
-  // A GPU's, with something offloaded, where the rates of that are not known: what is copied between it and the host,
-  // and updates there, are not in it.
+  double files_s = 0;    // exposed: reads and writes of offload files
+  double copies_s = 0;   // between a GPU and its host, for offload
+  // True for a GPU run that offloads, if the hardware's rates for that are unknown: the times then lack copies between
+  // GPU and host, and updates on the host.
   bool lacks_offload = false;
-  // What ranks wait beyond that for cores that others of their node use, where their threads are more than its cores.
+  // Additional waiting for cores, if the threads of a node's ranks outnumber its cores.
   double cores_s = 0;
   double step_s = 0;  // pipeline + communication + optimizer + publish + files + copies + cores
   double tokens_per_s = 0;
-  double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
-  // By "axis.collective", all of it of that stage, hidden or not.
+  double mfu = 0;  // from Model::flops_per_token and Machine::matmul_flops, over all ranks
+  // By "axis.collective": all of that stage's communication, hidden or not.
   std::map<std::string, double> messages_s;
-  // By the name of an op, of one rank of that stage: its passes, its gradients and its optimizer. What is summed on the
-  // way of a reduction is communication.
+  // By op, for one rank of that stage: its passes, gradients and optimizer. Sums within a reduction count as
+  // communication.
   std::map<std::string, OpTime> ops;
 };
 
-// How fast the parts of a machine are: as measured, or as data sheets have it. Copies share one value.
+// The speed of a machine's parts, measured or from data sheets. Copies share one value.
 class DS_API Hardware {
  public:
   struct Peaks {
-    double flops = 0;              // FLOP/s of a rank's large products
+    double flops = 0;              // FLOP/s of a rank in large products
     double memory = 0;             // B/s of a rank; 0: bytes take no time
-    double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: not known
-    double host = 0;               // B/s of a GPU each way: to and from its host; 0: not known
+    double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: unknown
+    double host = 0;               // B/s of a GPU each way, to and from its host; 0: unknown
   };
-  // Of one GPU of that name by its data sheet, with dense products in 16 bit, NVLink, PCI Express, and the network that
-  // its maker puts beside it; the names are gpus(). Throws Errc::Config for another.
+  // The data sheet's values for one GPU of gpus(): dense 16-bit products, NVLink, PCI Express, and the network that its
+  // maker combines with it. Throws Errc::Config for other names.
   static Peaks gpu(const std::string& name);
   static std::vector<std::string> gpus();
-  // Files of the schemas "ds-machine/1", which measure() writes, and "ds-links/1", of ds-commbench --save; `links` may
-  // be empty, where no rank sends anything. Throws Errc::Io, Errc::Config.
+  // Reads files of the schemas "ds-machine/1" (see json()) and "ds-links/1" (ds-commbench --save); `links` may be empty
+  // if no rank sends anything. Throws Errc::Io, Errc::Config.
   static Hardware read(const std::string& machine, const std::string& links);
-  // Products of 16 and of 32 bits at the same rate, ops that start in no time, messages without latency; or with those
-  // of `links`.
+  // Ideal hardware: 16- and 32-bit products at the same rate, ops that start in no time, and messages without latency,
+  // or with the latencies of `links`.
   static Hardware of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links);
-  // What the CPU of this machine does when so many ranks of so many threads work at once; some seconds.
+  // Measures the CPU of this machine while that many ranks, each with that many threads, work at once. Takes some
+  // seconds.
   static Hardware measure(int ranks, int threads);
 
-  // The same with the disk of a file of the schema "ds-offload/1", as its section aio uses it, and with the updates of
-  // its host, if they are in it. Throws Errc::Io, Errc::Config.
+  // Returns a copy with the disk of a file of the schema "ds-offload/1", as its section `aio` uses it, and with the
+  // rates of updates on its host, if they are in the file. Throws Errc::Io, Errc::Config.
   Hardware with_disk(const std::string& file) const;
-  // The directory that this was measured in; empty: no disk.
+  // The directory where the disk was measured; empty: no disk.
   const std::string& disk() const noexcept;
 
   std::string json() const;  // "ds-machine/1"
@@ -172,23 +176,22 @@ class DS_API Hardware {
   std::shared_ptr<const State> state_;
 };
 
-// Throws Errc::Config for rates or links that are not known.
+// Throws Errc::Config if a needed rate or link is unknown.
 DS_API StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware);
 DS_API std::string text(const StepTime& time);
 DS_API std::string json(const StepTime& time);
 
-// An arrangement of a run over its ranks.
-// What a search offloads: nothing beside what the source has offloaded; masters and states of optimizers, to files of a
-// disk; slices of parameters as well; beside a GPU, the states to host memory; that, and gradients and slices of
-// parameters.
+// The data that an arrangement offloads, beside what the source offloads already: nothing; masters and optimizer
+// states, to files; these and slices of parameters, to files; for GPUs, masters and optimizer states to host memory;
+// these, gradients and slices of parameters to host memory.
 enum class Offloaded : u8 { AsItIs, StatesToFiles, AllToFiles, StatesToHost, AllToHost };
 
 struct Arrangement {
-  std::vector<std::string> keys;  // what it changes, as overrides of the source's
+  std::vector<std::string> keys;  // its changes, as overrides of the source's configuration
   MeshShape mesh;
   int stage = 0;
   i64 micro = 0, accumulation = 0;
-  PipelineSchedule schedule = PipelineSchedule::OneFOneB;  // where there are stages
+  PipelineSchedule schedule = PipelineSchedule::OneFOneB;  // meaningful with several stages
   i64 virtual_stages = 1;
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
@@ -201,84 +204,84 @@ struct Arrangement {
 struct FitOptions {
   World world;
   DeviceKind device = DeviceKind::Cuda;
-  i64 memory = 0;       // bytes that a rank has
-  i64 host_memory = 0;  // bytes that a node has; 0: enough
-  size_t most = 10;     // arrangements
-  // A directory: what is offloaded to files there is searched as well, with a disk of the hardware, and beside GPUs
-  // what is offloaded to host memory, where the hardware has the rates for that; else empty.
+  i64 memory = 0;       // bytes available to a rank
+  i64 host_memory = 0;  // bytes available on a node; 0: unlimited
+  size_t most = 10;     // maximum number of arrangements to return
+  // A directory: also searches offload to files there, with a disk of the hardware, and on GPUs offload to host memory,
+  // if the hardware has the rates for it. Empty: searches neither.
   std::string disk = {};
-  // What is being looked at, as a search of many ranks and layers may take a minute; by one thread at a time.
+  // Reports progress, since a search over many ranks and layers may take a minute. Called by one thread at a time.
   std::function<void(std::string_view)> on_progress = {};
 };
-// A model of more layers of the same width, 2048 at most.
+// The largest model of the same width that fits, with at most 2048 layers.
 struct LargestModel {
   i64 layers = 0, params = 0;
   std::vector<std::string> keys;  // of an arrangement in which it fits
 };
 struct FitResult {
-  std::optional<Arrangement> present;  // the source's own; none where it cannot be on these ranks,
-  std::vector<std::string> why_not;    // which is for these reasons
+  std::optional<Arrangement> present;  // the source's own; empty if it is invalid on these ranks
+  std::vector<std::string> why_not;    // the reasons, if `present` is empty
   bool present_fits = false;
-  std::vector<Arrangement> fitting;  // by tokens per second, the fastest first
-  // Where the present one does not fit: what fits with the fewest of its settings changed, the fastest of those; its
-  // keys are the changes alone.
+  std::vector<Arrangement> fitting;  // by tokens per second, fastest first
+  // If the present arrangement does not fit: the fastest of those that fit with the fewest changed settings; its keys
+  // are only the changes.
   std::optional<Arrangement> nearest;
   i64 num_tried = 0, num_fitting = 0;
-  // Of the fastest one with what else is as large as fits: samples of a micro-batch, with as many micro-batches as now;
-  // layers.
+  // For the fastest arrangement, the largest micro-batch (with as many micro-batches as now) and the largest model that
+  // fit, with everything else unchanged.
   i64 largest_micro = 0;
   LargestModel largest;
-  // In whichever arrangement takes most layers, with one sample in a micro-batch and all layers computed again.
+  // The same over all arrangements, with one sample per micro-batch and full recomputation.
   LargestModel largest_of_all;
 };
-// Whether what is wrong with `source` is only how it is arranged over its ranks, so that fit() can tell what is not.
+// True if the only errors in `source` are about its arrangement over the ranks, so that fit() can suggest another.
 DS_API bool can_be_rearranged(const Source& source);
-// The arrangements of these ranks that fit: every mesh of tp (inside a node), pp, sp and dp, ZeRO stage, schedule of
-// the pipeline, micro-batch, with and without Megatron's sequence parallelism, and as little as possible computed
-// again. The batch stays: the same samples are trained in a step. `source` is sound, or can be rearranged. Throws as
-// predict_time, and Errc::Config where nothing says how large the batch is.
+// Finds the arrangements that fit: meshes of tp (inside a node), pp, sp and dp, ZeRO stages, pipeline schedules,
+// micro-batches, with and without Megatron's sequence parallelism, with as little recomputation as possible. The batch
+// size stays the same, so a step trains on the same samples. `source` must be valid or can_be_rearranged(). Throws like
+// predict_time, and Errc::Config if the batch size is not given.
 DS_API FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware);
-// The source's configuration arranged so, for ds-train.
+// Returns the source's configuration in that arrangement, for ds-train.
 DS_API Config arranged(const Source& source, const Arrangement& arrangement);
 DS_API std::string text(const FitResult& result, const FitOptions& options);
 DS_API std::string json(const FitResult& result);
 
-// For people: the rank that needs most by tag, the others in a line each (`all`: by tag too), traffic, work.
+// For people: the rank that needs most by tag, the others in one line each (with `all`, by tag too), traffic and work.
 DS_API std::string text(const Prediction& prediction, bool all);
 // As a JSON object.
 DS_API std::string json(const Prediction& prediction);
 
-// The memory of each rank as stacked bars. `limit`: bytes that each rank has; 0: not told. As text for a terminal of so
-// many columns; the others need nothing else to be shown.
+// Charts of each rank's memory as stacked bars: text for a terminal with `columns` columns, or a self-contained SVG or
+// HTML document. `limit`: bytes available to each rank; 0: unknown.
 DS_API std::string plot_text(const Prediction& prediction, i64 limit, int columns, bool colour);
 DS_API std::string plot_svg(const Prediction& prediction, i64 limit);
 DS_API std::string plot_html(const Prediction& prediction, i64 limit);
 
-// What a run has taken, beside what was predicted.
+// Memory that a run has used, for comparison with its prediction.
 struct MeasuredRank {
   int rank = 0;
   std::vector<TagMemory> tags;
-  bool counted = false;     // else only what is predicted is known
-  i64 resident_bytes = 0;   // host memory of the process, its share of what is shared; 0: not known
-  i64 momentary_bytes = 0;  // beside it for a moment, as while a checkpoint was written
-  i64 base_bytes = 0;       // of it before the engine took anything
+  bool counted = false;     // false: only predictions are known
+  i64 resident_bytes = 0;   // host memory of the process, with its share of shared memory; 0: unknown
+  i64 momentary_bytes = 0;  // additional memory for a moment, for example while writing a checkpoint
+  i64 base_bytes = 0;       // part of it in use before the engine allocated anything
 };
 struct Measured {
-  std::string name;  // of the file, or of the process of the first rank
+  std::string name;  // of the file, or of the first rank's process
   int world_size = 0;
   MeshShape mesh;
   std::string device;
-  i64 step = 0, total_steps = 0;                  // total 0: not told
-  double step_ms = 0, tokens_per_s = 0, mfu = 0;  // of the file's last steps, or of the last one
-  double age_s = 0;                               // of a running one: since its last step ended
+  i64 step = 0, total_steps = 0;                  // total 0: unknown
+  double step_ms = 0, tokens_per_s = 0, mfu = 0;  // of the last steps in the file, or of the last step
+  double age_s = 0;                               // for a running job: since the end of its last step
   std::vector<MeasuredRank> ranks;
 };
-// A metrics.jsonl, or a directory with one. Throws Errc::Io, Errc::Corrupt.
+// Reads a metrics.jsonl, or the one in a directory. Throws Errc::Io, Errc::Corrupt.
 DS_API Measured read_measured(const std::string& path);
-// The runs of this user that train on this machine now, by the counters that they show in shared memory.
-// `directory`: of that run alone; empty: all. Throws Errc::Config where it is none.
+// Finds this user's training runs on this machine by their counters in shared memory. `directory`: only the run in that
+// directory; empty: all. Throws Errc::Config if it is not a run directory.
 DS_API std::vector<Measured> find_running(const std::string& directory = {});
-// For people: the rank that took most, or all.
+// For people: the rank that used most, or all ranks.
 DS_API std::string text(const Measured& measured, bool all);
 DS_API std::string json(const Measured& measured);
 DS_API std::string plot_text(const Measured& measured, i64 limit, int columns, bool colour);
@@ -288,12 +291,12 @@ DS_API std::string plot_html(const Measured& measured, i64 limit);
 // Model states of one rank in the ZeRO paper's accounting: 16-bit parameters and gradients, 12 bytes of optimizer.
 struct PaperStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes
-  double sent_elems = 0;                        // in a step
+  double sent_elems = 0;                        // per step
 };
 DS_API PaperStates paper_states(double params, int stage, int ranks);
 
-// The formulas of the field with these numbers in them, block by block with their sources; what they are compared with,
-// not what a run takes. The second of a number of parameters alone.
+// Prints the field's formulas with these numbers, block by block with their sources, for comparison with predictions; a
+// run may need other amounts. The second form starts from a number of parameters only.
 DS_API std::string explain(const Config& config, const World& world);
 DS_API std::string explain(double params, int stage, int ranks);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How many ranks a run has along each axis; the axes and the order of ranks are those of mesh/mesh.h. Workers of DiLoCo
-// are beside each other: each is a mesh of the other axes.
+// The number of ranks of a run along each axis. mesh/mesh.h defines the axes and the order of ranks. Each DiLoCo worker
+// is a mesh of the other axes of its own.
 
 #include <string>
 
@@ -10,14 +10,14 @@ namespace ds {
 struct MeshShape {
   int dp = 1, pp = 1, tp = 1, sp = 1, workers = 1;
   int world() const noexcept { return workers * dp * pp * tp * sp; }
-  // Ranks that see other samples.
+  // Groups of ranks that train on different samples.
   int data_size() const noexcept { return workers * dp; }
   bool operator==(const MeshShape&) const = default;
 };
 
-// Groups that cut dp in two: dp = outer x inner, of which `inner` ranks stand side by side (experts and what is data
-// parallel beside them, nodes and the ranks of each, replicas and what is inside). A group joins the ranks along one of
-// the two, with all of sp, as dp does. No rank moves.
+// A split of dp into two factors, dp = outer x inner, with `inner` neighbouring ranks. It serves experts and their data
+// parallelism, nodes and the ranks of each, replicas and the ranks inside. A group joins the ranks along one of the two
+// factors, and like dp all ranks of sp. Ranks keep their places.
 struct DpSplit {
   std::string name;  // of the group: "edp"
   int inner = 1;     // divides dp

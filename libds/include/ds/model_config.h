@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The shape of a model: what a Hugging Face config.json says, in one struct for all families, every default resolved.
+// The shape of a model: the contents of a Hugging Face config.json in one struct for all families, with all defaults
+// resolved.
 
 #include <string>
 #include <string_view>
@@ -12,19 +13,18 @@
 namespace ds {
 
 enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Bert };  // names: family_name()
-// "gpt2", "llama", "qwen2", "qwen3", "bert": model_type in config.json
+// Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
 
-// Scaling of the rotary embedding; only the fields of its type are meaningful. Formulas: Hugging Face's
-// modeling_rope_utils.py.
+// Scaling of the rotary embedding; a type uses only its own fields. Formulas: Hugging Face's modeling_rope_utils.py.
 struct RopeScaling {
   RopeType type = RopeType::Default;
   float factor = 1;
   float low_freq_factor = 1, high_freq_factor = 4;   // llama3
   float beta_fast = 32, beta_slow = 1;               // yarn
-  float attention_factor = 0;                        // yarn, longrope: multiplies cos and sin; 0: from factor
+  float attention_factor = 0;                        // yarn, longrope: multiplies cos and sin; 0: derived from factor
   float mscale = 0, mscale_all_dim = 0;              // yarn: both nonzero replace attention_factor
   bool truncate = true;                              // yarn: round the ramp's ends outwards
   i64 original_max_positions = 0;                    // llama3, yarn, longrope; 0: ModelConfig::max_positions
@@ -43,17 +43,19 @@ struct ModelConfig {
   i64 max_positions = 0;
   float norm_eps = 1e-5f;
   float initializer_range = 0.02f;
-  Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen, else a plain one
+  Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen; others: a plain one
 
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope;
-  // Sequences may be longer than max_positions: dynamic scaling stretches them.
+  // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
   bool rotary() const noexcept { return family != Family::Gpt2 && family != Family::Bert; }
 
-  i64 token_types = 0;   // BERT: segments that the embedding tells apart; text is read as one
-  i64 pad_token_id = 0;  // BERT: looking this token up gives its row no gradient, as padding_idx of PyTorch; -1: none
-  // Each position sees those before it and predicts the next token. Else it sees all: trained by masking (data.mlm).
+  i64 token_types = 0;  // BERT: number of segment types; text is read as a single segment
+  // BERT: looking up this token gives its row no gradient, as with padding_idx in PyTorch; -1: none.
+  i64 pad_token_id = 0;
+  // True if each position sees only those before it and predicts the next token; else it sees all, and the model is
+  // trained by masking (data.mlm).
   bool causal() const noexcept { return family != Family::Bert; }
 
   bool tie_embeddings = true;
@@ -69,17 +71,17 @@ struct ModelConfig {
   bool scale_attn_weights = true;  // by head_dim^-1/2
   bool scale_attn_by_inverse_layer_idx = false;
 
-  i64 sliding_window = 0;            // keys seen by a query in the layers of sliding_layers; 0: none has a window
+  i64 sliding_window = 0;  // number of keys that a query sees in the layers of sliding_layers; 0: no layer has a window
   std::vector<bool> sliding_layers;  // [layers], empty when sliding_window is 0
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
 };
 
-// Reads config.json itself or the one in a directory. Missing keys take Hugging Face's defaults. Throws Errc::Config
-// naming every mistake (unknown key, wrong type, sizes that contradict each other) with file, line and column;
-// Errc::Unavailable when the only trouble is a feature that is not there.
+// Reads a config.json, given by its path or its directory. Missing keys take Hugging Face's defaults. Throws
+// Errc::Config, which lists every mistake (unknown keys, wrong types, sizes that contradict each other) with file, line
+// and column; Errc::Unavailable if the only problem is an unsupported feature.
 DS_API ModelConfig load_model_config(const std::string& dir_or_file);
 
-// A config.json that Hugging Face transformers loads and load_model_config reads back unchanged.
+// Returns a config.json that Hugging Face transformers loads and load_model_config reads back unchanged.
 DS_API std::string model_config_json(const ModelConfig&);
 
 }  // namespace ds

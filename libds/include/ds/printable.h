@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Text from elsewhere (names in files, paths, what other programs say) made fit to be shown to people. Messages of
-// ds::Error and of the log carry it as it is: who shows them, escapes them.
+// Makes untrusted text (names in files, paths, output of other programs) safe to show. Messages of ds::Error and of the
+// log contain such text unchanged; the code that shows them escapes it.
 
 #include <cstddef>
 #include <string>
@@ -11,27 +11,27 @@
 
 namespace ds {
 
-// Which line breaks and tabs stay.
+// Which line breaks and tabs are kept.
 enum class Breaks {
-  None,      // of a name: none
-  Indented,  // of a message: tabs, and breaks before two blanks, so that text from elsewhere cannot begin a line
-  All,       // of a listing
+  None,      // for names: none
+  Indented,  // for messages: tabs, and breaks followed by two blanks, so that untrusted text cannot start a line
+  All,       // for listings: all
 };
 
-// Valid UTF-8 in which nothing steers a terminal: control characters (C0, DEL, C1), marks that turn the direction of
-// text, separators of lines, invisible tags and bytes that are not UTF-8 are written as \n, \x1b, \u202e. All else
-// stays, the backslash too.
+// Returns valid UTF-8 without anything that controls a terminal. Control characters (C0, DEL, C1), marks that change
+// the direction of text, line separators, invisible tags and bytes that are not UTF-8 are written as \n, \x1b, \u202e.
+// All else is kept, including the backslash.
 DS_API std::string printable(std::string_view text, Breaks breaks = Breaks::None);
 
-// `text`, or if it has more than `most` bytes, its beginning and its end around " ... (1048576 bytes) ... ". Of UTF-8
-// whole characters.
+// Returns `text`, or if it is longer than `most` bytes, its beginning and end around " ... (1048576 bytes) ... ", cut
+// between UTF-8 characters.
 DS_API std::string shortened(std::string_view text, std::size_t most);
 
-// What somebody else said, in lines of a message: "\n  | " before each.
+// Puts "\n  | " before each line, to quote another program's text in a message.
 DS_API std::string quoted_lines(std::string_view text);
 
-// JSON that a terminal cannot take for commands: the same value, with the characters that printable() escapes and JSON
-// need not (DEL, C1, marks of direction) as \u009b.
+// Returns JSON with the same value in which the characters that printable() escapes and JSON allows unescaped (DEL, C1,
+// marks of direction) are written as \u009b.
 DS_API std::string printable_json(std::string_view json);
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Files of prompts.
+// Reads files of prompts.
 
 #include <string>
 #include <vector>
@@ -10,14 +10,14 @@
 namespace ds {
 
 struct Prompt {
-  std::string text;  // bytes
-  // Of JSON Lines: the members of the object that it came in, as they stood there but for "schema", "text" and
-  // "tokens", which the result has.
+  std::string text;  // raw bytes
+  // For JSON Lines: the members of the prompt's object as they are in the file, without "schema", "text" and "tokens",
+  // which the output sets itself.
   std::string fields = {};
-  std::string place = {};  // "FILE:LINE" of a file's
+  std::string place = {};  // "FILE:LINE" of a prompt from a file
 };
-// A prompt in each line, or in each line an object with the text "prompt" where the file begins with one; "-" is
-// standard input. Throws Errc::Config, naming file and line.
+// Reads one prompt per line; if the file begins with a JSON object, each line is an object with the member "prompt".
+// "-" is standard input. Throws Errc::Config, which names file and line.
 DS_API std::vector<Prompt> read_prompts(const std::string& path);
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Who a process is among the ranks of its job.
+// The place of a process among the ranks of its job.
 
 #include <string>
 
@@ -8,16 +8,16 @@
 
 namespace ds {
 
-// This process among the ranks of the job, as the launcher says.
+// As stated by the launcher.
 struct RankInfo {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;        // among the ranks of this node
   int local_world_size = 1;  // ranks on this node
-  std::string job = {};      // names the job's shared memory; empty: there is none
+  std::string job = {};      // names the job's shared memory; empty: none
 };
 
-// Whether a rank of this node ended with a failure, of which ds-launch told; waits for so long, or until it has.
+// Waits up to `seconds` until ds-launch reports that a rank of this node has failed; returns whether it did.
 DS_API bool has_failed_within(const RankInfo& ranks, int rank, double seconds);
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Signals that end a process, and what has to be done before it ends by one.
+// Signals that end a process, and the cleanup that has to happen before.
 
 #include <vector>
 
@@ -8,14 +8,14 @@
 
 namespace ds {
 
-// Those that others send to end or to notify a process, which end it unless it handles them: not SIGKILL, not those of
-// its own faults, and neither SIGPIPE nor SIGXFSZ, which tools take as errors of write().
+// Signals sent from outside to end or notify a process, which end it by default. Excludes SIGKILL, fault signals, and
+// SIGPIPE and SIGXFSZ, which tools handle as errors of write().
 DS_API std::vector<int> ending_signals();
-// Those of its own faults, SIGSEGV and the like.
+// Signals for faults of the process itself, such as SIGSEGV.
 DS_API std::vector<int> fault_signals();
 
-// Removes the names that this process has in /dev/shm. For a handler of a signal that ends the process:
-// async-signal-safe, and the files stay usable until then.
+// Removes this process's names from /dev/shm. Async-signal-safe, for a handler of a signal that ends the process; open
+// mappings stay usable.
 DS_API void remove_shared_names() noexcept;
 
 }  // namespace ds

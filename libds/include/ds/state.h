@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// States: what is stored for each element of a parameter, under the names that steps and files know. This is the list;
-// whoever allocates, predicts, saves, loads, merges or shows states loops over it.
+// States: the values stored for each element of a parameter, with the names used in steps and files. This is the only
+// list of them; all code that allocates, predicts, saves, loads, merges or shows states loops over it.
 
 #include <array>
 #include <string_view>
@@ -10,7 +10,7 @@
 
 namespace ds {
 
-// The parameter itself, in the work dtype; its fp32 master, where that is another one; then what optimizers keep.
+// The parameter in the work dtype, its fp32 master if the work dtype is another, then the states of optimizers.
 enum class State : u8 {
   Param,
   Master,
@@ -29,8 +29,8 @@ inline constexpr size_t kNumStates = kStateNames.size();
 inline constexpr std::array<State, kNumStates> kStates = {
     State::Param, State::Master,        State::ExpAvg,     State::ExpAvgSq,     State::MomentumBuffer,
     State::Sum,   State::ExpAvgSqFresh, State::OuterParam, State::OuterMomentum};
-// Those of optimizers, and those of an optimizer around one (DiLoCo): the parameters that workers have in common, and
-// their momentum.
+// States of optimizers, including those of DiLoCo's outer optimizer: the parameters that the workers share, and their
+// momentum.
 inline constexpr std::array<State, 7> kOptimizerStates = {
     State::ExpAvg,        State::ExpAvgSq,   State::MomentumBuffer, State::Sum,
     State::ExpAvgSqFresh, State::OuterParam, State::OuterMomentum};
@@ -49,7 +49,7 @@ struct PerState {
 };
 using StateSet = PerState<bool>;
 
-// How a state is kept in memory: fp32, or as ds/kernels/state_codes.h says.
+// How a state is stored in memory: in fp32, or encoded (ds/kernels/state_codes.h).
 struct KeptAs {
   DType dtype = DType::F32;
   float* scales = nullptr;  // of codes

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What this build of libds is and can do.
+// The version and features of this build of libds.
 
 #include <string>
 #include <string_view>
@@ -11,7 +11,7 @@ namespace ds {
 
 DS_API std::string_view version() noexcept;  // "0.1.0"
 
-// What `--version` prints below the name: compiler, features, instruction set in use; one per line, ends with '\n'.
+// The lines that `--version` prints after the name: compiler, features, instruction set in use. Ends with '\n'.
 DS_API std::string version_text();
 
 }  // namespace ds

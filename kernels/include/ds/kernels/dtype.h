@@ -16,7 +16,7 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-// I8 and what follows it are only stored and copied: no op computes with them.
+// I8 and the types after it are only stored and copied: no op computes with them.
 enum class DType : u8 { F32, BF16, F16, F64, I32, I64, U16, U8, I8, I16, U32, U64, Bool, F8E4M3, F8E5M2 };
 
 constexpr i64 dtype_bytes(DType t) noexcept {
@@ -42,7 +42,7 @@ constexpr i64 dtype_bytes(DType t) noexcept {
 
 constexpr bool is_float(DType t) noexcept { return t <= DType::F64 || t == DType::F8E4M3 || t == DType::F8E5M2; }
 
-// The names in configs and tables.
+// The names used in configurations and tables.
 constexpr std::string_view dtype_name(DType t) noexcept {
   switch (t) {
     case DType::F32: return "fp32";
@@ -78,7 +78,7 @@ constexpr float to_float(f16 x) noexcept {
   const u32 sign = static_cast<u32>(x.bits & 0x8000u) << 16;
   const u32 exponent = (x.bits >> 10) & 0x1Fu;
   const u32 mantissa = x.bits & 0x3FFu;
-  if (exponent == 0x1F) {  // NaN becomes quiet, as the hardware's conversion does
+  if (exponent == 0x1F) {  // NaN becomes quiet, as in the hardware's conversion
     return std::bit_cast<float>(sign | 0x7F800000u | (mantissa << 13) | (mantissa != 0 ? 0x400000u : 0u));
   }
   if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
@@ -100,7 +100,7 @@ constexpr f16 to_f16(float x) noexcept {
   const u16 sign = static_cast<u16>((u >> 16) & 0x8000u);
   const u32 a = u & 0x7FFFFFFFu;
   if (a > 0x7F800000u) return {static_cast<u16>(sign | 0x7E00u | ((a >> 13) & 0x3FFu))};
-  if (a >= 0x477FF000u) return {static_cast<u16>(sign | 0x7C00u)};  // rounds to 65536 or more
+  if (a >= 0x477FF000u) return {static_cast<u16>(sign | 0x7C00u)};  // would round to 65536 or more
   if (a < 0x38800000u) {
     // Subnormal or zero: adding 0.5 aligns the mantissa so that the hardware rounds at 2^-24.
     const float shifted = std::bit_cast<float>(a) + 0.5f;

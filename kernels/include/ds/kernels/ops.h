@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// THE list of operations. Each backend fills one OpTable by designated initialisers: a missing or reordered op
-// does not compile. `ref` is the oracle (double accumulation, naive loops); `cpu` is SIMD, chosen per instruction
-// set at run time; `cuda` lives in libds_cuda.so.
+// THE list of operations. Each backend fills one OpTable by designated initialisers: a missing or reordered op does not
+// compile. `ref` is the oracle (double accumulation, naive loops); `cpu` is SIMD, chosen per instruction set at run
+// time; `cuda` is in libds_cuda.so.
 //
 // Rules for all ops
 //   dtypes      "work" dtype = fp32, bf16 or fp16, the same for all work tensors of a call; statistics, losses,
 //               optimizer state and accumulators are fp32. Internal arithmetic is fp32 (ref: fp64).
 //               Results are rounded once, to nearest even, when stored. `ref` also takes fp64 for every operand.
-//   shapes      what the contracts say: nothing is checked here, and kernels are noexcept.
+//   shapes      must satisfy the contracts: nothing is checked here, and kernels are noexcept.
 //   layout      contiguous row-major unless a contract says "strided"; the last dim always has stride 1.
 //   aliasing    outputs do not alias inputs unless a contract says "may alias".
-//   determinism the result depends on shapes, values and instruction set only; never on the number of threads.
+//   determinism results depend only on shapes, values and instruction set, never on the number of threads.
 //   memory      no op allocates, except worker scratch of the pool, which grows once: ScratchMeter.
 // Letters: B batch, T tokens (queries), S keys, H query heads, G key/value heads, D head dim, C hidden, F ffn, V
 // vocabulary, R rows, N elements. [x] dims; a view without data (`!view`) means "not wanted".
@@ -40,40 +40,41 @@ struct MatmulParams {
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
-  bool rowwise = false;  // each row of c has the bits that it has in a product of one row
+  bool rowwise = false;  // each row of c has the bits of a product with only that row
 };
 
-// Where the matrices of scores of one call lie in those of all heads, queries and keys of a sequence: what dropout
-// counts by, so that its masks do not depend on which rank has which of them, and what layouts, biases and documents go
-// by. 0 for a size: the call has all. With a layout col0, and in attention_bwd row0, are multiples of its block.
+// The position of a call's score matrices among those of all heads, queries and keys of a sequence. Dropout counts
+// elements by it, so that masks do not depend on how ranks share them; layouts, biases and documents are indexed by it.
+// Size 0: the call has all. With a layout, col0, and in attention_bwd row0, must be multiples of its block.
 struct AttentionGrid {
   i64 heads = 0, head0 = 0;  // of q
   i64 rows = 0, row0 = 0;    // queries
   i64 cols = 0, col0 = 0;    // keys
 
-  // Sizes of 0 replaced by those of a call.
+  // Replaces sizes of 0 by those of a call.
   constexpr AttentionGrid of(i64 H, i64 T, i64 S) const noexcept {
     return {heads != 0 ? heads : H, head0, rows != 0 ? rows : T, row0, cols != 0 ? cols : S, col0};
   }
-  // The number of the first score of row i; a row's scores follow each other.
+  // The number of row i's first score; the scores of a row are consecutive.
   DS_HOST_DEVICE constexpr i64 row(i64 b, i64 h, i64 i) const noexcept {
     return ((b * heads + head0 + h) * rows + row0 + i) * cols + col0;
   }
 };
 
-// Which blocks of keys each block of queries meets, as bits: a block-sparse layout. A key is visible where its block is
-// met and nothing else in AttentionParams hides it. Blocks count from the beginning of the sequence. The arrays lie in
-// the memory of the device that runs the op.
+// A block-sparse layout: which blocks of keys each block of queries attends to, as bits. A key is visible if its block
+// is present and nothing else in AttentionParams hides it. Blocks count from the beginning of the sequence. The arrays
+// are in the memory of the device that runs the op.
 struct AttentionBlocks {
-  i64 block = 0;                 // tokens of a block: 16, 32, 64 or 128; 0: there is no layout, and every key is met
-  i64 count = 0;                 // blocks of queries, and of keys; with all blocks those of a call lie below it
-  i64 layouts = 0;               // 1: of all heads; else one of each head of the model, head grid.head0 + h of q
-  const u64* keys = nullptr;     // [layouts, count, words()]: bit j % 64 of word j / 64 of row i: block i meets keys j
-  const u64* queries = nullptr;  // the same transposed: row j, bit i. Of attention_bwd alone
+  i64 block = 0;    // tokens per block: 16, 32, 64 or 128; 0: no layout, every key is visible
+  i64 count = 0;    // blocks of queries, and of keys; every block of a call must be below it
+  i64 layouts = 0;  // 1: one for all heads; else one for each head of the model, head grid.head0 + h of q
+  // [layouts, count, words()]: bit j % 64 of word j / 64 of row i: block i attends to keys j.
+  const u64* keys = nullptr;
+  const u64* queries = nullptr;  // transposed: row j, bit i; only for attention_bwd
 
   constexpr bool sparse() const noexcept { return block != 0; }
   DS_HOST_DEVICE constexpr i64 words() const noexcept { return (count + 63) / 64; }
-  // The words of block `query` of queries, of head `head` of the model.
+  // The words of query block `query` for head `head` of the model.
   DS_HOST_DEVICE constexpr const u64* keys_of(i64 head, i64 query) const noexcept {
     return keys + ((layouts == 1 ? 0 : head) * count + query) * words();
   }
@@ -91,56 +92,57 @@ struct AttentionParams {
   AttentionGrid grid{};
   AttentionBlocks blocks{};
 
-  // Further terms of scores and masks. A query's or key's place in its sequence is grid.row0 + i, grid.col0 + j.
+  // Further terms of scores and masks. The positions of a query and a key in their sequence are grid.row0 + i,
+  // grid.col0 + j.
   float softcap = 0.0f;  // > 0: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2)
-  // Then bias[h, place of the key - place of the query + reach], of the nearer end beyond, is added; h as in layouts.
-  // ALiBi (Press et al., 2022) and other biases by relative position are such tables.
+  // Added next: bias[h, position of the key - position of the query + reach], clamped to the table; h as in layouts.
+  // ALiBi (Press et al., 2022) and other biases by relative position have this form.
   const float* bias = nullptr;  // [heads of the model, 2 * reach + 1], on the device
   i64 reach = 0;
-  i64 sinks =
-      0;  // with a window: the first keys of a sequence, or document, that are visible besides (Xiao et al., 2024)
-  // Keys of other documents are hidden: where the document of each place begins, and where it ends.
+  // With a window: number of first keys of a sequence, or document, that stay visible (Xiao et al., 2024).
+  i64 sinks = 0;
+  // Keys of other documents are hidden: begin and end of the document at each position.
   const i32* documents = nullptr;  // [2, B, positions], on the device; ascending
   i64 positions = 0;
 
-  // Of attention_fwd of one sequence, from its first key on: keys and values in pages (Kwon et al., "Efficient Memory
+  // For attention_fwd of one sequence, from its first key on: keys and values in pages (Kwon et al., "Efficient Memory
   // Management for Large Language Model Serving with PagedAttention", 2023). Key j is row key_row(j) of k and v, whose
-  // dim 1 is S nevertheless. A page whose keys no query of the call sees may be any one, of numbers.
+  // dim 1 is still S. A page without keys that a query of the call sees may be any page of finite numbers.
   const i32* pages = nullptr;  // [ceil(S / page)], on the device
-  i64 page = 0;                // keys: 16, 32, 64 or 128, at least those of a block of the layout or, without one, 64
+  i64 page = 0;  // keys per page: 16, 32, 64 or 128, and at least a block of the layout, or 64 without a layout
 
   DS_HOST_DEVICE constexpr i64 key_row(i64 j) const noexcept {
     return pages == nullptr ? j : pages[j / page] * page + j % page;
   }
 };
 
-// Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of
-// a pair representation, and a bias of pairs is shared by all N.
+// For Evoformer attention: T residues attend to each other in each of N sequences of an alignment, or rows of a pair
+// representation; all N share the pair bias.
 struct EvoformerParams {
   float scale = 1.0f;  // multiplies QK^T
   i64 num_seq = 1;     // N; the first dim of q is B*N
 };
 
-inline constexpr i32 kIgnoredTarget = -100;  // as a target: the row counts in no loss
+inline constexpr i32 kIgnoredTarget = -100;  // a target that does not count in the loss
 struct CrossEntropyParams {
   i32 ignore_index = kIgnoredTarget;
   float grad_scale = 1.0f;  // d(total)/d(token loss): loss scale / valid count, the same for every token
   i64 chunk_tokens = 0;     // rows of the logits workspace
-  // The share of a target that all ids have alike: loss = lse - (1 - s) z[target] - s mean z, with lse = ln of the sum
-  // of e^z (Szegedy et al., "Rethinking the Inception Architecture", 2015; torch.nn.CrossEntropyLoss).
+  // Weight of the uniform distribution in the target: loss = lse - (1 - s) z[target] - s mean z, with lse = ln of the
+  // sum of e^z (Szegedy et al., "Rethinking the Inception Architecture", 2015; torch.nn.CrossEntropyLoss).
   float label_smoothing = 0;
   float z_loss = 0;  // adds z_loss lse^2 (Chowdhery et al., "PaLM", 2022)
-  i64 vocab = 0;     // of a vocabulary in parts: ids of all of them
+  i64 vocab = 0;     // for a vocabulary in parts: size of all of them together
 };
 
-// Rows of dtype `work` that begin where the rows of z begin: what vocab_grad makes of them in place.
+// Rows of dtype `work` that start at the same addresses as the rows of z: the in-place result of vocab_grad.
 inline TensorView gradient_rows(TensorView z, DType work) noexcept {
   z.stride[0] = z.stride[0] * dtype_bytes(z.dtype) / dtype_bytes(work);
   z.dtype = work;
   return z;
 }
 
-// How parameters are updated, element by element. The definitions, with their papers: kernels/update_rules.h.
+// How parameters are updated, element by element. kernels/update_rules.h defines the rules and cites their papers.
 enum class UpdateRule : u8 {
   AdamW,
   AdamL2,
@@ -190,106 +192,108 @@ constexpr std::string_view rule_name(UpdateRule rule) noexcept {
   return "";
 }
 
-// Of the parameters that are updated alike in one step. What its rule has no use for is ignored.
+// For parameters that are updated alike in one step. Members that a rule does not use are ignored.
 struct UpdateParams {
   UpdateRule rule = UpdateRule::AdamW;
-  double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5. One momentum is beta1
-  double rest1 = -1;                  // the share of the gradient in the momentum; negative: 1 - beta1
+  double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5. A single momentum is beta1
+  double rest1 = -1;                  // weight of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  RngKey rng{};                // of what is rounded stochastically: its site is UpdateTensor::site
-  bool stochastic = false;     // masters in bf16 are, too
+  RngKey rng{};                // for stochastic rounding; the site is UpdateTensor::site
+  bool stochastic = false;     // also round bf16 masters stochastically
 };
 
-// Of an optimizer around another one, whose states are its own.
+// True for the rules of an optimizer around another one, which has its own states.
 constexpr bool is_outer(UpdateRule rule) noexcept {
   return rule == UpdateRule::OuterDelta || rule == UpdateRule::OuterMomentum || rule == UpdateRule::OuterNesterov;
 }
 
-// Of 1-bit LAMB behind its freeze.
+// True for the rules of 1-bit LAMB after its freeze.
 constexpr bool is_frozen_lamb(UpdateRule rule) noexcept {
   return rule == UpdateRule::MomentumGradient || rule == UpdateRule::VarianceRatio ||
          rule == UpdateRule::FrozenLambDirection;
 }
 
-// Of a rule that leaves the master alone and a direction in the place of the gradient.
+// True for rules that do not change the master but replace the gradient by a direction.
 constexpr bool makes_direction(UpdateRule rule) noexcept {
   return rule == UpdateRule::LambDirection || is_frozen_lamb(rule) || rule == UpdateRule::ZeroOneDelta ||
          rule == UpdateRule::MuonDirection || rule == UpdateRule::NesterovMuonDirection ||
          rule == UpdateRule::OuterDelta;
 }
 
-// Of a rule whose gradient is none: nothing unscales or clips it.
+// True for rules whose gradient operand is not a gradient, so that it is not unscaled or clipped.
 constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
   return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync ||
          is_frozen_lamb(rule) || is_outer(rule);
 }
 
-// One pass of an optimizer over many tensors, wherever these are: plain data.
+// One pass of an optimizer over many tensors, wherever they are stored: plain data.
 struct UpdateSpec {
   UpdateParams params;
-  const float* factors = nullptr;  // where the op runs, by parameter; of Descend; null: 1
-  bool decay = true;               // by the tensors' weight decay; else 0
+  const float* factors = nullptr;  // where the op runs, by parameter; for Descend; null: 1
+  bool decay = true;               // apply the tensors' weight decay; false: 0
 };
 
 // One tensor of an optimizer step; all [N], contiguous.
 struct UpdateTensor {
-  TensorView param;   // work dtype, gets the rounded master; optional, may be master
-  TensorView master;  // fp32; or param itself, which is decoded, goes through the rule, and is rounded
-  // As many as the rule has: fp32; of AdamW and AdamL2 also bf16 both, or I8 and U8 codes (state_codes.h), whose blocks
-  // begin with the tensor. What is not fp32 is decoded, goes through the rule, and is encoded.
+  TensorView param;   // work dtype, receives the rounded master; optional, may be master
+  TensorView master;  // fp32; or the same as param, which is then decoded, updated and rounded
+  // As many as the rule has: fp32; for AdamW and AdamL2 also both bf16, or I8 and U8 codes (state_codes.h), whose
+  // blocks start with the tensor. States that are not fp32 are decoded, updated and encoded.
   TensorView states[2];
-  TensorView grad;  // fp32; a rule that makes a direction overwrites it
+  TensorView grad;  // fp32; overwritten by a rule with makes_direction()
   float weight_decay = 0;
-  const float* factor = nullptr;  // where the op runs; of Descend; null: 1
-  // Element i is rounded stochastically by number first + i of this site, of which bf16 states take a half each; a
-  // master by the upper half of that of kMasterSite beside it.
+  const float* factor = nullptr;  // where the op runs; for Descend; null: 1
+  // Stochastic rounding of element i uses number first + i of this site. Two bf16 states use one half of it each; a
+  // master uses the upper half of the number of site + kMasterSite.
   u32 site = 0;
   i64 first = 0;  // a multiple of 4
 };
 
-// An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add
-// as plain 64-bit integers over any partition and any number of ranks (< 2^31 partials). Ops return 0 <= lo < 2^32.
+// An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). The value is hi*2^32 + lo;
+// both parts can be added as plain 64-bit integers over any partition and any number of ranks (< 2^31 partials). Ops
+// return 0 <= lo < 2^32.
 struct ExactSum {
   i64 hi = 0;
   i64 lo = 0;
 
-  // The least exponent with every finite |x| < 2^exponent, from the bits of the largest.
+  // The smallest exponent with every finite |x| < 2^exponent, from the bits of the largest.
   DS_HOST_DEVICE static constexpr int exponent_of(u32 max_abs_bits) noexcept {
     return static_cast<int>(max_abs_bits >> 23) - 126;
   }
-  // Rounded once, and the same for every split into hi and lo, while the sum is below 2^85 units.
+  // Rounded once, and independent of the split into hi and lo, while the sum is below 2^85 units.
   DS_HOST_DEVICE double value(int exponent) const noexcept {
     const double high = static_cast<double>(hi + (lo >> 32)), low = static_cast<double>(lo & 0xFFFFFFFF);
     return std::ldexp(high * 0x1p32 + low, 2 * exponent - 50);
   }
 };
 
-// How numbers become codes of `bits` bits. `block` consecutive elements of a row share an fp32 scale; a row begins a
-// new block. 8 bits: an int8 per element. 4: two's complement, element 2k in the low half of byte k, 2k+1 in the high.
-// 1: the sign, element i in bit i % 8 of byte i/8, 1 for what is below zero. What fills up the last byte of a row is
-// zero.
+// Encoding of numbers as codes of `bits` bits. `block` consecutive elements of a row share an fp32 scale; each row
+// starts a new block. 8 bits: one int8 per element. 4: two's complement, element 2k in the low half of byte k, 2k+1 in
+// the high half. 1: the sign, element i in bit i % 8 of byte i/8, 1 for negative numbers. Unused bits of a row's last
+// byte are zero.
 struct CodeFormat {
   int bits = 8;
-  i64 block = 2048;  // a multiple of 8; 0: the row
+  i64 block = 2048;  // a multiple of 8; 0: the whole row
 
   DS_HOST_DEVICE constexpr i64 block_elems(i64 n) const noexcept { return block != 0 ? block : n > 0 ? n : 1; }
   constexpr i64 code_bytes(i64 n) const noexcept { return (n * bits + 7) / 8; }
   constexpr i64 num_blocks(i64 n) const noexcept {
-    return block != 0 ? (n + block - 1) / block : 1;  // a row without elements has a scale, where the row is the block
+    // If the row is the block, even a row without elements has a scale.
+    return block != 0 ? (n + block - 1) / block : 1;
   }
   DS_HOST_DEVICE constexpr float largest_code() const noexcept { return bits == 8 ? 127.0f : 7.0f; }
 };
 
-// What becomes of the error e that a quantisation makes, where it is kept: x + scale e is what is quantised, and then
-// e = decay scale e + (1 - decay) (what was quantised - what its codes say).
+// Handling of the quantisation error e, if it is kept: x + scale e is quantised, and then e = decay scale e + (1 -
+// decay) (quantised value - decoded value).
 struct ErrorFeedback {
   float scale = 1;
   float decay = 0;
 };
 
-// The one definition of a block's scale, by its largest |x|. Not finite: NaN, so that all of the block shows it. Never
-// subnormal, so that no quotient overflows; 1 for zeros. (Floats above 3.4e38 may come back as infinity.)
+// Defines the scale of a block by its largest |x|. If that is not finite the scale is NaN, which marks the whole block.
+// Never subnormal, so that no quotient overflows; 1 for zeros. (Floats above 3.4e38 may be decoded to infinity.)
 DS_HOST_DEVICE inline float block_scale(u32 max_abs_bits, CodeFormat format) noexcept {
   if (max_abs_bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
   if (max_abs_bits == 0) return 1.0f;
@@ -297,8 +301,8 @@ DS_HOST_DEVICE inline float block_scale(u32 max_abs_bits, CodeFormat format) noe
   return scale > 0x1p-126f ? scale : 0x1p-126f;
 }
 
-// The scale of signs: the root mean square of n values, from the bits of the largest |x| and the sum of squares in that
-// exponent's units. NaN if not finite, 0 for n = 0.
+// The scale of signs: the root mean square of n values, from the bits of the largest |x| and the sum of squares in
+// units of that exponent. NaN if not finite, 0 for n = 0.
 DS_HOST_DEVICE inline float sign_scale(i64 max_abs, ExactSum sum, i64 n) noexcept {
   const u32 bits = static_cast<u32>(max_abs);
   if (bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
@@ -306,18 +310,17 @@ DS_HOST_DEVICE inline float sign_scale(i64 max_abs, ExactSum sum, i64 n) noexcep
   return static_cast<float>(std::sqrt(sum.value(ExactSum::exponent_of(bits)) / static_cast<double>(n)));
 }
 
-// What an optimizer step must know of all gradients: made and read where the ops run, without the host.
+// The verdict on all gradients of an optimizer step: computed and read where the ops run, without the host.
 struct GradVerdict {
   i64 finite = 1;        // 0: the step is skipped
-  double norm = 0;       // of the mean gradient, unscaled; the largest |g| where it is not finite
+  double norm = 0;       // of the mean gradient, unscaled; the largest |g| if that is not finite
   float grad_scale = 1;  // multiplies gradients: unscale and clip in one
 };
 struct JudgeParams {
-  double divisor = 1;  // of the accumulated sums: loss scale times the means still to be taken
-  double clip = 0;     // the largest norm; 0: none
+  double divisor = 1;  // of the accumulated sums: loss scale times the remaining divisors of the mean
+  double clip = 0;     // maximum norm; 0: no clipping
 };
-// The one definition of the verdict. max_abs: the bits of the largest |g|; sum: of its squares, in that exponent's
-// units.
+// Defines the verdict. max_abs: bits of the largest |g|; sum: of squares, in units of that exponent.
 DS_HOST_DEVICE inline GradVerdict judge_gradients(i64 max_abs, ExactSum sum, const JudgeParams& p) noexcept {
   const u32 bits = static_cast<u32>(max_abs);
   if (bits >= 0x7F800000u) return {.finite = 0, .norm = static_cast<double>(std::bit_cast<float>(bits))};
@@ -326,7 +329,7 @@ DS_HOST_DEVICE inline GradVerdict judge_gradients(i64 max_abs, ExactSum sum, con
   return {.norm = norm, .grad_scale = static_cast<float>(1 / (p.divisor * too_long))};
 }
 
-// Parameter k of K: of norm_ratios; `unit`: |w| is 1.
+// The ratio of norm_ratios for parameter k of K; `unit`: |w| is taken as 1.
 DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 k, i64 K, float low, float high,
                                        bool unit) noexcept {
   double squares[2] = {1, 1};
@@ -344,25 +347,25 @@ DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 
 struct OpTable {
   std::string_view name;  // "ref", "cpu.avx512", ...
 
-  // c[M,N] = activation(op(a) op(b) + bias) + residual.  a, b strided rows, one work dtype; c strided rows, fp32 or that
-  // dtype. bias [N] work dtype; preact [M,N] c's dtype and strides free: the value before the activation; residual [M,N]
-  // c's dtype, may alias c. bias, preact, residual optional. Sums over K in fp32 in a fixed order.
+  // c[M,N] = activation(op(a) op(b) + bias) + residual.  a, b: strided rows, one work dtype; c: strided rows, fp32 or that
+  // dtype. bias [N] work dtype; preact [M,N], with c's dtype and free strides, receives the value before the activation;
+  // residual [M,N], c's dtype, may alias c. bias, preact, residual are optional. Sums over K in fp32 in a fixed order.
   void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                  const MatmulParams&, Stream&) noexcept;
-  // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype, fp32 or x's: the
+  // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype (fp32 or x's): the
   // gradient of a bias.
   void (*column_sum)(TensorView out, TensorView x, bool accumulate, Stream&) noexcept;
 
   // Ba, Kiros, Hinton: "Layer Normalization". y, x [R,C]; weight, bias [C]; mean, rstd [R] fp32.
   void (*layernorm_fwd)(TensorView y, TensorView mean, TensorView rstd, TensorView x, TensorView weight, TensorView bias,
                         float eps, Stream&) noexcept;
-  // dx = residual_grad + layernorm'(dy); residual_grad [R,C] optional; dx may alias it, or dy. dweight, dbias [C]
-  // overwritten, any work dtype (both the same).
+  // dx = residual_grad + layernorm'(dy); residual_grad [R,C] optional; dx may alias it, or dy. Overwrites dweight and dbias
+  // [C], of any work dtype (both the same).
   void (*layernorm_bwd)(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
                         TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream&) noexcept;
 
-  // Zhang, Sennrich: "Root Mean Square Layer Normalization". As layernorm without mean and bias. y may alias x.
-  // x rstd stays fp32 until it has been multiplied by the weight; Hugging Face rounds it to x's dtype before, too.
+  // Zhang, Sennrich: "Root Mean Square Layer Normalization". Like layernorm without mean and bias. y may alias x.
+  // x rstd stays fp32 until it is multiplied by the weight; Hugging Face also rounds it to x's dtype first.
   void (*rmsnorm_fwd)(TensorView y, TensorView rstd, TensorView x, TensorView weight, float eps, Stream&) noexcept;
   void (*rmsnorm_bwd)(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,
                       TensorView weight, TensorView rstd, Stream&) noexcept;
@@ -379,44 +382,44 @@ struct OpTable {
   void (*rope)(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, bool inverse,
                Stream&) noexcept;
 
-  // y[R,C] = table[ids[r] - first_id] (+ y when accumulate). The table [V,C] holds the rows first_id .. first_id + V - 1 of
-  // the vocabulary; ids [R] int32. An id outside gives a row of zeros, or leaves y as it is when accumulate: the rows of
+  // y[R,C] = table[ids[r] - first_id] (+ y if accumulate). The table [V,C] contains rows first_id .. first_id + V - 1 of the
+  // vocabulary; ids [R] int32. An id outside gives a row of zeros, or does not change y if accumulate, so the results of
   // all ranks add up to the whole lookup.
   void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
-  // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable fp32 or
-  // dy's dtype. Rows with an id outside of the table are left out; R may be 0. Deterministic: stable by id, no atomics.
+  // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable: fp32 or
+  // dy's dtype. Rows with an id outside the table are ignored; R may be 0. Deterministic: stable by id, no atomics.
   void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
 
   // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
   // lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
   void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                         Stream&) noexcept;
-  // dq strided like q; dk, dv like k, v; all overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
-  // Block by block: with o and lse of all keys (attention_merge), a call for some queries and some keys gives what these
-  // do to each other. The dq of all blocks of keys add up to that of the queries, the dk and dv of all blocks of queries
-  // to those of the keys; each is rounded to the work dtype, so the caller adds them in fp32 (fold).
+  // dq strided like q; dk, dv like k, v; all are overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
+  // Also works by blocks: given o and lse over all keys (attention_merge), a call with some queries and some keys computes
+  // their contributions to each other's gradients. The dq over all blocks of keys, and the dk and dv over all blocks of
+  // queries, add up to the whole gradients; each part is rounded to the work dtype, so the caller adds them in fp32 (fold).
   void (*attention_bwd)(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                         TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
 
-  // Attention to keys in blocks, the same queries each time: o [B,T,H,D] fp32, lse [B,H,T] fp32 become the attention to all
-  // blocks merged so far; o_part, work dtype, and lse_part are attention_fwd's of one block. All strided, so that a block
-  // may concern part of the queries. first: o = o_part, lse = lse_part, and o and lse are not read; so it is for each row
-  // with lse = +inf. A row without keys in the block (lse_part = +inf) stays as it is. The order of blocks fixes the bits.
+  // Merges attention over blocks of keys for the same queries: o [B,T,H,D] fp32 and lse [B,H,T] fp32 become the attention to
+  // all blocks merged so far; o_part (work dtype) and lse_part are attention_fwd's results for one block. All are strided, so
+  // a block may cover only some queries. first: o = o_part, lse = lse_part, without reading o and lse; rows with lse = +inf
+  // are handled alike. A row without keys in the block (lse_part = +inf) does not change. Bits depend on the order of blocks.
   void (*attention_merge)(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
                           Stream&) noexcept;
 
-  // Attention with the two biases of an Evoformer block: row-wise of an MSA with the bias of pairs, and around the starting
-  // or the ending node of a triangle (Jumper et al.: "Highly accurate protein structure prediction with AlphaFold", 2021,
-  // supplementary algorithms 7, 13 and 14; DeepSpeed4Science's EvoformerAttention). Nothing of the size N x T x T is stored.
+  // Attention with the two biases of an Evoformer block: row-wise over an MSA with pair bias, and around the starting or
+  // ending node of a triangle (Jumper et al.: "Highly accurate protein structure prediction with AlphaFold", 2021,
+  // supplementary algorithms 7, 13 and 14; DeepSpeed4Science's EvoformerAttention). Nothing of size N x T x T is stored.
   //   S = scale QK^T + bias1 + bias2, P = softmax over keys, O = P V, for each sequence n of each b and each head
   //   q, k, v, o, and dq, dk, dv, dout   [B*N,T,H,D] strided, b*N + n in the first dim
-  //   lse     [B*N,H,T] fp32, strided: log-sum-exp of S less the largest bias1 of (b,n), so that a mask of -1e9 over all
-  //           keys, beside which fp32 has no room for scores, leaves their softmax as it is
-  //   bias1   [B*N,T] strided rows, of keys: published as [B,N,1,1,T]; optional. A mask: 0, and -1e9 or -inf
-  //   bias2   [B,H,T,T] strided, of query and key: published as [B,1,H,T,T]; optional
-  //           Biases are of the work dtype or fp32, each for itself. A row where all of S is -inf gives o = 0, lse = +inf.
-  //   dbias1, dbias2   fp32, the shapes of the biases, overwritten, optional: over heads and queries, and over n, summed in
-  //           fp32 in an order that the shapes fix. Each may be wanted without its bias, as of one that is 0.
+  //   lse     [B*N,H,T] fp32, strided: log-sum-exp of S minus the largest bias1 of (b,n), so that a mask of -1e9 over all
+  //           keys, next to which fp32 cannot resolve scores, does not change their softmax
+  //   bias1   [B*N,T] strided rows, by key (published as [B,N,1,1,T]); optional. A mask: 0, and -1e9 or -inf
+  //   bias2   [B,H,T,T] strided, by query and key (published as [B,1,H,T,T]); optional
+  //           Each bias is of the work dtype or fp32. A row in which all of S is -inf gives o = 0, lse = +inf.
+  //   dbias1, dbias2   fp32, with the shapes of the biases, overwritten, optional: sums over heads and queries, and over n,
+  //           in fp32 in an order fixed by the shapes. Each may be requested without its bias, which then counts as 0.
   void (*evoformer_attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, TensorView bias1,
                                   TensorView bias2, const EvoformerParams&, Stream&) noexcept;
   // Uses o, lse of the forward pass.
@@ -427,23 +430,23 @@ struct OpTable {
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
   //   workspace [chunk_tokens, V] fp32. dh [T,C] work dtype, dweight [V,C] and dbias [V] fp32 (overwritten) are optional:
-  //   without them only the losses are computed. Every chunk reads the whole weight (and adds to all of dweight): below
-  //   some 256 tokens that costs more than it saves.
+  //   without them only losses are computed. Every chunk reads the whole weight (and adds to all of dweight), so chunks of
+  //   less than about 256 tokens cost more than they save.
   void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                                TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                const CrossEntropyParams&, Stream&) noexcept;
 
-  // Softmax cross-entropy over a vocabulary that is cut into parts, one per rank; the caller makes the logits, reduces the
-  // three numbers of a row over the parts, and makes the products with dz. z [R,V] fp32, strided rows: the logits of the
-  // ids first_id .. first_id + V - 1 for R tokens; targets [R] int32; max, sum, at_target, losses [R] fp32. With one part
-  // that is all, losses and dz are those of linear_cross_entropy, on the CPU bit for bit.
-  //   vocab_max   max = the largest logit of a row, -inf of none; a NaN is passed over, and reaches the sum.
-  //   vocab_sums  with the maximum over all parts: sum = sum of e^(z - max); at_target = z[target] - max where this part
-  //               has the target, else 0, and with label_smoothing s (1 - s) times that + s/vocab * sum of (z - max). Both 0
-  //               where the target is ignore_index.
-  //   vocab_grad  with both summed over all parts: losses = ln(sum) - at_target + z_loss lse^2, dz = grad_scale *
-  //               ((1 + 2 z_loss lse) e^(z - max)/sum - (1 - s) onehot(target) - s/vocab), both 0 where ignored. dz [R,V] work dtype, strided rows: gradient_rows(z), which takes
-  //               the place of z, or other memory. Losses or dz optional.
+  // Softmax cross-entropy over a vocabulary that is cut into parts, one per rank. The caller computes the logits, reduces the
+  // three numbers of each row over the parts, and computes the products with dz. z [R,V] fp32, strided rows: the logits of
+  // ids first_id .. first_id + V - 1 for R tokens; targets [R] int32; max, sum, at_target, losses [R] fp32. With a single
+  // part, losses and dz are those of linear_cross_entropy, on the CPU bit for bit.
+  //   vocab_max   max = the largest logit of a row, -inf for none; ignores NaN, which reaches the sum instead.
+  //   vocab_sums  given the maximum over all parts: sum = sum of e^(z - max); at_target = z[target] - max if this part
+  //               contains the target, else 0; with label_smoothing s, (1 - s) times that + s/vocab * sum of (z - max). Both
+  //               are 0 if the target is ignore_index.
+  //   vocab_grad  given both, summed over all parts: losses = ln(sum) - at_target + z_loss lse^2, dz = grad_scale *
+  //               ((1 + 2 z_loss lse) e^(z - max)/sum - (1 - s) onehot(target) - s/vocab), both 0 where ignored. dz [R,V]
+  //               work dtype, strided rows: gradient_rows(z), which overwrites z, or other memory. Losses or dz optional.
   void (*vocab_max)(TensorView max, TensorView z, Stream&) noexcept;
   void (*vocab_sums)(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
                      const CrossEntropyParams&, Stream&) noexcept;
@@ -454,30 +457,30 @@ struct OpTable {
   void (*dropout)(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;
   // y = a + b, one dtype; y may alias a or b.
   void (*add)(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
-  // y[R,C] = (x + bias) + residual, rounded once: the end of a linear map whose sums x [R,C] fp32 came from several ranks.
-  // bias [C] and residual [R,C], both optional, of y's dtype. y may alias residual, and x where it is fp32 as well.
+  // y[R,C] = (x + bias) + residual, rounded once: the end of a linear map whose sums x [R,C] fp32 come from several ranks.
+  // bias [C] and residual [R,C], both optional, have y's dtype. y may alias residual, and x if that is fp32 as well.
   void (*bias_residual)(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream&) noexcept;
-  // y = x converted. May alias when the dtypes are equal (then it is a copy).
+  // y = x converted. May alias if the dtypes are equal (then it is a copy).
   void (*cast)(TensorView y, TensorView x, Stream&) noexcept;
   // y[B,T,H,D] = x[B,T,H,D], both strided, any one dtype: packs, unpacks and permutes. Moves runs of D elements, or longer
-  // ones where both tensors have them: put what is contiguous last, and dims that either of them permutes before it.
+  // ones if both tensors have them: put contiguous dims last, and dims that either tensor permutes before them.
   void (*copy_heads)(TensorView y, TensorView x, Stream&) noexcept;
-  // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: one
-  // or more, work dtypes, one dtype for all; dst may be any of them (same elements) if they are fp32.
+  // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst if accumulate, else the fold starts with s0. sources: one or
+  // more, all of one work dtype; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
 
   // Numbers as codes and scales, row by row: x, y [R,N], codes uint8 [R, code_bytes(N)], scales fp32 [R, num_blocks(N)], all
-  // with strided rows, so that the codes and scales of a row may lie side by side. Every operation is rounded to fp32, none
-  // is fused, and all backends agree bit for bit (but for which NaN).
+  // with strided rows, so that the codes and scales of a row may be adjacent. Every operation is rounded to fp32, none is
+  // fused, and all backends agree bit for bit (except for the kind of NaN).
   //   quantize         8 or 4 bits, N > 0: scale = block_scale(largest |x| of the block), code = rint(x / scale), so that
-  //                    |x - code*scale| <= scale/2. A block with an element that is not finite has the scale NaN and codes of 0.
-  //                    error [R,N] fp32, optional, strided rows: see ErrorFeedback; the x above is then x + scale*error. It is 0
-  //                    after a block that was not finite. x work dtype.
-  //   quantize_signs   y [N] fp32 -> codes [code_bytes(N)], scale [1] = sign_scale(max_abs [1], sum [2], n): of the n elements
-  //                    of which these N may be a part. y then holds the error, y -+ scale, or 0 where the scale is NaN.
+  //                    |x - code*scale| <= scale/2. A block with a non-finite element has scale NaN and codes 0.
+  //                    error [R,N] fp32, optional, strided rows: see ErrorFeedback; x above is then x + scale*error. The
+  //                    error of a block that was not finite is 0. x work dtype.
+  //   quantize_signs   y [N] fp32 -> codes [code_bytes(N)], scale [1] = sign_scale(max_abs [1], sum [2], n), for n elements
+  //                    of which these N may be a part. y then contains the error, y -+ scale, or 0 if the scale is NaN.
   //   dequantize       y = code*scale, rounded to y's dtype. 1 bit: -scale or +scale. y work dtype.
-  //   dequantize_fold  dst[N] fp32 = (accumulate ? dst : 0) + fold/divisor, fold = the sum of the rows' code*scale in fp32, in
-  //                    ascending order of rows, beginning with row 0.
+  //   dequantize_fold  dst[N] fp32 = (accumulate ? dst : 0) + fold/divisor, fold = the sum of the rows' code*scale in fp32,
+  //                    in ascending order of rows, starting with row 0.
   void (*quantize)(TensorView codes, TensorView scales, TensorView x, TensorView error, CodeFormat, ErrorFeedback,
                    Stream&) noexcept;
   void (*quantize_signs)(TensorView codes, TensorView scale, TensorView y, TensorView max_abs, TensorView sum, i64 n,
@@ -489,11 +492,11 @@ struct OpTable {
   // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
   // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.
   void (*max_abs)(TensorView result, TensorView x, Stream&) noexcept;
-  // flags [R] uint8 = 1 where a row of x [R,C] has an element that is not zero (NaN is none), else 0. x work dtype.
+  // flags [R] uint8 = 1 if a row of x [R,C] has a nonzero element (NaN counts), else 0. x work dtype.
   void (*nonzero_rows)(TensorView flags, TensorView x, Stream&) noexcept;
-  // result [2] int64 (ExactSum) += the exact sum of squares of x in the units of exponent_of(max_abs [1] int64); nothing
-  // if that is not finite. Terms below 2^-50 of 2^(2*exponent) are rounded each for itself, so the sum does not depend
-  // on order or partition.
+  // result [2] int64 (ExactSum) += the exact sum of squares of x in units of exponent_of(max_abs [1] int64); adds nothing if
+  // that is not finite. Terms below 2^-50 of 2^(2*exponent) are rounded individually, so the sum does not depend on order
+  // or partition.
   void (*sum_squares)(TensorView result, TensorView x, TensorView max_abs, Stream&) noexcept;
   // result [1] fp64 = factor * the sum of x [N] fp32 in fp64, in a fixed order.
   void (*sum)(TensorView result, TensorView x, double factor, Stream&) noexcept;
@@ -502,14 +505,14 @@ struct OpTable {
 
   // y [N] = a*y + b*f*x, all fp32; f: *factor where the op runs, null: 1. a = 0: y is not read.
   void (*scaled_sum)(TensorView y, TensorView x, float a, float b, const float* factor, Stream&) noexcept;
-  // LAMB's trust ratios of K parameters: factors [K] fp32 = clamp(|w| / |u|, low, high), 1 where either is 0. Norms by
-  // largest [2,K] int64, as of max_abs, and sums [2,K,2] int64 (ExactSum): of all w, then of all u. Where they are [K]
-  // and [K,2] they are of u, and |w| is 1.
+  // LAMB's trust ratios of K parameters: factors [K] fp32 = clamp(|w| / |u|, low, high), 1 if either norm is 0. Norms are
+  // given by largest [2,K] int64, as from max_abs, and sums [2,K,2] int64 (ExactSum): first all w, then all u. With [K] and
+  // [K,2] they are those of u, and |w| is 1.
   void (*norm_ratios)(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept;
 
-  // An optimizer's pass over all tensors of a step at once; nothing if the verdict is not finite. Gradients are
-  // multiplied by verdict.grad_scale (Descend: directions by their factor). Every operation is rounded, none is fused, so
-  // all backends agree bit for bit; betas and 1 - beta are rounded to fp32 once. AdamW, for one:
+  // An optimizer's pass over all tensors of a step; does nothing if the verdict is not finite. Gradients are multiplied by
+  // verdict.grad_scale (Descend: directions by their factor). Every operation is rounded, none is fused, so all backends
+  // agree bit for bit; betas and 1 - beta are rounded to fp32 once. For example, AdamW:
   //   m = beta1*m + (1-beta1)*g;  v = beta2*v + ((1-beta2)*g)*g
   //   master = master - lr*((m/bias1) / (sqrt(v/bias2) + eps) + decay*master)
   void (*update)(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, const UpdateParams&, Stream&) noexcept;
@@ -518,24 +521,25 @@ struct OpTable {
 
 const OpTable& ref_ops() noexcept;
 
-// The CPU backend for one instruction set: "avx2", "avx512", "avx512_bf16", "amx", or "auto" (the best this CPU has, or
-// what DS_ISA names); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU lacks it or the name is
-// unknown.
+// The CPU backend for one instruction set: "avx2", "avx512", "avx512_bf16", "amx", or "auto" (the best that this CPU
+// supports, or the one named by DS_ISA); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU does not
+// support it or the name is unknown.
 const OpTable* cpu_ops(std::string_view isa = "auto") noexcept;
 inline constexpr std::string_view kCpuIsas[] = {"auto", "avx2", "avx512", "avx512_bf16", "amx", "onednn"};
 
 // Ops that do nothing.
 const OpTable& no_ops() noexcept;
 
-// What ops reserve as worker scratch, found without memory: scratch_ops() have the signatures of ops, compute nothing,
-// and raise the ScratchMeter that Stream::native points to. They look at shapes, strides, dtypes and at whether views
-// have data. A ThreadPool of so many threads on which the backend's ops ran with such arguments then holds
+// The worker scratch that ops reserve, determined without memory: scratch_ops() have the signatures of ops, compute
+// nothing, and raise the ScratchMeter to which Stream::native points. They use only shapes, strides, dtypes and whether
+// views have data. After the backend's ops have run with such arguments, a ThreadPool with that many threads holds
 // threads * most bytes.
 struct ScratchMeter {
-  int threads = 1;  // set before: tiles of matrix products follow it
+  int threads = 1;  // set by the caller: tiles of matrix products depend on it
   i64 most = 0;     // bytes of one thread
 };
-// Of the backend that has this OpTable::name ("ref", "cpu.avx512"). Null: of CUDA, and of what this CPU lacks.
+// For the backend with this OpTable::name ("ref", "cpu.avx512"). Null for CUDA, and for backends that this CPU does not
+// support.
 const OpTable* scratch_ops(std::string_view backend) noexcept;
 
 }  // namespace ds

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11),
-// the only source of randomness in the library. A value depends on (seed, site, step, global element
-// index) alone: never on layout, thread count, launch geometry or recomputation.
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11), the only source of
+// randomness in the library. A value depends only on (seed, site, step, global element index), never on layout, thread
+// count, launch geometry or recomputation.
 
 #include <array>
 
@@ -30,8 +30,8 @@ DS_HOST_DEVICE constexpr PhiloxBlock philox4x32(PhiloxBlock c, u32 key0, u32 key
   return c;
 }
 
-// One stream of random numbers, addressed by element. `site` names the use (a parameter's id at init, a
-// dropout site); `step` is optimizer step * accumulation + micro-batch, 0 for init.
+// One stream of random numbers, addressed by element. `site` identifies the use (a parameter's id at init, a dropout
+// site); `step` is optimizer step * accumulation + micro-batch, 0 for init.
 struct RngKey {
   u32 seed = 0;
   u32 site = 0;

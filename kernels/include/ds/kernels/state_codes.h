@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// States of optimizers in less than fp32, as views hold them: BF16, rounded stochastically; or a byte for each element
-// and the largest magnitude of each block of 256 (Dettmers et al.: "8-bit Optimizers via Block-wise Quantization"): I8,
-// for what has a sign, or U8, for what has none. What a byte means, and how a number becomes one, is written once for
-// all back ends, as kernels/update_rules.h is: V is a vector of fp32 lanes or one float, and each operation is rounded
-// for itself.
+// Optimizer states in less than fp32: BF16, rounded stochastically; or a byte for each element and the largest
+// magnitude of each block of 256 (Dettmers et al.: "8-bit Optimizers via Block-wise Quantization"): I8 for signed
+// states, U8 for unsigned ones. The meaning of a byte, and the encoding, are written once for all backends, like
+// kernels/update_rules.h: V is a vector of fp32 lanes or one float, and each operation is rounded individually.
 //
-// The map of codes. A magnitude of b bits (7 beside a sign, 8 without) is a small floating-point number: where its
-// highest bit stands says the decade, and the bits below it are one of equal cells between 0.1 and 1 of that decade, of
-// which it is the middle. With 2^e <= k < 2^(e+1) and f = (k + 1/2) / 2^e:
+// The map of codes. A magnitude of b bits (7 with a sign, 8 without) is a small floating-point number: the position of
+// its highest bit selects the decade; the lower bits select one of equal cells between 0.1 and 1 of that decade, whose
+// middle is the value. With 2^e <= k < 2^(e+1) and f = (k + 1/2) / 2^e:
 //   0 -> 0     k -> (0.9 f - 0.8) 10^(e+1-b)     2^b - 1 -> 1
-// So the codes are those of the paper but for two: the last one, of either sign, is the largest magnitude itself, so
-// that what is decoded and encoded again is the same; and the one that this leaves free without a sign is a decade
-// below all others.
+// The codes are those of the paper except for two: the last one, of either sign, is the largest magnitude itself, so
+// that decoding and encoding again changes nothing; and the code that this frees in the unsigned map is a decade below
+// all others.
 //
-// A number gets the code whose value is the nearest; very near to the middle of two (a few units in the last place of
-// fp32) either of them, on all back ends the same. But what is above zero and has no sign is not coded as zero: it is
-// what updates are divided by. A block whose largest magnitude is below 2^-100 is zeros, for its values would not all
-// be normal numbers. A block with a number that is not finite has the scale NaN: all of it shows it.
+// A number is encoded by the nearest code; very close to the middle of two (a few units in the last place of fp32) it
+// may be either, the same on all backends. But an unsigned number above zero never becomes zero, since updates are
+// divided by it. A block whose largest magnitude is below 2^-100 becomes zeros, since its values would not all be
+// normal numbers. A block with a non-finite number has the scale NaN, which marks the whole block.
 
 #include <array>
 #include <bit>
@@ -33,7 +32,8 @@ inline constexpr u32 kMasterSite = 0x10000000u;  // UpdateTensor::site
 constexpr i64 state_blocks(i64 n) noexcept { return (n + kStateBlock - 1) / kStateBlock; }
 constexpr bool is_coded(DType t) noexcept { return t == DType::I8 || t == DType::U8; }
 
-// bf16, up with the probability that is the rest's share of a step: the mean of many roundings is x. random: 16 bits.
+// Rounds to bf16, up with the probability of the remainder's share of a step, so that the mean of many roundings is x.
+// random: 16 bits.
 DS_HOST_DEVICE constexpr bf16 round_stochastically(float x, u32 random) noexcept {
   const u32 u = std::bit_cast<u32>(x);
   if ((u & 0x7FFFFFFFu) >= 0x7F800000u) return to_bf16(x);
@@ -57,7 +57,7 @@ struct Map {
     return (0.9 * (k + 0.5) / (1 << e) - 0.8) * unit(e);
   }
   static constexpr float kLast = static_cast<float>((1 << kBits) - 1);
-  // From here on the last code is the nearest; below this, with a sign, 0 is.
+  // Values from kFromLast on have the last code; with a sign, values below kFromFirst have code 0.
   static constexpr float kFromLast = static_cast<float>((1 + value((1 << kBits) - 2)) / 2);
   static constexpr float kFromFirst = static_cast<float>(value(1) / 2);
   static constexpr Table units() noexcept {
@@ -65,7 +65,7 @@ struct Map {
     for (int e = 0; e < kBits; ++e) t[e] = static_cast<float>(unit(e));
     return t;
   }
-  // y lies in cell floor(scale y + offset) of its decade. The first has one cell.
+  // y is in cell floor(scale y + offset) of its decade. The first decade has one cell.
   static constexpr Table scales() noexcept {
     Table t{};
     for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((1 << e) / (0.9 * unit(e)));
@@ -76,13 +76,13 @@ struct Map {
     for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((1 << e) * (0.8 / 0.9));
     return t;
   }
-  // The largest code of a decade; the last one of all is apart.
+  // The largest code of each decade; the last code of all is handled separately.
   static constexpr Table ends() noexcept {
     Table t{};
     for (int e = 0; e < kBits; ++e) t[e] = static_cast<float>((2 << e) - (e + 1 < kBits ? 1 : 2));
     return t;
   }
-  // The middle between a decade and the one before it.
+  // The middle between each decade and the one before it.
   static constexpr Table begins() noexcept {
     Table t{};
     for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((value((1 << e) - 1) + value(1 << e)) / 2);
@@ -90,7 +90,7 @@ struct Map {
   }
 };
 
-// What the lanes of a back end can do, where there is one; vectors have a class with the same members.
+// Operations on the lanes of a backend, here for a single lane; vectors have a class with the same members.
 struct OneLane {
   using Value = float;
   template <auto values>
@@ -104,14 +104,14 @@ struct OneLane {
   DS_HOST_DEVICE static constexpr bool less(float a, float b) noexcept { return a < b; }
   DS_HOST_DEVICE static constexpr float select(bool m, float yes, float no) noexcept { return m ? yes : no; }
   DS_HOST_DEVICE static constexpr float min(float a, float b) noexcept { return a < b ? a : b; }
-  // The place of the highest bit of x >= 1/2, and x without it: in [1, 2).
+  // The position of the highest bit of x >= 1/2, and x scaled by it: in [1, 2).
   DS_HOST_DEVICE static constexpr int exponent(float x) noexcept {
     return static_cast<int>(std::bit_cast<u32>(x) >> 23) - 127;
   }
   DS_HOST_DEVICE static constexpr float fraction(float x) noexcept {
     return std::bit_cast<float>((std::bit_cast<u32>(x) & 0x007FFFFFu) | 0x3F800000u);
   }
-  // The decade of y by where those behind the first begin.
+  // The decade of y, from the begins of the decades after the first.
   template <int kBits>
   DS_HOST_DEVICE static constexpr int decade(float y) noexcept {
     constexpr std::array<float, 8> begins = Map<kBits>::begins();
@@ -121,7 +121,7 @@ struct OneLane {
   }
 };
 
-// Magnitudes and their codes, which are integral numbers here.
+// Converts between magnitudes and their codes, which are integral numbers of type V here.
 template <int kBits, class L>
 struct Codes {
   using M = Map<kBits>;
@@ -137,7 +137,7 @@ struct Codes {
     y = L::select(L::less(k, L::all(M::kLast)), y, L::all(1));
     return L::select(L::less(k, L::all(0.5f)), L::all(0), y);
   }
-  // Of y >= 0, at most 1 (or a little more); what is behind the point of the result is still to be dropped.
+  // For y >= 0, at most 1 (or slightly more); the caller truncates the result to an integer.
   DS_HOST_DEVICE Value encode(Value y) const noexcept {
     const auto e = L::template decade<kBits>(y);
     Value k = L::min(scale[e] * y + offset[e], end[e]);
@@ -147,7 +147,7 @@ struct Codes {
   }
 };
 
-// What a block's numbers are multiples of, by the bits of the largest magnitude; inverse 0: its codes are zeros.
+// The unit of a block's numbers, from the bits of the largest magnitude; inverse 0: its codes are zeros.
 struct Scale {
   float value, inverse;
 };
@@ -172,14 +172,14 @@ DS_HOST_DEVICE inline u8 encode(DType t, float x, Scale scale) noexcept {
   const int k = static_cast<int>(Codes<7, OneLane>{}.encode(y));
   return static_cast<u8>(x < 0 ? -k : k);
 }
-// What is below zero has no code without a sign: it shows as what is not finite does.
+// A negative number in an unsigned state cannot be encoded; it is treated like a non-finite one.
 DS_HOST_DEVICE inline u32 magnitude_bits(DType t, float x) noexcept {
   return t == DType::U8 && x < 0 ? 0x7FC00000u : std::bit_cast<u32>(x) & 0x7FFFFFFFu;
 }
 
 }  // namespace state_codes
 
-// Elements [first, first + n) of a state in host memory, of any of its types, in fp32.
+// Decodes elements [first, first + n) of a state in host memory, of any of its types, to fp32.
 inline void decode_state(float* out, const TensorView& state, i64 first, i64 n) noexcept {
   for (i64 i = 0; i < n; ++i) {
     const i64 at = first + i;
@@ -194,8 +194,8 @@ inline void decode_state(float* out, const TensorView& state, i64 first, i64 n) 
   }
 }
 
-// The same the other way; bf16 is rounded to the nearest here. first: a multiple of 256, and so is n, or first + n is
-// the end of the state. What decode_state gave becomes what it was.
+// The inverse; rounds to the nearest bf16. `first` must be a multiple of 256, and so must n, unless first + n is the
+// end of the state. Encoding the results of decode_state restores the state.
 inline void encode_state(const TensorView& state, const float* values, i64 first, i64 n) noexcept {
   if (!is_coded(state.dtype)) {
     for (i64 i = 0; i < n; ++i) {

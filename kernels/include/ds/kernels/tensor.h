@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// TensorView: a non-owning view of up to four dims. Strides are in elements. Row-major views are made
-// by `TensorView::of`; `contiguous()` says whether the elements lie without gaps in that order.
+// TensorView: a non-owning view of up to four dims. Strides are in elements. `TensorView::of` makes row-major views;
+// `contiguous()` tells whether the elements are stored in that order without gaps.
 
 #include <array>
 #include <initializer_list>
@@ -18,7 +18,7 @@ struct TensorView {
   int rank = 0;
   std::array<i64, kMaxRank> shape{};
   std::array<i64, kMaxRank> stride{};
-  float* scale = nullptr;  // of codes (state_codes.h); null otherwise
+  float* scale = nullptr;  // for codes (state_codes.h); null otherwise
 
   static TensorView of(void* data, DType dtype, std::initializer_list<i64> shape) noexcept {
     TensorView v;
@@ -56,7 +56,7 @@ struct TensorView {
     return static_cast<T*>(data);
   }
 
-  // The same elements under another shape; only for contiguous views with the same number of elements.
+  // The same elements with another shape; requires a contiguous view and the same number of elements.
   TensorView reshaped(std::initializer_list<i64> new_shape) const noexcept {
     TensorView v = of(data, dtype, new_shape);
     v.scale = scale;

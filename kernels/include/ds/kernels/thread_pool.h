@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The threads of one rank. Work is cut into tiles whose number and bounds depend on the problem alone, never
-// on the number of threads, and every tile writes its own results: so results do not depend on threads.
-// OpenMP is not used because its runtime is opaque to ThreadSanitizer and spins per process, not per node.
+// The threads of one rank. Work is cut into tiles whose number and bounds depend only on the problem, and every tile
+// writes its own results, so results do not depend on the number of threads. OpenMP is not used because its runtime is
+// opaque to ThreadSanitizer and spins per process, not per node.
 
 #include <cstddef>
 #include <memory>
@@ -33,7 +33,7 @@ class FunctionRef<R(Args...)> {
 
 class ThreadPool {
  public:
-  // num_threads >= 1 counts the calling thread, which works too.
+  // num_threads >= 1 includes the calling thread, which also works.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -41,19 +41,20 @@ class ThreadPool {
 
   int num_threads() const noexcept;
 
-  // Calls fn(tile, worker) once for every tile in [0, num_tiles), worker in [0, num_threads); returns when all
-  // are done. fn must not throw. One caller at a time; nested calls run on the calling thread.
+  // Calls fn(tile, worker) once for every tile in [0, num_tiles), worker in [0, num_threads); returns when all are
+  // done. fn must not throw. One caller at a time; nested calls run on the calling thread.
   void parallel_for(i64 num_tiles, FunctionRef<void(i64 tile, int worker)> fn) noexcept;
 
-  // Scratch memory, 64-byte aligned, its content undefined. An op reserves what it takes before its parallel_for, for
-  // every worker alike; so the pool holds num_threads() times the most that any op has reserved, whoever has worked on
-  // what. Returns the caller's: worker 0's. In a nested call only the caller's own grows, and that is returned.
+  // Scratch memory, 64-byte aligned, with undefined contents. An op reserves its scratch before its parallel_for,
+  // equally for every worker, so the pool holds num_threads() times the largest reservation of any op, whichever
+  // workers ran. Returns the caller's scratch, which is worker 0's. In a nested call only the caller's own scratch
+  // grows, and that is returned.
   void* reserve_scratch(std::size_t bytes) noexcept;
-  // What a worker has: at least as much as the last call reserved for it. Valid until the next one.
+  // A worker's scratch: at least as large as the last reservation for it. Valid until the next one.
   void* scratch(int worker) const noexcept;
   // Bytes held as scratch by all workers.
   i64 scratch_bytes() const noexcept;
-  static constexpr std::size_t kScratchUnit = 64;  // what is reserved is a multiple of it
+  static constexpr std::size_t kScratchUnit = 64;  // reservations are multiples of it
 
  private:
   struct State;
