@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A key of a configuration file as one row of a table, and the tables. The reader, resolved_json, the suggestions for
-// mistyped names and the test of ds-config(5) all read these rows; nothing else knows a key's name.
+// mistyped names and the test of ds-config-keys(5) all read these rows; nothing else knows a key's name.
 
 #include <array>
 #include <limits>

@@ -425,7 +425,7 @@ void Reader::report_without_effect() {
     others += fmt::format("{}{}", i == 1 ? "" : ", ", without_effect_[i].first);
   if (without_effect_.size() > kMost) others += fmt::format(" and {} more", without_effect_.size() - kMost);
   report(Severity::Warning, Errc::Config, first, first,
-         fmt::format("has no effect here, nor have: {}; ds-config(5) says why", others));
+         fmt::format("has no effect here, nor have: {}; ds-config-keys(5) says why", others));
 }
 
 bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
@@ -568,7 +568,7 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
     const std::string inner_typed = json_member(typed, name);
     const std::string_view meant = unknown_told_ < kMostUnknown ? nearest(name, members) : "";
     report_unknown(Severity::Error, inner_typed,
-                   meant.empty() ? "unknown key; ds-config(5) lists all"
+                   meant.empty() ? "unknown key; ds-config-keys(5) lists all"
                                  : fmt::format("unknown key; did you mean {}?", json_member(typed, meant)));
   }
   if (key.kind == KeyKind::IgnoredSection) {
@@ -698,7 +698,7 @@ void Reader::unknown(std::string_view name, const Json& value, const std::string
   const std::string why = is_told && why_unknown_ && parent_path.empty() ? why_unknown_(name) : "";
   if (!why.empty() && !best_is_beside) best.clear();
   const std::string hint = !best.empty() ? fmt::format("; did you mean {}?", best)
-                           : why.empty() ? "; ds-config(5) lists all"
+                           : why.empty() ? "; ds-config-keys(5) lists all"
                                          : "";
   report_unknown(Severity::Error, typed, fmt::format("unknown key{}{}{}", why.empty() ? "" : ": ", why, hint));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of keys, row by row: each is live, stands in ds-config(5), and has the default that stands there.
+// The table of keys, row by row: each is live, stands in ds-config-keys(5), and has the default that stands there.
 #include "config/keys.h"
 
 #include <fmt/format.h>
@@ -293,7 +293,7 @@ TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
   ASSERT_EQ(std::ssize(r.diagnostics), 1) << r.message();
   const std::string line = to_string(r.diagnostics[0]);
   EXPECT_EQ(r.diagnostics[0].severity, Severity::Warning);
-  for (const char* name : {"has no effect here, nor have: ", "and 2 more; ds-config(5) says why", "comms_config"})
+  for (const char* name : {"has no effect here, nor have: ", "and 2 more; ds-config-keys(5) says why", "comms_config"})
     EXPECT_THAT(line, HasSubstr(name));
   const ConfigResult silent = parse(R"({"train_batch_size": 4, "comms_logger": {"debug": false}, "flops_profiler":
     {"top_modules": 1, "module_depth": -1, "recompute_fwd_factor": 0.0}, "zero_optimization": {"round_robin_gradients": false, "contiguous_gradients": true}})");
@@ -333,9 +333,10 @@ TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
   EXPECT_EQ(r.config.model.embd_dropout, 0);
 }
 
-// ds-config(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other keys,
-// "default: words" or "required".
-std::string manual_page() { return slurp(DS_TEST_DATA "/../../man/ds-config.5"); }
+// ds-config-keys(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other
+// keys, "default: words" or "required".
+constexpr const char* kManualPage = DS_TEST_DATA "/../../man/ds-config-keys.5";
+std::string manual_page() { return slurp(kManualPage); }
 
 std::string manual_entry(const std::string& page, std::string_view path) {
   const size_t at = page.find(fmt::format("\n.It Sy {}\n", path));
@@ -391,33 +392,54 @@ std::string values_text(const Key& key) {
   return text;
 }
 
-// What becomes of a key that has no entry of its own.
-std::string fate(const Key& key) {
-  const auto with_note = [&](std::string text) {
-    return key.note.empty() ? text + "." : fmt::format("{}: {}.", text, key.note);
+// "Sums are in fp32." of "sums are in fp32"; a name of a key or file keeps its first letter.
+std::string sentence(std::string text) {
+  const std::string first = text.substr(0, text.find(' '));
+  if (first.find_first_of("._0123456789") == first.npos) text[0] = static_cast<char>(std::toupper(text[0]));
+  return text + ".";
+}
+
+// The tables of keys that have no entry of their own, in the order of the page.
+enum Table { kIgnoredTable, kNotYetTable, kAliasTable, kRefusedTable, kNumTables };
+constexpr std::string_view kTableHeads[] = {
+    ".Ss Keys of DeepSpeed without effect\n.\\\" Made by tests/unit/config_keys_test.cc.\n"
+    "These keys are accepted and do not affect results.\n"
+    "One warning lists those that a configuration contains.\n",
+    ".Ss Keys of DeepSpeed that are not supported\n"
+    "Any value but the one given here, and null, exits with 4.\n",
+    ".Ss Other names\n"
+    "Each name is accepted instead of the key below it.\n",
+    ".Ss Misplaced keys\n"
+    "These keys are errors.\n"};
+static_assert(std::size(kTableHeads) == kNumTables);
+
+// Where a key stands and what is said of it; no text: it has an entry of its own.
+std::pair<Table, std::string> fate(const Key& key) {
+  const auto must_be = [&](std::string what) {
+    return std::pair(kNotYetTable, sentence(key.note.empty() ? what : fmt::format("{}: {}", what, key.note)));
   };
+  const auto no_warning = [&](std::string when) {
+    return std::pair(kIgnoredTable, sentence(fmt::format("{} (no warning{})", key.note, when)));
+  };
+  const std::string values = key.values.empty() ? "" : values_text(key);
   switch (key.kind) {
     case KeyKind::Effect:
-    case KeyKind::Subtable: return "";
+    case KeyKind::Subtable: return {kIgnoredTable, ""};
     case KeyKind::NotYet:
-      if (values_text(key) == "false or true" || values_text(key) == "true or false")
-        return with_note("Any value passes");
-      return with_note(key.harmless ? fmt::format("No effect if it is not {}", values_text(key))
-                                    : fmt::format("Not there yet, but for {}", values_text(key)));
+      if (values == "false or true" || values == "true or false") return no_warning("");
+      return key.harmless ? no_warning(fmt::format(" if {}", values)) : must_be(fmt::format("must be {}", values));
     case KeyKind::NotYetSection:
-      if (key.name.empty()) return with_note("Not there yet, but for an empty object");
-      return with_note(key.harmless
-                           ? fmt::format("No effect if {} is not {}", key.name, values_text(key))
-                           : fmt::format("Not there yet, unless {} in it {} {}", fmt::join(words_of(key.name), ", "),
-                                         key.name.find(' ') == key.name.npos ? "is" : "are", values_text(key)));
+      if (key.name.empty()) return must_be("must be an empty object");
+      if (key.harmless) return no_warning(fmt::format(" if {} is {}", key.name, values));
+      return must_be(fmt::format("its {} must be {}", fmt::join(words_of(key.name), ", "), values));
     case KeyKind::Ignored:
-    case KeyKind::IgnoredSection: return with_note("No effect");
-    case KeyKind::Silent: return "No effect; whoever wrote the file keeps it there.";
-    case KeyKind::Alias: return fmt::format("Another name of\n.Cm {} .", key.name);
-    case KeyKind::Deprecated: return fmt::format("An old name of\n.Cm {} .", key.name);
-    case KeyKind::Refused: return with_note("An error");
+    case KeyKind::IgnoredSection: return {kIgnoredTable, sentence(std::string(key.note))};
+    case KeyKind::Silent: return {kIgnoredTable, "Kept for the program that wrote the file (no warning)."};
+    case KeyKind::Alias: return {kAliasTable, fmt::format(".Cm {}", key.name)};
+    case KeyKind::Deprecated: return {kAliasTable, fmt::format("(deprecated)\n.Cm {}", key.name)};
+    case KeyKind::Refused: return {kRefusedTable, sentence(std::string(key.note))};
   }
-  return "";
+  return {kIgnoredTable, ""};
 }
 
 // Every field of the classes that DeepSpeed reads with pydantic is known, and passes with DeepSpeed's own default.
@@ -434,25 +456,37 @@ TEST(ConfigFiles, DeepSpeedsOwnDefaultsPass) {
   }
 }
 
-// The table of the other keys is made of the rows of the reader. DS_UPDATE_MANUAL=1 writes it anew.
+// The tables of the other keys are made of the rows of the reader: keys of which the same is said share a line.
+// DS_UPDATE_MANUAL=1 writes them anew.
 TEST(ConfigFiles, TheTableOfOtherKeysIsThatOfTheReader) {
-  std::map<std::string_view, std::string> fates;
+  std::map<std::string_view, std::pair<Table, std::string>> fates;
   for (const Key& key : config_keys()) {
-    if (const std::string text = fate(key); !text.empty()) fates[key.path] = text;
+    if (auto of_key = fate(key); !of_key.second.empty()) fates[key.path] = std::move(of_key);
   }
-  std::string table =
-      ".Ss Other keys of DeepSpeed\n.\\\" Made by tests/unit/config_keys_test.cc.\n.Bl -tag -width Ds\n";
-  for (const auto& [path, text] : fates) table += fmt::format(".It Sy {}\n{}\n", path, text);
-  table += ".El\n";
+  std::string tables;
+  for (int table = 0; table < kNumTables; ++table) {
+    std::vector<std::pair<std::string, std::vector<std::string_view>>> rows;
+    for (const auto& [path, of_key] : fates) {
+      if (of_key.first != table) continue;
+      const auto row = std::ranges::find(rows, of_key.second, [](const auto& r) { return r.first; });
+      if (row == rows.end())
+        rows.push_back({of_key.second, {path}});
+      else
+        row->second.push_back(path);
+    }
+    tables += fmt::format("{}.Bl -tag -width Ds\n", kTableHeads[table]);
+    for (const auto& [text, paths] : rows) tables += fmt::format(".It Sy {}\n{}\n", fmt::join(paths, " , "), text);
+    tables += ".El\n";
+  }
   std::string page = manual_page();
-  const size_t begin = page.find(".Ss Other keys of DeepSpeed\n"), end = page.find(".Sh EXIT STATUS\n");
+  const size_t begin = page.find(".Ss Keys of DeepSpeed without effect\n"), end = page.find(".Sh EXIT STATUS\n");
   ASSERT_LT(begin, end);
   if (std::getenv("DS_UPDATE_MANUAL") != nullptr) {
-    page.replace(begin, end - begin, table);
-    std::ofstream(DS_TEST_DATA "/../../man/ds-config.5") << page;
+    page.replace(begin, end - begin, tables);
+    std::ofstream(kManualPage) << page;
     return;
   }
-  EXPECT_EQ(page.substr(begin, end - begin), table);
+  EXPECT_EQ(page.substr(begin, end - begin), tables);
   EXPECT_GT(fates.size(), 100u);
 }
 
@@ -493,12 +527,12 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
        R"("train_batch_size": 8, "train_micro_batch_size_per_gpu": 2)", "2"},
       {"data.train", "required", "", ""},
       {"data.validation", "default: the end of the training data", R"("data": {"train": "a"})", ""},
-      {"data.tokenizer", "default: the tokenizer\nthat lies beside", R"("data": {"train": "a"})", R"("bytes")"},
+      {"data.tokenizer", "default: the tokenizer in the directory of", R"("data": {"train": "a"})", R"("bytes")"},
       {"data.seq_length", "default: 1024 or the model's positions, whichever is less", "", "1024"},
       {"data.seq_length", "default: 1024 or the model's positions, whichever is less", kModel, "64"},
       {"data.mlm.mask_token", "default: the tokenizer's", kBert, ""},
-      {"data.mlm.cls_token", "default: as\n.Cm mask_token", kBert, ""},
-      {"data.mlm.sep_token", "default: as\n.Cm mask_token", kBert, ""},
+      {"data.mlm.cls_token", "default: the tokenizer's", kBert, ""},
+      {"data.mlm.sep_token", "default: the tokenizer's", kBert, ""},
       {"data.seed", "default: the key\n.Cm seed", R"("seed": 7)", "7"},
       {"steps", "required", "", ""},
       {"reduce_order", "default: \"micro\" at ZeRO stages 2 and 3 and when deterministic, else \"boundary\"",
@@ -550,7 +584,7 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"nvme_path": "disk"})",
        R"("layer")"},
       {"activation_checkpointing.nvme_path", "default: none", "", ""},
-      {"sparse_attention.mode", "default: \"fixed\" where the section is\nthere", "", ""},
+      {"sparse_attention.mode", "default: \"fixed\" where the section is there", "", ""},
       {"sparse_attention.mode", "", R"("sparse_attention": {"block": 32})", R"("fixed")"},
       {"sparse_attention.mode", "", R"("sparse_attention": {})", R"("fixed")"},
       {"sparse_attention.attention", "default: \"unidirectional\" where the model is causal, else \"bidirectional\"",

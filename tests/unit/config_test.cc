@@ -49,7 +49,7 @@ const Wrong kWrong[] = {
      "optimizer.lr: unknown key; did you mean optimizer.params.lr?"},
     {R"("fp16": {"enable": true})", kBad, "did you mean fp16.enabled?"},
     {R"("batch_size": 4)", kBad, "did you mean train_batch_size?"},
-    {R"("qqqqqq": 1)", kBad, "qqqqqq: unknown key; ds-config(5) lists all"},
+    {R"("qqqqqq": 1)", kBad, "qqqqqq: unknown key; ds-config-keys(5) lists all"},
     {R"("zero_optimization.stage": 2)", kBad, "sections are nested objects: no key has a dot or a bracket"},
     {R"("zero_optimization": {"offload_optimizer": {"device": "none", "pin_memry": true}})", kBad,
      "did you mean zero_optimization.offload_optimizer.pin_memory?"},
@@ -57,7 +57,7 @@ const Wrong kWrong[] = {
      "bfloat16: contradicts bf16, which is the same key"},
     {R"("bfloat16": {"enabled": true}, "bf16": {"enabled": false})", kBad,
      "bf16: contradicts bfloat16, which is the same key"},
-    {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config(5) lists all\n  cfg"},
+    {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config-keys(5) lists all\n  cfg"},
     {R"("zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2})", kBad, "contradicts"},
     // Types and ranges.
     {R"("steps": "100")", kBad, "steps: must be an integer, 1 to 1000000000000, not \"100\"; write 100 without quotes"},
@@ -761,7 +761,7 @@ TEST(Config, WhatAsksForNothingPasses) {
       "amp": {"enabled": false, "opt_level": "O1"}, "flops_profiler": {"enabled": false, "profile_step": 1}, "compile": null,
       "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}, "comms_logger": {"enabled": false, "verbose": true},
       "pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
-  EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config(5) lists all");
+  EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config-keys(5) lists all");
 }
 
 // A file of another kind: the first are told, the others counted, and none is looked up for a likeness.
