@@ -334,8 +334,8 @@ TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
   EXPECT_EQ(r.config.model.embd_dropout, 0);
 }
 
-// ds-config-keys(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other
-// keys, "default: words" or "required".
+// ds-config-keys(5) writes a key that has an effect as ".It Sy KEY", then its type, with ", auto" if it takes that, and
+// "default VALUE" or, where it depends on other keys, "default: words" or "required".
 constexpr const char* kManualPage = DS_TEST_DATA "/../../man/ds-config-keys.5";
 std::string manual_page() { return slurp(kManualPage); }
 
@@ -369,6 +369,9 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
     if (key.kind != KeyKind::Effect) continue;
     const std::string entry = manual_entry(page, key.path);
     ASSERT_FALSE(entry.empty()) << key.path;
+    const size_t type = entry.find('\n', 1) + 1;
+    const std::string type_line = entry.substr(type, entry.find('\n', type) - type);
+    EXPECT_EQ(type_line.find(", auto") != type_line.npos, key.takes_auto) << entry;
     const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
     EXPECT_NE(has_constant_default(entry, key), derived) << entry << "\nneeds: default " << default_of(key);
   }
