@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -333,8 +334,8 @@ TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
   EXPECT_EQ(r.config.model.embd_dropout, 0);
 }
 
-// ds-config-keys(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other
-// keys, "default: words" or "required".
+// ds-config-keys(5) writes a key that has an effect as ".It Sy KEY", then its type, with ", auto" if it takes that, and
+// "default VALUE" or, where it depends on other keys, "default: words" or "required".
 constexpr const char* kManualPage = DS_TEST_DATA "/../../man/ds-config-keys.5";
 std::string manual_page() { return slurp(kManualPage); }
 
@@ -368,6 +369,9 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
     if (key.kind != KeyKind::Effect) continue;
     const std::string entry = manual_entry(page, key.path);
     ASSERT_FALSE(entry.empty()) << key.path;
+    const size_t type = entry.find('\n', 1) + 1;
+    const std::string type_line = entry.substr(type, entry.find('\n', type) - type);
+    EXPECT_EQ(type_line.find(", auto") != type_line.npos, key.takes_auto) << entry;
     const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
     EXPECT_NE(has_constant_default(entry, key), derived) << entry << "\nneeds: default " << default_of(key);
   }
@@ -404,7 +408,8 @@ enum Table { kIgnoredTable, kNotYetTable, kAliasTable, kRefusedTable, kNumTables
 constexpr std::string_view kTableHeads[] = {
     ".Ss Keys of DeepSpeed without effect\n.\\\" Made by tests/unit/config_keys_test.cc.\n"
     "These keys are accepted and do not affect results.\n"
-    "One warning lists those that a configuration contains.\n",
+    "One warning lists those that a configuration contains, unless their value is the one that describes what is done "
+    "anyway.\n",
     ".Ss Keys of DeepSpeed that are not supported\n"
     "Any value but the one given here, and null, exits with 4.\n",
     ".Ss Other names\n"
@@ -418,24 +423,25 @@ std::pair<Table, std::string> fate(const Key& key) {
   const auto must_be = [&](std::string what) {
     return std::pair(kNotYetTable, sentence(key.note.empty() ? what : fmt::format("{}: {}", what, key.note)));
   };
-  const auto no_warning = [&](std::string when) {
-    return std::pair(kIgnoredTable, sentence(fmt::format("{} (no warning{})", key.note, when)));
-  };
+  const auto ignored = [&] { return std::pair(kIgnoredTable, sentence(std::string(key.note))); };
   const std::string values = key.values.empty() ? "" : values_text(key);
   switch (key.kind) {
     case KeyKind::Effect:
     case KeyKind::Subtable: return {kIgnoredTable, ""};
     case KeyKind::NotYet:
-      if (values == "false or true" || values == "true or false") return no_warning("");
-      return key.harmless ? no_warning(fmt::format(" if {}", values)) : must_be(fmt::format("must be {}", values));
+      if (key.harmless || values == "false or true" || values == "true or false") return ignored();
+      return must_be(fmt::format("must be {}", values));
     case KeyKind::NotYetSection:
       if (key.name.empty()) return must_be("must be an empty object");
-      if (key.harmless) return no_warning(fmt::format(" if {} is {}", key.name, values));
+      if (key.harmless) return ignored();
       return must_be(fmt::format("its {} must be {}", fmt::join(words_of(key.name), ", "), values));
     case KeyKind::Ignored:
-    case KeyKind::IgnoredSection: return {kIgnoredTable, sentence(std::string(key.note))};
-    case KeyKind::Silent: return {kIgnoredTable, "Kept for the program that wrote the file (no warning)."};
-    case KeyKind::Alias: return {kAliasTable, fmt::format(".Cm {}", key.name)};
+    case KeyKind::IgnoredSection: return ignored();
+    case KeyKind::Silent: return {kIgnoredTable, "Kept for the program that wrote the file."};
+    case KeyKind::Alias: {
+      const bool plain = key.name.ends_with(fmt::format(".stage3_{}", key.path.substr(key.path.find('.') + 1)));
+      return {kAliasTable, plain ? "" : fmt::format(".Cm {}", key.name)};  // a sentence tells of all of these
+    }
     case KeyKind::Deprecated: return {kAliasTable, fmt::format("(deprecated)\n.Cm {}", key.name)};
     case KeyKind::Refused: return {kRefusedTable, sentence(std::string(key.note))};
   }
