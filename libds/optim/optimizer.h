@@ -8,7 +8,7 @@
 // To add one: a rule (kernels/update_rules.h, its name in ops.h, its fp64 definition in kernels/ref/update.cc); a file
 // here and its line in kind.h and optimizer.cc; its type in ds/config.h, name in config/keys.cc, keys and defaults in
 // config/optimizer.cc; a row in each of tests/parity, tests/unit, tests/equivalence and tests/cli/optimizers.bats;
-// lines of ds-config(5) and the README.
+// lines of ds-config-keys(5) and the README.
 
 #include <algorithm>
 #include <memory>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The configuration of a run: DeepSpeed's ds_config.json plus our own keys, as plain structs in which every default is
-// resolved. Names follow the JSON names; ds-config(5) documents each key.
+// resolved. Names follow the JSON names; ds-config-keys(5) documents each key.
 
 #include <limits>
 #include <span>
