@@ -427,7 +427,7 @@ class MpiCommunicator final : public AsyncCommunicator {
         if (!left) left = now;
         if (now - *left > kUnderWay) {
           fail(Errc::Comm, world_rank(peer),
-               fmt::format("rank {} has left, and rank {} is still in {} \"{}\"{}", world_rank(peer), own_number(),
+               fmt::format("rank {} has left while rank {} is in {} \"{}\"{}", world_rank(peer), own_number(),
                            op_name(op.kind), op.tag, of_group()));
         }
       }

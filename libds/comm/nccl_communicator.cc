@@ -591,7 +591,7 @@ class NcclCommunicator final : public BaseCommunicator {
             left = now;
           } else if (now - left > kUnderWay) {
             throw Error(Errc::Comm,
-                        fmt::format("rank {} has left, and rank {} is still in {}", world_rank(peer), own_number(),
+                        fmt::format("rank {} has left while rank {} is in {}", world_rank(peer), own_number(),
                                     op->info.describe()),
                         world_rank(peer));
           }

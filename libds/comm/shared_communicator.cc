@@ -267,7 +267,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       const bool departed = slot(peer).departed.load(std::memory_order_acquire) != 0;
       if (departed && !ready(value()))
         fail(Errc::Comm, world_rank(peer),
-             fmt::format("rank {} has left, and rank {} still {}", world_rank(peer), own_number(), doing(rank())));
+             fmt::format("rank {} has left while rank {} {}", world_rank(peer), own_number(), doing(rank())));
       const auto now = Clock::now();
       if (tells) publish_wait(world_rank(peer));
       if (now >= next_health_check) {

@@ -22,7 +22,7 @@ std::string slice_problem(const ParamSlice& slice, std::span<const i64> shape) {
   i64 end = 0;
   for (const auto& [from, to] : slice.ranges) {
     if (from < end || to <= from || to > size)
-      return fmt::format("range {}:{} of dim {} with {} indices, after {}", from, to, slice.dim, size, end);
+      return fmt::format("range {}:{} of dim {} of {} indices, after {}", from, to, slice.dim, size, end);
     end = to;
   }
   return {};

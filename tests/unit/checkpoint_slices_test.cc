@@ -235,7 +235,7 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
   ranges("[3,6]", "3 is no range");
   ranges("[[3,\"6\"]]", "not a whole number");
   ranges("[[3,6.5]]", "not a whole number");
-  ranges("[[12,15],[3,6],[21,24]]", "range 3:6 of dim 1 of 27 indices, behind 15");
+  ranges("[[12,15],[3,6],[21,24]]", "range 3:6 of dim 1 of 27 indices, after 15");
   ranges("[[3,6],[5,15],[21,24]]", "range 5:15");
   ranges("[[3,6],[12,15],[21,28]]", "range 21:28");
   ranges("[[-3,6],[12,15],[21,24]]", "range -3:6");

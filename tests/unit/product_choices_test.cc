@@ -77,7 +77,7 @@ TEST_F(ProductChoicesTest, ALineThatIsCutOffIsPassedOverAndReplaced) {
   set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
   write("# ds-autotune/1\na\tb\tc\t1\na\tb\td");
   ProductChoices choices(file_);
-  EXPECT_THAT(warnings, ::testing::ElementsAre(HasSubstr("its last line is cut off")));
+  EXPECT_THAT(warnings, ::testing::ElementsAre(HasSubstr("ignoring its incomplete last line")));
   EXPECT_EQ(choices.find("a\tb\tc"), "1");
   choices.add("a\tb\te", "2");
   EXPECT_EQ(read(), "# ds-autotune/1\na\tb\tc\t1\na\tb\te\t2\n");
@@ -134,7 +134,7 @@ TEST_F(ProductChoicesTest, AnotherFileIsRefusedWithItsLine) {
   EXPECT_EQ(refused(""), "");
   EXPECT_THAT(refused("{}\n"), HasSubstr("is not an autotune file"));
   for (const char* line : {"a\tb\tc\n", "a\tb\tc\td\te\n", "a\tb\tc\t\n", "\n"})
-    EXPECT_THAT(refused(std::string("# ds-autotune/1\na\tb\tc\td\n") + line), HasSubstr("choices:3: is no line of"))
+    EXPECT_THAT(refused(std::string("# ds-autotune/1\na\tb\tc\td\n") + line), HasSubstr("choices:3: expected GPU"))
         << line;
 }
 

@@ -130,7 +130,7 @@ TEST(Slice, WhatIsNone) {
   refused({1, {{-1, 2}}}, {9, 4}, "range -1:2");
   refused({1, {{2, 2}}}, {9, 4}, "range 2:2");
   refused({1, {{3, 2}}}, {9, 4}, "range 3:2");
-  refused({0, {{0, 3}, {2, 4}}}, {9, 4}, "range 2:4 of dim 0 of 9 indices, behind 3");
+  refused({0, {{0, 3}, {2, 4}}}, {9, 4}, "range 2:4 of dim 0 of 9 indices, after 3");
   refused({0, {{4, 6}, {0, 2}}}, {9, 4}, "range 0:2");
   refused({0, {{1, most}}}, {9, 4}, fmt::format("range 1:{}", most).c_str());
 }
