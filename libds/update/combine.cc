@@ -37,14 +37,15 @@ void Combine::add_uses_of_shared(bool own) {
   // Of a segment what this rank owns, or all.
   const i64 slices = own ? layout.num_ranks() : 1;
   const auto slice = [&](const zero::Segment& s, i64 begin, i64 count, zero::LeaseTo access) {
-    return dp.grads().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,
-                            access);
+    return dp.grads().sums().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,
+                                   access);
   };
   const auto view = [](const zero::TierLease& lease, i64 n) { return TensorView::of(lease.data(), DType::F32, {n}); };
   if (embeds && projects) {
     const std::span<const zero::Segment> of_head = layout.segments_of(plan_.head_use());
     for (size_t i = 0; i < segments.size(); ++i) {
-      const i64 all = segments[i].slice * slices, most = dp.grads().in_place() ? all : UpdatePlan::kExchangeElems;
+      const i64 all = segments[i].slice * slices,
+                most = dp.grads().sums().in_place() ? all : UpdatePlan::kExchangeElems;
       for (i64 begin = 0; begin < all; begin += most) {
         const i64 n = std::min(most, all - begin);
         const zero::TierLease mine = slice(segments[i], begin, n, zero::LeaseTo::Write),

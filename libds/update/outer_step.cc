@@ -169,43 +169,41 @@ void OuterStep::sum(TensorView x) {
   device_.ops().fold(x, sources_, false, device_.stream());
 }
 
-// What is the worker's own: all but the outer states, and parameters where they are no masters.
-OuterStep::RankLocal OuterStep::rank_local() {
-  RankLocal own;
+// All but the outer states, and but parameters that have masters.
+void OuterStep::own_states(std::vector<zero::SavedArray>& arrays) {
   for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
     for (const State s : kStates) {
       if (state[s] == nullptr || is_outer_state(s) || (s == State::Param && state[State::Master] != nullptr)) continue;
-      own.emplace_back(fmt::format("{}/{}[{}]", state_name(s), plan_.row_of(piece.param).name, piece.begin),
-                       state.view(s, piece.count));
+      arrays.push_back({fmt::format("{}/{}[{}]", state_name(s), plan_.row_of(piece.param).name, piece.begin),
+                        state.view(s, piece.count)});
     }
   });
-  return own;
 }
 
-OuterStep::RankLocal OuterStep::under_way() {
-  if (!travels_) return {};
+void OuterStep::read(i64, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
+  if (plan_.coord.worker > 0) own_states(arrays);
+  if (!travels_) return;
   arrive();
   const float number = static_cast<float>(under_way_ + 1);
   device_.upload(number_.data(), &number, sizeof number);
-  return {{fmt::format("outer_sums.of_{}", num_fragments()),
-           TensorView::of(travels_.data(), DType::F32, {travels_.bytes() / 4})},
-          {"outer_sums.fragment", TensorView::of(number_.data(), DType::F32, {1})}};
+  arrays.push_back({fmt::format("outer_sums.of_{}.{}", num_fragments(), elements),
+                    TensorView::of(travels_.data(), DType::F32, {travels_.bytes() / 4})});
+  arrays.push_back({fmt::format("outer_sums.fragment.{}", elements), TensorView::of(number_.data(), DType::F32, {1})});
 }
 
-void OuterStep::under_way_was_set() {
+void OuterStep::was_set(i64) {
+  if (plan_.coord.worker > 0) {
+    for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
+      if (state[State::Master] == nullptr) return;
+      device_.ops().cast(TensorView::of(state[State::Param], plan_.dp().grads.work, {piece.count}),
+                         state.view(State::Master, piece.count), device_.stream());
+    });
+  }
   if (!travels_) return;
   float number = 0;
   device_.download(&number, number_.data(), sizeof number);
   under_way_ = static_cast<i64>(number) - 1;
   arrived_ = true;
-}
-
-void OuterStep::rank_local_was_set() {
-  for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
-    if (state[State::Master] == nullptr) return;
-    device_.ops().cast(TensorView::of(state[State::Param], plan_.dp().grads.work, {piece.count}),
-                       state.view(State::Master, piece.count), device_.stream());
-  });
 }
 
 }  // namespace ds::update
