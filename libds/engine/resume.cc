@@ -302,7 +302,7 @@ void TrainingRun::State::load_numbers(const CheckpointMeta& meta) {
 
 namespace {
 
-// What ranks have of their own beside states, by its names in a step.
+// Words for a warning about arrays of ranks, whose kinds are known by their names in a step.
 std::string named_for_people(const std::set<std::string>& names) {
   bool errors = false, steps = false, workers = false;
   for (const std::string& name : names) {
@@ -318,8 +318,8 @@ std::string named_for_people(const std::set<std::string>& names) {
 
 }  // namespace
 
-// What ranks of the same layout kept beside states. Others begin without, and so does who has no use for it: it is
-// said.
+// Loads this rank's arrays of saved state, if the step was made with the same layout; else the run begins without them,
+// with a warning, which also names arrays that this run has no use for. there: names of the arrays of all ranks.
 void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta,
                                          const std::set<std::string>& there) {
   if (!engine->plan().trains() || (!engine->has_rank_local() && there.empty())) return;

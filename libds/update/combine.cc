@@ -26,7 +26,7 @@ void Combine::run(bool own) {
   }
 }
 
-// The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
+// Adds the two gradients of tied embeddings, of the look-up and of the projection, which lie on one stage or on two.
 void Combine::add_uses_of_shared(bool own) {
   if (!plan_.tied()) return;
   const bool embeds = plan_.embeds, projects = plan_.projects;
@@ -34,7 +34,7 @@ void Combine::add_uses_of_shared(bool own) {
   zero::Shards& dp = *shards_.front();
   const zero::Layout& layout = plan_.dp().grad_layout;
   const std::span<const zero::Segment> segments = layout.segments_of(plan_.shared_grads());
-  // Of a segment what this rank owns, or all.
+  // A part of the slice of a segment that this rank owns, or of the whole segment.
   const i64 slices = own ? layout.num_ranks() : 1;
   const auto slice = [&](const zero::Segment& s, i64 begin, i64 count, zero::LeaseTo access) {
     return dp.grads().sums().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,

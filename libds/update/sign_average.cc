@@ -8,7 +8,7 @@ namespace ds::update {
 namespace {
 
 constexpr std::string_view kTag = "dp.one_bit";
-constexpr i64 kExchanged = i64{1} << 20;  // elements at once
+constexpr i64 kExchanged = i64{1} << 20;  // elements that are exchanged at once
 
 std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
   const zero::ShardsPlan& dp = plan.dp();
@@ -27,7 +27,7 @@ std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group
   return parts;
 }
 
-// In the sums of gradients of a rank that has them whole.
+// The places of the parts in a rank's sums of all gradients.
 std::vector<i64> places_in_gradients(const UpdatePlan& plan, size_t group) {
   const zero::ShardsPlan& dp = plan.dp();
   const std::vector<i64> bases = zero::grad_accum_bases(dp.grad_layout, dp.grads, dp.rank);

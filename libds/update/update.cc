@@ -10,11 +10,11 @@
 
 namespace ds::update {
 
-// What an optimizer asks of its parameters goes to where their states are.
+// Sends an optimizer's passes to the stores of its parameters' states.
 class Update::States final : public optim::GroupStates {
  public:
   States(zero::AllShards& shards, GroupPieces pieces) : shards_(shards), pieces_(std::move(pieces)) {}
-  // Of passes of a step.
+  // For the passes of a step.
   void set_verdict(zero::VerdictHandle& verdict) noexcept { verdict_ = &verdict; }
   void update(const UpdateSpec& spec) override {
     for (size_t g = 0; g < pieces_.of.size(); ++g) {
@@ -68,8 +68,8 @@ class Update::Matrices final : public optim::WholeMatrices {
 
   Update& update_;
   zero::MatrixExchange exchange_;
-  std::vector<zero::Piece> pieces_;      // what this rank has of the matrices, by place
-  std::vector<zero::TierLease> leases_;  // of them, while they are exchanged
+  std::vector<zero::Piece> pieces_;      // this rank's pieces of the matrices, by place
+  std::vector<zero::TierLease> leases_;  // of the pieces, while matrices are exchanged
 };
 
 // What optimizers keep of parameters as wholes (optim::Optimizer::numbers).
@@ -188,7 +188,7 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
 }
 
-// Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
+// Reduces integers over all ranks that hold parts of the same parameters; stages: also over the other stages.
 void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
   for (Communicator* axis : {&axes_.dp, &axes_.tp, &axes_.pp}) {
     if (axis == &axes_.pp && !stages) continue;
@@ -225,7 +225,7 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
   for (const auto& s : shards_) s->states().settle(verdict, step.number);
 }
 
-// Ranks that have updated their slices alone get those of others.
+// After ranks have updated only their own slices: gathers the slices of all ranks.
 void Update::make_momentum_whole() {
   const zero::ShardsPlan& dp = plan_.dp();
   if (momentum_is_whole_ || !dp.layout.states().shard_optimizer) return;
@@ -252,7 +252,7 @@ bool Update::outer_step(i64 step) {
     }
   };
   if (!outer_) return any;
-  if (plan_.diloco.overlap_steps > 0) land();  // before another one is under way
+  if (plan_.diloco.overlap_steps > 0) land();  // before another one is sent
   for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
     if (plan_.diloco.meets(f, step)) outer_->send(f);
   }
@@ -284,7 +284,7 @@ void Update::rank_local_was_set(i64 number) {
   for (zero::SavedState* const state : saved_) state->was_set(number);
 }
 
-// As judge() does it, of several norms at once: what small messages cost is their number.
+// Like judge(), for several norms at once, because small messages cost by their number.
 std::array<double, Update::kNorms> Update::norms_of(
     FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each) {
   i64* const numbers = norm_numbers_.as<i64>().data();
@@ -334,7 +334,7 @@ Update::NamedNorms Update::compression_norms(i64 number) {
   return named;
 }
 
-// The sums of workers are where gradients were; each element counts on its owner, as in the verdict.
+// The sums over workers lie where gradients were; each element counts on its owner, as in the verdict.
 double Update::outer_gradient_norm(i64 step) {
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const zero::Piece& p : plan_.outer_judged) {

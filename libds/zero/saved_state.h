@@ -25,6 +25,7 @@ class SavedState {
 
   // Arrays of this rank alone. A run with another layout of ranks, or without a use for them, does not get them: it
   // begins as after forget(), with a warning.
+
   // Whether any rank has arrays after that update. All ranks answer alike.
   virtual bool has_arrays(i64 update) const noexcept { return static_cast<void>(update), false; }
   // Appends this rank's arrays, perhaps none: for the same update the same names and sizes in the same order. They stay
@@ -39,12 +40,13 @@ class SavedState {
   virtual void forget() {}
 
   // Numbers of each parameter as a whole, equal on all ranks that update a part of it: a run with any layout gets them.
+
   // The key under which a checkpoint holds them (CheckpointMeta::numbers); empty: none are kept.
   virtual std::string_view numbers_key() const noexcept { return {}; }
   // How many of a parameter; all ranks answer alike.
   virtual i64 num_numbers(i64 param) const noexcept { return static_cast<void>(param), 0; }
-  // By number of the parameter: on the host, not negative, to be read or overwritten; empty if this rank does not
-  // update the parameter, or it has none.
+  // By number of the parameter, all of them: on the host, not negative, to be read or overwritten; empty if this rank
+  // does not update the parameter, or it has none.
   virtual std::vector<std::span<double>> numbers() { return {}; }
 
   // Euclidean norms over all parameters and ranks of a worker, for monitors.
