@@ -87,7 +87,7 @@ struct ParamOptimizer {
   std::string name;
   StateSet states;
   bool trains = false;  // else no state is wanted, whatever there is
-  i64 numbers = 0;      // of it as a whole (CheckpointMeta::optimizer_numbers)
+  i64 numbers = 0;      // of it as a whole (CheckpointMeta::numbers, kOptimizerNumbers)
 };
 
 struct LossScalerState {
@@ -95,6 +95,11 @@ struct LossScalerState {
   i64 iteration = 0, last_overflow = -1, hysteresis = 1;
   bool operator==(const LossScalerState&) const = default;
 };
+
+// Keys of numbers that steps hold of parameters as wholes, not negative. Of optimizers: 1-bit LAMB's mean of ratios and
+// last factor.
+inline constexpr std::string_view kOptimizerNumbers = "optimizer_numbers";
+inline constexpr std::string_view kParamNumbers[] = {kOptimizerNumbers};
 
 struct Manifest;
 
@@ -117,9 +122,14 @@ struct CheckpointMeta {
   std::string isa;                  // instruction set that the bits were made with
   std::string data_json;            // identity of the training data; empty or a JSON document
   std::string attention_json = {};  // what attention hides beside the model's own masks; empty or a JSON document
-  // What optimizers keep of whole parameters beside states, by their names: 1-bit LAMB's mean of ratios and last
-  // factor.
-  std::map<std::string, std::vector<double>> optimizer_numbers = {};
+  // By key, one of kParamNumbers, and by name of the parameter.
+  std::map<std::string, std::map<std::string, std::vector<double>>> numbers = {};
+  i64 num_numbers(std::string_view key, const std::string& param) const {
+    const auto of_key = numbers.find(std::string(key));
+    if (of_key == numbers.end()) return 0;
+    const auto found = of_key->second.find(param);
+    return found == of_key->second.end() ? 0 : std::ssize(found->second);
+  }
   std::string config_json;        // the resolved configuration; empty or a JSON document
   std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
   // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.

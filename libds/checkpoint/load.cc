@@ -143,11 +143,10 @@ void check_optimizers(const Manifest& m, const std::string& dir, std::span<const
   }
   for (size_t i = 0; i < optimizers.size() && first.empty(); ++i) {
     const std::string& name = m.params[index[i]].name;
-    const auto numbers = m.meta.optimizer_numbers.find(name);
-    const i64 there = numbers == m.meta.optimizer_numbers.end() ? 0 : std::ssize(numbers->second);
-    DS_CHECK(!optimizers[i].trains || optimizers[i].numbers == 0 || there == optimizers[i].numbers, Errc::Mismatch,
-             "{}: holds {} optimizer_numbers of '{}', and {} has {}", dir, there, name, optimizers[i].name,
-             optimizers[i].numbers);
+    if (!optimizers[i].trains || optimizers[i].numbers == 0) continue;
+    const i64 there = m.meta.num_numbers(kOptimizerNumbers, name);
+    DS_CHECK(there == optimizers[i].numbers, Errc::Mismatch, "{}: holds {} {} of '{}', and {} has {}", dir, there,
+             kOptimizerNumbers, name, optimizers[i].name, optimizers[i].numbers);
   }
   DS_CHECK(first.empty(), Errc::Mismatch,
            "{}: {}{}; set the optimizer to what it was, or start from the weights: --weights {}", dir, first,

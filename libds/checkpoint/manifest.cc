@@ -208,7 +208,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (!meta.history.empty()) j["history"] = meta.history;
   if (!meta.attention_json.empty()) j["attention"] = embed(meta.attention_json, "attention");
-  if (!meta.optimizer_numbers.empty()) j["optimizer_numbers"] = meta.optimizer_numbers;
+  for (const auto& [key, numbers] : meta.numbers) j[key] = numbers;
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -235,11 +235,13 @@ CheckpointMeta meta_from_json(const Json& j) {
   if (j.contains("optimizer")) meta.optimizer = optimizer_from(j.at("optimizer"));
   if (j.contains("history")) meta.history = j.at("history").get<std::string>();
   if (j.contains("attention")) meta.attention_json = extract(j.at("attention"));
-  if (j.contains("optimizer_numbers")) {
-    j.at("optimizer_numbers").get_to(meta.optimizer_numbers);
-    for (const auto& [name, numbers] : meta.optimizer_numbers) {
+  for (const std::string_view key : kParamNumbers) {
+    if (!j.contains(key)) continue;
+    auto& of_params = meta.numbers[std::string(key)];
+    j.at(std::string(key)).get_to(of_params);
+    for (const auto& [name, numbers] : of_params) {
       DS_CHECK(std::ranges::all_of(numbers, [](double x) { return std::isfinite(x) && x >= 0; }), Errc::Corrupt,
-               "optimizer_numbers of '{}' are not at least 0", name);
+               "{} of '{}' are not at least 0", key, name);
     }
   }
   meta.isa = j.at("isa").get<std::string>();

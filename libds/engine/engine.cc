@@ -102,9 +102,10 @@ zero::AllShards Engine::make_shards() {
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {
-    all.push_back(std::make_unique<zero::Shards>(
-        plan, plan_.rows, plan_.grad_rows, plan_.trains(), mesh_.group(all.size()), device_, ledger_, tiers,
-        plan.zeropp.empty() ? nullptr : mesh_.split("near"), plan.zeropp.empty() ? nullptr : mesh_.split("across")));
+    zero::GroupRanks ranks{.all = mesh_.group(all.size())};
+    if (!plan.zeropp.empty()) ranks.near = mesh_.split("near"), ranks.across = mesh_.split("across");
+    all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(), ranks, device_,
+                                                 ledger_, tiers));
   }
   return all;
 }

@@ -115,10 +115,10 @@ class Engine {
     return shards_of(piece).states().lease(piece, access);
   }
   bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
-  // What this rank has beside states, of the device, that the same layout alone can go on from: by names, fp32; nothing
-  // where the last update left none.
-  update::SignAverage::RankLocal rank_local() {
-    return update_ ? update_->rank_local(progress_.optimizer_step) : update::SignAverage::RankLocal();
+  // Arrays of saved state (SavedState) of this rank alone, which only a run with the same layout can resume from; none
+  // if the last update left none.
+  std::vector<zero::SavedArray> rank_local() {
+    return update_ ? update_->rank_local(progress_.optimizer_step) : std::vector<zero::SavedArray>();
   }
   // After all of them were set from outside. Collective.
   void rank_local_was_set() {
@@ -127,9 +127,9 @@ class Engine {
   }
   // Alike on all ranks, of which some may have none.
   bool has_rank_local() const noexcept { return update_ && update_->has_rank_local(progress_.optimizer_step); }
-  // Update::optimizer_numbers().
-  std::vector<std::span<double>> optimizer_numbers() {
-    return update_ ? update_->optimizer_numbers() : std::vector<std::span<double>>(plan_.params.size());
+  // All state of that kind; none in a run that does not train.
+  std::span<zero::SavedState* const> saved_states() const noexcept {
+    return update_ ? update_->saved_states() : std::span<zero::SavedState* const>();
   }
   // Before the first update the workers of DiLoCo have in common what they begin with.
   void begin_outer() {

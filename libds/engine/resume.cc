@@ -246,7 +246,7 @@ void TrainingRun::State::load_step(const std::string& dir) {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
-  set_optimizer_numbers(meta);
+  load_numbers(meta);
   engine->begin_outer();
   load_rank_local(dir, meta, rank_local);
   if (is_root()) {
@@ -265,37 +265,44 @@ void TrainingRun::State::load_step(const std::string& dir) {
   }
 }
 
-// Of a stage of a pipeline these are the numbers of its own layers alone: the largest bits of all are what some have.
-std::map<std::string, std::vector<double>> TrainingRun::State::optimizer_numbers() {
-  std::map<std::string, std::vector<double>> named;
-  const optim::Groups& groups = engine->plan().groups;
-  std::vector<i64> bits;
-  const std::vector<std::span<double>> own = engine->optimizer_numbers();
-  for (size_t p = 0; p < own.size(); ++p) {
-    const i64 each = groups.groups[groups.of_params[p]].numbers_per_param();
-    for (i64 i = 0; i < each; ++i) bits.push_back(own[p].empty() ? 0 : std::bit_cast<i64>(own[p][i]));
+// A stage of a pipeline has the numbers of its own layers alone: the maximum over all ranks is what some rank has,
+// since bits of numbers that are not negative are in their order.
+void TrainingRun::State::save_numbers(CheckpointMeta& meta) {
+  for (zero::SavedState* const state : engine->saved_states()) {
+    if (state->numbers_key().empty()) continue;
+    const std::vector<std::span<double>> own = state->numbers();
+    std::vector<i64> bits;
+    for (size_t p = 0; p < own.size(); ++p) {
+      for (i64 i = 0; i < state->num_numbers(narrow<i64>(p)); ++i)
+        bits.push_back(own[p].empty() ? 0 : std::bit_cast<i64>(own[p][i]));
+    }
+    mesh->world().all_reduce(bits.data(), std::ssize(bits), DType::I64, ReduceOp::Max, "dp.stats").wait();
+    auto& named = meta.numbers[std::string(state->numbers_key())];
+    size_t at = 0;
+    for (size_t p = 0; p < own.size(); ++p) {
+      for (i64 i = 0; i < state->num_numbers(narrow<i64>(p)); ++i)
+        named[table.params[p].name].push_back(std::bit_cast<double>(bits[at++]));
+    }
   }
-  if (bits.empty()) return named;
-  mesh->world().all_reduce(bits.data(), std::ssize(bits), DType::I64, ReduceOp::Max, "dp.stats").wait();
-  size_t at = 0;
-  for (size_t p = 0; p < own.size(); ++p) {
-    const i64 each = groups.groups[groups.of_params[p]].numbers_per_param();
-    for (i64 i = 0; i < each; ++i) named[table.params[p].name].push_back(std::bit_cast<double>(bits[at++]));
-  }
-  return named;
 }
 
-void TrainingRun::State::set_optimizer_numbers(const CheckpointMeta& meta) {
+void TrainingRun::State::load_numbers(const CheckpointMeta& meta) {
   if (meta.optimizer_step == 0) return;
-  const std::vector<std::span<double>> own = engine->optimizer_numbers();
-  for (size_t p = 0; p < own.size(); ++p) {
-    if (!own[p].empty()) std::ranges::copy(meta.optimizer_numbers.at(table.params[p].name), own[p].begin());
+  for (zero::SavedState* const state : engine->saved_states()) {
+    const std::vector<std::span<double>> own = state->numbers();
+    for (size_t p = 0; p < own.size(); ++p) {
+      const std::string key(state->numbers_key()), &name = table.params[p].name;
+      const i64 wanted = state->num_numbers(narrow<i64>(p)), there = meta.num_numbers(key, name);
+      DS_CHECK(wanted == 0 || there == wanted, Errc::Mismatch, "the step holds {} {} of '{}', not {}", there, key, name,
+               wanted);
+      if (!own[p].empty()) std::ranges::copy(meta.numbers.at(key).at(name), own[p].begin());
+    }
   }
 }
 
 namespace {
 
-// What ranks have of their own beside states, by its names in a step.
+// Words for a warning about arrays of ranks, whose kinds are known by their names in a step.
 std::string named_for_people(const std::set<std::string>& names) {
   bool errors = false, steps = false, workers = false;
   for (const std::string& name : names) {
@@ -311,18 +318,18 @@ std::string named_for_people(const std::set<std::string>& names) {
 
 }  // namespace
 
-// What ranks of the same layout kept beside states. Others begin without, and so does who has no use for it: it is
-// said.
+// Loads this rank's arrays of saved state, if the step was made with the same layout; else the run begins without them,
+// with a warning, which also names arrays that this run has no use for. there: names of the arrays of all ranks.
 void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta,
                                          const std::set<std::string>& there) {
   if (!engine->plan().trains() || (!engine->has_rank_local() && there.empty())) return;
-  const auto wanted = engine->has_rank_local() ? engine->rank_local() : update::SignAverage::RankLocal();
+  const auto wanted = engine->has_rank_local() ? engine->rank_local() : std::vector<zero::SavedArray>();
   std::optional<CheckpointReader> reader;
   i64 fits = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0;
   together(mesh->world(), [&] {
     reader.emplace(dir);
-    const auto is_there = [&](const auto& array) {
-      return reader->has_rank_local(ranks.rank, array.first, array.second.numel());
+    const auto is_there = [&](const zero::SavedArray& array) {
+      return reader->has_rank_local(ranks.rank, array.name, array.values.numel());
     };
     if (fits == 1 && !std::ranges::all_of(wanted, is_there)) fits = 0;
   });
@@ -339,7 +346,7 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
     });
     if (engine->has_rank_local()) engine->rank_local_was_set();
     const auto is_wanted = [&](const RankLocalRecord& r) {
-      return std::ranges::any_of(wanted, [&](const auto& w) { return w.first == r.name; });
+      return std::ranges::any_of(wanted, [&](const zero::SavedArray& w) { return w.name == r.name; });
     };
     lost = !std::ranges::all_of(reader->manifest().files[static_cast<size_t>(ranks.rank)].rank_local, is_wanted);
     mesh->world().all_reduce(&lost, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();

@@ -93,9 +93,10 @@ struct TrainingRun::State {
   void check_same_run(const CheckpointMeta& meta, const std::string& source) const;
   void take_directory();
   CheckpointMeta meta() const;
-  // CheckpointMeta::optimizer_numbers of this run. Collective. And what a step has of them becomes the optimizers'.
-  std::map<std::string, std::vector<double>> optimizer_numbers();
-  void set_optimizer_numbers(const CheckpointMeta& meta);
+  // Numbers of saved state (SavedState::numbers_key) from all ranks into a step to be saved (collective), and from a
+  // step into those of this rank.
+  void save_numbers(CheckpointMeta& meta);
+  void load_numbers(const CheckpointMeta& meta);
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
   void begin_record(const TrainHooks& hooks);

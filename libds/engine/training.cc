@@ -226,7 +226,7 @@ void Training::save(engine::Saver::When when) {
     check_divergence(!s_.engine->is_finite(), "weights or moments are", step());
   }
   CheckpointMeta meta = s_.meta();
-  meta.optimizer_numbers = s_.optimizer_numbers();
+  s_.save_numbers(meta);
   saver_.save(meta, when);
 }
 

@@ -41,9 +41,9 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
                                                                  split_size(plan.mesh, split), &addresses_);
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
-    shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
-                                                     device_, ledger_, offload_.tiers(), split(s, "near"),
-                                                     split(s, "across")));
+    const zero::GroupRanks ranks{.all = *groups_.back(), .near = split(s, "near"), .across = split(s, "across")};
+    shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), ranks, device_,
+                                                     ledger_, offload_.tiers()));
   }
   inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
   if (!plan.trains()) return;
@@ -54,7 +54,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
 
 void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   DS_ASSERT(plan_.trains());
-  update_->go_on_at(number);
+  update_->skip_to(number);
   update_->begin(number, 1);
   const i64 m = plan_.micro_batches;
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
@@ -126,7 +126,9 @@ RankLocalBytes CountedUpdate::rank_local_bytes() {
   RankLocalBytes most;
   if (!update_) return most;
   if (plan_.mesh.workers > 1) {
-    for (const auto& [name, values] : update_->outer()->rank_local()) most.instead += values.bytes();
+    std::vector<zero::SavedArray> own;
+    update_->outer()->own_states(own);
+    for (const zero::SavedArray& array : own) most.instead += array.values.bytes();
   }
   // Between means of parameters there is more than behind them. The first worker has what there is beside its states.
   for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
@@ -135,6 +137,16 @@ RankLocalBytes CountedUpdate::rank_local_bytes() {
     most.beside = std::max(most.beside, bytes);
   }
   return most;
+}
+
+std::vector<i64> CountedUpdate::saved_numbers() const {
+  std::vector<i64> counts;
+  for (const zero::SavedState* const state : update_ ? update_->saved_states() : std::span<zero::SavedState* const>()) {
+    i64 numbers = 0;
+    for (i64 p = 0; p < std::ssize(plan_.params); ++p) numbers += state->num_numbers(p);
+    if (numbers > 0) counts.push_back(numbers);
+  }
+  return counts;
 }
 
 void CountedUpdate::begin_again() {

@@ -59,6 +59,8 @@ class CountedUpdate {
   void norm_of_meeting();
 
   RankLocalBytes rank_local_bytes();
+  // Numbers that a save collects from all ranks at once, for each kind of saved state that has some.
+  std::vector<i64> saved_numbers() const;
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;

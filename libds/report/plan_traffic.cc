@@ -227,9 +227,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   // finite.
   constexpr i64 kFinite = 2 * 8, kEvaluation = 3 * 8;
   if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
-  i64 numbers = 0;  // what optimizers keep of parameters, where they are saved
-  for (const size_t g : plan.groups.of_params) numbers += plan.groups.groups[g].numbers_per_param();
-  if (numbers > 0) calls.world.add({.combined_bytes = numbers * 8});
+  for (const i64 numbers : update.saved_numbers()) calls.world.add({.combined_bytes = numbers * 8});
   if (evaluates(config)) calls.world.add({.combined_bytes = kEvaluation});
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "comm/nonzero_blocks.h"
 #include "model/models.h"
 #include "pipeline/partition.h"
 #include "report/counted_update.h"
@@ -214,7 +215,8 @@ std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& g
 }
 
 // The units of the look-up of tokens. A matrix has at most as many rows that are not zero as there are tokens.
-std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::ShardsPlan& shards) {
+std::vector<zero::SparseUnit> sparse_units(const Config& config, const RunPlan& plan, const zero::ShardsPlan& shards) {
+  if (!config.sparse_gradients || !plan.embeds) return {};
   constexpr i64 kBlock = NonzeroBlocks::kBlock;
   const i64 together = shards.grads.accumulates_locally() ? plan.micro_batches : 1, tokens = plan.B * plan.T * together;
   const zero::Layout& layout = shards.grad_layout;
@@ -243,6 +245,18 @@ std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::Shar
     units.push_back({.unit = unit, .of_rank = most, .of_sum = most * sums});
   }
   return units;
+}
+
+// The ways to reduce gradients over dp, other than densely.
+std::vector<zero::ReductionKind> reductions_of(const Config& config, const std::vector<zero::SparseUnit>& sparse) {
+  std::vector<zero::ReductionKind> kinds;
+  if (!sparse.empty()) kinds.push_back(zero::sparse_reduction(sparse));
+  if (const int bits = config.gradient_code_bits(); bits > 0) {
+    const auto& l = config.zero.loco;
+    const LocoOptions loco{.decay = static_cast<float>(l.err_beta), .reset_period = l.reset_period};
+    kinds.push_back(zero::coded_reduction(bits, l.enabled ? std::optional(loco) : std::nullopt));
+  }
+  return kinds;
 }
 
 // What the ranks of a group have of a model.
@@ -285,10 +299,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .overlap = z.overlap_comm,
       .micro_batches = plan.micro_batches,
       .reduce_each_micro = plan.reduce_each_micro,
-      .keeps_own = averages,
-      .code_bits = group == 0 ? config.gradient_code_bits() : 0};
-  if (shards.grads.code_bits > 0 && z.loco.enabled)
-    shards.grads.loco = {.decay = static_cast<float>(z.loco.err_beta), .reset_period = z.loco.reset_period};
+      .keeps_own = averages};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[c];
@@ -310,7 +321,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
     }
   }
   std::ranges::sort(shards.grads.open);
-  if (config.sparse_gradients && group == 0 && plan.embeds) shards.grads.sparse = sparse_units(plan, shards);
+  if (group == 0) shards.grads.sparse = sparse_units(config, plan, shards);
+  if (group == 0) shards.grads.reductions = reductions_of(config, shards.grads.sparse);
   shards.buckets = zero::plan_buckets(shards.grad_layout, shards.grads);
   for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
     if (u != plan.head_use() || plan.shared_grads() == u) shards.gathered_grads.push_back(u);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report/scratch.h"
 
+#include "comm/nonzero_blocks.h"
 #include "report/counted_update.h"
 
 namespace ds::report {

@@ -26,7 +26,7 @@ void Combine::run(bool own) {
   }
 }
 
-// The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
+// Adds the two gradients of tied embeddings, of the look-up and of the projection, which lie on one stage or on two.
 void Combine::add_uses_of_shared(bool own) {
   if (!plan_.tied()) return;
   const bool embeds = plan_.embeds, projects = plan_.projects;
@@ -34,17 +34,18 @@ void Combine::add_uses_of_shared(bool own) {
   zero::Shards& dp = *shards_.front();
   const zero::Layout& layout = plan_.dp().grad_layout;
   const std::span<const zero::Segment> segments = layout.segments_of(plan_.shared_grads());
-  // Of a segment what this rank owns, or all.
+  // A part of the slice of a segment that this rank owns, or of the whole segment.
   const i64 slices = own ? layout.num_ranks() : 1;
   const auto slice = [&](const zero::Segment& s, i64 begin, i64 count, zero::LeaseTo access) {
-    return dp.grads().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,
-                            access);
+    return dp.grads().sums().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,
+                                   access);
   };
   const auto view = [](const zero::TierLease& lease, i64 n) { return TensorView::of(lease.data(), DType::F32, {n}); };
   if (embeds && projects) {
     const std::span<const zero::Segment> of_head = layout.segments_of(plan_.head_use());
     for (size_t i = 0; i < segments.size(); ++i) {
-      const i64 all = segments[i].slice * slices, most = dp.grads().in_place() ? all : UpdatePlan::kExchangeElems;
+      const i64 all = segments[i].slice * slices,
+                most = dp.grads().sums().in_place() ? all : UpdatePlan::kExchangeElems;
       for (i64 begin = 0; begin < all; begin += most) {
         const i64 n = std::min(most, all - begin);
         const zero::TierLease mine = slice(segments[i], begin, n, zero::LeaseTo::Write),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What gradients still need when each group has summed its own: the two uses of tied embeddings are added, equal copies
-// on ranks of tp whose gradients are parts are summed, and rows with a divisor of their own are brought to that of all
-// others. Each is a fold in rank order of fp32 slices that all its ranks cut alike, so copies stay equal bit for bit.
+// Completes gradients after each group has summed its own: adds the two uses of tied embeddings, sums rows of which
+// ranks of tp hold equal copies but compute parts of the gradient, and brings rows with a divisor of their own to the
+// divisor of all others. Each sum is a fold in rank order of fp32 slices that all its ranks cut alike, so copies stay
+// equal bit for bit.
 
 #include <vector>
 
@@ -11,8 +12,8 @@
 
 namespace ds::update {
 
-// Whom a rank talks to at the end of a step. dp: those with the same parameters; groups of it have their own. outer: of
-// other workers.
+// The communicators of a rank at the end of a step. dp: the ranks with the same parameters; groups of it have their
+// own. outer: the ranks at the same place in other workers of DiLoCo.
 struct Axes {
   Communicator &dp, &tp, &pp, &outer;
 };
@@ -21,16 +22,17 @@ class Combine {
  public:
   // All outlive it.
   Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger, Device& device);
-  // When the groups' sums are final; or `own`: each rank's, of which it has all. Collective.
+  // After the groups' sums are final. own: each rank has sums of its own micro-batches, of all elements. Collective.
   void run(bool own = false);
-  // The accumulated gradient of a piece that this rank holds, of whichever group.
+  // The sum of the gradients of a piece that this rank holds, of any group.
   zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
     return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
   }
-  // Elements of such a piece that are leased at once: all, where that is the memory in which they stay.
+  // The most elements of such a piece to lease at once: all of them if leases are the memory in which sums are stored.
   i64 most_leased(const zero::Piece& piece) const noexcept {
     const zero::GradStore& grads = shards_[plan_.row_of(piece.param).group]->grads();
-    return grads.in_place() ? piece.count : std::min(grads.layout().largest_slice(), zero::StateStore::kLeaseElems);
+    return grads.sums().in_place() ? piece.count
+                                   : std::min(grads.layout().largest_slice(), zero::StateStore::kLeaseElems);
   }
 
  private:

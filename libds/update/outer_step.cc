@@ -8,9 +8,9 @@
 namespace ds::update {
 namespace {
 
-constexpr i64 kCodedElems = i64{1} << 20;  // that travel as codes at once
+constexpr i64 kCodedElems = i64{1} << 20;  // sent as codes at once
 
-// Of pieces one behind the other, each at a block of codes.
+// Elements of pieces one after the other, each at the beginning of a block of codes.
 i64 padded_elems(std::span<const zero::Piece> pieces) {
   i64 n = 0;
   for (const zero::Piece& p : pieces) n += align_up(p.count, zero::kCodeBlock);
@@ -56,7 +56,7 @@ OuterStep::OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& c
   if (plan.diloco.overlap_steps > 0) {
     i64 most = 0;
     for (const Fragment& f : fragments_) most = std::max(most, padded_elems(f.sums));
-    // Messages between workers are as large on all of them: of all fragments the largest.
+    // Room for the largest fragment.
     travels_ = outer.allocate(ledger, Tag::Workspace, most * 4);
     number_ = device_buffer(device, ledger, Tag::Workspace, 4);
     if (bits < 32) wire_ = outer.allocate(ledger, Tag::Workspace, outer.size() * CodedSlice{format_, most}.bytes());
@@ -106,7 +106,7 @@ void OuterStep::for_each_part(const Fragment& f, FunctionRef<void(const zero::Pi
 }
 
 void OuterStep::send(i64 fragment) {
-  if (under_way_ != kNone) land(under_way_);  // what a run that goes on with other intervals has still
+  if (under_way_ != kNone) land(under_way_);  // left by a run that used other intervals
   const Fragment& f = fragments_[fragment];
   pass(f, {.rule = UpdateRule::OuterDelta});
   if (!travels_) return;
@@ -115,7 +115,7 @@ void OuterStep::send(i64 fragment) {
   const i64 n = padded_elems(f.sums);
   const TensorView all = TensorView::of(travels_.data(), DType::F32, {n});
   if (n == 0) return;
-  device_.zero(all.data, all.bytes());  // what is between pieces
+  device_.zero(all.data, all.bytes());  // the gaps between pieces
   for_each_part(f, [&](const zero::Piece& part, i64 at) {
     device_.copy(all.rows(at, part.count).data, combine_.gradient(part, zero::LeaseTo::Read).data(), part.count * 4);
   });
@@ -138,7 +138,7 @@ bool OuterStep::land(i64 fragment) {
   const Fragment& f = fragments_[fragment];
   const DilocoConfig& d = plan_.diloco;
   if (travels_) {
-    if (under_way_ != fragment) return false;  // it was lost with a layout
+    if (under_way_ != fragment) return false;  // the run has resumed with another layout, without it
     arrive();
     under_way_ = kNone;
     for_each_part(f, [&](const zero::Piece& part, i64 at) {
@@ -169,43 +169,41 @@ void OuterStep::sum(TensorView x) {
   device_.ops().fold(x, sources_, false, device_.stream());
 }
 
-// What is the worker's own: all but the outer states, and parameters where they are no masters.
-OuterStep::RankLocal OuterStep::rank_local() {
-  RankLocal own;
+// All states but the outer ones, and the parameters that have no masters.
+void OuterStep::own_states(std::vector<zero::SavedArray>& arrays) {
   for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
     for (const State s : kStates) {
       if (state[s] == nullptr || is_outer_state(s) || (s == State::Param && state[State::Master] != nullptr)) continue;
-      own.emplace_back(fmt::format("{}/{}[{}]", state_name(s), plan_.row_of(piece.param).name, piece.begin),
-                       state.view(s, piece.count));
+      arrays.push_back({fmt::format("{}/{}[{}]", state_name(s), plan_.row_of(piece.param).name, piece.begin),
+                        state.view(s, piece.count)});
     }
   });
-  return own;
 }
 
-OuterStep::RankLocal OuterStep::under_way() {
-  if (!travels_) return {};
+void OuterStep::read(i64, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
+  if (plan_.coord.worker > 0) own_states(arrays);
+  if (!travels_) return;
   arrive();
   const float number = static_cast<float>(under_way_ + 1);
   device_.upload(number_.data(), &number, sizeof number);
-  return {{fmt::format("outer_sums.of_{}", num_fragments()),
-           TensorView::of(travels_.data(), DType::F32, {travels_.bytes() / 4})},
-          {"outer_sums.fragment", TensorView::of(number_.data(), DType::F32, {1})}};
+  arrays.push_back({fmt::format("outer_sums.of_{}.{}", num_fragments(), elements),
+                    TensorView::of(travels_.data(), DType::F32, {travels_.bytes() / 4})});
+  arrays.push_back({fmt::format("outer_sums.fragment.{}", elements), TensorView::of(number_.data(), DType::F32, {1})});
 }
 
-void OuterStep::under_way_was_set() {
+void OuterStep::was_set(i64) {
+  if (plan_.coord.worker > 0) {
+    for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
+      if (state[State::Master] == nullptr) return;
+      device_.ops().cast(TensorView::of(state[State::Param], plan_.dp().grads.work, {piece.count}),
+                         state.view(State::Master, piece.count), device_.stream());
+    });
+  }
   if (!travels_) return;
   float number = 0;
   device_.download(&number, number_.data(), sizeof number);
   under_way_ = static_cast<i64>(number) - 1;
   arrived_ = true;
-}
-
-void OuterStep::rank_local_was_set() {
-  for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
-    if (state[State::Master] == nullptr) return;
-    device_.ops().cast(TensorView::of(state[State::Param], plan_.dp().grads.work, {piece.count}),
-                       state.view(State::Master, piece.count), device_.stream());
-  });
 }
 
 }  // namespace ds::update

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The steps of an optimizer around the optimizer (DilocoConfig): workers, which train for themselves, send each other
-// what their steps have made of the parameters, and all go on from the same ones. What a rank owns of them meets what
-// the ranks of the same place in other workers own. Sums are in fp32, in the order of workers; what travels as codes is
-// decoded first, also a rank's own.
+// The outer optimizer of DiLoCo (DilocoConfig). Workers train for themselves; when a fragment of the parameters meets,
+// they send each other the changes that their steps have made to it, and all continue from the same parameters. Each
+// rank exchanges the slices that it owns with the ranks at the same place in other workers. Sums are in fp32, in the
+// order of workers; changes that are sent as codes are decoded first, also a rank's own.
 
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -15,40 +13,40 @@
 
 namespace ds::update {
 
-class OuterStep {
+class OuterStep final : public zero::SavedState {
  public:
-  // Takes the memory of what is sent as codes and a few numbers (Tag::Workspace); all outlive it. Collective over
-  // `outer`, and run() too.
+  // Allocates memory for codes, and for sums under way (Tag::Workspace). All outlive it. Collective over `outer`, as
+  // are send() and land().
   OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& combine, Communicator& outer, Device& device,
             MemoryLedger& ledger);
 
-  // Parameters were set from outside before a first update: workers have them in common.
+  // Before the first update, after parameters were set from outside: workers have them in common.
   void begin();
-  // A fragment meets, behind the update of a step, and what has been sent takes effect: at once, or, where it travels
-  // beside training (overlap_steps), behind the update of a later step, as long as no other fragment meets. Without
-  // what was sent nothing happens. Parameters are this rank's own then: others still have to get them.
+  // After the update of a step in which a fragment meets, send() makes its changes, and with overlap_steps begins to
+  // send them; land() applies the sum of all workers' changes: at once, or, with overlap_steps, after the update of a
+  // later step, before another fragment meets. land() returns false, and does nothing, if the fragment was not sent.
+  // Afterwards this rank's own slices are final; other ranks still have to get them.
   void send(i64 fragment);
   bool land(i64 fragment);
 
-  // The pieces of a fragment whose gradients lie side by side are one, in the order of accumulators.
+  // The pieces of a fragment, in the order of the sums of gradients, where neighbours are one piece.
   const std::vector<zero::Piece>& sums(i64 fragment) const noexcept { return fragments_[fragment].sums; }
   i64 num_fragments() const noexcept { return std::ssize(fragments_); }
 
-  // What this rank has of its own between meetings, fp32, of the device, by names for checkpoints, and after it was
-  // set. Of the first worker it is the state of the run.
-  using RankLocal = std::vector<std::pair<std::string, TensorView>>;
-  RankLocal rank_local();
-  void rank_local_was_set();
-  // What is under way of a fragment that has met, of every worker, for which it waits; nothing without overlap_steps.
-  RankLocal under_way();
-  void under_way_was_set();
+  // Workers differ between meetings: the first one's parameters and states are those of the run, and are saved as such;
+  // those of another worker are own_states(). Besides, the sums of a fragment that has met and not yet taken effect
+  // (overlap_steps), for which read() waits.
+  bool has_arrays(i64 update) const noexcept override { return static_cast<void>(update), outer_.size() > 1; }
+  void read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) override;
+  void was_set(i64 update) override;
+  void own_states(std::vector<zero::SavedArray>& arrays);
 
  private:
   struct Fragment {
     std::vector<std::vector<zero::TilePiece>> held;  // by UpdatePlan::shards
     std::vector<zero::Piece> sums;
   };
-  class Always final : public zero::VerdictHandle {  // the verdict of who has no gradients
+  class Always final : public zero::VerdictHandle {  // a finite verdict
    public:
     Always(Device& device, MemoryLedger& ledger);
     const GradVerdict* on_device() const noexcept override { return static_cast<const GradVerdict*>(memory_.data()); }
@@ -60,10 +58,10 @@ class OuterStep {
   };
   void pass(const Fragment& f, const UpdateParams& params);
   void sum(TensorView x);
-  // f(part, where it is in what travels), for the sums of a fragment.
+  // Calls visit(part, its place in travels_) for the sums of a fragment.
   void for_each_part(const Fragment& f, FunctionRef<void(const zero::Piece&, i64)> visit);
   void arrive();
-  // visit(piece, its state), of all pieces.
+  // Calls visit(piece, its state) for all pieces.
   void for_each_lease(zero::LeaseTo access, FunctionRef<void(const zero::Piece&, const zero::StateLease&)> visit);
 
   const UpdatePlan& plan_;
@@ -75,8 +73,8 @@ class OuterStep {
   CodeFormat format_;
   Buffer wire_, decoded_;
   static constexpr i64 kNone = -1;
-  // Of overlap_steps: sums of a fragment, fp32, what this worker sent and then what all did; which fragment's; [1] fp32
-  // for checkpoints: that, from 1.
+  // With overlap_steps: the changes of a fragment, fp32, of this worker and then the sum over all; and for checkpoints
+  // [1] fp32: the number of that fragment from 1, or 0.
   Buffer travels_, number_;
   i64 under_way_ = kNone;
   bool arrived_ = false;

@@ -2,12 +2,13 @@
 #include "update/sign_average.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace ds::update {
 namespace {
 
 constexpr std::string_view kTag = "dp.one_bit";
-constexpr i64 kExchanged = i64{1} << 20;  // elements at once
+constexpr i64 kExchanged = i64{1} << 20;  // elements that are exchanged at once
 
 std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
   const zero::ShardsPlan& dp = plan.dp();
@@ -26,7 +27,7 @@ std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group
   return parts;
 }
 
-// In the sums of gradients of a rank that has them whole.
+// The places of the parts in a rank's sums of all gradients.
 std::vector<i64> places_in_gradients(const UpdatePlan& plan, size_t group) {
   const zero::ShardsPlan& dp = plan.dp();
   const std::vector<i64> bases = zero::grad_accum_bases(dp.grad_layout, dp.grads, dp.rank);
@@ -121,7 +122,7 @@ void SignAverage::average_momentum() {
 }
 
 void SignAverage::average_directions() {
-  if (one_bit_) one_bit_->run(shards_.front()->grads().own_sums(), kTag, in_gradients_);
+  if (one_bit_) one_bit_->run(shards_.front()->grads().sums().all(), kTag, in_gradients_);
 }
 
 void SignAverage::remember_parameters() {
@@ -163,27 +164,30 @@ void SignAverage::forget() {
   rates_ = 0;
 }
 
-SignAverage::RankLocal SignAverage::rank_local(std::string_view lost_of, bool steps_apart) {
-  RankLocal own;
+void SignAverage::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
+  const optim::Group& group = plan_.groups.groups[group_];
+  if (!group.has_lost_signs(update)) return;
+  const auto add = [&](const std::string& name, const TensorView& values) {
+    arrays.push_back({fmt::format("{}@{}.{}", name, group_, elements), values});
+  };
   if (one_bit_) {
-    own.emplace_back(fmt::format("{}_worker_error", lost_of), one_bit_->worker_error());
-    own.emplace_back(fmt::format("{}_server_error", lost_of), one_bit_->server_error());
+    add(fmt::format("{}_worker_error", group.signs_are_of(update)), one_bit_->worker_error());
+    add(fmt::format("{}_server_error", group.signs_are_of(update)), one_bit_->server_error());
   }
-  if (!steps_apart) return own;
+  if (!group.is_apart_behind(update)) return;
   device_.upload(saved_rates_.data(), &rates_, 4);
-  own.emplace_back("rates", TensorView::of(saved_rates_.data(), DType::F32, {1}));
-  own.emplace_back("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
+  add("rates", TensorView::of(saved_rates_.data(), DType::F32, {1}));
+  add("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
   for (const zero::Piece& piece : pieces_) {
     const std::string& name = plan_.row_of(piece.param).name;
     const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
-    own.emplace_back("parameter/" + name, lease.master(plan_.dp().grads.work, piece.count));
-    own.emplace_back("momentum/" + name, momentum(piece));
+    add("parameter/" + name, lease.master(plan_.dp().grads.work, piece.count));
+    add("momentum/" + name, momentum(piece));
   }
-  return own;
 }
 
-void SignAverage::rank_local_was_set(bool steps_apart) {
-  if (!steps_apart) return;
+void SignAverage::was_set(i64 update) {
+  if (!plan_.groups.groups[group_].is_apart_behind(update)) return;
   device_.download(&rates_, saved_rates_.data(), 4);
   remembers_ = true;
   for (const zero::Piece& piece : pieces_) {
@@ -191,6 +195,40 @@ void SignAverage::rank_local_was_set(bool steps_apart) {
     if (lease[State::Master] == nullptr) continue;
     device_.ops().cast(TensorView::of(lease[State::Param], plan_.dp().grads.work, {piece.count}),
                        TensorView::of(lease[State::Master], DType::F32, {piece.count}), device_.stream());
+  }
+}
+
+SignState::SignState(const UpdatePlan& plan, int ranks)
+    : plan_(plan),
+      norms_{{{"momentum", std::sqrt(static_cast<double>(ranks))},
+              {"worker_error", std::sqrt(static_cast<double>(ranks))},
+              {"server_error"}}} {}
+
+bool SignState::has_arrays(i64 update) const noexcept {
+  return std::ranges::any_of(plan_.groups.groups, [&](const optim::Group& g) { return g.has_lost_signs(update); });
+}
+
+void SignState::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
+  for (SignAverage* const average : averages_) average->read(update, elements, arrays);
+}
+
+void SignState::was_set(i64 update) {
+  for (SignAverage* const average : averages_) average->was_set(update);
+}
+
+void SignState::forget() {
+  for (SignAverage* const average : averages_) average->forget();
+}
+
+std::span<const SignState::Norm> SignState::norms(i64 update) {
+  return plan_.keeps_gradients_apart(update) ? std::span<const Norm>(norms_) : std::span<const Norm>();
+}
+
+void SignState::for_each_norm(FunctionRef<void(size_t, const TensorView&)> visit) {
+  for (const SignAverage* const average : averages_) {
+    for (const zero::Piece& piece : average->pieces()) visit(0, average->momentum(piece));
+    if (const TensorView error = average->worker_error()) visit(1, error);
+    if (const TensorView error = average->server_error()) visit(2, error);
   }
 }
 

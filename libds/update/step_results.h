@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The numbers of a step that its host reads: they lie side by side on the device and come to the host in one download,
-// which is the one time in a step that the host waits.
+// The numbers of a step that the host reads. They lie side by side on the device and are copied to the host in one
+// download, the only time in a step that the host waits.
 
 #include <vector>
 
@@ -39,7 +39,7 @@ class StepResults final : public zero::VerdictHandle {
   double* losses() const noexcept { return reinterpret_cast<double*>(&scalars() + 1); }
   const GradVerdict* on_device() const noexcept override { return &scalars().verdict; }
 
-  // On the host; all numbers are final when somebody asks.
+  // On the host. All numbers are final by the first call.
   const GradVerdict& resolve() override {
     if (!resolved_) device_.download(host_.data(), memory_.data(), memory_.bytes());
     resolved_ = true;

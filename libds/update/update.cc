@@ -10,11 +10,11 @@
 
 namespace ds::update {
 
-// What an optimizer asks of its parameters goes to where their states are.
+// Sends an optimizer's passes to the stores of its parameters' states.
 class Update::States final : public optim::GroupStates {
  public:
   States(zero::AllShards& shards, GroupPieces pieces) : shards_(shards), pieces_(std::move(pieces)) {}
-  // Of passes of a step.
+  // For the passes of a step.
   void set_verdict(zero::VerdictHandle& verdict) noexcept { verdict_ = &verdict; }
   void update(const UpdateSpec& spec) override {
     for (size_t g = 0; g < pieces_.of.size(); ++g) {
@@ -68,8 +68,33 @@ class Update::Matrices final : public optim::WholeMatrices {
 
   Update& update_;
   zero::MatrixExchange exchange_;
-  std::vector<zero::Piece> pieces_;      // what this rank has of the matrices, by place
-  std::vector<zero::TierLease> leases_;  // of them, while they are exchanged
+  std::vector<zero::Piece> pieces_;      // this rank's pieces of the matrices, by place
+  std::vector<zero::TierLease> leases_;  // of the pieces, while matrices are exchanged
+};
+
+// What optimizers keep of parameters as wholes (optim::Optimizer::numbers).
+class Update::OptimizerNumbers final : public zero::SavedState {
+ public:
+  explicit OptimizerNumbers(const Update& update) : plan_(update.plan_), trained_(update.trained_) {}
+  std::string_view numbers_key() const noexcept override { return "optimizer_numbers"; }
+  i64 num_numbers(i64 param) const noexcept override { return plan_.groups.of(param).numbers_per_param(); }
+  std::vector<std::span<double>> numbers() override {
+    std::vector<std::span<double>> all(plan_.params.size());
+    for (const Trained& t : trained_) {
+      std::span<double> of_group = t.optimizer->numbers();
+      for (const i64 param : plan_.params_of(t.group)) {
+        const auto each = static_cast<size_t>(num_numbers(param));
+        if (each == 0) break;
+        all[param] = of_group.first(each);
+        of_group = of_group.subspan(each);
+      }
+    }
+    return all;
+  }
+
+ private:
+  const UpdatePlan& plan_;
+  const std::vector<Trained>& trained_;
 };
 
 Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, Device& device, MemoryLedger& ledger,
@@ -83,8 +108,6 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
       matrix_memory_(
           device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
   if (plan.diloco.enabled) outer_.emplace(plan, shards, combine_, axes.outer, device, ledger);
-  if (outer_ || plan.dp().grads.loco || std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
-    norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
@@ -99,6 +122,25 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
     if (group.needs_matrices()) t.matrices = make_matrices(g, slices_of);
     if (group.averages_by_signs())
       t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, axes.dp, device, ledger);
+  }
+  list_saved_states();
+  if (!saved_.empty()) norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
+}
+
+// The one list of all kinds: a new kind is added here. Ranks of a pipeline's stages have the same kinds.
+void Update::list_saved_states() {
+  const auto any = [&](auto&& of_group) { return std::ranges::any_of(plan_.groups.groups, of_group); };
+  if (outer_) saved_.push_back(&*outer_);
+  for (const auto& s : shards_) std::ranges::copy(s->grads().saved_states(), std::back_inserter(saved_));
+  if (any(&optim::Group::averages_by_signs)) {
+    saved_.push_back(&signs_.emplace(plan_, axes_.dp.size()));
+    for (const Trained& t : trained_) {
+      if (t.average) signs_->add(*t.average);
+    }
+  }
+  if (any([](const optim::Group& g) { return g.numbers_per_param() > 0; })) {
+    numbers_ = std::make_unique<OptimizerNumbers>(*this);
+    saved_.push_back(numbers_.get());
   }
 }
 
@@ -116,10 +158,7 @@ std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const Slic
 
 void Update::begin(i64 number, double loss_scale) {
   apart_ = keeps_gradients_apart(number);
-  for (const auto& s : shards_) {
-    s->grads().reduce_over_ranks(!apart_);
-    s->grads().set_loss_scale(static_cast<float>(loss_scale));
-  }
+  for (const auto& s : shards_) s->grads().begin({.reduces = !apart_, .loss_scale = static_cast<float>(loss_scale)});
 }
 
 void Update::finish_gradients() {
@@ -149,7 +188,7 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
 }
 
-// Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
+// Reduces integers over all ranks that hold parts of the same parameters; stages: also over the other stages.
 void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
   for (Communicator* axis : {&axes_.dp, &axes_.tp, &axes_.pp}) {
     if (axis == &axes_.pp && !stages) continue;
@@ -186,7 +225,7 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
   for (const auto& s : shards_) s->states().settle(verdict, step.number);
 }
 
-// Ranks that have updated their slices alone get those of others.
+// After ranks have updated only their own slices: gathers the slices of all ranks.
 void Update::make_momentum_whole() {
   const zero::ShardsPlan& dp = plan_.dp();
   if (momentum_is_whole_ || !dp.layout.states().shard_optimizer) return;
@@ -200,26 +239,9 @@ void Update::make_momentum_whole() {
   axes_.dp.all_gather(segments, "dp.all_gather").wait();
 }
 
-std::vector<std::span<double>> Update::optimizer_numbers() {
-  std::vector<std::span<double>> all(plan_.params.size());
-  for (const Trained& t : trained_) {
-    const auto each = static_cast<size_t>(plan_.groups.groups[t.group].numbers_per_param());
-    std::span<double> numbers = t.optimizer->numbers();
-    for (const i64 param : plan_.params_of(t.group)) {
-      if (each == 0) break;
-      all[param] = numbers.first(each);
-      numbers = numbers.subspan(each);
-    }
-  }
-  return all;
-}
-
 void Update::states_were_set() {
   momentum_is_whole_ = false;
-  shards_.front()->grads().forget_errors();
-  for (const Trained& t : trained_) {
-    if (t.average) t.average->forget();
-  }
+  for (zero::SavedState* const state : saved_) state->forget();
 }
 
 bool Update::outer_step(i64 step) {
@@ -230,7 +252,7 @@ bool Update::outer_step(i64 step) {
     }
   };
   if (!outer_) return any;
-  if (plan_.diloco.overlap_steps > 0) land();  // before another one is under way
+  if (plan_.diloco.overlap_steps > 0) land();  // before another one is sent
   for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
     if (plan_.diloco.meets(f, step)) outer_->send(f);
   }
@@ -239,54 +261,30 @@ bool Update::outer_step(i64 step) {
 }
 
 bool Update::has_rank_local(i64 number) const noexcept {
-  return (outer_ && axes_.outer.size() > 1) || (plan_.dp().grads.loco && axes_.dp.size() > 1) ||
-         std::ranges::any_of(trained_, [&](const Trained& t) {
-           return t.average && plan_.groups.groups[t.group].has_lost_signs(number);
-         });
+  return std::ranges::any_of(saved_, [&](const zero::SavedState* state) { return state->has_arrays(number); });
 }
 
-// A name of the elements that this rank holds, and of the groups that they are of.
-u32 Update::elements_here() const {
-  std::vector<i64> all;
+std::vector<zero::SavedArray> Update::rank_local(i64 number) {
+  // The elements that this rank holds, and the groups that they are of.
+  std::vector<i64> here;
   for (const auto& s : shards_) {
-    const zero::Layout& layout = s->plan().layout;
-    for (const zero::Piece& p : layout.held_pieces(s->plan().rank)) {
+    for (const zero::Piece& p : s->plan().layout.held_pieces(s->plan().rank)) {
       const i64 group = narrow<i64>(plan_.groups.of_params[static_cast<size_t>(p.param)]);
-      all.insert(all.end(), {p.param, p.begin, p.count, group});
+      here.insert(here.end(), {p.param, p.begin, p.count, group});
     }
   }
-  return static_cast<u32>(XXH3_64bits(all.data(), all.size() * sizeof(i64)));
-}
-
-SignAverage::RankLocal Update::rank_local(i64 number) {
-  SignAverage::RankLocal all;
-  if (outer_ && plan_.coord.worker > 0) all = outer_->rank_local();
-  // What has no names of parameters has that of all elements that it is of: a rank may have others in another run.
-  const std::string elements = fmt::format(".{:08x}", elements_here());
-  const auto add = [&](std::string name, const TensorView& values) { all.emplace_back(name + elements, values); };
-  if (outer_) {
-    for (auto& [name, values] : outer_->under_way()) add(name, values);
-  }
-  for (auto& [name, values] : shards_.front()->grads().rank_local()) add(name, values);
-  for (const Trained& t : trained_) {
-    const optim::Group& group = plan_.groups.groups[t.group];
-    if (!t.average || !group.has_lost_signs(number)) continue;
-    for (auto& [name, values] : t.average->rank_local(group.signs_are_of(number), group.is_apart_behind(number)))
-      add(fmt::format("{}@{}", name, t.group), values);
-  }
-  return all;
+  const std::string elements =
+      fmt::format("{:08x}", static_cast<u32>(XXH3_64bits(here.data(), here.size() * sizeof(i64))));
+  std::vector<zero::SavedArray> arrays;
+  for (zero::SavedState* const state : saved_) state->read(number, elements, arrays);
+  return arrays;
 }
 
 void Update::rank_local_was_set(i64 number) {
-  if (outer_ && plan_.coord.worker > 0) outer_->rank_local_was_set();
-  if (outer_) outer_->under_way_was_set();
-  shards_.front()->grads().rank_local_was_set();
-  for (const Trained& t : trained_) {
-    if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
-  }
+  for (zero::SavedState* const state : saved_) state->was_set(number);
 }
 
-// As judge() does it, of several norms at once: what small messages cost is their number.
+// Like judge(), for several norms at once, because small messages cost by their number.
 std::array<double, Update::kNorms> Update::norms_of(
     FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each) {
   i64* const numbers = norm_numbers_.as<i64>().data();
@@ -312,27 +310,31 @@ std::array<double, Update::kNorms> Update::norms_of(
 }
 
 Update::NamedNorms Update::compression_norms(i64 number) {
-  const bool signs = keeps_gradients_apart(number), codes = plan_.dp().grads.loco.has_value() && axes_.dp.size() > 1;
-  if (!signs && !codes) return {};
-  zero::GradStore& grads = shards_.front()->grads();
-  const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
-    for (const Trained& t : trained_) {
-      if (!t.average || !signs) continue;
-      for (const zero::Piece& piece : t.average->pieces()) visit(0, t.average->momentum(piece));
-      if (const TensorView error = t.average->worker_error()) visit(1, error);
-      if (const TensorView error = t.average->server_error()) visit(2, error);
+  NamedNorms named;
+  std::array<double, kNorms> divisors{};
+  i64 n = 0;
+  for (zero::SavedState* const state : saved_) {
+    for (const zero::SavedState::Norm& norm : state->norms(number)) {
+      DS_ASSERT(n < kNorms);
+      named[n].name = norm.name;
+      divisors[n++] = norm.divisor;
     }
-    if (signs) return;
-    if (const TensorView error = grads.near_error(); error.numel() > 0) visit(1, error);
-    if (const TensorView error = grads.across_error(); error.numel() > 0) visit(2, error);
+  }
+  if (n == 0) return {};
+  const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
+    i64 first = 0;
+    for (zero::SavedState* const state : saved_) {
+      const i64 num = std::ssize(state->norms(number));
+      if (num == 0) continue;
+      state->for_each_norm([&](size_t norm, const TensorView& x) { visit(first + narrow<i64>(norm), x); });
+      first += num;
+    }
   });
-  const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
-  if (signs) return {{{"momentum", norms[0] / ranks}, {"worker_error", norms[1] / ranks}, {"server_error", norms[2]}}};
-  const double unit = ranks * grads.error_scale();
-  return {{{"gradient_error", norms[1] / unit}, {"gradient_error_across", norms[2] / unit}}};
+  for (i64 k = 0; k < n; ++k) named[k].norm = norms[k] / divisors[k];
+  return named;
 }
 
-// The sums of workers are where gradients were; each element counts on its owner, as in the verdict.
+// The sums over workers lie where gradients were; each element counts on its owner, as in the verdict.
 double Update::outer_gradient_norm(i64 step) {
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const zero::Piece& p : plan_.outer_judged) {

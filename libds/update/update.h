@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The end of a training step, when all layers have run: the groups' sums of gradients are waited for and combined, one
-// verdict is made over all of them, parameters are updated and published. The one description of it: an engine runs it,
-// and over a device and communicators that only count (report/counted_update) it says what a step takes, sends and
-// computes.
+// The end of a training step, after all layers have run: waits for the groups' sums of gradients, combines them, makes
+// one verdict over all of them, and updates and publishes parameters. This is its only description: an engine runs it,
+// and a prediction runs it over a device and communicators that only count memory, messages and ops
+// (report/counted_update).
 
 #include <array>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "update/combine.h"
@@ -22,79 +20,80 @@ namespace ds::update {
 
 class Update {
  public:
-  // The slices, by number of the parameter, that a rank of tp has of all of them.
+  // The slices that a rank of tp has of all parameters, by number of the parameter.
   using SlicesOf = std::function<std::vector<model::ParamSlice>(int tp_rank)>;
-  // Takes all memory of updates; all but `slices_of` outlive it.
+  // Allocates all memory of updates. All but `slices_of` outlive it. Collective.
   Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, Device& device, MemoryLedger& ledger,
          const SlicesOf& slices_of);
   ~Update();
 
-  // Before gradients of the update of that number: whether ranks of dp will have their own ones, whole.
+  // Whether the update of that number leaves gradients on their ranks: each has the sums of its own, of all elements.
   bool keeps_gradients_apart(i64 number) const noexcept { return plan_.keeps_gradients_apart(number); }
-  // Gradients come multiplied by the loss scale.
+  // Before the gradients of that update, which are multiplied by the loss scale.
   void begin(i64 number, double loss_scale);
-  // Of who counts single updates: all before that one have been.
-  void go_on_at(i64 number) noexcept { momentum_is_whole_ = number > 1 && keeps_gradients_apart(number - 1); }
-  // What this rank owns of the gradients, or has of its own, is final when it returns.
+  // For predictions of a single update: continues as if all updates before it had been applied.
+  void skip_to(i64 number) noexcept { momentum_is_whole_ = number > 1 && keeps_gradients_apart(number - 1); }
+  // Collective. When it returns, the sums that this rank owns are final, or those of its own gradients.
   void finish_gradients();
-  // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
-  // not depend on the layout. Where ranks have gradients of their own, it is that of all of them side by side.
+  // Makes one verdict for all ranks of a worker, on the device. Both reductions are over integers, so the norm does not
+  // depend on the layout. If gradients are left on their ranks, it is the norm of those of all ranks side by side.
   void judge(StepScalars& numbers, const JudgeParams& params);
   struct Step {
-    double lr = 0;                    // before the groups' ratios
+    double lr = 0;                    // groups multiply it by their ratios
     i64 number = 1;                   // of the update
-    u32 seed = 0;                     // of what is rounded stochastically
+    u32 seed = 0;                     // of stochastic rounding
     std::optional<Betas> betas = {};  // instead of the groups' own
   };
-  // Nothing happens on the devices if the verdict says so. What ranks average is known to be finite: the host waits for
-  // the verdict first.
+  // Changes nothing if the verdict is not finite. The host waits for the verdict first if ranks average by signs in
+  // this update, so that only finite values are sent, or if an optimizer keeps numbers of parameters.
   void update_params(const Step& step, zero::VerdictHandle& verdict);
 
-  // Behind the update of a step of that number, skipped ones counted: what of DiLoCo's fragments meets in it does.
-  // Whether any has.
+  // After the update of a step of that number, skipped ones counted: DiLoCo's fragments that are due meet. Whether any
+  // has taken effect.
   bool outer_step(i64 step);
-  // Null without DiLoCo.
+  // Null if DiLoCo is off.
   OuterStep* outer() noexcept { return outer_ ? &*outer_ : nullptr; }
 
-  // What this rank has of its own behind the update of that number (SignAverage::rank_local, of all groups;
-  // OuterStep::rank_local; GradStore::rank_local of dp); whether any rank has something; and after it was set.
-  SignAverage::RankLocal rank_local(i64 number);
+  // All state that is kept beside parameters and optimizer states, in the order in which a checkpoint holds it. The
+  // functions below go through this list.
+  std::span<zero::SavedState* const> saved_states() const noexcept { return saved_; }
+  // After the update of that number: the arrays of this rank; whether any rank has some; and when they were set.
+  std::vector<zero::SavedArray> rank_local(i64 number);
   bool has_rank_local(i64 number) const noexcept;
   void rank_local_was_set(i64 number);
-  // Optimizer::numbers() of each parameter, by its number; empty of one that this rank does not update, or whose
-  // optimizer keeps none.
-  std::vector<std::span<double>> optimizer_numbers();
-  // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
+  // Masters and states were set from outside: no errors are left, and only owners have momentum.
   void states_were_set();
-  // After that update, those of StepRecord::compression; none where it compresses nothing that it keeps errors of.
+  // Norms of saved state after that update (StepRecord::compression); none if the update changes no such state.
   // Collective.
   static constexpr i64 kNorms = 3;  // at most
   struct NamedNorm {
     std::string_view name{};
     double norm = 0;
   };
-  using NamedNorms = std::array<NamedNorm, kNorms>;  // those without a name are none
+  using NamedNorms = std::array<NamedNorm, kNorms>;  // unused entries have no name
   NamedNorms compression_norms(i64 number);
-  // Behind a meeting, the norm of the gradients of the outer optimizer, over all parameters of the fragments that met
-  // in that step: the mean of what workers' steps have done. Collective over a worker.
+  // After a meeting, the norm of the gradients of the outer optimizer, over all parameters of the fragments that met
+  // in that step: of the mean over workers of how far their steps have moved parameters. Collective over a worker.
   double outer_gradient_norm(i64 step);
 
  private:
-  u32 elements_here() const;
   class States;
   class Matrices;
-  // A group of parameters that is trained and has some here.
+  class OptimizerNumbers;
+  // A group that is trained and has parameters on this rank.
   struct Trained {
     size_t group;
     std::unique_ptr<optim::Optimizer> optimizer;
     std::unique_ptr<States> states;
-    std::unique_ptr<Matrices> matrices;    // where the group needs them
-    std::unique_ptr<SignAverage> average;  // where ranks average by signs
+    std::unique_ptr<Matrices> matrices;    // if its optimizer needs whole matrices
+    std::unique_ptr<SignAverage> average;  // if ranks average by signs
   };
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
+  void list_saved_states();
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();
-  // Euclidean, over all parameters and ranks of a worker, of what for_each(visit) shows twice, some perhaps nothing.
+  // Euclidean norms over all parameters and ranks of a worker. for_each(visit) is called twice, and calls
+  // visit(index of the norm, values) for all values of this rank, perhaps none.
   std::array<double, kNorms> norms_of(FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each);
 
   const UpdatePlan& plan_;
@@ -103,11 +102,14 @@ class Update {
   Device& device_;
   Combine combine_;
   Buffer workspace_, matrix_memory_;
-  Buffer norm_numbers_;  // of norms_of(), where norms are asked for
+  Buffer norm_numbers_;  // for norms_of(), if there is saved state
   std::vector<Trained> trained_;
   std::optional<OuterStep> outer_;
-  bool apart_ = false;              // of this step: ranks have gradients of their own
-  bool momentum_is_whole_ = false;  // every rank has what its owners have
+  std::optional<SignState> signs_;  // of all averages
+  std::unique_ptr<OptimizerNumbers> numbers_;
+  std::vector<zero::SavedState*> saved_;
+  bool apart_ = false;              // this step leaves gradients on their ranks
+  bool momentum_is_whole_ = false;  // every rank holds the momentum of all owners
 };
 
 }  // namespace ds::update

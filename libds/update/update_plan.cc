@@ -6,7 +6,7 @@
 namespace ds::update {
 namespace {
 
-// The most that is received at once when gradients are summed behind the data-parallel sums.
+// The most elements that are received at once when gradients are summed after the data-parallel sums.
 i64 exchange_elems(const UpdatePlan& plan) {
   i64 elems = 0;
   if (plan.embeds != plan.projects) {
@@ -29,7 +29,7 @@ optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
   return largest;
 }
 
-// Adds a piece to the exchanges of its width, of which the last has room.
+// Adds a piece to the exchanges of its width; the last of them may have room.
 void add_to_exchanges(std::vector<CombinePlan::Exchange>& exchanges, const zero::Piece& whole, int width) {
   for (i64 first = 0; first < whole.count;) {
     auto last = std::ranges::find_if(exchanges, [&](const CombinePlan::Exchange& e) {
@@ -53,7 +53,7 @@ i64 UpdatePlan::fragment_of(const zero::Piece& piece) const noexcept {
 
 std::vector<optim::UpdateKind> UpdatePlan::update_kinds(i64 updates) const {
   for (const optim::Group& g : groups.groups) {
-    if (g.averages_by_signs()) return g.update_kinds(updates);  // all groups that are trained do it in the same updates
+    if (g.averages_by_signs()) return g.update_kinds(updates);  // all trained groups average in the same updates
   }
   return {{1, updates}};
 }
@@ -68,7 +68,7 @@ std::vector<i64> UpdatePlan::params_of(size_t group) const {
 }
 
 GroupPieces UpdatePlan::pieces_of(size_t group) const {
-  constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
+  constexpr u32 kRoundingSites = 0x40000000u;  // other sites than those of initial values and dropout
   GroupPieces result;
   std::vector<i64> index(params.size(), -1);
   for (const i64 p : params_of(group)) index[p] = result.size.num_params++;
@@ -77,7 +77,7 @@ GroupPieces UpdatePlan::pieces_of(size_t group) const {
     for (const zero::Piece& piece : pieces) {
       const model::ParamRow& row = row_of(piece.param);
       const i64 at = index[piece.param];
-      if (at < 0 || (!all && !row.counted)) continue;  // of copies over tp the first rank's
+      if (at < 0 || (!all && !row.counted)) continue;  // if ranks of tp hold copies, the first one counts
       to.push_back({.piece = piece,
                     .index = at,
                     .weight_decay = row.decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
@@ -96,7 +96,7 @@ MeshCoord UpdatePlan::fullest() const {
   const std::vector<i64> states = dp().states.bytes_of_ranks(dp().layout);
   const std::vector<SummedElems> summed = mesh.tp > 1 ? summed_of_ranks() : std::vector<SummedElems>();
   MeshCoord most = coord;
-  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
+  std::pair<i64, i64> largest = {-1, -1};  // elements held, elements sent
   for (int d = 0; d < mesh.dp && !(states.empty() && summed.empty()); ++d) {
     for (int s = 0; s < mesh.sp; ++s) {
       const MeshCoord at{.dp = d, .pp = coord.pp, .tp = coord.tp, .sp = s};
@@ -145,7 +145,7 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
       if (row.divisor != 0 && row.divisor != plan.mesh.dp)
         combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
       if (!plan.judges(piece)) continue;
-      // Neighbours are one call of the kernels.
+      // The kernels handle neighbours in one call.
       if (place(piece) == end) {
         combine.judged.back().count += piece.count;
       } else {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What is known before a run of the end of a step: who owns which parameters and gradients, which of them are updated
-// alike, what is summed beside the groups' own sums, which matrices are brought together. Pure; RunPlan has it.
+// The plan of the end of a step, made before a run: which rank owns which parameters and gradients, which parameters
+// are updated alike, which sums are made after the groups' own, which matrices are gathered whole. Pure; RunPlan
+// extends it.
 
 #include <algorithm>
 #include <map>
@@ -15,20 +16,20 @@
 
 namespace ds::update {
 
-// What a rank has of the parameters that are updated alike.
+// A rank's pieces of the parameters that are updated alike.
 struct GroupPieces {
   optim::GroupSize size;
   struct Tiles {
-    std::vector<zero::TilePiece> held;     // which it updates
-    std::vector<zero::TilePiece> counted;  // in sums over whole parameters: each element is one rank's
+    std::vector<zero::TilePiece> held;     // the pieces that this rank updates
+    std::vector<zero::TilePiece> counted;  // the pieces that it adds to sums over whole parameters: each element once
   };
   std::vector<Tiles> of;  // by UpdatePlan::shards
 };
 
-// What is done with gradients when each group has summed its own, but for the tied matrix: which of this rank's pieces
-// are summed over tp, which are divided otherwise, and which count in the norm.
+// How gradients are completed after each group has summed its own, except for the tied matrix: which of this rank's
+// pieces are summed over tp, which have another divisor, and which count in the norm.
 struct CombinePlan {
-  // Over `width` ranks of tp side by side; as much as is exchanged at once.
+  // A sum over `width` ranks of tp side by side, of pieces that are exchanged at once.
   struct Exchange {
     int width = 1;
     i64 elems = 0;
@@ -40,7 +41,7 @@ struct CombinePlan {
   };
   std::vector<Exchange> exchanges;
   std::vector<Scaled> scaled;
-  std::vector<zero::Piece> judged;  // of several parameters where their accumulators lie side by side
+  std::vector<zero::Piece> judged;  // one piece for several parameters if their sums lie side by side
 };
 
 struct UpdatePlan {
@@ -51,41 +52,42 @@ struct UpdatePlan {
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   std::vector<const model::ParamRow*> params;  // by number
   std::vector<bool> saved;                     // by number: zero::is_saved
-  std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: of dp, of the model's splits of it
+  std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: dp, then the model's splits of it
   CombinePlan combine;
-  std::vector<zero::Piece> outer_judged;                 // what counts in the norm, by its fragment
-  CombinePlan combine_own;                               // of gradients that ranks of dp have not summed, whole
-  optim::Groups groups;                                  // of parameters that are updated alike
+  std::vector<zero::Piece> outer_judged;                 // pieces that count in the norm of DiLoCo's gradients
+  CombinePlan combine_own;                               // for gradients that are left on their ranks, whole
+  optim::Groups groups;                                  // groups of parameters that are updated alike
   bool stochastic_masters = false;                       // optim::UpdateContext
-  DilocoConfig diloco;                                   // an optimizer around theirs
+  DilocoConfig diloco;                                   // the outer optimizer
   i64 optimizer_workspace = 0;                           // bytes
-  std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
-  zero::MatrixMemory matrix_memory;                      // of the largest
-  i64 exchange_elems = 0;  // fp32, of sums of gradients over pipeline stages and the tensor-parallel group at once
+  std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group; empty if its optimizer needs none
+  zero::MatrixMemory matrix_memory;                      // the maximum over groups
+  i64 exchange_elems = 0;  // fp32 elements of gradients that are exchanged at once over pipeline stages or tp
 
   const zero::ShardsPlan& dp() const noexcept { return shards.front(); }
   int dp_rank() const noexcept { return dp().rank; }
   const model::ParamRow& row_of(i64 param) const noexcept { return *params[param]; }
   const zero::ShardsPlan& shards_of(i64 param) const noexcept { return shards[row_of(param).group]; }
-  // Elements of rows whose gradients are also summed over tp, in the slices that each rank of dp owns, of which there
-  // may be a million; by how many ranks share a sum.
+  // For each rank of dp, elements of its slices whose gradients are also summed over tp, by the number of ranks of tp
+  // that share a sum.
   using SummedElems = std::map<int, i64>;
   std::vector<SummedElems> summed_of_ranks() const;
-  // The rank of dp that holds most of what ranks of dp differ in: states that not every parameter has alike, sums over
-  // tp. All of them share this rank's stage and part of tp.
+  // Among the ranks of dp with this rank's stage and part of tp, the one that holds most of the states that not every
+  // parameter has, and of sums over tp.
   MeshCoord fullest() const;
-  // What an exchange of such sums holds: where not all ranks of tp share one, each rank gets all that is exchanged.
+  // Elements that an exchange of such sums holds: if not all ranks of tp share a sum, each rank receives those of all.
   i64 exchange_of(int width, i64 elems) const noexcept {
     return std::min(elems, kExchangeElems) * (width == mesh.tp ? 1 : mesh.tp);
   }
-  // The parameters of a group that the ranks of dp and tp have here, pieces or copies of them; and what this rank has.
+  // The parameters of a group of which the ranks of dp and tp at this stage hold pieces or copies; and this rank's
+  // pieces.
   std::vector<i64> params_of(size_t group) const;
   GroupPieces pieces_of(size_t group) const;
-  // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
+  // Whether this rank saves a parameter and counts its gradient: no lower rank holds the same.
   bool counts(const zero::Piece& piece) const noexcept { return saved[piece.param]; }
-  // The same of what is trained: its gradient is in the norm.
+  // Whether its gradient is in the norm: it counts, and is trained.
   bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && !groups.frozen(piece.param); }
-  // Sums of gradients over stages and over tp go in parts of so many elements, so that what they take is bounded.
+  // Gradients are exchanged over stages and over tp in parts of so many elements, which bounds their memory.
   static constexpr i64 kExchangeElems = i64{1} << 20;
   // Calls visit(begin, count) for each part of so many elements.
   static void for_each_exchange(i64 elems, auto&& visit) {
@@ -93,7 +95,7 @@ struct UpdatePlan {
   }
   static constexpr i64 kSharedUnit = zero::kSharedUnit;
   static constexpr i64 unit_of(i64 layer) noexcept { return zero::unit_of(layer); }
-  // A matrix that a layer's products have in tiles, if they do: by its place among the layer's rows; and its gradient.
+  // The tiles of a matrix, by its place among the layer's rows, and those of its gradient; empty if it has none.
   std::span<const zero::MatrixTile> tiles_of(i64 layer, size_t row) const noexcept {
     return shards[rows[unit_of(layer)][row].group].layout.tiles_of(param_of(layer, row));
   }
@@ -103,25 +105,25 @@ struct UpdatePlan {
   i64 param_of(i64 layer, size_t row) const noexcept {
     return dp().layout.units()[unit_of(layer)].first_param + static_cast<i64>(row);
   }
-  // Which of DilocoConfig's fragments a parameter belongs to: units take turns.
+  // The fragment of DilocoConfig that a parameter belongs to: units take turns.
   i64 fragment_of(const zero::Piece& piece) const noexcept;
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
   bool tied() const noexcept { return !rows[0].empty(); }
-  // Whether the ranks of dp leave their gradients apart in the update of that number: the optimizer averages what it
-  // makes of them. Then these are whole on every rank.
+  // Whether the update of that number leaves gradients on their ranks, whole, and the optimizer averages something
+  // else.
   bool keeps_gradients_apart(i64 step) const noexcept {
     return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.keeps_gradients_apart(step); });
   }
   // Whether ranks of dp may have parameters of their own for some updates.
   bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::steps_apart); }
-  // Those of a run that differ in what they send, but for DiLoCo's meetings.
+  // The updates of a run by kind: those of a kind send the same, except for DiLoCo's meetings.
   std::vector<optim::UpdateKind> update_kinds(i64 updates) const;
-  // Where the gradient of shared is summed, on the stages that have it.
+  // The unit in which the gradient of the shared matrix is summed, on the stages that have it.
   i64 shared_grads() const noexcept { return embeds ? kSharedUnit : head_use(); }
 };
 
-// Fills in, of a plan that has shards and groups, all of the update. Throws Errc::Config where an optimizer cannot have
-// what it needs.
+// Fills in the rest of a plan whose shards and groups are set. Throws Errc::Config if an optimizer cannot work with the
+// layout.
 void plan_update(UpdatePlan& plan);
 
 }  // namespace ds::update

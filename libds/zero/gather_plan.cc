@@ -41,7 +41,7 @@ class Pool {
   i64 size() const noexcept { return size_; }
 
  private:
-  // Offset -> elements; what lies behind all units is the last gap and has no end that counts.
+  // Offset -> elements; the last gap, after all units, has no end.
   std::map<i64, i64> gaps_ = {{0, std::numeric_limits<i64>::max()}};
   i64 size_ = 0;
 };
@@ -75,8 +75,8 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
     use.next = std::exchange(next_use[use.unit], i);
   }
 
-  // Units that are not gathered stand in `wanted` under their next use; so a prefetch goes through them in the order of
-  // the trace and never looks at what is there already.
+  // Units that are not gathered are in `wanted`, keyed by their next use: a prefetch visits them in the order of the
+  // trace, and none that is gathered already.
   std::vector<i64> offset(unit_elems.size(), kAbsent);  // in the pool
   std::set<i64> wanted;
   for (const i64 use : next_use) {
@@ -100,7 +100,7 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
     }
     for (i64 budget = knobs.prefetch_bucket; budget > 0 && !wanted.empty();) {
       const i64 unit = uses[*wanted.begin()].unit;
-      if (live_elems + elems(unit) > knobs.max_live) break;  // what does not fit ends the prefetch
+      if (live_elems + elems(unit) > knobs.max_live) break;  // a unit that does not fit ends the prefetch
       // The last one may exceed the budget, as in DeepSpeed: a unit is a whole layer, often larger than the bucket.
       budget -= elems(unit);
       launch(step, unit);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // When stage 3 gathers and releases parameters: a pure function of the access trace and DeepSpeed's knobs, made once at
-// set-up. DeepSpeed records its trace at run time and must throw it away when it changes; our graph is static.
+// set-up. DeepSpeed records its trace at run time and must discard it when it changes; here the trace is static.
 
 #include <span>
 #include <vector>
@@ -14,7 +14,7 @@ struct GatherKnobs {
   i64 prefetch_bucket = 50'000'000;        // stage3_prefetch_bucket_size: elements gathered ahead of use
   i64 max_live = 1'000'000'000;            // stage3_max_live_parameters: no prefetch, and no keeping, beyond this
   i64 max_reuse_distance = 1'000'000'000;  // stage3_max_reuse_distance: kept if used again within so many elements
-  bool keep_next = false;                  // what the next access uses stays, whatever these say
+  bool keep_next = false;                  // units of the next access are kept, whatever these limits
 };
 
 // One step of the trace: the units that are used together, each named once.
@@ -25,7 +25,7 @@ struct GatherStep {
     i64 unit;
     i64 offset;  // where in the pool, elements
   };
-  std::vector<Launch> launch;  // start these gathers before computing: first what is needed now, then ahead
+  std::vector<Launch> launch;  // start these gathers before computing: first those needed now, then those ahead
   std::vector<i64> release;    // drop these after computing
 };
 
@@ -37,8 +37,8 @@ struct GatherPlan {
   i64 peak_live_elems = 0;
 };
 
-// unit_elems[u]: elements to gather for unit u (padded; 0 if nothing of it is sharded). Nothing is kept after the last
-// access. Takes n log n for a trace of n uses.
+// unit_elems[u]: elements to gather for unit u (padded; 0 if no part of it is sharded). Nothing is kept after the last
+// access. Takes O(n log n) time for a trace of n uses.
 GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_elems, const GatherKnobs& knobs);
 
 }  // namespace ds::zero

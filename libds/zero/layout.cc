@@ -6,8 +6,8 @@
 namespace ds::zero {
 namespace {
 
-// Rows of a matrix in a tile of at most so many elements: of equal tiles, but for the last one. A tile begins where a
-// GPU's products want it, in the matrix and beside it, and cuts no block.
+// Rows of a matrix in each tile but the last one. Tiles begin at the alignment that a GPU's products need, and cut no
+// block.
 i64 rows_of_tile(i64 rows, i64 cols, const LayoutOptions& options) {
   i64 step = kRowAlignment;
   while (step * cols % options.block != 0) step *= 2;
@@ -42,7 +42,7 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     i64 sharded = 0;
     for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
       if (kept[r] == Kept::Elsewhere) continue;
-      const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // alike on all ranks of a tensor-parallel group
+      const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // equal on all ranks of a tensor-parallel group
       if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
         kept[r] = Kept::Persistent;
         persistent_total += n;

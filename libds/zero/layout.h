@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Layout: the one pure function that says which rank owns which element. (parameter rows, ranks, ZeRO stage) -> places.
-// The engine, checkpoints and the memory model read it; none computes ownership again. Rajbhandari et al., "ZeRO:
-// Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
+// Layout: the one pure function that decides which rank owns which element: (parameter rows, ranks, ZeRO stage) ->
+// places. The engine, checkpoints and the memory model read it; none of them computes ownership again. Rajbhandari et
+// al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
-// A unit (a layer, or the matrix that two layers share) is what is gathered and reduced as one. Its rows lie one after
-// the other in one or two segments, each at a multiple of 8 elements; a segment is padded to P * 128 elements and cut
-// in P equal slices, slice r owned by rank r (where states are kept in blocks, both are multiples of a block, so that
-// no block is cut):
+// A unit (a layer, or the matrix that two layers share) is gathered and reduced as one. Its rows lie one after the
+// other in one or two segments, each row at a multiple of 8 elements; a segment is padded to a multiple of P * 128
+// elements and cut into P equal slices; rank r owns slice r. If states are stored in blocks, both alignments are
+// multiples of a block, so that no block is cut:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
-// Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements: always whole on
-// every rank), and tiles: where a layer has more than stage3_tile_size elements, each of its matrices is cut in blocks
-// of at most so many, rows of it, and each block is a unit of its own behind those of the layers, so that neither the
-// layer nor a matrix is ever there as a whole (Rajbhandari et al., "ZeRO-Infinity", 2021: memory-centric tiling).
-// Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket sizes. Rows of
-// a unit that are reduced over other ranks have a layout of their own, with the same numbers of units and parameters: a
-// layer has a unit in each layout. A rank may have some of the units only (a pipeline stage): all keep their numbers,
-// and are cut as if all were there, so that a unit that stands on two stages is cut alike on both. Shard arrays (fp32
-// accumulators, masters, moments) are the owned slices of all segments, one after the other; at stage 0 every rank
-// keeps all slices.
+// Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements, which are always
+// whole on every rank), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
+// blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
+// so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
+// memory-centric tiling). At other stages a unit is one segment. Ownership is the same at stages 0 to 2, and does not
+// depend on bucket sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the same
+// numbers of units and parameters: a layer has a unit in each layout. A rank may hold only some of the units (a
+// pipeline stage): all units keep their numbers, and are cut as if all were there, so that a unit on two stages is cut
+// alike on both. Shard arrays (fp32 sums, masters, moments) are the owned slices of all segments, one after the other;
+// at stage 0 every rank keeps all slices.
 
 #include <algorithm>
 #include <span>
@@ -34,11 +34,12 @@ namespace ds::zero {
 
 inline constexpr i64 kSliceAlignment = 128;  // elements: whole SIMD registers, 512-byte direct I/O for fp32
 
-// Elements at which rows begin: 16 bytes in 16 bit, which a GPU's products want of their operands. Which of them is
-// chosen, and so the bits of a loss, does not depend on which rows stand before one, nor on how many ranks there are.
+// Rows begin at multiples of so many elements: 16 bytes in 16 bits, as a GPU's products need for their operands. So the
+// choice of a product's kernel, and the bits of a loss, depend neither on the rows before one nor on the number of
+// ranks.
 inline constexpr i64 kRowAlignment = 8;
 
-// Which states are cut in P shards: the ZeRO table.
+// The ZeRO table: which states are cut into P shards.
 struct StageRow {
   bool shard_optimizer;  // fp32 master, moments, accumulators
   bool shard_grads;      // work-dtype gradients exist only in buckets
@@ -53,9 +54,9 @@ struct LayoutOptions {
   i64 persistence_threshold = 0;        // stage 3: rows of at most so many elements stay whole
   i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
   std::vector<bool> here = {};          // by unit: whether this rank has it; empty: it has all
-  i64 block = 1;                        // elements of a row that stay together, from its first one on; a power of two
-  i64 tile_elems = 0;                   // stage 3: of larger layers, elements of a tile (8 rows at least); 0: no tiles
-  size_t group = 0;                     // rows of other groups (ParamRow::group) are not here
+  i64 block = 1;                        // elements of a row that are never cut, from its first one on; a power of two
+  i64 tile_elems = 0;                   // stage 3: most elements of a tile (but 8 rows at least); 0: no tiles
+  size_t group = 0;                     // only rows of this group (ParamRow::group) have places
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
   i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
@@ -105,12 +106,12 @@ struct Piece {
   }
 };
 
-// Elements of a block of what travels in codes (ZeRO++).
+// Elements of a block of codes that are sent (ZeRO++).
 inline constexpr i64 kCodeBlock = 256;
 
 class Layout {
  public:
-  // units[u] = the rows of unit u, in the order of the model; perhaps none. Units of tiles follow.
+  // units[u]: the rows of unit u, in the order of the model; perhaps none. Units of tiles follow.
   static Layout make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options);
 
   const LayoutOptions& options() const noexcept { return options_; }
@@ -122,7 +123,7 @@ class Layout {
     const UnitPlace& u = units_[unit];
     return std::span(segments_).subspan(u.first_segment, u.num_segments);
   }
-  // Indexed by param number; of a row in tiles the first one.
+  // By number of the parameter; for a row in tiles, its first tile.
   std::span<const RowPlace> rows() const noexcept { return rows_; }
   // All of them, in the order of parameters.
   std::span<const RowPlace> places() const noexcept { return places_; }
@@ -139,7 +140,7 @@ class Layout {
     for (const Segment& s : segments_) most = std::max(most, s.slice);
     return most;
   }
-  // What this rank's shard arrays hold of a segment: elements [first, first + count) of the segment.
+  // The elements [first, first + count) of a segment that a rank's shard arrays hold.
   struct Range {
     i64 first, count;
   };
@@ -147,18 +148,19 @@ class Layout {
     if (!states().shard_optimizer) return {0, s.slice * num_ranks()};
     return {s.slice * rank, s.slice};
   }
-  // Between the rows of a unit, in its buffer, the padding of its segments left out: where a row's length is no
-  // multiple of what rows begin at, or it has room for a longer one.
+  // The gaps between the rows of a unit, in its buffer, without the padding of segments: after a row whose length is no
+  // multiple of the alignment, or that has room for a longer row.
   std::vector<Range> gaps_of(i64 unit) const;
-  // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
-  // in exactly one piece of one rank.
+  // The pieces of parameters in slice `rank` of every segment, without padding. Every element of every parameter is in
+  // exactly one piece of one rank.
   std::vector<Piece> owned_pieces(int rank) const;
-  // All pieces, cut nowhere; their shard_offset means nothing.
+  // Whole rows (or tiles) as pieces; their shard_offset is undefined.
   std::vector<Piece> whole_pieces() const { return pieces(0, true); }
-  // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
+  // The pieces that a rank's shard arrays hold: all of them at stage 0, else the owned ones.
   std::vector<Piece> held_pieces(int rank) const;
 
-  // Names this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; behind it " tile=65536".
+  // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
+  // follows.
   std::string id() const;
 
  private:

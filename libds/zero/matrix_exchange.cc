@@ -75,13 +75,13 @@ void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
     for (size_t i = first; i < last; ++i) {
       if (places_[i].owner < 0 || places_[i].owner == me) change(i, elements, copy, body);
     }
-    for (Ticket& ticket : sent_) ticket.wait();  // what comes back goes to the same place
+    for (Ticket& ticket : sent_) ticket.wait();  // pieces come back to the same memory
     for (const MatrixPlace& place : wave) {
       of_mine(place, [&](const MatrixPlace::Part& part) {
         dp_.recv(elements(place.param, part.begin), part.count * 4, place.owner, "dp.recv").wait();
       });
     }
-    for (Ticket& ticket : returned_) ticket.wait();  // before another matrix takes the memory
+    for (Ticket& ticket : returned_) ticket.wait();  // before another matrix uses the memory
   }
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Ownership over a mesh: which of its ranks saves which elements of a model. A pure function of the model, the mesh,
-// the layers of each pipeline stage and the ZeRO stage; runs and ds-shard ask here.
+// Ownership over a mesh: which rank saves which elements of a model. A pure function of the model, the mesh, the layers
+// of each pipeline stage and the ZeRO stage, for runs and for ds-shard.
 //
-//   tp        cuts parameters in slices (model::ParamRow); of copies, the first rank's is saved
-//   pp        gives layers to stages; the matrix that both ends share is saved by the stage with the first layer
-//   dp x sp   ranks with the same parameters: ZeRO cuts these over them (zero::Layout)
+//   tp        cuts parameters into slices (model::ParamRow); if ranks hold copies, the first one saves them
+//   pp        assigns layers to stages; a matrix that both ends share is saved by the stage with the first layer
+//   dp x sp   ranks with the same parameters, over which ZeRO cuts them (zero::Layout)
 
 #include <span>
 #include <vector>
@@ -22,26 +22,26 @@ constexpr i64 unit_of(i64 layer) noexcept { return layer + 1; }
 using Units = std::vector<std::span<const model::ParamRow>>;
 Units units_of(const model::Model& model);
 
-// Layers [begin, end) of a pipeline stage, which may have several such runs.
+// Layers [begin, end). A pipeline stage may have several such ranges.
 struct LayerRange {
   i64 begin = 0, end = 0;
 };
-// By unit, whether a stage with these layers has it: LayoutOptions::here.
+// By unit: whether a stage with these layers has it (LayoutOptions::here).
 std::vector<bool> units_here(const model::Model& model, std::span<const LayerRange> layers);
 
-// The ranks over which ZeRO cuts what they all have, and a rank's number among them: those of Mesh::dp().
+// The number of ranks over which ZeRO cuts parameters, and a rank's number among them, as in Mesh::dp().
 constexpr int num_shards(const MeshShape& mesh) noexcept { return mesh.dp * mesh.sp; }
 constexpr int shard_rank(const MeshShape& mesh, const MeshCoord& coord) noexcept {
   return coord.dp * mesh.sp + coord.sp;
 }
 
-// Whether the owner of a piece of parameter number `param` saves it, and counts its gradient: no rank before it has the
-// same. `row`: of that rank's model; `has_first_layer`: the stage of that rank.
+// Whether the owner of a piece of parameter number `param` saves it and counts its gradient: no lower rank holds the
+// same. row: the parameter's row in the owner's model; has_first_layer: whether the owner's stage has the first layer.
 bool is_saved(const model::Model& model, const model::ParamRow& row, i64 param, bool has_first_layer) noexcept;
 
-// By rank of the mesh, the pieces that it saves, in the order of parameters. Every element of every parameter is in one
-// of them. `shards`: the model of each rank of tp, in order; `cuts`: the first layer of each stage, and behind the last
-// one; `options`: ranks and `here` are filled in.
+// By rank of the mesh: the pieces that it saves, in the order of parameters. Every element of every parameter is in one
+// of them. shards: the model of each rank of tp, in order; cuts: the first layer of each stage, then the number of
+// layers; options: its num_ranks and `here` are filled in.
 std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shards, const MeshShape& mesh,
                                              std::span<const i64> cuts, LayoutOptions options);
 

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kNearTag = "hpz.all_gather";
 
-// Of blocks of 256 elements: rows whose sizes differ share no more than one.
+// In blocks of 256 elements: neighbouring rows of different sizes share at most one block.
 constexpr CodeFormat kWeightCodes{.bits = 8, .block = kCodeBlock};
 
 }  // namespace
@@ -142,7 +142,7 @@ void* ParamStore::on_host(const Piece& piece) const noexcept {
                           dtype_bytes(options_.work));
 }
 
-// What is gathered next, where its slices have to come.
+// Tells the tier of slices which units are gathered next.
 void ParamStore::expect_launches() {
   if (in_place()) return;
   const size_t end = std::min(next_ + 1 + kStepsAhead, plan_->steps.size());
@@ -173,7 +173,7 @@ void ParamStore::publish() {
   }
   if (!layout_.states().shard_optimizer) return;
   tickets_.clear();
-  i64 elems = 0;  // of what is published together
+  i64 elems = 0;  // published together
   const auto flush = [&] {
     if (!published_.empty()) tickets_.push_back(comm_.all_gather(published_, gather_tag_));
     published_.clear();

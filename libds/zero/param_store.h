@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The work-dtype parameters of one rank, at every ZeRO stage behind the same leases. Stages 0 to 2 keep them whole;
-// stage 3 keeps this rank's slices (and the persistent segments whole) and gathers a unit when the plan says so, ahead
-// of its use. ZeRO++ (Wang et al., 2023) may change how: slices travel as codes (qwZ: all ranks, the owner too, then
-// use what these say; slices stay exact), and the first gather after an update leaves a second shard with the ranks of
-// a group, out of which they gather until the next update (hpZ: the same bits).
+// The work-dtype parameters of one rank, reached through the same leases at every ZeRO stage. Stages 0 to 2 keep them
+// whole; stage 3 keeps this rank's slices, and persistent segments whole, and gathers a unit ahead of its use, when the
+// plan says so. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices are sent as codes, and all ranks,
+// the owner too, use the decoded values, while slices stay exact; with hpZ the first gather after an update leaves a
+// second shard on the ranks of a smaller group, from which they gather until the next update, with the same bits.
 
 #include <optional>
 #include <span>
@@ -27,7 +27,7 @@ class ParamLease {
   ParamLease(ParamLease&& other) noexcept : store_(std::exchange(other.store_, nullptr)) {}
   ParamLease& operator=(ParamLease&&) = delete;
   ~ParamLease();
-  // The rows of a unit of this access, in order; null: those of another group.
+  // The rows of a unit of this access, in order; null: rows of another group.
   std::span<const TensorView> rows(i64 unit) const noexcept;
 
  private:
@@ -39,31 +39,30 @@ class ParamLease {
 class ParamStore final : public PieceMemory {
  public:
   struct Options {
-    std::string axis = "dp";  // of the ranks: names what they send
+    std::string axis = "dp";  // the group of ranks, as named in counts of messages
     DType work = DType::F32;
     i64 allgather_bucket = 0;      // elements published in one all-gather
-    i64 pool_elems = 0;            // the largest pool_elems of all plans that will be begun
-    std::vector<bool> coded = {};  // by unit: its slices travel in 8 bits (stage 3); empty: none
+    i64 pool_elems = 0;            // the maximum of pool_elems over all plans that will be begun
+    std::vector<bool> coded = {};  // by unit: its slices are sent as 8-bit codes (stage 3); empty: none are
   };
-  // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. `tier`: where the slices of stage
-  // 3 stay; empty: device memory.
-  // `near`: a part of the ranks, who keep second shards where there are several; null: nobody does.
+  // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. tier: where the slices of stage 3
+  // are stored; empty: device memory. near: the ranks that keep second shards together, if there are several; null:
+  // none.
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
              Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {},
              Communicator* near = nullptr);
 
-  // Starts a pass over plan.accesses; every acquire() is the next access. A plan without any gathers nothing: that of
-  // stages 0 to 2, and of a rank that has everything whole.
+  // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at
+  // stages 0 to 2, and on a rank that holds everything whole.
   void begin(const GatherPlan& plan);
   ParamLease acquire();
-  // Starts to gather a unit into the pool: what acquire() does where the plan says so.
+  // Starts to gather a unit into the pool, as acquire() does when the plan says so.
   void gather(const GatherStep::Launch& launch);
-  // Waits until a unit that was gathered is there; behind it on the device it is.
+  // Waits for the gather of a unit: work enqueued on the device from then on finds it.
   void arrive(i64 unit);
   bool keeps_second_shards() const noexcept { return !second_.empty(); }
 
-  // Elements [first, first + count) of a segment in this rank's memory, of those that Layout::held() or a whole copy
-  // covers.
+  // Elements [first, first + count) of a segment in this rank's memory: within Layout::held(), or a whole copy.
   TierLease lease(const Segment& s, i64 first, i64 count, LeaseTo access) const;
   TierLease lease(const Piece& piece, LeaseTo access) const override {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
@@ -71,7 +70,7 @@ class ParamStore final : public PieceMemory {
   bool in_place() const noexcept override { return shards_->in_place(); }
   void* on_host(const Piece& piece) const noexcept override;
 
-  // Sends this rank's updated slices to all ranks that keep whole copies (nothing at stage 0).
+  // Sends this rank's updated slices to all ranks that hold whole copies (nothing at stage 0).
   void publish();
 
  private:
@@ -94,7 +93,7 @@ class ParamStore final : public PieceMemory {
   }
   bool coded(i64 unit) const noexcept { return !options_.coded.empty() && options_.coded[static_cast<size_t>(unit)]; }
   char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + offset + offset / kScaleShare; }
-  // What codes of an element take, beside a byte: 1/32 of it, for no slice is shorter than 128 elements.
+  // Codes take a byte for each element and at most 1/32 of a byte for scales, since slices have 128 elements or more.
   static constexpr i64 kScaleShare = kSliceAlignment / 4;
   static constexpr size_t kStepsAhead = 4;
   void expect_launches();
@@ -105,12 +104,12 @@ class ParamStore final : public PieceMemory {
   Device& device_;
   Options options_;
   Buffer whole_, pool_;
-  Buffer wire_;  // codes on their way, as the pool is cut
+  Buffer wire_;  // codes that are being sent, placed like the pool
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
   std::vector<Ticket> arriving_;                // per unit
-  std::vector<i64> arriving_at_;  // per unit, its place in the pool while it comes from all ranks; else -1
+  std::vector<i64> arriving_at_;  // per unit: its place in the pool while it is gathered from all ranks; else -1
   std::vector<std::optional<SecondaryShard>> second_;  // per segment; none: empty
   std::vector<AllGatherSegment> published_;            // scratch of publish()
   std::vector<Ticket> tickets_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a rank has of each piece, wherever it stays: its parameters, or the sums of its gradients.
+// A rank's parameters, or the sums of its gradients, piece by piece, wherever they are stored.
 
 #include "zero/layout.h"
 #include "zero/tier_array.h"
@@ -11,11 +11,11 @@ class PieceMemory {
  public:
   virtual ~PieceMemory() = default;
   virtual TierLease lease(const Piece& piece, LeaseTo access) const = 0;
-  // It will be leased soon.
+  // The piece will be leased soon.
   virtual void expect(const Piece&) const {}
-  // Whether leases are the very memory in which all of it stays.
+  // Whether leases are the memory in which all pieces are stored.
   virtual bool in_place() const noexcept = 0;
-  // Where a piece stays, in host memory beside the device's; null: not there (TierArray::on_host).
+  // Where a piece is stored, in host memory other than the device's; null: elsewhere (TierArray::on_host).
   virtual void* on_host(const Piece& piece) const noexcept = 0;
 };
 

@@ -4,7 +4,7 @@
 namespace ds::zero {
 
 void* RoundedArray::open(i64 begin, i64 bytes, LeaseTo access) {
-  Window* window = nullptr;  // the smallest that has room
+  Window* window = nullptr;  // the smallest with room
   for (Window& w : windows_) {
     if (w.leased || w.memory.bytes() < bytes) continue;
     if (window == nullptr || w.memory.bytes() < window->memory.bytes()) window = &w;
@@ -29,7 +29,7 @@ void RoundedArray::close(void* data, i64 begin, i64 bytes, LeaseTo access) noexc
   try {
     const TierLease lease = kept_->lease(begin / 2, bytes / 2, LeaseTo::Fill);
     device_.ops().cast(rounded(lease, bytes), exact(data, bytes), device_.stream());
-  } catch (const Error&) {  // of a file, which has failed for whoever asks next
+  } catch (const Error&) {  // of a file, which throws again at its next use
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// An array of fp32 numbers that is kept in 16 bits, in whatever tier: sums of gradients (grad_accum_dtype). A lease is
-// a window in device memory: what it reads is decoded, and what it leaves is rounded to the nearest when it ends. So
-// each lease that writes rounds once, and whoever sums makes one of each sum.
+// An array of fp32 numbers that is stored in 16 bits, in any tier: sums of gradients (grad_accum_dtype). A lease is an
+// fp32 window in device memory: values are decoded into it, and rounded to nearest when the lease ends. Each lease that
+// writes rounds once, so a sum should be made within one lease.
 
 #include <memory>
 #include <vector>
@@ -13,8 +13,8 @@ namespace ds::zero {
 
 class RoundedArray final : public TierArray {
  public:
-  // `kept`: half the bytes, as `dtype`, 16 bits, which begin as zeros; a lease of it may be as long as one of this.
-  // Windows are taken as leases need them, and kept.
+  // kept: the numbers as `dtype`, a type of 16 bits, all zero; its leases may be as long as those of this array.
+  // Windows are allocated when leases need them, and kept.
   RoundedArray(Device& device, MemoryLedger& ledger, std::unique_ptr<TierArray> kept, DType dtype)
       : device_(device), ledger_(ledger), kept_(std::move(kept)), dtype_(dtype) {}
   bool in_place() const noexcept override { return false; }

@@ -3,19 +3,19 @@
 
 namespace ds::zero {
 
-Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-               MemoryLedger& ledger, const Tiers& tiers, Communicator* near, Communicator* across)
+Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, const GroupRanks& ranks, Device& device,
+               MemoryLedger& ledger, const Tiers& tiers)
     : plan_(plan),
-      comm_(comm),
-      params_(plan.layout, rows, comm, device, ledger,
+      comm_(ranks.all),
+      params_(plan.layout, rows, ranks.all, device, ledger,
               {.axis = plan.axis,
                .work = plan.grads.work,
                .allgather_bucket = plan.allgather_bucket,
                .pool_elems = plan.gather_pool_elems,
                .coded = plan.coded},
-              tiers.params, near) {
-  DS_ASSERT(comm.size() == plan.layout.num_ranks() && comm.rank() == plan.rank);
-  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads, near, across);
+              tiers.params, ranks.near) {
+  DS_ASSERT(comm_.size() == plan.layout.num_ranks() && comm_.rank() == plan.rank);
+  if (trains) grads_.emplace(plan.grad_layout, grad_rows, plan.grads, GradParts{ranks, device, ledger, tiers.grads});
   StateStore::Parts parts{.layout = plan.states,
                           .params = params_,
                           .gradients = gradients_,

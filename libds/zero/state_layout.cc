@@ -8,7 +8,7 @@
 namespace ds::zero {
 namespace {
 
-constexpr i64 kAlignment = 32;  // bytes: of vectors, and what 8 elements of fp32 take, which rows begin at
+constexpr i64 kAlignment = 32;  // bytes: of vectors, and of kRowAlignment elements in fp32
 
 }  // namespace
 

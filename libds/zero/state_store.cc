@@ -4,7 +4,7 @@
 namespace ds::zero {
 namespace {
 
-// Whether a rule works on a state of those that there are: two at most, in their order.
+// Whether a rule uses a state: it uses at most two of those that there are, in their order.
 bool takes(UpdateRule rule, State s) noexcept {
   if (rule == UpdateRule::VarianceRatio) return s == State::ExpAvgSq || s == State::ExpAvgSqFresh;
   return s != State::ExpAvgSqFresh && is_outer_state(s) == is_outer(rule);

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Masters and optimizer states of the pieces that a rank holds, in a tier: the memory where they are kept and where
-// their updates run. An update goes to the states: a pass over a tile is plain data, which a tier runs where it has
-// what the tile needs. No caller keeps an address from one call to the next.
+// Masters and optimizer states of the pieces that a rank holds, in a tier: the memory in which they are stored, and
+// where their updates run. An update is sent to the states: a pass over a tile is plain data, and the tier runs it
+// where the states are. No caller keeps an address from one call to the next.
 //
 //   tile      pieces that are updated together, in the order of the parameters, cut alike on all ranks; keyed by
-//             parameter and range, so that it means the same at another rank count
-//   lease     the state of a piece in device memory while somebody loads, saves, sets or looks at it
-//   version   passes write the next version of what they change; settle() keeps it, or the one before. A tier has one
-//             version, and nothing of it changes before the verdict is known to be finite (ops look at it themselves
-//             where they run); or two, and keeps either when it is known
+//             parameter and range, so that it means the same at another number of ranks
+//   lease     the state of a piece in device memory while a caller loads, saves, sets or inspects it
+//   version   passes write the next version of the states that they change; settle() keeps it, or the previous one. A
+//             tier has either one version, which does not change before the verdict is known to be finite (on the
+//             device the ops read the verdict themselves), or two, and keeps one of them when the verdict is known
 //
-// DeviceStates is the tier of device memory: one array for each state, one version, a call of the op for a pass. A
-// parameter that is its own master (in fp32, or in 16 bits where the configuration says so) has no State::Master: no
-// tier moves that.
+// DeviceStates is the tier of device memory: one array for each state, one version, one call of the op for a pass. A
+// parameter that is its own master (in fp32, or in 16 bits if so configured) has no State::Master; tiers do not move
+// it.
 
 #include <functional>
 #include <memory>
@@ -26,8 +26,8 @@
 
 namespace ds::zero {
 
-// The verdict over a step's gradients, made on the device. Tiers of the device hand it on; a tier elsewhere resolves
-// it, which takes the place of the time that the host waits at the end of a step.
+// The verdict over a step's gradients, made on the device. Device tiers pass it to ops; a tier elsewhere resolves it,
+// and the host then does not wait again at the end of the step.
 class VerdictHandle {
  public:
   virtual ~VerdictHandle() = default;
@@ -40,12 +40,12 @@ struct TilePiece {
   Piece piece;
   i64 index = 0;           // of its parameter among those that are updated together
   float weight_decay = 0;  // of its parameter
-  u32 site = 0;            // of the random numbers by which its states are rounded
+  u32 site = 0;            // RngKey::site of the stochastic rounding of its states
 };
 using Tile = std::span<const TilePiece>;
 
-// What there is of a piece's state, in device memory: Param in the work dtype, all else in fp32 or as `kept` says;
-// null: what its parameter does not have.
+// The state of a piece in device memory: Param in the work dtype, other states in the dtype in `kept`; null: the
+// parameter does not have the state.
 struct PieceState : PerState<void*> {
   PerState<KeptAs> kept;
   TensorView view(State s, i64 count) const noexcept {
@@ -54,7 +54,7 @@ struct PieceState : PerState<void*> {
     return v;
   }
   float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
-  // In fp32; or the parameter, in the work dtype, where it is its own.
+  // The master in fp32; the parameter in the work dtype, if it is its own master.
   TensorView master(DType work, i64 count) const noexcept {
     void* const master = (*this)[State::Master];
     return master != nullptr ? TensorView::of(master, DType::F32, {count})
@@ -64,10 +64,10 @@ struct PieceState : PerState<void*> {
 
 class StateStore;
 
-// Until it ends nothing else may be asked of its store. Move-only.
+// Until it ends, no other function of its store may be called. Move-only.
 class StateLease : public PieceState {
  public:
-  // `param`: of the state's parameters.
+  // param: the lease of the piece's parameters.
   StateLease(StateStore* store, const Piece& piece, LeaseTo access, const PieceState& state, TierLease param)
       : PieceState(state), store_(store), piece_(piece), access_(access), param_(std::move(param)) {}
   StateLease(StateLease&& other) noexcept
@@ -88,7 +88,7 @@ class StateLease : public PieceState {
 
 class StateStore {
  public:
-  // What a tier works with, for its life.
+  // All references outlive the tier.
   struct Parts {
     const StateLayout& layout;
     const PieceMemory& params;     // in the work dtype
@@ -96,41 +96,41 @@ class StateStore {
     DType work = DType::F32;
     Device& device;
     MemoryLedger& ledger;
-    std::vector<Piece> held;  // of this rank: the most that a tile has
+    std::vector<Piece> held;  // all pieces of this rank, the largest possible tile
   };
 
   explicit StateStore(Parts parts) : parts_(std::move(parts)) {}
   virtual ~StateStore() = default;
 
-  // Enqueues a pass over a tile: masters, states and parameters change as its rule says, and the gradients where the
-  // rule leaves directions in their place. If the verdict is not finite, nothing. Factors are by TilePiece::index.
+  // Enqueues a pass over a tile. Its rule changes masters, states and parameters, and overwrites gradients if it makes
+  // directions. Nothing changes if the verdict is not finite. Factors are indexed by TilePiece::index.
   virtual void update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) = 0;
-  // Calls visit(piece, its master [count], in fp32 or the work dtype) in order; what it enqueues reads the master as
-  // the passes so far have left it.
+  // Calls visit(piece, its master [count], in fp32 or the work dtype) in order; work enqueued by visit sees the masters
+  // after all passes so far.
   using Visit = FunctionRef<void(const TilePiece&, TensorView)>;
   virtual void for_each_master(Tile tile, Visit visit) = 0;
   // After the last pass of a step. number: of its update, from 1.
   virtual void settle(VerdictHandle& verdict, i64 number) = 0;
-  // Whether a step's update may be done later than settle() says, as on all ranks. After finish() masters, states and
-  // this rank's parameters are those of all steps so far; other ranks still have to get them.
+  // Whether the update of a step may run after settle() has returned; all ranks answer alike. After finish() masters,
+  // states and this rank's parameters are those of all steps so far; other ranks still have to get them.
   virtual bool is_delayed() const noexcept { return false; }
   virtual void finish() {}
 
   // The state of a piece of at most kLeaseElems elements; between steps. A lease that is not in place is a copy.
   static constexpr i64 kLeaseElems = i64{1} << 20;
   virtual StateLease lease(const Piece& piece, LeaseTo access) = 0;
-  // Whether leases, of any length, are the very memory in which states and parameters stay.
+  // Whether leases, of any length, are the memory in which states and parameters are stored.
   virtual bool in_place() const noexcept = 0;
-  // All of a state that every rank has whole (StateLayout::is_whole), of the device; empty: this tier has no such.
+  // All of a state that every rank holds whole (StateLayout::is_whole), in device memory; empty: this tier has none.
   virtual TensorView whole(State) const noexcept { return {}; }
 
  protected:
   friend class StateLease;
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
 
-  // Whether an update can have all gradients and parameters of a tile at once, or one part after the other.
+  // Whether all gradients and parameters of a tile can be leased at once, not part by part.
   bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.in_place(); }
-  // What a pass by that rule sees of a piece whose state and gradient are there.
+  // The tensors of a piece that a pass by this rule works on.
   UpdateTensor tensor(UpdateRule rule, const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 
   Parts parts_;
@@ -160,7 +160,7 @@ class DeviceStates final : public StateStore {
   std::vector<TierLease> leases_;      // of a pass
 };
 
-// Calls visit(part) for the parts of a piece of at most `most` elements; a multiple of kStateBlock.
+// Calls visit(part) for parts of a piece of at most `most` elements, a multiple of kStateBlock.
 template <class Visit>
 void for_each_part(const Piece& piece, i64 most, Visit&& visit) {
   for (i64 first = 0; first < piece.count; first += most) {
@@ -168,8 +168,9 @@ void for_each_part(const Piece& piece, i64 most, Visit&& visit) {
   }
 }
 
-// A pass over pieces whose memory tensor(piece) names: what is left out of it, where its rule has no use for it, and
-// what of the tile comes in. For tiers and for predictions. `scratch` has room for the tile.
+// Runs a pass over a tile, for tiers and predictions. tensor(piece) returns the memory of a piece; states that the rule
+// does not use are left out, and the piece's factor, weight decay and rounding site are added. scratch: with capacity
+// for the tile.
 void run_pass(const OpTable& ops, Stream& stream, Tile tile, const UpdateSpec& spec, const GradVerdict* verdict,
               FunctionRef<UpdateTensor(const Piece&)> tensor, std::vector<UpdateTensor>& scratch);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// An array of what a rank keeps (accumulated gradients, slices of parameters), in a tier: the memory where it stays
-// while nobody works with it. It is reached through leases alone; nobody keeps an address beyond one.
+// An array of a rank (sums of gradients, slices of parameters) in a tier: the memory in which it is stored between
+// uses. It is reached through leases alone; no caller keeps an address after its lease.
 
 #include <functional>
 #include <memory>
@@ -11,12 +11,12 @@
 
 namespace ds::zero {
 
-// Read; Write: reads, too; Fill: what was there is of no use.
+// Write: also reads. Fill: the previous content is not needed.
 enum class LeaseTo : u8 { Read, Write, Fill };
 
 class TierArray;
 
-// Bytes of an array in device memory until it ends. Move-only.
+// A part of an array, in device memory until the lease ends. Move-only.
 class TierLease {
  public:
   TierLease() = default;
@@ -45,16 +45,17 @@ class TierLease {
 class TierArray {
  public:
   virtual ~TierArray() = default;
-  // Bytes [begin, begin + bytes) of it. There may be any number of leases at a time; those that write have nothing in
-  // common with others. What is enqueued with one may end after it.
+  // Bytes [begin, begin + bytes). Any number of leases may be open at a time; one that writes must not overlap another.
+  // Work that was enqueued on the device may end after the lease.
   TierLease lease(i64 begin, i64 bytes, LeaseTo access) {
     return {this, open(begin, bytes, access), begin, bytes, access};
   }
-  // These bytes will be leased soon: they begin to come, where that takes time and there is room.
+  // These bytes will be leased soon: starts to fetch them, if that takes time and there is room.
   virtual void expect(i64 begin, i64 bytes) { static_cast<void>(begin), static_cast<void>(bytes); }
-  // Whether leases are the very memory in which the array stays.
+  // Whether leases are the memory in which the array is stored.
   virtual bool in_place() const noexcept = 0;
-  // Where byte `begin` of it stays, in host memory that is not the device's; null: not in such. While nobody leases it.
+  // Where byte `begin` is stored, in host memory other than the device's; null: elsewhere. Valid while it is not
+  // leased.
   virtual void* on_host(i64 begin) const noexcept { return static_cast<void>(begin), nullptr; }
 
  protected:
@@ -68,7 +69,7 @@ inline void TierLease::end() noexcept {
   array_ = nullptr;
 }
 
-// Device memory: its own, or somebody else's that outlives it.
+// Device memory, owned, or given and outliving the array.
 class DeviceArray final : public TierArray {
  public:
   explicit DeviceArray(Buffer memory) : memory_(std::move(memory)), data_(static_cast<char*>(memory_.data())) {}
@@ -83,7 +84,7 @@ class DeviceArray final : public TierArray {
   char* data_;
 };
 
-// Makes an array of a rank of so many bytes in a tier, which begins as zeros. most: bytes of a lease.
+// Makes an array of `bytes` bytes in a tier, all zero. most: the largest lease, in bytes.
 using MakeArray =
     std::function<std::unique_ptr<TierArray>(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most)>;
 

@@ -175,8 +175,8 @@ class UpdateAlone {
         self_(make_self_communicator({})),
         results_(device, ledger_, 1, dp.size()) {
     const report::RunPlan& plan = planned_.plan;
-    shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true, dp, device,
-                                                     ledger_, zero::Tiers{}));
+    shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true,
+                                                     zero::GroupRanks{dp}, device, ledger_, zero::Tiers{}));
     update_.emplace(plan, shards_, update::Axes{dp, *self_, *self_, *self_}, device, ledger_,
                     [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); });
   }

@@ -150,8 +150,10 @@ TEST(OneBitAdam, AnOverflowChangesNothing) {
       std::vector<float> values;
       for (const auto& [name, view] : engine.rank_local())
         values.insert(values.end(), view.as<float>(), view.as<float>() + view.numel());
-      for (const std::span<double> numbers : engine.optimizer_numbers())
-        values.insert(values.end(), numbers.begin(), numbers.end());
+      for (zero::SavedState* const state : engine.saved_states()) {
+        for (const std::span<double> numbers : state->numbers())
+          values.insert(values.end(), numbers.begin(), numbers.end());
+      }
       for (const zero::Piece& piece : engine.held_pieces()) {
         const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
         for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq, State::ExpAvgSqFresh})
@@ -230,7 +232,7 @@ TEST(OneBitAdam, WhatIsRankLocalGoesOnWhereItWas) {
         EXPECT_EQ(arrays.size(), 2u);
         for (size_t i = 0; i < arrays.size() && with_errors; ++i) {
           const std::vector<float>& from = own[static_cast<size_t>(engine.mesh().rank())][i];
-          engine.device().upload(arrays[i].second.data, from.data(), arrays[i].second.bytes());
+          engine.device().upload(arrays[i].values.data, from.data(), arrays[i].values.bytes());
         }
       };
       return train_threads(c, 2, 5, 1, hooks);

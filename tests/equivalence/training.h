@@ -105,20 +105,22 @@ inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32
 struct Trace {
   std::vector<double> losses, norms, scales, lrs;
   std::vector<bool> skipped;
-  std::vector<float> logits;            // after the last step, of samples that are the same on every rank
-  double eval_loss = 0;                 // of the same
-  std::vector<float> weights;           // whole, in the order of the parameters
-  PerState<std::vector<float>> states;  // of optimizers, likewise; zero where a parameter has none
+  update::Update::NamedNorms compression{};  // of the last step
+  std::vector<float> logits;                 // after the last step, of samples that are the same on every rank
+  double eval_loss = 0;                      // of the same
+  std::vector<float> weights;                // whole, in the order of the parameters
+  PerState<std::vector<float>> states;       // of optimizers, likewise; zero where a parameter has none
   report::TagBytes counted{}, predicted{};
   std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
 };
 
 struct Hooks {
   engine::EngineParts parts = {};
-  std::vector<DpSplit> splits = {};                 // of the mesh
-  bool same_logits = true;                          // all ranks of dp compute with the same parameters
-  std::function<void(engine::Engine&)> start = {};  // instead of random weights
-  std::function<i64(i64 step)> length = {};         // tokens of the samples of step s, fewer than the configuration's
+  std::function<void(report::RunPlan&)> change_plan = {};  // of each rank, before its engine is made
+  std::vector<DpSplit> splits = {};                        // of the mesh
+  bool same_logits = true;                                 // all ranks of dp compute with the same parameters
+  std::function<void(engine::Engine&)> start = {};         // instead of random weights
+  std::function<i64(i64 step)> length = {};  // tokens of the samples of step s, fewer than the configuration's
   // Called on every rank before and after step s (from 0), and when all else is done; may poison the engine.
   std::function<void(engine::Engine&, i64 step)> before_step = {}, after_step = {};
   std::function<void(engine::Engine&)> at_end = {};
@@ -128,7 +130,13 @@ struct Hooks {
 inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 steps, const Hooks& hooks = {}) {
   Trace trace;
   MemoryLedger ledger;
-  engine::Engine engine(config, mesh, ledger, device, hooks.parts);
+  engine::EngineParts parts = hooks.parts;
+  if (hooks.change_plan) {
+    const auto planned = std::make_shared<report::Planned>(config, mesh.shape(), mesh.rank(), device.kind());
+    hooks.change_plan(planned->plan);
+    parts.planned = planned;
+  }
+  engine::Engine engine(config, mesh, ledger, device, parts);
   hooks.start ? hooks.start(engine) : engine.init_weights();
   if (engine.server() != nullptr) {
     const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
@@ -163,6 +171,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     trace.scales.push_back(r.loss_scale);
     trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
+    trace.compression = r.compression;
     if (hooks.after_step) hooks.after_step(engine, step);
   }
   trace.sent = mesh.counts();

@@ -119,9 +119,9 @@ TEST(Checkpoint, MetaRoundTripsExactly) {
   CheckpointMeta want = sample_meta(123456789, DType::BF16);
   want.world_size = 2;
   EXPECT_EQ(CheckpointReader(step).manifest().meta, want);
-  want.optimizer_numbers = {{"wte.weight", {0.1, 1.0 / 3}}, {"ln_f.weight", {0, 5e-324}}};
+  want.numbers = {{"optimizer_numbers", {{"wte.weight", {0.1, 1.0 / 3}}, {"ln_f.weight", {0, 5e-324}}}}};
   EXPECT_EQ(parse_meta(format_meta(want), "text"), want);
-  want.optimizer_numbers.clear();
+  want.numbers.clear();
   run_threads(
       2, {}, [&](Communicator& comm) { EXPECT_EQ(load_checkpoint(step, DType::BF16, small_model(), {}, comm), want); });
 }
@@ -434,7 +434,11 @@ TEST_F(DamagedCheckpoint, ForgedManifestsAreStillChecked) {
     refused(part);
   };
   forged([](Manifest& m) { m.meta.world_size = 3; }, "world size 3, 2 files");
-  forged([](Manifest& m) { m.meta.optimizer_numbers["wte.weight"] = {0.5, -1}; }, "optimizer_numbers of 'wte.weight'");
+  forged(
+      [](Manifest& m) {
+        m.meta.numbers["optimizer_numbers"]["wte.weight"] = {0.5, -1};
+      },
+      "optimizer_numbers of 'wte.weight'");
   forged([](Manifest& m) { m.files.pop_back(), m.meta.world_size = 1; }, "held by no rank");
   forged([](Manifest& m) { m.params[0].shape = {i64{1} << 40, i64{1} << 40}; }, "impossible shape of 'wte.weight'");
   forged([](Manifest& m) { m.params[5].shape = {30}; }, "elements 29 to 30 of 'ln_f.weight' are held by no rank");

@@ -114,7 +114,7 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
                                c.each_micro, dtype_name(c.work), dtype_name(c.wire)));
       const auto device = make_cpu_device(*cpu_ops(), 1);
       MemoryLedger ledger;
-      GradStore store(layout, spans(), comm, *device, ledger, grad_options(c, kMicros));
+      GradStore store(layout, spans(), grad_options(c, kMicros), {{comm}, *device, ledger});
       for (i64 step = 0; step < kSteps; ++step) {
         for (i64 micro = 0; micro < kMicros; ++micro) {
           // 0 is written beside 1: both are there at once.
@@ -155,7 +155,7 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
             }
           }
           for (i64 at = begin; at < end; ++at)
-            ASSERT_EQ(*store.lease(&s - layout.segments().data(), at, 1, LeaseTo::Read).values(), want[at])
+            ASSERT_EQ(*store.sums().lease(&s - layout.segments().data(), at, 1, LeaseTo::Read).values(), want[at])
                 << "step " << step << " unit " << s.unit << " at " << at;
         }
       }
