@@ -2,7 +2,6 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
-#include <cmath>
 
 #include "base/clock.h"
 #include "config/random_ltd.h"
@@ -86,13 +85,8 @@ StepReport Engine::train_step(const StepBatch& batch) {
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
   const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.shape().dp : 1;
-  JudgeParams judge{.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping};
-  const bool apart = update_->keeps_gradients_apart(update_number);
-  if (apart) {  // each rank's gradient is to be that of the mean, and no norm is that of all
-    judge.divisor /= static_cast<double>(mesh_.dp().size());
-    judge.clip = 0;
-  }
-  update_->judge(results_.scalars(), judge);
+  update_->judge(results_.scalars(),
+                 {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping});
   meter.end(&PhaseTimes::update_ms, "judge");
   update_->update_params({.lr = report.lr,
                           .number = update_number,
@@ -108,7 +102,6 @@ StepReport Engine::train_step(const StepBatch& batch) {
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
-  if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
   if (verdict.finite) report.compression = update_->compression_norms(update_number);
   if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
@@ -120,7 +113,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
 void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
-  report.grad_norm = verdict.norm;
+  report.grad_norm = update_->grad_norm(verdict);
   report.skipped = !verdict.finite;
   report.tokens = plan_.B * step_length_ * plan_.micro_batches * mesh_.data_size();
 }

@@ -66,7 +66,7 @@ SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& 
   if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
   if (plan.groups.groups[group].numbers_per_param() > 0)
     exchanged_ = device_buffer(device, ledger, Tag::Workspace, std::min(elems_of(pieces_), kExchanged) * 4);
-  if (!plan.groups.groups[group].steps_apart()) return;
+  if (!plan.groups.groups[group].takes_local_steps()) return;
   common_ = device_buffer(device, ledger, Tag::Optimizer, elems_of(pieces_) * 4);
   saved_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
 }

@@ -129,7 +129,11 @@ void Update::finish_gradients() {
   for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
 }
 
-void Update::judge(StepScalars& numbers, const JudgeParams& params) {
+void Update::judge(StepScalars& numbers, JudgeParams params) {
+  if (apart_) {  // each rank's gradient is a term of the mean, and no rank knows the norm of the mean
+    params.divisor /= static_cast<double>(axes_.dp.size());
+    params.clip = 0;
+  }
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();
   const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
@@ -147,6 +151,10 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   for_each_gradient([&](TensorView g) { ops.sum_squares(sum, g, max_abs, stream); });
   over_model_ranks(sum, ReduceOp::Sum, true);
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
+}
+
+double Update::grad_norm(const GradVerdict& verdict) const noexcept {
+  return apart_ ? verdict.norm / std::sqrt(static_cast<double>(axes_.dp.size())) : verdict.norm;
 }
 
 // Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
@@ -241,7 +249,7 @@ bool Update::outer_step(i64 step) {
 bool Update::has_rank_local(i64 number) const noexcept {
   return (outer_ && axes_.outer.size() > 1) || (plan_.dp().grads.loco && axes_.dp.size() > 1) ||
          std::ranges::any_of(trained_, [&](const Trained& t) {
-           return t.average && plan_.groups.groups[t.group].has_lost_signs(number);
+           return t.average && !plan_.groups.groups[t.group].phase(number).errors_of.empty();
          });
 }
 
@@ -269,9 +277,9 @@ SignAverage::RankLocal Update::rank_local(i64 number) {
   }
   for (auto& [name, values] : shards_.front()->grads().rank_local()) add(name, values);
   for (const Trained& t : trained_) {
-    const optim::Group& group = plan_.groups.groups[t.group];
-    if (!t.average || !group.has_lost_signs(number)) continue;
-    for (auto& [name, values] : t.average->rank_local(group.signs_are_of(number), group.is_apart_behind(number)))
+    const optim::Phase phase = plan_.groups.groups[t.group].phase(number);
+    if (!t.average || phase.errors_of.empty()) continue;
+    for (auto& [name, values] : t.average->rank_local(phase.errors_of, phase.local_params))
       add(fmt::format("{}@{}", name, t.group), values);
   }
   return all;
@@ -282,7 +290,7 @@ void Update::rank_local_was_set(i64 number) {
   if (outer_) outer_->under_way_was_set();
   shards_.front()->grads().rank_local_was_set();
   for (const Trained& t : trained_) {
-    if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
+    if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].phase(number).local_params);
   }
 }
 

@@ -38,8 +38,11 @@ class Update {
   // What this rank owns of the gradients, or has of its own, is final when it returns.
   void finish_gradients();
   // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
-  // not depend on the layout. Where ranks have gradients of their own, it is that of all of them side by side.
-  void judge(StepScalars& numbers, const JudgeParams& params);
+  // not depend on the layout. `params` are those of summed gradients: where ranks keep their own, the divisor becomes
+  // that of the mean over them, and nothing is clipped.
+  void judge(StepScalars& numbers, JudgeParams params);
+  // The norm of this step: the verdict's, or the root mean square of the ranks' own gradients' norms.
+  double grad_norm(const GradVerdict& verdict) const noexcept;
   struct Step {
     double lr = 0;                    // before the groups' ratios
     i64 number = 1;                   // of the update

@@ -110,10 +110,10 @@ struct UpdatePlan {
   // Whether the ranks of dp leave their gradients apart in the update of that number: the optimizer averages what it
   // makes of them. Then these are whole on every rank.
   bool keeps_gradients_apart(i64 step) const noexcept {
-    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.keeps_gradients_apart(step); });
+    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.phase(step).local_gradients; });
   }
   // Whether ranks of dp may have parameters of their own for some updates.
-  bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::steps_apart); }
+  bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::takes_local_steps); }
   // Those of a run that differ in what they send, but for DiLoCo's meetings.
   std::vector<optim::UpdateKind> update_kinds(i64 updates) const;
   // Where the gradient of shared is summed, on the stages that have it.
