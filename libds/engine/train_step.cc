@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "comm/message_tag.h"
 #include "config/random_ltd.h"
 #include "engine/engine.h"
 
@@ -155,7 +156,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   if (config_.loss_norm == LossNorm::Token) {
     i64* const on_device = &results_.scalars().max_abs;
     device_.upload(on_device, &global_valid_tokens_, sizeof *on_device);
-    mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, kStatsText).wait();
     device_.download(&global_valid_tokens_, on_device, sizeof *on_device);
     global_valid_tokens_ /= mesh_.shape().sp;  // which have counted the same samples
   }
@@ -198,8 +199,11 @@ stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{results_.losses(), row_bytes};
-  if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
-  mesh_.pp().broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
+  if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, kStatsText).wait();
+  mesh_.pp()
+      .broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1,
+                 message_text(Axis::Pp, Collective::Stats))
+      .wait();
 }
 
 // The mean over all micro-batches of all ranks, folded in the order (micro-batch, rank): that of one rank with them

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/sign_average.h"
 
+#include "comm/message_tag.h"
+
 #include <algorithm>
 
 namespace ds::update {
 namespace {
 
-constexpr std::string_view kTag = "dp.one_bit";
+constexpr std::string_view kTag = message_text(Axis::Dp, Collective::OneBit);
 constexpr i64 kExchanged = i64{1} << 20;  // elements at once
 
 std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/update.h"
 
+#include "comm/message_tag.h"
+
 #include <xxhash.h>
 
 #include <algorithm>
@@ -161,7 +163,7 @@ double Update::grad_norm(const GradVerdict& verdict) const noexcept {
 void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
   for (Communicator* axis : {&axes_.dp, &axes_.tp, &axes_.pp}) {
     if (axis == &axes_.pp && !stages) continue;
-    if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
+    if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, kStatsText).wait();
   }
 }
 
@@ -205,7 +207,7 @@ void Update::make_momentum_whole() {
     segments.push_back({all.as<float>() + at, s.slice * 4});
     at += s.slice * dp.layout.num_ranks();
   }
-  axes_.dp.all_gather(segments, "dp.all_gather").wait();
+  axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 std::vector<std::span<double>> Update::optimizer_numbers() {
