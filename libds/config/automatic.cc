@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "config/keys.h"
+#include "config/optimizer_table.h"
 #include "config/reader.h"
 #include "config/scheduler.h"
 
@@ -82,7 +83,7 @@ Rated rated_by_groups(const Config& c, const ConfigText& text) {
       return it != groups[g].end() && !it->is_null() && *it != "auto";
     };
     const bool rated =
-        has("lr") || (group.type == OptimizerType::Muon && has("muon_lr") && has("adam_lr")) || group.frozen;
+        has("lr") || (optimizer_takes(group.type, "muon_lr") && has("muon_lr") && has("adam_lr")) || group.frozen;
     some |= rated && !group.frozen;
     every &= rated;
     if (std::ranges::find(group.params, "*") == group.params.end()) continue;
@@ -97,7 +98,7 @@ std::string_view missing_rate(const Config& c, Rated rated, const Reader& r) {
   constexpr std::string_view kLeast = "scheduler.params.lr_range_test_min_lr";
   if (c.scheduler.type == SchedulerType::LRRangeTest && !r.given(kLeast)) return kLeast;
   if (schedule_has_rates(c, r) || rated == Rated::All || r.given(kLrKey)) return "";
-  return c.optimizer.type == OptimizerType::Muon && r.given(kMuonLr) && r.given(kAdamLr) ? "" : kLrKey;
+  return optimizer_takes(c.optimizer.type, "muon_lr") && r.given(kMuonLr) && r.given(kAdamLr) ? "" : kLrKey;
 }
 
 }  // namespace

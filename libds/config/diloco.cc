@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 
 #include "config/keys.h"
-#include "config/optimizer.h"
+#include "config/optimizer_table.h"
 
 namespace ds {
 namespace {
@@ -69,7 +69,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
   if (c.steps > 0 && c.steps < d.sync_every && !r.any_broken({"steps", kEvery}))
     r.warning(kEvery,
               fmt::format("{} is more than the {} steps of the run: nothing ever meets", d.sync_every, c.steps));
-  if (any_group(c.optimizer, [](const UpdateConfig& u) { return averages_by_signs(u.type); }))
+  if (any_optimizer(c.optimizer, &OptimizerRow::averages_by_signs))
     r.error(kEnabled, "is around an optimizer whose ranks sum gradients, and the 1-bit family averages by signs");
   if (c.zero.offload_optimizer.device != OffloadDevice::None)
     r.error(kEnabled, "is not supported with zero_optimization.offload_optimizer: outer states stay on the device",
@@ -82,7 +82,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
     r.error(kWorkers, "is not supported with fp16: each worker would have a loss scale of its own; bf16 needs none",
             Errc::Unavailable);
   if ((c.own_masters() && c.work_dtype() != DType::F32) || any_group(c.optimizer, [](const UpdateConfig& u) {
-        return u.state_dtype != StateDtype::F32 || u.type == OptimizerType::AdamW8bit;
+        return u.state_dtype != StateDtype::F32 || optimizer_row(u.type).codes_states;
       }))
     r.error(kWorkers, "keeps what each worker has of its own in fp32: masters and states cannot be in fewer bits",
             Errc::Unavailable);

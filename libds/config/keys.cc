@@ -4,28 +4,26 @@
 // the code that obeys it.
 #include "config/keys.h"
 
+#include <algorithm>
+
+#include "config/optimizer_table.h"
 #include "config/parallel.h"
 #include "config/scheduler.h"
 #include "config/sparse_attention.h"
 
 namespace ds {
 
+// Ours, and those that DeepSpeed has besides.
 template <>
-inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(OptimizerType::AdamW)},
-                                                         EnumName{"Adam", u8(OptimizerType::Adam)},
-                                                         EnumName{"CPUAdam"},
-                                                         EnumName{"SGD", u8(OptimizerType::Sgd)},
-                                                         EnumName{"Lion", u8(OptimizerType::Lion)},
-                                                         EnumName{"Lamb", u8(OptimizerType::Lamb)},
-                                                         EnumName{"Adagrad", u8(OptimizerType::Adagrad)},
-                                                         EnumName{"Muon", u8(OptimizerType::Muon)},
-                                                         EnumName{"AdamW8bit", u8(OptimizerType::AdamW8bit)},
-                                                         EnumName{"OneBitAdam", u8(OptimizerType::OneBitAdam)},
-                                                         EnumName{"ZeroOneAdam", u8(OptimizerType::ZeroOneAdam)},
-                                                         EnumName{"OneBitLamb", u8(OptimizerType::OneBitLamb)},
-                                                         EnumName{"MuAdam"},
-                                                         EnumName{"MuAdamW"},
-                                                         EnumName{"MuSGD"}};
+inline constexpr auto kEnumNames<OptimizerType> = [] {
+  constexpr std::string_view kOthers[] = {"CPUAdam", "MuAdam", "MuAdamW", "MuSGD"};
+  std::array<EnumName, std::size(kOptimizers) + std::size(kOthers)> names;
+  auto* const next = std::ranges::transform(kOptimizers, names.data(), [](const OptimizerRow& row) {
+                       return EnumName{row.name, u8(row.defaults.type)};
+                     }).out;
+  std::ranges::transform(kOthers, next, [](std::string_view name) { return EnumName{name}; });
+  return names;
+}();
 template <>
 inline constexpr std::array kEnumNames<StateDtype> = {EnumName{"fp32", u8(StateDtype::F32)},
                                                       EnumName{"bf16", u8(StateDtype::BF16)}};

@@ -3,7 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include "config/optimizer_table.h"
 
 namespace ds {
 namespace {
@@ -17,10 +17,6 @@ constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer.dev
                            kName = "zero_optimization.offload_optimizer.name",
                            kDelayed = "zero_optimization.offload_optimizer.delayed_update",
                            kDelayedStart = "zero_optimization.offload_optimizer.delayed_update_start";
-
-bool any_optimizer(const Config& c, bool (*is)(const UpdateConfig&)) {
-  return is(c.optimizer) || std::ranges::any_of(c.optimizer.groups, is);
-}
 
 void resolve_old_form(std::string_view key, bool& old, std::string_view device_key, OffloadDevice& device, Reader& r) {
   if (!r.given(key) || r.broken(key)) return;
@@ -72,7 +68,7 @@ void resolve_offload(Config& c, Reader& r) {
     r.error("save.async", fmt::format("copies the state to memory, out of which {} \"{}\" takes it",
                                       nvme || server ? kOptimizer : kParam, server ? "server" : "nvme"));
   if (nvme && o.gradients) {
-    if (any_optimizer(c, [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; }))
+    if (any_optimizer(c.optimizer, &OptimizerRow::needs_matrices))
       r.error(kGradients, "Muon looks at all gradients of its matrices at once: they stay in memory",
               Errc::Unavailable);
   }
@@ -87,8 +83,7 @@ void resolve_offload(Config& c, Reader& r) {
     } else if (o.device == OffloadDevice::None && !r.broken(kOptimizer)) {
       r.error(kDelayed, fmt::format("needs {} \"cpu\" or \"nvme\": the update runs on the host", kOptimizer));
     }
-    if (any_optimizer(
-            c, [](const UpdateConfig& u) { return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon; }))
+    if (any_optimizer(c.optimizer, &OptimizerRow::sums_over_ranks))
       r.error(kDelayed, "updates of LAMB and Muon need sums over ranks, which belong to the step", Errc::Unavailable);
   }
   if (c.aio.block_size % 4096 != 0 && !r.broken(kBlock))

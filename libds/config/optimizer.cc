@@ -6,51 +6,15 @@
 
 #include <algorithm>
 
+#include "config/optimizer_table.h"
+
 namespace ds {
 namespace {
 
-// THE list: a new optimizer's keys and defaults are a row here.
-struct Kind {
-  OptimizerType type;
-  std::string_view keys;  // words
-  UpdateConfig defaults;
-};
-constexpr std::string_view kAdamKeys = "lr betas eps weight_decay bias_correction adam_w_mode state_dtype";
-const Kind kKinds[] = {
-    {OptimizerType::AdamW, kAdamKeys, {.type = OptimizerType::AdamW}},
-    {OptimizerType::Adam, kAdamKeys, {.type = OptimizerType::Adam}},
-    {OptimizerType::Sgd, "lr momentum dampening nesterov weight_decay state_dtype", {.type = OptimizerType::Sgd}},
-    {OptimizerType::Lion,
-     "lr betas weight_decay state_dtype",
-     {.type = OptimizerType::Lion, .lr = 1e-4, .beta2 = 0.99}},
-    {OptimizerType::Lamb,
-     "lr betas eps weight_decay bias_correction min_coeff max_coeff",
-     {.type = OptimizerType::Lamb}},
-    {OptimizerType::Adagrad,
-     "lr eps weight_decay state_dtype",
-     {.type = OptimizerType::Adagrad, .lr = 1e-2, .eps = 1e-10f}},
-    {OptimizerType::Muon,
-     "lr muon_lr adam_lr momentum nesterov betas eps weight_decay adjust_lr_fn",
-     {.type = OptimizerType::Muon, .lr = 0.02, .beta2 = 0.95, .eps = 1e-10f, .momentum = 0.95, .nesterov = true}},
-    {OptimizerType::OneBitAdam,
-     "lr betas eps weight_decay bias_correction freeze_step",
-     {.type = OptimizerType::OneBitAdam, .bias_correction = false}},
-    {OptimizerType::ZeroOneAdam,
-     "lr betas eps weight_decay bias_correction var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
-     {.type = OptimizerType::ZeroOneAdam, .bias_correction = false}},
-    {OptimizerType::OneBitLamb,
-     "lr betas eps weight_decay bias_correction min_coeff max_coeff freeze_step coeff_beta factor_min factor_max "
-     "factor_threshold",
-     {.type = OptimizerType::OneBitLamb, .bias_correction = false}},
-    {OptimizerType::AdamW8bit, "lr betas eps weight_decay bias_correction", {.type = OptimizerType::AdamW8bit}},
-};
-
-const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }
-
-// The keys of hyperparameters.
+// Whether a key is a hyperparameter's.
 bool is_param(const Key& key) { return key.path != "params" && key.path != "frozen" && key.path != "type"; }
 
-// What of `u` nobody has said is as `others` have it.
+// Members of `u` whose keys are not given become those of `others`.
 template <class Given>
 void fill(UpdateConfig& u, UpdateConfig others, Given&& given) {
   for (const Key& key : param_group_keys()) {
@@ -74,19 +38,11 @@ void fill(UpdateConfig& u, UpdateConfig others, Given&& given) {
   }
 }
 
-bool has_word(std::string_view words, std::string_view word) {
-  for (size_t at = 0; (at = words.find(word, at)) != words.npos; at += word.size()) {
-    const size_t end = at + word.size();
-    if ((at == 0 || words[at - 1] == ' ') && (end == words.size() || words[end] == ' ')) return true;
-  }
-  return false;
-}
-
-// Names of the types that take a key.
+// The names of the optimizers that take a key.
 std::string takers_of(std::string_view key) {
   std::vector<std::string_view> names;
-  for (const Kind& kind : kKinds) {
-    if (has_word(kind.keys, key)) names.push_back(optimizer_name(kind.type));
+  for (const OptimizerRow& row : kOptimizers) {
+    if (optimizer_takes(row.defaults.type, key)) names.push_back(row.name);
   }
   return fmt::format("{}", fmt::join(names, ", "));
 }
@@ -95,46 +51,37 @@ void refuse_foreign(OptimizerType type, std::string_view prefix, Reader& r) {
   for (const Key& key : param_group_keys()) {
     const std::string path = fmt::format("{}{}", prefix, key.path);
     if (is_param(key) && !optimizer_takes(type, key.path) && (r.given(path) || r.automatic(path)))
-      r.error(path, fmt::format("belongs to {}; the optimizer is {}", takers_of(key.path), optimizer_name(type)));
+      r.error(path, fmt::format("belongs to {}; the optimizer is {}", takers_of(key.path), optimizer_row(type).name));
   }
 }
 
-// Muon's two rates are the one that is given, where they are not.
+// A rate of Muon's that is not given is lr.
 template <class Given>
 void resolve_rates(UpdateConfig& u, Given&& given) {
-  if (u.type != OptimizerType::Muon) return;
+  if (!optimizer_takes(u.type, "muon_lr")) return;
   if (!given("muon_lr") && (given("lr") || u.muon_lr == 0)) u.muon_lr = u.lr;
   if (!given("adam_lr") && (given("lr") || u.adam_lr == 0)) u.adam_lr = u.lr;
 }
 
 void check_values(const UpdateConfig& u, std::string_view prefix, Reader& r) {
-  if (u.type == OptimizerType::Sgd && u.nesterov && (u.momentum == 0 || u.dampening != 0))
+  if (optimizer_takes(u.type, "dampening") && u.nesterov && (u.momentum == 0 || u.dampening != 0))
     r.error(fmt::format("{}nesterov", prefix), "needs a momentum above 0 and a dampening of 0");
   for (const auto& [key, lr] : {std::pair{"muon_lr", u.muon_lr}, {"adam_lr", u.adam_lr}}) {
-    if (u.type == OptimizerType::Muon && u.lr == 0 && lr > 0)
+    if (optimizer_takes(u.type, key) && u.lr == 0 && lr > 0)
       r.error(fmt::format("{}{}", prefix, key), "follows the schedule in proportion to lr, which is 0");
   }
   if (optimizer_takes(u.type, "min_coeff") && u.min_coeff > u.max_coeff)
     r.error(fmt::format("{}min_coeff", prefix), fmt::format("is above max_coeff, {}", u.max_coeff));
-  if (u.type == OptimizerType::OneBitLamb && u.factor_min > u.factor_max)
+  if (optimizer_takes(u.type, "factor_min") && u.factor_min > u.factor_max)
     r.error(fmt::format("{}factor_min", prefix), fmt::format("is above factor_max, {}", u.factor_max));
 }
 
 }  // namespace
 
-std::string_view optimizer_name(OptimizerType type) {
-  UpdateConfig u;
-  u.type = type;
-  const Key& key = *std::ranges::find(param_group_keys(), "type", &Key::path);
-  return enum_name(std::get<EnumSlot>(key.slot(&u)).names, static_cast<u8>(type));
-}
-
-bool optimizer_takes(OptimizerType type, std::string_view key) { return has_word(kind_of(type).keys, key); }
-
 void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
   constexpr std::string_view kParams = "optimizer.params.", kGroups = "optimizer.param_groups";
   const auto given = [&](std::string_view key) { return r.given(fmt::format("{}{}", kParams, key)); };
-  fill(o, kind_of(o.type).defaults, given);
+  fill(o, optimizer_row(o.type).defaults, given);
   resolve_rates(o, given);
   refuse_foreign(o.type, kParams, r);
   check_values(o, kParams, r);
@@ -156,7 +103,7 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
     of_group.read(groups[i]);
     UpdateConfig others = o;
     if (u.type != o.type) {  // of another optimizer: its own defaults, and what is given for both
-      others = kind_of(u.type).defaults;
+      others = optimizer_row(u.type).defaults;
       if (given("lr")) others.lr = o.lr;
       if (given("weight_decay")) others.weight_decay = o.weight_decay;
     }
@@ -198,22 +145,23 @@ void check_signs(const Config& c, Reader& r) {
   for (const ParamGroupConfig& g : c.optimizer.groups) {
     if (!g.frozen) trained.push_back(&g);
   }
-  const auto found = std::ranges::find_if(trained, [](const UpdateConfig* u) { return averages_by_signs(u->type); });
+  const auto found =
+      std::ranges::find_if(trained, [](const UpdateConfig* u) { return optimizer_row(u->type).averages_by_signs; });
   if (found == trained.end()) return;
   const UpdateConfig& u = **found;
-  const std::string_view name = optimizer_name(u.type);
-  const bool zero_one = u.type == OptimizerType::ZeroOneAdam;
+  const std::string_view name = optimizer_row(u.type).name;
+  const bool local_steps = optimizer_row(u.type).takes_local_steps;
   if (std::ranges::any_of(trained, [&](const UpdateConfig* other) { return !same_schedule(u, *other); }))
     return r.error(kGroups,
                    fmt::format("{} leaves gradients on their ranks in some updates: it updates all parameters or "
                                "none, with the same {}",
-                               name, zero_one ? "intervals" : "freeze_step"));
-  if (c.zero.stage > (zero_one ? 0 : 1) && !r.broken("zero_optimization.stage")) {
+                               name, local_steps ? "intervals" : "freeze_step"));
+  if (c.zero.stage > (local_steps ? 0 : 1) && !r.broken("zero_optimization.stage")) {
     if (c.zero.stage > 1)
       r.error(kType,
               fmt::format("{} needs each rank's own gradients whole, which ZeRO stage {} reduces to slices while "
                           "they are made: zero_optimization.stage 0{}",
-                          name, c.zero.stage, zero_one ? "" : " or 1"));
+                          name, c.zero.stage, local_steps ? "" : " or 1"));
     else
       r.error(kType,
               fmt::format("behind var_freeze_step each rank of {} takes steps of its own with all parameters, and "
@@ -225,29 +173,29 @@ void check_signs(const Config& c, Reader& r) {
             fmt::format("{} has the momentum of all parameters on every rank, beside what it sends: states stay there",
                         name),
             Errc::Unavailable);
-  if (zero_one && c.sequence_parallel_size > 1)
+  if (local_steps && c.sequence_parallel_size > 1)
     r.error(kType,
             fmt::format("ranks of {} step for themselves, and those of sequence_parallel_size have parts of one "
                         "sequence alone",
                         name),
             Errc::Unavailable);
-  if (zero_one && c.own_masters() && c.work_dtype() != DType::F32)
+  if (local_steps && c.own_masters() && c.work_dtype() != DType::F32)
     r.error(kType,
             fmt::format("{} keeps what each rank's own steps made of parameters, in fp32: it needs masters", name),
             Errc::Unavailable);
-  if (zero_one && c.grad_accum_dtype != DType::F32)
+  if (local_steps && c.grad_accum_dtype != DType::F32)
     r.error("data_types.grad_accum_dtype", fmt::format("{} averages sums of gradients in fp32", name),
             Errc::Unavailable);
   for (const UpdateConfig* other : trained) {
-    if (zero_one && other->bias_correction) {
+    if (local_steps && other->bias_correction) {
       r.error("optimizer.params.bias_correction", fmt::format("{} has none", name));
       break;
     }
   }
-  const i64 last = zero_one ? 0 : u.freeze_step;
+  const i64 last = local_steps ? 0 : u.freeze_step;
   if (c.gradient_clipping > 0 && c.steps > last && r.given("gradient_clipping"))
     r.warning("gradient_clipping",
-              zero_one
+              local_steps
                   ? std::string("is of updates with an exact mean of gradients: in others no rank knows their norm")
                   : fmt::format("ends with freeze_step {}: behind it gradients are not summed, and no rank knows "
                                 "their norm",

@@ -1,25 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Optimizers as configurations have them: which keys each one takes, its defaults, and groups of parameters.
+// Optimizers in a configuration: defaults, keys that do not belong to them, groups of parameters. The optimizers
+// themselves are rows of config/optimizer_table.h.
 
 #include "config/reader.h"
 
 namespace ds {
 
-// As configurations write it.
-std::string_view optimizer_name(OptimizerType type);
-
-// Whether the optimizer of that type takes optimizer.params.`key`.
-bool optimizer_takes(OptimizerType type, std::string_view key);
-
-// Defaults by type; keys that the type does not take; optimizer.param_groups.
+// Fills in the defaults of the optimizer, refuses keys of others, and reads optimizer.param_groups.
 void resolve_optimizer(OptimizerConfig& optimizer, const ConfigText& text, Reader& r,
                        std::vector<Diagnostic>& diagnostics);
 
-// What 1-bit and 0/1 Adam ask of the rest: ZeRO stage 0 (or 1), states on the device, the same updates everywhere.
+// Refuses what optimizers that average by signs do not work with: higher ZeRO stages, offloaded states, groups that
+// average in other updates.
 void check_signs(const Config& config, Reader& r);
 
-// optimizer.param_groups, resolved: each group with all that it has.
+// optimizer.param_groups with every default filled in.
 Json param_groups_json(const OptimizerConfig& optimizer);
 
 }  // namespace ds

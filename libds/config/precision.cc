@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "config/optimizer.h"
+#include "config/optimizer_table.h"
 
 namespace ds {
 namespace {
@@ -36,7 +36,7 @@ void resolve_states(Config& c, Reader& r) {
     if (optimizer_takes(u.type, kStateDtype)) {
       u.state_dtype = StateDtype::BF16;
     } else {
-      r.error(kBf16States, fmt::format("the states of {} are not kept in bf16", optimizer_name(u.type)),
+      r.error(kBf16States, fmt::format("the states of {} are not kept in bf16", optimizer_row(u.type).name),
               Errc::Unavailable);
     }
   };
@@ -94,8 +94,7 @@ void check_precision(const Config& c, Reader& r) {
     r.error(kWire, fmt::format("sums that are kept in {0} travel in {0}, too", dtype_text(sums)));
   if (c.zero.offload_optimizer.device == OffloadDevice::Server)
     r.error(key, "a server of states has fp32 masters, and takes sums in fp32", Errc::Unavailable);
-  const auto is_muon = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
-  if (is_muon(c.optimizer) || std::ranges::any_of(c.optimizer.groups, is_muon))
+  if (any_optimizer(c.optimizer, &OptimizerRow::needs_matrices))
     r.error(key, "Muon makes whole matrices of sums in fp32", Errc::Unavailable);
 }
 

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "config/optimizer_table.h"
+
 namespace ds {
 namespace {
 
@@ -78,7 +80,7 @@ void warn_of_rates(const Config& c, std::string_view param, double highest, Read
                                   lr / base * highest, base, param, highest));
   };
   const auto rates = [&](const UpdateConfig& u, const std::string& prefix) {
-    if (u.type != OptimizerType::Muon) return rises(prefix + "lr", u.lr);
+    if (!optimizer_takes(u.type, "muon_lr")) return rises(prefix + "lr", u.lr);
     rises(prefix + "muon_lr", u.muon_lr);
     rises(prefix + "adam_lr", u.adam_lr);
   };
@@ -86,10 +88,6 @@ void warn_of_rates(const Config& c, std::string_view param, double highest, Read
   for (size_t g = 0; g < c.optimizer.groups.size(); ++g) {
     if (!c.optimizer.groups[g].frozen) rates(c.optimizer.groups[g], fmt::format("optimizer.param_groups[{}].", g));
   }
-}
-
-bool has_betas(OptimizerType type) noexcept {
-  return type != OptimizerType::Sgd && type != OptimizerType::Adagrad && type != OptimizerType::Muon;
 }
 
 void resolve_cycle(Config& c, Reader& r) {
@@ -106,9 +104,7 @@ void resolve_cycle(Config& c, Reader& r) {
     }
     return;
   }
-  bool any = has_betas(c.optimizer.type);
-  for (const ParamGroupConfig& g : c.optimizer.groups) any |= !g.frozen && has_betas(g.type);
-  if (!any) {
+  if (!any_optimizer(c.optimizer, &OptimizerRow::has_betas)) {
     if (r.given(path_of("cycle_momentum")))
       r.warning(path_of("cycle_momentum"), "has no effect: no optimizer of this run has betas");
     s.cycle_momentum = false;
@@ -120,7 +116,7 @@ void resolve_cycle(Config& c, Reader& r) {
               "scheduler.params.cycle_momentum false leaves both alone");
   for (size_t g = 0; g < c.optimizer.groups.size(); ++g) {
     const ParamGroupConfig& group = c.optimizer.groups[g];
-    if (!group.frozen && has_betas(group.type) && group.type == c.optimizer.type &&
+    if (!group.frozen && optimizer_row(group.type).has_betas && group.type == c.optimizer.type &&
         (group.beta1 != c.optimizer.beta1 || group.beta2 != c.optimizer.beta2))
       r.warning(fmt::format("optimizer.param_groups[{}].betas", g), "has no effect: OneCycle moves them");
   }

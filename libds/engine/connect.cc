@@ -13,6 +13,7 @@
 #include "base/launchers.h"
 #include "base/variables.h"
 #include "checkpoint/together.h"
+#include "comm/message_tag.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
 #include "model/models.h"
@@ -114,7 +115,7 @@ Mesh::OverDevice over_gpus(const Config& config, const RankInfo& ranks, Communic
   std::vector<u64> ids(static_cast<size_t>(ranks.world_size));
   ids[ranks.rank] = device.id();
   const AllGatherSegment all{ids.data(), sizeof(u64)};
-  world.all_gather({&all, 1}, "dp.stats").wait();
+  world.all_gather({&all, 1}, kStatsText).wait();
   const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();
   const bool own_gpu = gpus == ids.size();
   DS_CHECK(backend != CommBackend::Nccl || own_gpu, Errc::Unavailable,
@@ -232,7 +233,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
   Mesh::OverDevice over_device;
   try {
     i64 gpus = device.is_host() ? 0 : 1;
-    world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, kStatsText).wait();
     told = {};  // all have read it
     DS_CHECK(gpus == 0 || gpus == ranks.world_size, Errc::Unavailable,
              "device \"auto\": {} of {} ranks found a GPU and the others none; this one: {}", gpus, ranks.world_size,

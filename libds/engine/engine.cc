@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/file.h"
+#include "comm/message_tag.h"
 
 namespace ds::engine {
 
@@ -46,7 +47,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
 offload::ServerLink::Rank Engine::served_rank() {
   if (plan_.offload.states.device != OffloadDevice::Server) return {};
   std::string run = random_hex64();
-  mesh_.world().broadcast(run.data(), std::ssize(run), 0, "dp.stats").wait();
+  mesh_.world().broadcast(run.data(), std::ssize(run), 0, kStatsText).wait();
   const MeshShape& m = mesh_.shape();
   return {.rank = mesh_.rank(),
           .ranks = mesh_.world_size(),
@@ -237,7 +238,7 @@ std::optional<double> Engine::evaluate(i64 batches,
     }
     stage_.end_evaluation();
   }
-  mesh_.world().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+  mesh_.world().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, kStatsText).wait();
   if (sum[2] > 0) return std::numeric_limits<double>::quiet_NaN();
   return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
 }
@@ -277,7 +278,7 @@ bool Engine::is_finite() {
   }
   i64 both[2];
   device_.download(both, largest[0].data, 16);
-  mesh_.world().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
+  mesh_.world().all_reduce(both, 2, DType::I64, ReduceOp::Max, kStatsText).wait();
   const auto number = [](i64 bits) { return std::bit_cast<float>(static_cast<u32>(bits)); };
   float rounded = number(both[0]);
   if (plan_.work == DType::BF16) rounded = to_float(to_bf16(rounded));

@@ -3,20 +3,9 @@
 
 #include <algorithm>
 
-#include "config/optimizer.h"
+#include "config/optimizer_table.h"
 
 namespace ds::engine {
-namespace {
-
-// Adam, AdamW, AdamW8bit, 1-bit and 0/1 Adam differ in nothing that a step has of them: files have fp32.
-std::string keeper_name(OptimizerType type) {
-  const bool is_adam = type == OptimizerType::Adam || type == OptimizerType::AdamW8bit ||
-                       type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam;
-  return std::string(optimizer_name(is_adam ? OptimizerType::AdamW : type));
-}
-
-}  // namespace
-
 ParamTable make_param_table(const Config& config, const model::Model& model, const report::RunPlan& plan) {
   ParamTable table;
   for (const model::ParamRow* row : model.params()) table.params.push_back({row->name, row->whole_shape(), "", {}});
@@ -25,10 +14,10 @@ ParamTable make_param_table(const Config& config, const model::Model& model, con
     StateSet any;
     for (const size_t g : plan.groups.of_params) {
       const optim::Group& group = plan.groups.groups[g];
-      table.optimizers.push_back(
-          {keeper_name(group.update.type), group.states(), !group.frozen, group.numbers_per_param()});
+      table.optimizers.push_back({std::string(optimizer_row(group.update.type).saved_as()), group.states(),
+                                  !group.frozen, group.numbers_per_param()});
       for (const State s : kOptimizerStates) any[s] |= group.states()[s];
-      if (!group.frozen) table.optimizer = keeper_name(config.optimizer.type);
+      if (!group.frozen) table.optimizer = optimizer_row(config.optimizer.type).saved_as();
     }
     for (size_t p = 0; p < table.params.size(); ++p) {
       const ParamOptimizer& of = table.optimizers[p];

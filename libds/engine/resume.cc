@@ -18,6 +18,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
+#include "comm/message_tag.h"
 #include "config/model_config.h"
 #include "config/named_files.h"
 #include "config/optimizer.h"
@@ -276,7 +277,7 @@ void TrainingRun::State::save_numbers(CheckpointMeta& meta) {
       for (i64 i = 0; i < state->num_numbers(narrow<i64>(p)); ++i)
         bits.push_back(own[p].empty() ? 0 : std::bit_cast<i64>(own[p][i]));
     }
-    mesh->world().all_reduce(bits.data(), std::ssize(bits), DType::I64, ReduceOp::Max, "dp.stats").wait();
+    mesh->world().all_reduce(bits.data(), std::ssize(bits), DType::I64, ReduceOp::Max, kStatsText).wait();
     auto& named = meta.numbers[std::string(state->numbers_key())];
     size_t at = 0;
     for (size_t p = 0; p < own.size(); ++p) {
@@ -333,7 +334,7 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
     };
     if (fits == 1 && !std::ranges::all_of(wanted, is_there)) fits = 0;
   });
-  mesh->world().all_reduce(&fits, 1, DType::I64, ReduceOp::Min, "dp.stats").wait();
+  mesh->world().all_reduce(&fits, 1, DType::I64, ReduceOp::Min, kStatsText).wait();
   i64 lost = fits == 0 ? 1 : 0;
   if (fits == 1) {
     together(mesh->world(), [&] {
@@ -349,7 +350,7 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
       return std::ranges::any_of(wanted, [&](const zero::SavedArray& w) { return w.name == r.name; });
     };
     lost = !std::ranges::all_of(reader->manifest().files[static_cast<size_t>(ranks.rank)].rank_local, is_wanted);
-    mesh->world().all_reduce(&lost, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    mesh->world().all_reduce(&lost, 1, DType::I64, ReduceOp::Max, kStatsText).wait();
   }
   if (lost == 0 || !is_root()) return;
   if (!there.empty())

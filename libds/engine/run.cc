@@ -16,6 +16,7 @@
 #include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
+#include "comm/message_tag.h"
 #include "config/model_config.h"
 #include "config/optimizer.h"
 #include "data/objective.h"
@@ -182,7 +183,7 @@ void TrainingRun::State::take_directory() {
     evaluated_before = kept.evaluated;
     write_lost_line(kept.last_step);
   }
-  mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
+  mesh->world().barrier(kStatsText);  // nobody trains before the directory is ours
   saver = std::make_unique<engine::Saver>(*engine, writes() ? options.out_dir : "", directory.get(), table.params,
                                           [this](const Json& line) { append(line); });
   if (!step_dir.empty())

@@ -13,6 +13,7 @@
 #include "base/json.h"
 #include "base/trace.h"
 #include "checkpoint/checkpoint.h"
+#include "comm/message_tag.h"
 #include "data/objective.h"
 #include "data/read_ahead.h"
 #include "ds/train.h"
@@ -114,7 +115,7 @@ struct TrainingRun::State {
   // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
   i64 agree(i64 mine) {
     i64 both[] = {mine, saver && saver->busy()};
-    mesh->world().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    mesh->world().all_reduce(both, 2, DType::I64, ReduceOp::Max, kStatsText).wait();
     if (saver && both[1] == 0) saver->proceed();
     return both[0];
   }

@@ -2,9 +2,9 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
-#include <cmath>
 
 #include "base/clock.h"
+#include "comm/message_tag.h"
 #include "config/random_ltd.h"
 #include "engine/engine.h"
 
@@ -86,13 +86,8 @@ StepReport Engine::train_step(const StepBatch& batch) {
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
   const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.shape().dp : 1;
-  JudgeParams judge{.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping};
-  const bool apart = update_->keeps_gradients_apart(update_number);
-  if (apart) {  // each rank's gradient is to be that of the mean, and no norm is that of all
-    judge.divisor /= static_cast<double>(mesh_.dp().size());
-    judge.clip = 0;
-  }
-  update_->judge(results_.scalars(), judge);
+  update_->judge(results_.scalars(),
+                 {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping});
   meter.end(&PhaseTimes::update_ms, "judge");
   update_->update_params({.lr = report.lr,
                           .number = update_number,
@@ -108,7 +103,6 @@ StepReport Engine::train_step(const StepBatch& batch) {
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
-  if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
   if (verdict.finite) report.compression = update_->compression_norms(update_number);
   if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
@@ -120,7 +114,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
 void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
-  report.grad_norm = verdict.norm;
+  report.grad_norm = update_->grad_norm(verdict);
   report.skipped = !verdict.finite;
   report.tokens = plan_.B * step_length_ * plan_.micro_batches * mesh_.data_size();
 }
@@ -162,7 +156,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   if (config_.loss_norm == LossNorm::Token) {
     i64* const on_device = &results_.scalars().max_abs;
     device_.upload(on_device, &global_valid_tokens_, sizeof *on_device);
-    mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, kStatsText).wait();
     device_.download(&global_valid_tokens_, on_device, sizeof *on_device);
     global_valid_tokens_ /= mesh_.shape().sp;  // which have counted the same samples
   }
@@ -205,8 +199,11 @@ stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{results_.losses(), row_bytes};
-  if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
-  mesh_.pp().broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
+  if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, kStatsText).wait();
+  mesh_.pp()
+      .broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1,
+                 message_text(Axis::Pp, Collective::Stats))
+      .wait();
 }
 
 // The mean over all micro-batches of all ranks, folded in the order (micro-batch, rank): that of one rank with them

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 
+#include "comm/message_tag.h"
 #include "infer/writing_memory.h"
 #include "model/models.h"
 
@@ -133,7 +134,10 @@ class Writer {
     const TensorView logits = memory_.logits.rows(0, B);
     if (model_.shard.tp > 1) device_.zero(logits.data, logits.bytes());  // the ranks' parts are added
     run_layers(sequences, B, T);
-    stage_.mesh().pp().broadcast(logits.data, logits.bytes(), plan_.mesh.pp - 1, "pp.broadcast").wait();
+    stage_.mesh()
+        .pp()
+        .broadcast(logits.data, logits.bytes(), plan_.mesh.pp - 1, message_text(Axis::Pp, Collective::Broadcast))
+        .wait();
     device_.download(logits_.data(), logits.data, logits.bytes());
     for (i64 b = 0; b < B; ++b) {
       Sequence& s = *sequences[b];
@@ -177,13 +181,19 @@ class Writer {
                 planner.temporary_bytes() <= planned_.temporary_bytes);
       if (!chunk.first && !plan_.breadth_first) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
-        stage_.mesh().activations().recv(x.data, x.bytes(), stage_.previous(), "pp.recv").wait();
+        stage_.mesh()
+            .activations()
+            .recv(x.data, x.bytes(), stage_.previous(), message_text(Axis::Pp, Collective::Recv))
+            .wait();
       }
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
       if (!chunk.last && !plan_.breadth_first)
-        stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
+        stage_.mesh()
+            .activations()
+            .send(x.data, x.bytes(), stage_.next(), message_text(Axis::Pp, Collective::Send))
+            .wait();
     }
   }
 

@@ -6,7 +6,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
-#include "config/optimizer.h"
+#include "config/optimizer_table.h"
 #include "memreport/models.h"
 #include "pipeline/simulate.h"
 #include "report/planned.h"
@@ -92,7 +92,7 @@ Hardware Hardware::with_disk(const std::string& file) const {
     }
     s.disk = document.value("path", "");
     for (const Json& row : document.value("updates", Json::array())) {
-      const bool is_adamw = row.at("optimizer") == optimizer_name(OptimizerType::AdamW);
+      const bool is_adamw = row.at("optimizer") == optimizer_row(OptimizerType::AdamW).name;
       if (is_adamw || s.machine.host_updates == 0) s.machine.host_updates = 1e9 * row.at("gb_per_s").get<double>();
     }
   } catch (const Json::exception&) {

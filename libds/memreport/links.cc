@@ -12,10 +12,14 @@ namespace ds::memreport {
 namespace {
 
 // Messages that a collective's slowest rank waits for one after the other, as rings and chains send them.
-double steps_of(std::string_view collective, int ranks) {
-  if (collective == "all_reduce") return 2.0 * (ranks - 1);
-  if (collective == "reduce_scatter" || collective == "all_gather" || collective == "all_to_all") return ranks - 1;
-  return 1;
+double steps_of(Collective collective, int ranks) {
+  switch (collective) {
+    case Collective::AllReduce: return 2.0 * (ranks - 1);
+    case Collective::ReduceScatter:
+    case Collective::AllGather:
+    case Collective::AllToAll: return ranks - 1;
+    default: return 1;
+  }
 }
 
 }  // namespace
@@ -59,23 +63,23 @@ Links read_links(std::string_view json, std::string_view name) {
   }
 }
 
-Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node) {
-  // rank = (((worker * pp_size + pp) * dp_size + dp) * sp_size + sp) * tp_size + tp; "dp" stands for dp and sp, "outer"
-  // for workers.
+Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node) {
+  // rank = (((worker * pp_size + pp) * dp_size + dp) * sp_size + sp) * tp_size + tp.
   const int stage = mesh.dp * mesh.sp * mesh.tp;
-  const int stride = axis == "outer" ? mesh.pp * stage : axis == "pp" ? stage : axis == "tp" ? 1 : mesh.tp;
-  const int ranks = axis == "outer" ? mesh.workers
-                    : axis == "tp"  ? mesh.tp
-                    : axis == "sp"  ? mesh.sp
-                    : axis == "pp"  ? mesh.pp
-                                    : mesh.dp * mesh.sp;
+  const int stride = axis == Axis::Outer ? mesh.pp * stage : axis == Axis::Pp ? stage : axis == Axis::Tp ? 1 : mesh.tp;
+  const int ranks = axis == Axis::Outer ? mesh.workers
+                    : axis == Axis::Tp  ? mesh.tp
+                    : axis == Axis::Sp  ? mesh.sp
+                    : axis == Axis::Pp  ? mesh.pp
+                                        : mesh.dp * mesh.sp;
   return {.ranks = ranks, .over_network = ranks > 1 && stride * ranks > ranks_per_node};
 }
 
-double message_seconds(const Links& links, std::string_view collective, const Group& group, const CommCount& count) {
-  if (group.ranks == 1 || count.calls == 0 || collective == "recv") return 0;  // the sender's time is both sides'
+double message_seconds(const Links& links, Collective collective, const Group& group, const CommCount& count) {
+  if (group.ranks == 1 || count.calls == 0 || collective == Collective::Recv) return 0;  // the sender's time is both's
+  if (collective == Collective::OneBit || collective == Collective::SparseGather) collective = Collective::AllGather;
   const double calls = static_cast<double>(count.calls), bytes = static_cast<double>(count.bytes);
-  const std::string_view measured = collective == "send" ? "sendrecv" : collective;
+  const std::string_view measured = collective == Collective::Send ? "sendrecv" : collective_name(collective);
   const commbench::AlphaBeta* best = nullptr;
   for (const commbench::AlphaBeta& o : links.operations) {
     if (o.op != measured || o.ranks < 2 || (links.hosts > 1) != group.over_network) continue;
@@ -87,8 +91,8 @@ double message_seconds(const Links& links, std::string_view collective, const Gr
   }
   const auto link = std::ranges::find_if(
       links.links, [&](const commbench::Link& l) { return (l.link == "network") == group.over_network; });
-  DS_CHECK(link != links.links.end(), Errc::Config, "links: nothing is known of {} over {} ranks {}", collective,
-           group.ranks, group.over_network ? "of several nodes" : "of one node");
+  DS_CHECK(link != links.links.end(), Errc::Config, "links: nothing is known of {} over {} ranks {}",
+           collective_name(collective), group.ranks, group.over_network ? "of several nodes" : "of one node");
   return calls * steps_of(collective, group.ranks) * link->latency_s + bytes / link->bandwidth;
 }
 

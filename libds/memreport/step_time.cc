@@ -45,24 +45,29 @@ class StageModel {
  private:
   double micro_batches() const noexcept { return static_cast<double>(work_.micro_batches); }
 
-  // Of messages under "axis.collective".
-  double seconds(const std::string& name, const CommCount& count) {
-    const size_t dot = name.find('.');
+  // The time of the messages of one text (comm/message_tag).
+  double seconds(std::string_view text, const CommCount& count) {
+    const MessageTag tag = message_tag(text);
     MeshShape mesh = plan_.mesh;
-    std::string_view axis = std::string_view(name).substr(0, dot), collective = std::string_view(name).substr(dot + 1);
-    if (axis == "hpz") axis = "dp", mesh.dp = near_ranks();  // ranks of dp side by side
-    if (collective == "one_bit") collective = "all_gather";  // and as much before it
-    if (collective == "sparse_gather") collective = "all_gather";
-    const Group group = group_of(mesh, axis, machine_.ranks_per_node);
+    if (tag.axis == Axis::Near) mesh.dp = near_ranks();  // ranks of dp side by side
+    const Group group = group_of(mesh, tag.axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
-    DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", name,
+    DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", text,
              group.ranks);
-    return message_seconds(*links_, collective, group, count);
+    return message_seconds(*links_, tag.collective, group, count);
   }
-  double sent(const std::string& name, const CommCount& count) {
-    const double s = seconds(name, count);
-    if (s > 0) time_.messages[name] += s;
+  double sent(std::string_view text, const CommCount& count) {
+    const double s = seconds(text, count);
+    if (s > 0) time_.messages[std::string(text)] += s;
     return s;
+  }
+  double sent(Axis axis, Collective collective, const CommCount& count) {
+    return sent(message_text(axis, collective), count);
+  }
+  // The plan's messages of a kind; none, unless it has some.
+  CommCount traffic(Axis axis, Collective collective) const {
+    const auto found = plan_.traffic.find(std::string(message_text(axis, collective)));
+    return found != plan_.traffic.end() ? found->second : CommCount{};
   }
 
   pipeline::Costs costs_of(const report::ChunkWork& chunk) {
@@ -83,27 +88,24 @@ class StageModel {
     costs.forward = cost(Pass::Forward);
     costs.backward_input = cost(Pass::Recompute) + cost(Pass::BackwardInput);
     costs.backward_weight = cost(Pass::BackwardWeight) + gradients / micro_batches();
-    costs.send = seconds("pp.send", {1, stream_bytes_});
+    costs.send = seconds(message_text(Axis::Pp, Collective::Send), {1, stream_bytes_});
     return costs;
   }
 
   // Gathers and reductions beside the passes.
   void data_parallel() {
     const int P = zero::num_shards(plan_.mesh);
-    const CommCount reductions = plan_.traffic.at("dp.reduce_scatter");
+    const CommCount reductions = traffic(Axis::Dp, Collective::ReduceScatter);
     // One rank's sums are its own gradients, folded all the same.
-    const double reduce = P > 1 ? sent("dp.reduce_scatter", reductions) : machine_.seconds(work_.reductions);
+    const double reduce =
+        P > 1 ? sent(Axis::Dp, Collective::ReduceScatter, reductions) : machine_.seconds(work_.reductions);
     const CommCount gathers = gathers_of_passes();
-    double gather = sent("dp.all_gather", gathers);
-    if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
-      gather += sent(near->first, near->second);
-    const auto if_sent = [&](const char* name) {
-      const auto found = plan_.traffic.find(name);
-      return found != plan_.traffic.end() ? found->second : CommCount{};
-    };
-    const CommCount codes = if_sent("dp.all_to_all"), sparse = if_sent("dp.sparse_gather");
-    // Of two hops the slower one, with what both send. What is sparse is waited for.
-    const double all = reduce + gather + sent("dp.all_to_all", codes), waits = sent("dp.sparse_gather", sparse);
+    const double gather = sent(Axis::Dp, Collective::AllGather, gathers) +
+                          sent(Axis::Near, Collective::AllGather, traffic(Axis::Near, Collective::AllGather));
+    const CommCount codes = traffic(Axis::Dp, Collective::AllToAll);
+    // Of two hops, the slower one with the bytes of both. Sparse gradients are waited for.
+    const double all = reduce + gather + sent(Axis::Dp, Collective::AllToAll, codes);
+    const double waits = sent(Axis::Dp, Collective::SparseGather, traffic(Axis::Dp, Collective::SparseGather));
     double forward = 0, backward = 0;
     for (const pipeline::Costs& c : time_.chunks) {
       forward += c.forward * micro_batches();
@@ -131,7 +133,8 @@ class StageModel {
     if (!plan_.dp().layout.states().shard_params) return gathers;
     // The rest is publication of what is whole.
     const i64 P = zero::num_shards(plan_.mesh);
-    gathers.bytes = plan_.traffic.at("dp.all_gather").bytes - plan_.dp().whole / P * (P - 1) * dtype_bytes(plan_.work);
+    gathers.bytes =
+        traffic(Axis::Dp, Collective::AllGather).bytes - plan_.dp().whole / P * (P - 1) * dtype_bytes(plan_.work);
     std::set<i64> units;  // of second shards each comes once from all
     for (const zero::GatherStep& step : plan_.dp().train_gathers.steps) {
       gathers.calls += std::ssize(step.launch);
@@ -143,13 +146,13 @@ class StageModel {
 
   // What all wait for when the passes are done.
   void behind_the_passes() {
-    CommCount publish = plan_.traffic.at("dp.all_gather");
+    CommCount publish = traffic(Axis::Dp, Collective::AllGather);
     const CommCount gathers = gathers_of_passes();
     publish.calls -= gathers.calls;
     publish.bytes -= gathers.bytes;
     double& gathered =
         plan_.dp().layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
-    const double publication = sent("dp.all_gather", publish);
+    const double publication = sent(Axis::Dp, Collective::AllGather, publish);
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
 
@@ -168,13 +171,15 @@ class StageModel {
       if (i.op == pipeline::Op::SendActivation || i.op == pipeline::Op::SendGrad) ++streams.calls;
     }
     streams.bytes = streams.calls * stream_bytes_;
-    if (streams.calls > 0) sent("pp.send", streams);  // in the simulation
-    rest["pp.send"].calls -= streams.calls;
-    rest["pp.send"].bytes -= streams.bytes;
-    for (const auto& [name, count] : rest) {
-      if (name == "hpz.all_gather") continue;    // counted with other gathers and reductions
-      if (name.starts_with("outer.")) continue;  // of the last step, if it meets
-      if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
+    if (streams.calls > 0) sent(Axis::Pp, Collective::Send, streams);  // in the simulation
+    CommCount& sends = rest[std::string(message_text(Axis::Pp, Collective::Send))];
+    sends.calls -= streams.calls;
+    sends.bytes -= streams.bytes;
+    for (const auto& [text, count] : rest) {
+      const MessageTag tag = message_tag(text);
+      if (tag.axis == Axis::Near) continue;   // counted with other gathers and reductions
+      if (tag.axis == Axis::Outer) continue;  // of the last step, if it meets
+      if (tag.axis != Axis::Dp || tag.collective == Collective::OneBit) time_.exposed += sent(text, count);
     }
     // Fragments of DiLoCo meet once in sync_every steps.
     const DilocoConfig& d = plan_.diloco;
@@ -187,7 +192,7 @@ class StageModel {
     const double beside = static_cast<double>(d.fragments * d.overlap_steps) * (time_.busy() + time_.exposed);
     time_.exposed += std::max(0.0, meetings - beside) / static_cast<double>(d.sync_every);
     // The verdict: two small sums over each axis.
-    for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});
+    for (const Axis axis : {Axis::Dp, Axis::Tp, Axis::Pp}) time_.exposed += sent(axis, Collective::AllReduce, {2, 32});
   }
 
   const report::RunPlan& plan_;

@@ -23,6 +23,7 @@
 #include <string>
 #include <string_view>
 
+#include "comm/message_tag.h"
 #include "ds/commbench.h"
 #include "ds/memreport.h"
 #include "memreport/machine.h"
@@ -46,12 +47,12 @@ struct Group {
   bool over_network = false;  // they are of several nodes
 };
 // The place of an axis' groups: ranks of a node have consecutive numbers (mesh/mesh.h).
-Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node);
+Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
 
-// Calls of a collective ("reduce_scatter", "send") of that group, which send so many bytes from each rank. By the model
+// Calls of a collective of that group, which send so many bytes from each rank. By the model
 // that was measured over such ranks, else by latency and bandwidth of the class of links, with the steps of a ring.
 // Throws Errc::Config if the document has neither.
-double message_seconds(const Links& links, std::string_view collective, const Group& group, const CommCount& count);
+double message_seconds(const Links& links, Collective collective, const Group& group, const CommCount& count);
 
 // What the ranks of one stage of the pipeline do; both outlive the call. Stages that do the same may share them.
 struct StageWork {

@@ -12,6 +12,8 @@
 
 #include "model/building_blocks.h"
 
+#include "comm/message_tag.h"
+
 namespace ds::model {
 namespace {
 
@@ -134,7 +136,9 @@ struct Ulysses {
   }
   void exchange(i64 slice) const {
     const TensorView send = memory(kSend);
-    ctx.groups.sp->all_to_all(send.data, memory(kReceive).data, slice * dtype_bytes(send.dtype), "sp.all_to_all")
+    ctx.groups.sp
+        ->all_to_all(send.data, memory(kReceive).data, slice * dtype_bytes(send.dtype),
+                     message_text(Axis::Sp, Collective::AllToAll))
         .wait();
   }
 
@@ -264,8 +268,10 @@ struct Ring {
   // Sends our block to the next rank and receives that of the previous rank. The two buffers alternate.
   void pass_on(Memory& block, Memory& next) const {
     Communicator& sp = *ctx.groups.sp;
-    Ticket sent = sp.send(memory(block).data, memory(block).bytes(), (rank + 1) % P, "sp.send");
-    sp.recv(memory(next).data, memory(next).bytes(), (rank + P - 1) % P, "sp.recv").wait();
+    Ticket sent =
+        sp.send(memory(block).data, memory(block).bytes(), (rank + 1) % P, message_text(Axis::Sp, Collective::Send));
+    sp.recv(memory(next).data, memory(next).bytes(), (rank + P - 1) % P, message_text(Axis::Sp, Collective::Recv))
+        .wait();
     sent.wait();
     std::swap(block, next);
   }

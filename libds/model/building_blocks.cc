@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/building_blocks.h"
 
+#include "comm/message_tag.h"
 #include "config/parallel.h"
 #include "model/attention_pattern.h"
 
@@ -59,7 +60,7 @@ ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
 TensorView gather_rows(const PassContext& ctx) {
   const Groups& g = ctx.groups;
   const AllGatherSegment segment{g.gathered.data, g.gathered.bytes() / g.shard.tp};
-  g.tp->all_gather({&segment, 1}, "tp.all_gather").wait();
+  g.tp->all_gather({&segment, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
   return g.gathered.rows(0, ctx.B * ctx.T);
 }
 
@@ -75,7 +76,7 @@ template <class Finish>
 void finish_sum(const PassContext& ctx, TensorView out, Finish&& finish) {
   const Groups& g = ctx.groups;
   const ReduceScatterSegment segment{g.partial.data, g.sum.as<float>(), g.sum.numel()};
-  g.tp->reduce_scatter({&segment, 1}, g.partial.dtype, false, "tp.reduce_scatter").wait();
+  g.tp->reduce_scatter({&segment, 1}, g.partial.dtype, false, message_text(Axis::Tp, Collective::ReduceScatter)).wait();
   const i64 slice = g.sum.dim(0), first = slice * g.shard.tp_rank,
             count = std::clamp<i64>(ctx.B * ctx.T - first, 0, slice);
   const OwnRows own{first, count, g.shard.sequence};
@@ -365,9 +366,9 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
                      at_target = stat(2), targets = ctx.targets.rows(begin, rows);
     ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
     ctx.ops.vocab_max(max, z, ctx.stream);
-    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, "tp.all_reduce").wait();
+    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, message_text(Axis::Tp, Collective::AllReduce)).wait();
     ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
-    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce)).wait();
     const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
     ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
     if (!o.dh) continue;
@@ -390,7 +391,7 @@ void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vo
   own.shape[1] = weight.dim(0);
   ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
   if (g.shard.tp > 1)
-    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce)).wait();
 }
 
 std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden,

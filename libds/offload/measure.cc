@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "base/clock.h"
-#include "config/optimizer.h"
+#include "config/optimizer_table.h"
 #include "ds/kernels/state_codes.h"
 #include "ds/nearest.h"
 #include "ds/offload.h"
@@ -166,14 +166,13 @@ double memory_gbps(Device& device, i64 n, int loops) {
 
 UpdateConfig config_of(const std::string& name) {
   std::vector<std::string_view> names;
-  for (const OptimizerType type :
-       {OptimizerType::AdamW, OptimizerType::Adam, OptimizerType::AdamW8bit, OptimizerType::Sgd, OptimizerType::Lion,
-        OptimizerType::Lamb, OptimizerType::Adagrad}) {
-    names.push_back(optimizer_name(type));
-    if (names.back() != name) continue;
+  for (const OptimizerRow& row : kOptimizers) {
+    if (row.needs_matrices || row.averages_by_signs) continue;
+    names.push_back(row.name);
+    if (row.name != name) continue;
     UpdateConfig c;
-    c.type = type;
-    if (type == OptimizerType::Sgd) c.momentum = 0.9;
+    c.type = row.defaults.type;
+    if (optimizer_takes(c.type, "momentum")) c.momentum = 0.9;
     return c;
   }
   throw Error(Errc::Config,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "config/optimizer_table.h"
 #include "probe/host.h"
 
 namespace ds::offload {
@@ -33,19 +34,12 @@ Settings settings_of(const Config& config, DeviceKind device) {
     s.inputs_path = inputs.nvme_path;
     s.input_buffers = inputs.buffer_count;
   }
-  const auto several = [](const UpdateConfig& u) {
-    return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
-  };
   DS_CHECK(device == DeviceKind::Cpu || !s.states.delayed_update || s.states.ratio >= 1, Errc::Unavailable,
            "zero_optimization.offload_optimizer.delayed_update: on a GPU, with ratio 1 alone: what the GPU updates "
            "itself is not delayed");
-  s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
+  s.several_passes = any_optimizer(config.optimizer, &OptimizerRow::sums_over_ranks);
   if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
-  const auto any_is_muon = [&] {
-    const auto is = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
-    return is(config.optimizer) || std::ranges::any_of(config.optimizer.groups, is);
-  };
-  DS_CHECK(!s.states.gradients || !any_is_muon(), Errc::Unavailable,
+  DS_CHECK(!s.states.gradients || !any_optimizer(config.optimizer, &OptimizerRow::needs_matrices), Errc::Unavailable,
            "zero_optimization.offload_optimizer.gradients: Muon looks at all gradients of its matrices at once: they "
            "stay in memory of the device");
   s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// LAMB: moments and the direction of each parameter, the norms of both over the whole parameter, and a step along the
-// direction. The correction of the moments' bias stands outside of the ratio, as in DeepSpeed.
+// LAMB: moments and the direction of each parameter, the norms of the parameter and of its direction, and a step along
+// the direction. The bias correction of the moments is outside of the ratio of norms, as in DeepSpeed.
 //
-// 1-bit LAMB is LAMB up to freeze_step, and keeps a running mean of each parameter's ratio. Then gradients stay on
-// their ranks, which average the momentum by signs and scales, the second moment no longer changes, and in place of the
-// ratio there is that mean, times how far a second moment that goes on, by gradients that the momentum tells of, has
-// left the frozen one, where that is most.
+// 1-bit LAMB is LAMB up to freeze_step, and keeps a running mean of each parameter's ratio. After it, ranks keep their
+// own gradients and average the momentum by signs and scales, and the second moment is frozen. The ratio is replaced by
+// its mean times a factor: the largest quotient of the frozen second moment and a fresh one, which is updated with
+// gradients that are computed from the momentum.
 //
-// DeepSpeed counts elements that never had a gradient as 1 there, so that the factor of an embedding with a token that
-// never came cannot fall below 1; they are left out here. It brings all parameters to a common size before their signs
-// are taken, since these have one scale there; each parameter has its own here, and that would change nothing.
+// DeepSpeed counts elements that never had a gradient as 1 in that maximum, so the factor of an embedding with an
+// unused token cannot fall below 1; here they are left out. DeepSpeed scales all parameters to a common size before it
+// takes signs, because they share one scale; here each parameter has its own scale, so that would change nothing.
 
 #include <algorithm>
 #include <bit>
@@ -22,7 +22,7 @@
 namespace ds::optim {
 namespace {
 
-// A step along the directions, which have the decay in them.
+// A step along the directions, which include the weight decay.
 void descend(const UpdateContext& c, const UpdateConfig& u, i64 bias2_step, TensorView factors) {
   const double correction = u.bias_correction ? std::sqrt(1 - std::pow(u.beta2, static_cast<double>(bias2_step))) /
                                                     (1 - std::pow(u.beta1, static_cast<double>(c.step)))
@@ -32,7 +32,7 @@ void descend(const UpdateContext& c, const UpdateConfig& u, i64 bias2_step, Tens
                    .decay = false});
 }
 
-// Moments, directions, and the ratios of norms, where the ops run.
+// Updates moments and directions; returns the ratios of norms, in the ops' memory.
 TensorView directions_and_ratios(const UpdateContext& c, const UpdateConfig& u, const ParamNorms& norms) {
   c.states.update(
       {.params = c.pass({.rule = UpdateRule::LambDirection, .beta1 = u.beta1, .beta2 = u.beta2, .eps = u.eps})});
@@ -59,10 +59,13 @@ class Lamb final : public Optimizer {
 
 class OneBitLamb final : public Optimizer {
  public:
+  // Of each parameter: the mean of its ratios, and the factor of the last update.
+  static constexpr i64 kNumbers = 2;
+
   OneBitLamb(const UpdateConfig& u, i64 num_params, void* workspace)
       : u_(u),
         norms_(num_params, kRatios + 1, workspace),
-        kept_(static_cast<size_t>(num_params * kLambNumbers)),
+        kept_(static_cast<size_t>(num_params * kNumbers)),
         factors_(static_cast<size_t>(num_params)),
         largest_(factors_.size()) {}
 
@@ -81,8 +84,8 @@ class OneBitLamb final : public Optimizer {
   std::span<double> numbers() noexcept override { return kept_; }
 
  private:
-  double& mean(size_t k) noexcept { return kept_[kLambNumbers * k]; }
-  double& factor(size_t k) noexcept { return kept_[kLambNumbers * k + 1]; }  // the last one; 0 before the freeze
+  double& mean(size_t k) noexcept { return kept_[kNumbers * k]; }
+  double& factor(size_t k) noexcept { return kept_[kNumbers * k + 1]; }  // 0 before the freeze
 
   void frozen_update(const UpdateContext& c, const UpdateConfig& u) {
     if (!factors_.empty() && factor(0) == 0) {  // the first one
@@ -101,7 +104,7 @@ class OneBitLamb final : public Optimizer {
     norms_.begin(c);
     norms_.take_largest(c, kRatios);
     pass(UpdateRule::FrozenLambDirection);
-    if (u.weight_decay > 0) {  // what the decay is of a direction, by two more passes and no more messages than LAMB's
+    if (u.weight_decay > 0) {  // norms of directions without it take two more passes, and no more messages than LAMB's
       norms_.take_largest(c, ParamNorms::kDirections);
       pass(UpdateRule::FrozenLambDirection, false);
       norms_.take_largest(c, kWithoutDecay);
@@ -128,13 +131,13 @@ class OneBitLamb final : public Optimizer {
     descend(c, u, u.freeze_step, norms_.factors());
   }
 
-  // Rows of norms_: directions without decay, in the place of masters, and ratios of variances.
+  // Rows of norms_: directions without decay, instead of masters, and ratios of variances.
   static constexpr i64 kWithoutDecay = ParamNorms::kMasters, kRatios = 2;
 
   UpdateConfig u_;
   ParamNorms norms_;
   std::vector<double> kept_;
-  // Of the host.
+  // On the host.
   std::vector<float> factors_;
   std::vector<i64> largest_;
 };
@@ -163,6 +166,9 @@ const Kind kOneBitLamb = {
     },
     .workspace_bytes = [](const GroupSize& size) noexcept -> i64 {
       return ParamNorms::workspace_bytes(size.num_params, 3);
-    }};
+    },
+    .numbers_per_param = OneBitLamb::kNumbers,
+    .phase = phase_around_freeze,
+    .update_kinds = kinds_around_freeze};
 
 }  // namespace ds::optim

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit Adam: Adam up to freeze_step. Then gradients stay on their ranks, the momentum of each takes its own in, and
-// the ranks average these by signs and scales; the second moment no longer changes, and with it the factors of a step.
+// 1-bit Adam: Adam up to freeze_step. After it, ranks keep their own gradients, update their momentum with them, and
+// average the momentums by signs and scales. The second moment is frozen, and its bias correction with it.
 
 #include <algorithm>
 #include <cmath>
@@ -33,12 +33,27 @@ class OneBitAdam final : public Optimizer {
 
 }  // namespace
 
+Phase phase_around_freeze(const UpdateConfig& u, i64 step) noexcept {
+  if (step <= u.freeze_step) return {};
+  return {.local_gradients = true, .errors_of = "momentum"};
+}
+
+std::vector<UpdateKind> kinds_around_freeze(const UpdateConfig& u, i64 updates) {
+  if (updates <= u.freeze_step) return {{1, updates}};
+  // The first update after the freeze gathers momentums that ZeRO has cut in slices.
+  std::vector<UpdateKind> kinds = {{1, u.freeze_step}, {u.freeze_step + 1, 1}};
+  if (const i64 rest = updates - u.freeze_step - 1; rest > 0) kinds.push_back({u.freeze_step + 2, rest});
+  return kinds;
+}
+
 const Kind kOneBitAdam = {.states =
                               [](const UpdateConfig&) noexcept {
                                 return state_set({State::ExpAvg, State::ExpAvgSq});
                               },
                           .make = [](const UpdateConfig& u, const GroupSize&, void*) -> std::unique_ptr<Optimizer> {
                             return std::make_unique<OneBitAdam>(u);
-                          }};
+                          },
+                          .phase = phase_around_freeze,
+                          .update_kinds = kinds_around_freeze};
 
 }  // namespace ds::optim

@@ -12,22 +12,8 @@
 namespace ds::optim {
 namespace {
 
-const Kind& kind_of(OptimizerType type) noexcept {
-  switch (type) {
-    case OptimizerType::AdamW:
-    case OptimizerType::Adam:
-    case OptimizerType::AdamW8bit: return kAdam;
-    case OptimizerType::Sgd: return kSgd;
-    case OptimizerType::Lion: return kLion;
-    case OptimizerType::Lamb: return kLamb;
-    case OptimizerType::Adagrad: return kAdagrad;
-    case OptimizerType::Muon: return kMuon;
-    case OptimizerType::OneBitAdam: return kOneBitAdam;
-    case OptimizerType::ZeroOneAdam: return kZeroOneAdam;
-    case OptimizerType::OneBitLamb: return kOneBitLamb;
-  }
-  return kAdam;
-}
+// AdamW8bit keeps the states of parameters of fewer elements in fp32.
+constexpr i64 kLeastCoded = 4096;
 
 class OnePass final : public Optimizer {
  public:
@@ -41,7 +27,7 @@ class OnePass final : public Optimizer {
   UpdateConfig update_;
 };
 
-// The names of each parameter: its own, and those that tied entries of checkpoints have.
+// The names of each parameter: its own, and those of tied entries of checkpoints.
 std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   std::vector<std::vector<std::string_view>> names;
   for (const model::ParamRow* row : model.params()) {
@@ -53,8 +39,7 @@ std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   return names;
 }
 
-// Which group each parameter belongs to: the first of which a pattern matches. What is wrong with a group is a line of
-// `problems`.
+// Assigns each parameter to the first group of which a pattern matches. A mistake in a group is a line of `problems`.
 void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& result,
                   std::vector<std::string>& problems) {
   if (o.groups.empty()) return;
@@ -97,8 +82,8 @@ std::vector<bool> hidden_matrices(const model::Model& model) {
   return hidden;
 }
 
-// Muon is for hidden matrices. What else its group has becomes a group that AdamW updates.
-void split_muon(const model::Model& model, Groups& result, std::vector<std::string>& problems) {
+// Muon updates hidden matrices alone. The other parameters of its group become a group that AdamW updates.
+void split_matrices(const model::Model& model, Groups& result, std::vector<std::string>& problems) {
   const auto ratio = [&](double lr, double given) { return lr == 0 ? 1.0 : given / lr; };
   const size_t groups = result.groups.size();
   for (size_t g = 0; g < groups; ++g) {
@@ -117,9 +102,9 @@ void split_muon(const model::Model& model, Groups& result, std::vector<std::stri
     }
     if (!any)
       problems.push_back(
-          fmt::format("optimizer{}: Muon has nothing to update: none of its parameters is a matrix "
+          fmt::format("optimizer{}: {} has nothing to update: none of its parameters is a matrix "
                       "between the embeddings and the head",
-                      g + 1 < groups ? fmt::format(".param_groups[{}]", g) : ".type"));
+                      g + 1 < groups ? fmt::format(".param_groups[{}]", g) : ".type", result.groups[g].row().name));
     result.groups.push_back(std::move(aux));
   }
 }
@@ -133,42 +118,21 @@ StateSet Group::states() const noexcept {
   return states;
 }
 
-bool Group::keeps_gradients_apart(i64 step) const noexcept {
-  if (steps_apart()) return zero_one_step(update, step) != ZeroOneStep::Refresh;
-  return averages_by_signs() && step > update.freeze_step;
-}
+i64 Group::numbers_per_param() const noexcept { return frozen ? 0 : kind_of(update.type).numbers_per_param; }
 
-bool Group::has_lost_signs(i64 step) const noexcept {
-  return steps_apart() ? step > std::min(update.var_update_scaler, update.var_freeze_step)
-                       : keeps_gradients_apart(step);
-}
-
-i64 Group::numbers_per_param() const noexcept {
-  return !frozen && update.type == OptimizerType::OneBitLamb ? kLambNumbers : 0;
-}
-
-bool Group::is_apart_behind(i64 step) const noexcept {
-  return steps_apart() && zero_one_step(update, step) == ZeroOneStep::Local;
+Phase Group::phase(i64 step) const noexcept {
+  return averages_by_signs() ? kind_of(update.type).phase(update, step) : Phase{};
 }
 
 std::vector<UpdateKind> Group::update_kinds(i64 updates) const {
-  if (steps_apart()) return zero_one_kinds(update, updates);
-  if (!averages_by_signs() || updates <= update.freeze_step) return {{1, updates}};
-  // The first update by signs finds momentums in slices, where ZeRO has them so.
-  std::vector<UpdateKind> kinds = {{1, update.freeze_step}, {update.freeze_step + 1, 1}};
-  if (const i64 rest = updates - update.freeze_step - 1; rest > 0) kinds.push_back({update.freeze_step + 2, rest});
-  return kinds;
-}
-
-std::string_view Group::signs_are_of(i64 step) const noexcept {
-  if (!steps_apart()) return "momentum";
-  return step <= update.var_freeze_step ? "gradient" : "parameter";
+  return averages_by_signs() ? kind_of(update.type).update_kinds(update, updates)
+                             : std::vector<UpdateKind>{{1, updates}};
 }
 
 DType Group::state_dtype(State s, i64 numel) const noexcept {
   if (is_outer_state(s)) return DType::F32;
   if (update.state_dtype == StateDtype::BF16) return DType::BF16;
-  if (update.type != OptimizerType::AdamW8bit || numel < kLeastCoded) return DType::F32;
+  if (!row().codes_states || numel < kLeastCoded) return DType::F32;
   return s == State::ExpAvg ? DType::I8 : DType::U8;
 }
 
@@ -181,7 +145,7 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   result.of_params.assign(model.params().size(), o.groups.size());
   std::vector<std::string> problems;
   match_groups(o, model, result, problems);
-  split_muon(model, result, problems);
+  split_matrices(model, result, problems);
   DS_CHECK(problems.empty(), Errc::Config, "{}", fmt::join(problems, "\n  "));
   return result;
 }

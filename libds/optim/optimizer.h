@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Optimizers: which states a parameter has, and which passes its update is made of. The arithmetic of a pass is a rule
-// of the op `update` (kernels/update_rules.h); what an optimizer does around it is a file here. None knows ranks, ZeRO,
-// files or where states are: an update goes to the states, wherever they are kept, pass by pass; and integers can be
-// summed over all pieces of the same parameters.
-//
-// To add one: a rule (kernels/update_rules.h, its name in ops.h, its fp64 definition in kernels/ref/update.cc); a file
-// here and its line in kind.h and optimizer.cc; its type in ds/config.h, name in config/keys.cc, keys and defaults in
-// config/optimizer.cc; a row in each of tests/parity, tests/unit, tests/equivalence and tests/cli/optimizers.bats;
-// lines of ds-config-keys(5) and the README.
+// Optimizers: the states of a parameter, and the passes of its update. The arithmetic of a pass is a rule of the op
+// `update` (kernels/update_rules.h); an optimizer is a file here that calls passes, and a row of
+// config/optimizer_table.h with all that other rooms need to know of it. It knows nothing of ranks, ZeRO or files, nor
+// of where states are: passes run where these are kept, and integers can be summed over all pieces of a parameter.
+// CONTRIBUTING.md says how to add one.
 
 #include <algorithm>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "config/optimizer_table.h"
 #include "device/device.h"
 #include "ds/config.h"
 #include "ds/state.h"
@@ -23,42 +20,46 @@
 
 namespace ds::optim {
 
-// Updates of a run that do alike: the number of the first, and how many there are.
+// Updates of a run that send the same messages: the number of the first, and how many there are.
 struct UpdateKind {
   i64 number = 1, times = 0;
 };
 
-// Parameters that are updated alike: a group of the configuration, or all that are in none.
+// How far ranks of dp go apart in an update of an optimizer that averages by signs.
+struct Phase {
+  bool local_gradients = false;  // gradients are not summed: each rank has its own, whole
+  bool local_params = false;     // after the update each rank has parameters of its own
+  // The tensor that signs averaged in this update, or in the last one in which they did: "momentum", "gradient" or
+  // "parameter". Empty: none so far, so there are no errors of signs to keep.
+  std::string_view errors_of = {};
+};
+
+// Parameters that are updated alike: a group of the configuration, or the parameters that are in none.
 struct Group {
   UpdateConfig update;
   bool frozen = false;
-  double lr_ratio = 1;  // to the optimizer's own rate, which the schedule moves
+  double lr_ratio = 1;  // to the rate of the run's optimizer, which follows the schedule
   bool outer = false;   // an optimizer around this one has states, too
 
-  StateSet states() const noexcept;  // of each of its parameters, the master not among them
-  // What a state of a parameter of so many elements, over all ranks, is kept in. AdamW8bit leaves small ones alone, as
-  // bitsandbytes does: they are not worth it, and norms and biases move by much.
+  const OptimizerRow& row() const noexcept { return optimizer_row(update.type); }
+  StateSet states() const noexcept;  // of each of its parameters, without the master
+  // The dtype in which a state is kept, of a parameter of `numel` elements over all ranks. AdamW8bit keeps states of
+  // small parameters in fp32, as bitsandbytes does: they take little memory, and norms and biases move by much.
   DType state_dtype(State s, i64 numel) const noexcept;
-  bool needs_matrices() const noexcept { return !frozen && update.type == OptimizerType::Muon; }
-  // Whether ranks average something of it by signs, and whether gradients are not summed in the update of that number.
-  bool averages_by_signs() const noexcept { return !frozen && ds::averages_by_signs(update.type); }
-  bool keeps_gradients_apart(i64 step) const noexcept;
-  // Behind that update: whether signs have lost something, and whether ranks have parameters of their own.
-  bool has_lost_signs(i64 step) const noexcept;
-  bool is_apart_behind(i64 step) const noexcept;
-  // What signs averaged in that update, or the last one that did: "momentum", "gradient" or "parameter".
-  std::string_view signs_are_of(i64 step) const noexcept;
-  // Those of a run of so many that differ in what ranks send for them.
+  i64 numbers_per_param() const noexcept;  // Optimizer::numbers
+  bool needs_matrices() const noexcept { return !frozen && row().needs_matrices; }
+  bool averages_by_signs() const noexcept { return !frozen && row().averages_by_signs; }
+  bool takes_local_steps() const noexcept { return !frozen && row().takes_local_steps; }
+  Phase phase(i64 step) const noexcept;  // in the update of that number, from 1
+  // The kinds of the first `updates` updates of a run.
   std::vector<UpdateKind> update_kinds(i64 updates) const;
-  // How many numbers are kept of each parameter as a whole (Optimizer::numbers).
-  i64 numbers_per_param() const noexcept;
-  // Whether ranks may take steps of their own.
-  bool steps_apart() const noexcept { return !frozen && update.type == OptimizerType::ZeroOneAdam; }
 };
 
 struct Groups {
-  std::vector<Group> groups;      // those of the configuration in order; the last one has the rest
-  std::vector<size_t> of_params;  // by number of the parameter
+  // Those of the configuration in order, then the parameters that are in none, then those that AdamW updates beside
+  // Muon's matrices.
+  std::vector<Group> groups;
+  std::vector<size_t> of_params;  // index into groups, by number of the parameter
   const Group& of(i64 param) const noexcept { return groups[of_params[param]]; }
   bool frozen(i64 param) const noexcept { return of(param).frozen; }
   bool any_has(State s) const noexcept {
@@ -74,14 +75,7 @@ struct LargestMatrix {
   i64 elems = 0, side = 0;
 };
 
-// Of 1-bit LAMB: the mean of a parameter's ratios, and what multiplied it in the last update.
-inline constexpr i64 kLambNumbers = 2;
-
-// Parameters of fewer elements keep fp32 states under AdamW8bit.
-inline constexpr i64 kLeastCoded = 4096;
-
-// What this rank has of a group: `num_params` parameters that the ranks of dp and tp have here, pieces or copies of
-// them.
+// The size of a group on a rank: the parameters of which ranks of its dp and tp groups have pieces or copies.
 struct GroupSize {
   i64 num_params = 0;
   LargestMatrix largest;
@@ -91,65 +85,63 @@ struct GroupSize {
 class GroupStates {
  public:
   virtual ~GroupStates() = default;
-  // A pass over all pieces; their states are those of Group::states(), in that order. Factors [num_params] are by the
-  // parameter's index in the group.
+  // A pass over all pieces, with the states of Group::states() that its rule gets. Factors [num_params] are in the
+  // order of the group's parameters.
   virtual void update(const UpdateSpec& spec) = 0;
-  // Calls visit(index of the parameter in the group, master, gradient or direction; [count] each) for what this rank
-  // counts in sums over whole parameters: each element is one rank's.
+  // Calls visit(index of the parameter in the group, master, gradient or direction; [count] each) for the pieces that
+  // this rank adds to sums over whole parameters. Each element is counted on one rank.
   virtual void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) = 0;
 };
 
-// Matrices of a group that ranks have in pieces, each on the one rank that looks at it as a whole.
+// The matrices of a group, each of which one rank sees as a whole; ranks hold pieces of them.
 class WholeMatrices {
  public:
   virtual ~WholeMatrices() = default;
-  // Brings the gradients of each matrix of the group together, calls body(whole [rows, columns] fp32) for those that
-  // this rank looks at, and gives the pieces of what body left there back to where they came from. Collective over the
-  // ranks of dp and tp, which do it alike.
+  // Gathers the gradient of each matrix on its rank, calls body(whole [rows, columns] fp32) there, and scatters what
+  // body wrote to where the pieces came from. Collective over the ranks of dp and tp.
   virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 
-// What ranks of dp average by signs (comm/one_bit), in updates whose gradients they have not summed: of all parameters
-// of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and finite. Collective.
+// Averages by signs (comm/one_bit) over the ranks of dp, in updates whose gradients they have not summed: of all
+// parameters of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and finite.
+// Collective.
 class SignAverage {
  public:
   virtual ~SignAverage() = default;
   virtual void take_gradient(double keep, double share) = 0;  // m = keep m + share g
-  // The same, and what a pass finds in the place of g is what m was.
+  // The same, and g becomes the old m, for the passes that follow.
   virtual void exchange_gradient(double keep, double share) = 0;
   virtual void take_mean_gradient(double keep, double share) = 0;  // m = keep m + share mean(g)
   virtual void average_momentum() = 0;                             // m = mean(m)
-  virtual void average_directions() = 0;                           // what a pass left in the place of g = its mean
-  // Of who lets ranks take steps of their own (Group::steps_apart): parameters that all ranks have in common.
+  virtual void average_directions() = 0;                           // d = mean(d), the direction that a pass left in g
+  // For optimizers that take local steps: the parameters that all ranks had in common last.
   virtual void remember_parameters() = 0;
   virtual void recall_parameters() = 0;  // m = those
   virtual bool remembers() const noexcept = 0;
-  virtual float& rates() noexcept = 0;  // the sum of those of the steps since then, for whoever counts them
-  // A state of the group's parameters becomes what another one is.
-  virtual void copy_state(State from, State to) = 0;
-  // What signs have lost so far is of something else.
-  virtual void forget_errors() = 0;
+  virtual float& rates() noexcept = 0;                // the optimizer's: the sum of its learning rates since then
+  virtual void copy_state(State from, State to) = 0;  // of all of the group's parameters
+  virtual void forget_errors() = 0;                   // those of signs so far
 };
 
-// What an update works with. The ops are those of a run, or they count.
+// The tools of one update. The ops are those of a run, or they count.
 struct UpdateContext {
   const OpTable& ops;
   Stream& stream;
   double lr;                        // of the group
   i64 step;                         // the number of this update, from 1
-  u32 seed;                         // of what is rounded stochastically
-  bool stochastic_masters = false;  // parameters that are their own masters in bf16 are
-  std::optional<Betas> betas = {};  // instead of those of a group that has such
-  // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
+  u32 seed;                         // of stochastic rounding
+  bool stochastic_masters = false;  // rounds parameters that are their own masters in bf16 stochastically
+  std::optional<Betas> betas = {};  // the schedule's, instead of the group's
+  // Reduces integers, in the ops' memory, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
-  // Between the host and where the ops run; the host waits. Of an optimizer that keeps numbers of parameters.
+  // Copies between the host and the ops' memory; the host waits. For optimizers that keep numbers of parameters.
   FunctionRef<void(void*, const void*, i64 bytes)> download, upload;
   GroupStates& states;
   WholeMatrices* matrices;         // of the group, where Group::needs_matrices()
   SignAverage* average = nullptr;  // of the group, where Group::averages_by_signs()
 
-  // A pass: what it has in common with all others of this update, and the rule's own.
+  // The parameters of a pass: the rule's own, and those that all passes of this update share.
   UpdateParams pass(UpdateParams of_rule) const noexcept {
     of_rule.rng = {.seed = seed, .site = 0, .step = static_cast<u32>(step)};
     of_rule.stochastic = stochastic_masters;
@@ -164,25 +156,16 @@ struct UpdateContext {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // Enqueues the update of the group; allocates nothing. Of an optimizer that keeps numbers it is called only where the
+  // Enqueues the update of the group; allocates nothing. An optimizer that keeps numbers is called only when the
   // verdict is known to be finite.
   virtual void update(const UpdateContext& context) = 0;
-  // What it keeps of each parameter as a whole between updates, beside states: on the host, Group::numbers_per_param()
-  // for each, none below zero, the same on all ranks that have pieces of the parameter.
+  // The numbers that it keeps of each whole parameter between updates, besides states: on the host,
+  // Group::numbers_per_param() for each parameter of the group in their order, not negative, and the same on all ranks
+  // that have pieces of the parameter. Checkpoints hold them.
   virtual std::span<double> numbers() noexcept { return {}; }
 };
 
-// `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
-// What 0/1 Adam does in the update of that number: a pure function of its parameters.
-enum class ZeroOneStep : u8 {
-  Refresh,  // gradients are summed, and change both moments
-  Signs,    // their mean by signs changes the momentum
-  Local,    // each rank steps for itself
-  Sync,     // and then all have the mean of what that made of parameters
-};
-ZeroOneStep zero_one_step(const UpdateConfig& update, i64 step) noexcept;
-std::vector<UpdateKind> zero_one_kinds(const UpdateConfig& update, i64 updates);
-
+// `workspace`: workspace_bytes() in the ops' memory, 8-byte aligned, which outlives the optimizer.
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
 i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;
 

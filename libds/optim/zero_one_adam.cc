@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// 0/1 Adam. Up to var_freeze_step gradients are summed, and refresh the second moment, in every k-th update, where k
-// doubles with each var_update_scaler refreshes; between these their mean by signs goes into the momentum alone. Then
-// each rank steps by its own gradients, and in every k-th update all get the mean, by signs, of what the steps since
-// the last one made of the parameters, and the momentum that would have made it; k doubles with each local_step_scaler
-// updates, up to local_step_clipper.
+// 0/1 Adam. Up to var_freeze_step, every k-th update sums gradients and refreshes the second moment, where k doubles
+// after each var_update_scaler refreshes; the updates between average gradients by signs, for the momentum alone. After
+// var_freeze_step each rank takes steps by its own gradients. Every k-th of these averages by signs the changes that
+// the steps since the last average made to the parameters, and sets the momentum that would have made the mean change;
+// k doubles after each local_step_scaler updates, up to local_step_clipper.
 
 #include <algorithm>
 #include <limits>
@@ -15,7 +15,7 @@ namespace ds::optim {
 
 namespace {
 
-// Updates behind `begin` up to `end`, of which every interval-th, by its number, meets the others.
+// Updates after `begin` up to `end`; ranks meet in each whose number is a multiple of `interval`.
 struct Block {
   i64 begin = 0, end = 0, interval = 1;
   bool refreshes = false;
@@ -110,6 +110,16 @@ class ZeroOneAdam final : public Optimizer {
   UpdateConfig u_;
 };
 
+Phase phase_of(const UpdateConfig& u, i64 step) noexcept {
+  const ZeroOneStep what = zero_one_step(u, step);
+  const bool any_signs = step > std::min(u.var_update_scaler, u.var_freeze_step);
+  return {.local_gradients = what != ZeroOneStep::Refresh,
+          .local_params = what == ZeroOneStep::Local,
+          .errors_of = !any_signs                  ? ""
+                       : step <= u.var_freeze_step ? "gradient"
+                                                   : "parameter"};
+}
+
 }  // namespace
 
 const Kind kZeroOneAdam = {.states =
@@ -118,6 +128,8 @@ const Kind kZeroOneAdam = {.states =
                                },
                            .make = [](const UpdateConfig& u, const GroupSize&, void*) -> std::unique_ptr<Optimizer> {
                              return std::make_unique<ZeroOneAdam>(u);
-                           }};
+                           },
+                           .phase = phase_of,
+                           .update_kinds = zero_one_kinds};
 
 }  // namespace ds::optim

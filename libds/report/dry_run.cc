@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "comm/message_tag.h"
 #include "model/attention_pattern.h"
 
 namespace ds::report {
@@ -118,7 +119,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
           enter(c, Pass::Recompute);
           if (at > 0 && acts[at - 1].stash.rank > 0 && plan.partition_inputs) {
             const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
-            walk.tp.all_gather({&all, 1}, "tp.all_gather");
+            walk.tp.all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather));
           }
         }
         switch (call.kind) {
@@ -181,13 +182,14 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     const i64 n = times(op);
     if (n == 0) return;
     by.sent_to.insert(to);
-    messages["pp.send"].calls += n;
-    messages["pp.send"].bytes += n * stream_bytes;
+    CommCount& count = messages[std::string(message_text(Axis::Pp, Collective::Send))];
+    count.calls += n;
+    count.bytes += n * stream_bytes;
   };
   sends(pipeline::Op::SendActivation, next, calls.activations);
   sends(pipeline::Op::SendGrad, previous, calls.gradients);
   if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
-    messages["pp.recv"].calls += n;
+    messages[std::string(message_text(Axis::Pp, Collective::Recv))].calls += n;
   calls.tp.add(tp.largest());
   calls.sp.add(sp.largest());
   return messages;

@@ -9,6 +9,7 @@
 #include <set>
 #include <tuple>
 
+#include "comm/message_tag.h"
 #include "report/dry_run.h"
 
 namespace ds::report {
@@ -113,7 +114,7 @@ std::vector<StepKind> count_kinds(RunPlan& plan, CountedUpdate& update, i64 step
     kind.traffic = count(update, number, plan.largest_calls);
     MeshCalls ignored;
     const std::map<std::string, CommCount> least = sparse ? count(*of_nothing, number, ignored) : kind.traffic;
-    kind.most = most_sent(kind.traffic, least, plan.dp().axis + ".sparse_gather");
+    kind.most = most_sent(kind.traffic, least, message_text(plan.dp().axis, Collective::SparseGather));
     for (const auto& [name, bytes] : kind.most) {
       const auto found = least.find(name);
       kind.least[name] = found == least.end() ? 0 : found->second.bytes;
@@ -216,7 +217,8 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
     if (plan.device == DeviceKind::Cuda) plan.copies = update.copies();
     plan.traffic = update.traffic(calls);
     for (const zero::ShardsPlan& s : plan.shards) {  // who has nothing of a group sends nothing in it
-      for (const char* collective : {".reduce_scatter", ".all_gather"}) plan.traffic.try_emplace(s.axis + collective);
+      for (const Collective c : {Collective::ReduceScatter, Collective::AllGather})
+        plan.traffic.try_emplace(message_text(s.axis, c));
     }
     for (const auto& [name, count] : layers.last) {
       plan.traffic[name].calls += count.calls;

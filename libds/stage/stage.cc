@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "comm/message_tag.h"
 #include "model/models.h"
 
 namespace ds::stage {
@@ -379,7 +380,8 @@ void Stage::post_receives(size_t end) {
       receive_activation(instr);
     } else if (instr.op == Op::RecvGrad) {
       const TensorView dy = slot_of(chunk.grads_in, instr.micro);
-      slot_of(chunk.grads_here, instr.micro) = mesh_.gradients().recv(dy.data, dy.bytes(), next(), "pp.recv");
+      slot_of(chunk.grads_here, instr.micro) =
+          mesh_.gradients().recv(dy.data, dy.bytes(), next(), message_text(Axis::Pp, Collective::Recv));
     }
   }
 }
@@ -396,10 +398,11 @@ void Stage::send(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (instr.op == Op::SendActivation) {
     const TensorView y = acts_of(instr).back().output;
-    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
+    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next(), message_text(Axis::Pp, Collective::Send));
   } else {
     const TensorView dx = slot_of(chunk.grads_out, instr.micro);
-    slot_of(chunk.grads_sent, instr.micro) = mesh_.gradients().send(dx.data, dx.bytes(), previous(), "pp.send");
+    slot_of(chunk.grads_sent, instr.micro) =
+        mesh_.gradients().send(dx.data, dx.bytes(), previous(), message_text(Axis::Pp, Collective::Send));
   }
 }
 
@@ -546,7 +549,7 @@ void Stage::restore(const model::LayerActs& acts) {
   }
   if (!plan_->partition_inputs) return;
   const AllGatherSegment all{acts.restored.data, rows.bytes()};
-  mesh_.tp().all_gather({&all, 1}, "tp.all_gather").wait();
+  mesh_.tp().all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
 }
 
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
@@ -569,7 +572,7 @@ void Stage::evaluate(const Instr& instr) {
   if (instr.op == Op::RecvActivation) receive_activation(instr);
   if (instr.op == Op::SendActivation) {
     const TensorView y = chunks_[c].eval.back().output;
-    sent_ = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
+    sent_ = mesh_.activations().send(y.data, y.bytes(), next(), message_text(Axis::Pp, Collective::Send));
   }
   if (instr.op != Op::Forward) return;
   sent_.wait();  // of the previous micro-batch: layers alternate between output buffers
@@ -583,7 +586,8 @@ void Stage::receive_activation(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
   const TensorView x = chunk.inputs[slot];
-  chunk.inputs_here[slot] = mesh_.activations().recv(x.data, x.bytes(), previous(), "pp.recv");
+  chunk.inputs_here[slot] =
+      mesh_.activations().recv(x.data, x.bytes(), previous(), message_text(Axis::Pp, Collective::Recv));
 }
 
 void Stage::logits(TensorView out) {

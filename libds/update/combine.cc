@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/combine.h"
 
+#include "comm/message_tag.h"
+
 namespace ds::update {
 
 Combine::Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger,
@@ -61,8 +63,8 @@ void Combine::add_uses_of_shared(bool own) {
     UpdatePlan::for_each_exchange(s.slice * slices, [&](i64 begin, i64 n) {
       const zero::TierLease lease = slice(s, begin, n, zero::LeaseTo::Write);
       const TensorView mine = view(lease, n), other = TensorView::of(exchange_.data(), DType::F32, {n});
-      Ticket sent = axes_.pp.send(mine.data, mine.bytes(), peer, "pp.send");
-      axes_.pp.recv(other.data, other.bytes(), peer, "pp.recv").wait();
+      Ticket sent = axes_.pp.send(mine.data, mine.bytes(), peer, message_text(Axis::Pp, Collective::Send));
+      axes_.pp.recv(other.data, other.bytes(), peer, message_text(Axis::Pp, Collective::Recv)).wait();
       sent.wait();
       ops_.fold(mine, {&other, 1}, true, stream_);
     });
@@ -80,10 +82,10 @@ void Combine::exchange(const CombinePlan::Exchange& e) {
     at += piece.count;
   }
   if (all) {
-    tp.all_reduce(part(0), e.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    tp.all_reduce(part(0), e.elems, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce)).wait();
   } else {
     const AllGatherSegment parts{part(0), e.elems * 4};
-    tp.all_gather({&parts, 1}, "tp.all_gather").wait();
+    tp.all_gather({&parts, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
     sources_.clear();
     for (i64 r = first; r < first + e.width; ++r) sources_.push_back(TensorView::of(part(r), DType::F32, {e.elems}));
     ops_.fold(sources_.front(), sources_, false, stream_);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "comm/message_tag.h"
 #include "comm/quantized.h"
 
 namespace ds::update {
@@ -119,8 +120,10 @@ void OuterStep::send(i64 fragment) {
   for_each_part(f, [&](const zero::Piece& part, i64 at) {
     device_.copy(all.rows(at, part.count).data, combine_.gradient(part, zero::LeaseTo::Read).data(), part.count * 4);
   });
-  ticket_ = wire_ ? start_coded_gather(outer_, device_, format_, wire_.data(), all, "outer.all_gather")
-                  : outer_.all_reduce(all.data, n, DType::F32, ReduceOp::Sum, "outer.all_reduce");
+  ticket_ = wire_ ? start_coded_gather(outer_, device_, format_, wire_.data(), all,
+                                       message_text(Axis::Outer, Collective::AllGather))
+                  : outer_.all_reduce(all.data, n, DType::F32, ReduceOp::Sum,
+                                      message_text(Axis::Outer, Collective::AllReduce));
 }
 
 void OuterStep::arrive() {
@@ -161,8 +164,11 @@ bool OuterStep::land(i64 fragment) {
 
 void OuterStep::sum(TensorView x) {
   const i64 n = x.numel(), P = outer_.size();
-  if (!wire_) return outer_.all_reduce(x.data, n, DType::F32, ReduceOp::Sum, "outer.all_reduce").wait();
-  start_coded_gather(outer_, device_, format_, wire_.data(), x, "outer.all_gather").wait();
+  if (!wire_)
+    return outer_.all_reduce(x.data, n, DType::F32, ReduceOp::Sum, message_text(Axis::Outer, Collective::AllReduce))
+        .wait();
+  start_coded_gather(outer_, device_, format_, wire_.data(), x, message_text(Axis::Outer, Collective::AllGather))
+      .wait();
   decode_gathered(outer_, device_, format_, wire_.data(), TensorView::of(decoded_.data(), DType::F32, {P * n}));
   sources_.clear();
   for (i64 r = 0; r < P; ++r) sources_.push_back(TensorView::of(decoded_.as<float>().data() + r * n, DType::F32, {n}));

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/sign_average.h"
 
+#include "comm/message_tag.h"
+
 #include <algorithm>
 #include <cmath>
 
 namespace ds::update {
 namespace {
 
-constexpr std::string_view kTag = "dp.one_bit";
+constexpr std::string_view kTag = message_text(Axis::Dp, Collective::OneBit);
 constexpr i64 kExchanged = i64{1} << 20;  // elements that are exchanged at once
 
 std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
@@ -67,7 +69,7 @@ SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& 
   if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
   if (plan.groups.groups[group].numbers_per_param() > 0)
     exchanged_ = device_buffer(device, ledger, Tag::Workspace, std::min(elems_of(pieces_), kExchanged) * 4);
-  if (!plan.groups.groups[group].steps_apart()) return;
+  if (!plan.groups.groups[group].takes_local_steps()) return;
   common_ = device_buffer(device, ledger, Tag::Optimizer, elems_of(pieces_) * 4);
   saved_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
 }
@@ -165,16 +167,16 @@ void SignAverage::forget() {
 }
 
 void SignAverage::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
-  const optim::Group& group = plan_.groups.groups[group_];
-  if (!group.has_lost_signs(update)) return;
+  const optim::Phase phase = plan_.groups.groups[group_].phase(update);
+  if (phase.errors_of.empty()) return;
   const auto add = [&](const std::string& name, const TensorView& values) {
     arrays.push_back({fmt::format("{}@{}.{}", name, group_, elements), values});
   };
   if (one_bit_) {
-    add(fmt::format("{}_worker_error", group.signs_are_of(update)), one_bit_->worker_error());
-    add(fmt::format("{}_server_error", group.signs_are_of(update)), one_bit_->server_error());
+    add(fmt::format("{}_worker_error", phase.errors_of), one_bit_->worker_error());
+    add(fmt::format("{}_server_error", phase.errors_of), one_bit_->server_error());
   }
-  if (!group.is_apart_behind(update)) return;
+  if (!phase.local_params) return;
   device_.upload(saved_rates_.data(), &rates_, 4);
   add("rates", TensorView::of(saved_rates_.data(), DType::F32, {1}));
   add("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
@@ -187,7 +189,7 @@ void SignAverage::read(i64 update, const std::string& elements, std::vector<zero
 }
 
 void SignAverage::was_set(i64 update) {
-  if (!plan_.groups.groups[group_].is_apart_behind(update)) return;
+  if (!plan_.groups.groups[group_].phase(update).local_params) return;
   device_.download(&rates_, saved_rates_.data(), 4);
   remembers_ = true;
   for (const zero::Piece& piece : pieces_) {
@@ -205,7 +207,7 @@ SignState::SignState(const UpdatePlan& plan, int ranks)
               {"server_error"}}} {}
 
 bool SignState::has_arrays(i64 update) const noexcept {
-  return std::ranges::any_of(plan_.groups.groups, [&](const optim::Group& g) { return g.has_lost_signs(update); });
+  return std::ranges::any_of(plan_.groups.groups, [&](const optim::Group& g) { return !g.phase(update).errors_of.empty(); });
 }
 
 void SignState::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {

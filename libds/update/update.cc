@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/update.h"
 
+#include "comm/message_tag.h"
+
 #include <xxhash.h>
 
 #include <algorithm>
@@ -168,7 +170,11 @@ void Update::finish_gradients() {
   for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
 }
 
-void Update::judge(StepScalars& numbers, const JudgeParams& params) {
+void Update::judge(StepScalars& numbers, JudgeParams params) {
+  if (apart_) {  // each rank's gradient is a term of the mean, and no rank knows the norm of the mean
+    params.divisor /= static_cast<double>(axes_.dp.size());
+    params.clip = 0;
+  }
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();
   const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
@@ -188,11 +194,15 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
 }
 
+double Update::grad_norm(const GradVerdict& verdict) const noexcept {
+  return apart_ ? verdict.norm / std::sqrt(static_cast<double>(axes_.dp.size())) : verdict.norm;
+}
+
 // Reduces integers over all ranks that hold parts of the same parameters; stages: also over the other stages.
 void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
   for (Communicator* axis : {&axes_.dp, &axes_.tp, &axes_.pp}) {
     if (axis == &axes_.pp && !stages) continue;
-    if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
+    if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, kStatsText).wait();
   }
 }
 
@@ -236,7 +246,7 @@ void Update::make_momentum_whole() {
     segments.push_back({all.as<float>() + at, s.slice * 4});
     at += s.slice * dp.layout.num_ranks();
   }
-  axes_.dp.all_gather(segments, "dp.all_gather").wait();
+  axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 void Update::states_were_set() {

@@ -36,8 +36,11 @@ class Update {
   // Collective. When it returns, the sums that this rank owns are final, or those of its own gradients.
   void finish_gradients();
   // Makes one verdict for all ranks of a worker, on the device. Both reductions are over integers, so the norm does not
-  // depend on the layout. If gradients are left on their ranks, it is the norm of those of all ranks side by side.
-  void judge(StepScalars& numbers, const JudgeParams& params);
+  // depend on the layout. `params` are those of summed gradients: if gradients are left on their ranks, the divisor
+  // becomes that of the mean over them, and nothing is clipped.
+  void judge(StepScalars& numbers, JudgeParams params);
+  // The norm of this step: the verdict's, or the root mean square of the norms of the ranks' own gradients.
+  double grad_norm(const GradVerdict& verdict) const noexcept;
   struct Step {
     double lr = 0;                    // groups multiply it by their ratios
     i64 number = 1;                   // of the update

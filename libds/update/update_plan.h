@@ -112,10 +112,10 @@ struct UpdatePlan {
   // Whether the update of that number leaves gradients on their ranks, whole, and the optimizer averages something
   // else.
   bool keeps_gradients_apart(i64 step) const noexcept {
-    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.keeps_gradients_apart(step); });
+    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.phase(step).local_gradients; });
   }
   // Whether ranks of dp may have parameters of their own for some updates.
-  bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::steps_apart); }
+  bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::takes_local_steps); }
   // The updates of a run by kind: those of a kind send the same, except for DiLoCo's meetings.
   std::vector<optim::UpdateKind> update_kinds(i64 updates) const;
   // The unit in which the gradient of the shared matrix is summed, on the stages that have it.

@@ -77,7 +77,7 @@ class CodedReduction final : public Reduction {
  public:
   CodedReduction(const ReductionParts& parts, int bits, const std::optional<LocoOptions>& loco)
       : parts_(parts),
-        tag_(parts.options.axis + ".all_to_all"),
+        tag_(message_text(parts.options.axis, Collective::AllToAll)),
         reduce_(parts.with.ranks.near, across(parts.with.ranks), parts.with.device, parts.with.ledger, Tag::Buckets,
                 parts.layout.largest_slice(), CodeFormat{.bits = bits, .block = kCodeBlock}) {
     if (!loco) return;

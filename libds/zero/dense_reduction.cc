@@ -10,8 +10,8 @@ class DenseReduction final : public Reduction {
  public:
   explicit DenseReduction(const ReductionParts& parts)
       : parts_(parts),
-        reduce_tag_(parts.options.axis + ".reduce_scatter"),
-        gather_tag_(parts.options.axis + ".all_gather"),
+        reduce_tag_(message_text(parts.options.axis, Collective::ReduceScatter)),
+        gather_tag_(message_text(parts.options.axis, Collective::AllGather)),
         under_way_(parts.fresh.num_slots()) {
     size_t most = 0;
     for (size_t b = 0; b < parts.fresh.num_buckets(); ++b) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/matrix_exchange.h"
 
+#include "comm/message_tag.h"
+
 #include <algorithm>
 
 namespace ds::zero {
@@ -69,7 +71,8 @@ void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
     returned_.clear();
     for (const MatrixPlace& place : wave) {
       of_mine(place, [&](const MatrixPlace::Part& part) {
-        sent_.push_back(dp_.send(elements(place.param, part.begin), part.count * 4, place.owner, "dp.send"));
+        sent_.push_back(dp_.send(elements(place.param, part.begin), part.count * 4, place.owner,
+                                 message_text(Axis::Dp, Collective::Send)));
       });
     }
     for (size_t i = first; i < last; ++i) {
@@ -78,7 +81,9 @@ void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
     for (Ticket& ticket : sent_) ticket.wait();  // pieces come back to the same memory
     for (const MatrixPlace& place : wave) {
       of_mine(place, [&](const MatrixPlace::Part& part) {
-        dp_.recv(elements(place.param, part.begin), part.count * 4, place.owner, "dp.recv").wait();
+        dp_.recv(elements(place.param, part.begin), part.count * 4, place.owner,
+                 message_text(Axis::Dp, Collective::Recv))
+            .wait();
       });
     }
     for (Ticket& ticket : returned_) ticket.wait();  // before another matrix uses the memory
@@ -96,14 +101,14 @@ void MatrixExchange::change(size_t i, Elements elements, Copy copy, Body body) {
       if (part.rank == dp_.rank()) {
         copy(slice + part.begin, elements(place.param, part.begin), part.count * 4);
       } else {
-        dp_.recv(slice + part.begin, part.count * 4, part.rank, "dp.recv").wait();
+        dp_.recv(slice + part.begin, part.count * 4, part.rank, message_text(Axis::Dp, Collective::Recv)).wait();
       }
     }
   }
   const TensorView whole = TensorView::of(sliced ? whole_ : slice, DType::F32, {place.rows, place.cols});
   if (sliced) {
     const AllGatherSegment all{gathered_, place.slice_elems * 4};
-    tp_.all_gather({&all, 1}, "tp.all_gather").wait();
+    tp_.all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
     for (int r = 0; r < tp_.size(); ++r) {
       const float* const from = gathered_ + r * place.slice_elems;
       slices_[i][r].for_each_run(0, place.slice_elems,
@@ -123,7 +128,8 @@ void MatrixExchange::change(size_t i, Elements elements, Copy copy, Body body) {
     if (part.rank == dp_.rank()) {
       copy(elements(place.param, part.begin), slice + part.begin, part.count * 4);
     } else {
-      returned_.push_back(dp_.send(slice + part.begin, part.count * 4, part.rank, "dp.send"));
+      returned_.push_back(
+          dp_.send(slice + part.begin, part.count * 4, part.rank, message_text(Axis::Dp, Collective::Send)));
     }
   }
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/param_store.h"
 
+#include "comm/message_tag.h"
 #include "comm/quantized.h"
 
 namespace ds::zero {
 namespace {
 
-constexpr std::string_view kNearTag = "hpz.all_gather";
+constexpr std::string_view kNearTag = message_text(Axis::Near, Collective::AllGather);
 
 // In blocks of 256 elements: neighbouring rows of different sizes share at most one block.
 constexpr CodeFormat kWeightCodes{.bits = 8, .block = kCodeBlock};
@@ -22,7 +23,11 @@ std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept { return s
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                        Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier,
                        Communicator* near)
-    : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
+    : layout_(layout),
+      comm_(comm),
+      gather_tag_(message_text(options.axis, Collective::AllGather)),
+      device_(device),
+      options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "comm/message_tag.h"
 #include "comm/quantized.h"
 #include "zero/fresh_grads.h"
 #include "zero/grad_sums.h"

@@ -11,7 +11,7 @@ class SparseReduction final : public Reduction {
  public:
   explicit SparseReduction(const ReductionParts& parts)
       : parts_(parts),
-        tag_(parts.options.axis + ".sparse_gather"),
+        tag_(message_text(parts.options.axis, Collective::SparseGather)),
         blocks_(parts.with.ranks.all, parts.with.device, parts.with.ledger, Tag::Buckets, largest_slice(), width()) {}
 
   bool add(const Segment& s, bool continues) override {

@@ -200,7 +200,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   with_optimizer Lion '"lr":1e-4,"eps":1e-8,"momentum":0.9' >bad.json
   run ds-train bad.json --check
   assert_failure 2
-  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, AdamW8bit; the optimizer is Lion"
+  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad, Muon, AdamW8bit, OneBitAdam, ZeroOneAdam, OneBitLamb; the optimizer is Lion"
   assert_output --partial "optimizer.params.momentum: belongs to SGD, Muon; the optimizer is Lion"
   sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"lr": 1}, 3, {"params": "*", "tpye": "SGD", "betas": [1, 2]}]},|' cfg.json >bad.json
   run ds-train bad.json --check

@@ -97,9 +97,7 @@ Config delayed(Config c, OffloadDevice device, const std::string& dir) {
   return c;
 }
 
-bool by_elements(const OptimizerCase& o) {
-  return std::string_view(o.name) != "Lamb" && std::string_view(o.name) != "Muon";
-}
+bool by_elements(const OptimizerCase& o) { return !any_optimizer(o, &OptimizerRow::sums_over_ranks); }
 
 std::vector<OptimizerCase> optimizers() {
   std::vector<OptimizerCase> all;

@@ -207,8 +207,7 @@ class UpdateAlone {
     }
     update_->finish_gradients();
     const int P = shards_.front()->comm().size();
-    update_->judge(results_.scalars(),
-                   {.divisor = update_->keeps_gradients_apart(number) ? 1.0 : double(P), .clip = 0});
+    update_->judge(results_.scalars(), {.divisor = double(P), .clip = 0});
     update_->update_params({.lr = lr, .number = number}, results_);
     zero::publish(shards_);
   }

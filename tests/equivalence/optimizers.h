@@ -2,6 +2,7 @@
 #pragma once
 // The optimizers that tests train with; a new one is a row.
 
+#include "config/optimizer_table.h"
 #include "equivalence/layouts.h"
 
 namespace ds::testing {
@@ -11,6 +12,14 @@ struct OptimizerCase {
   void (*choose)(OptimizerConfig&);
   bool rounds_states = false;  // ranks of tp have blocks and random numbers of their own
 };
+
+// Whether one of its optimizers has a property: a member of OptimizerRow.
+template <class Property>
+bool any_optimizer(const OptimizerCase& of, Property property) {
+  OptimizerConfig o;
+  of.choose(o);
+  return ds::any_optimizer(o, property);
+}
 
 inline ParamGroupConfig group(const UpdateConfig& update, std::vector<std::string> params) {
   ParamGroupConfig g;

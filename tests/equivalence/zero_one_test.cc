@@ -2,6 +2,7 @@
 // 0/1 Adam: its updates are of the kinds that DeepSpeed counts, and do what a simulation of all ranks does, to the bit.
 
 #include "equivalence/one_bit.h"
+#include "optim/kind.h"
 
 namespace ds::testing {
 namespace one_bit_test {

@@ -340,23 +340,24 @@ TEST(Links, AreReadBackAndChosenByPlace) {
   const Links links = memreport::read_links(commbench::links_json(r), "links.json");
   ASSERT_EQ(links.operations.size(), 2);
   EXPECT_EQ(links.hosts, 1);
-  const auto seconds = [&](const char* op, int ranks, bool network) {
+  const auto seconds = [&](Collective op, int ranks, bool network) {
     return memreport::message_seconds(links, op, {ranks, network}, {10, 1'000'000});
   };
-  EXPECT_DOUBLE_EQ(seconds("all_gather", 2, false), 10 * 1e-5 + 1e6 * 1e-10);
-  EXPECT_DOUBLE_EQ(seconds("all_gather", 8, false), 10 * 4e-5 * 7 / 3 + 1e6 * 2e-10);  // the nearest, of more steps
-  EXPECT_DOUBLE_EQ(seconds("all_gather", 8, true), 10 * 7 * 1e-4 + 1e6 / 1e9);         // by the link
-  EXPECT_DOUBLE_EQ(seconds("reduce_scatter", 2, false), 10 * 1e-6 + 1e6 / 1e10);
-  EXPECT_EQ(seconds("all_gather", 1, false), 0);
+  EXPECT_DOUBLE_EQ(seconds(Collective::AllGather, 2, false), 10 * 1e-5 + 1e6 * 1e-10);
+  EXPECT_DOUBLE_EQ(seconds(Collective::AllGather, 8, false),
+                   10 * 4e-5 * 7 / 3 + 1e6 * 2e-10);                                     // the nearest, of more steps
+  EXPECT_DOUBLE_EQ(seconds(Collective::AllGather, 8, true), 10 * 7 * 1e-4 + 1e6 / 1e9);  // by the link
+  EXPECT_DOUBLE_EQ(seconds(Collective::ReduceScatter, 2, false), 10 * 1e-6 + 1e6 / 1e10);
+  EXPECT_EQ(seconds(Collective::AllGather, 1, false), 0);
   EXPECT_THROW(memreport::read_links("{\"schema\": \"ds-machine/1\"}", "links.json"), Error);
-  EXPECT_THROW(memreport::message_seconds({}, "send", {2, false}, {1, 1}), Error);
+  EXPECT_THROW(memreport::message_seconds({}, Collective::Send, {2, false}, {1, 1}), Error);
 
   const MeshShape mesh{.dp = 4, .pp = 2, .tp = 4};
-  EXPECT_FALSE(memreport::group_of(mesh, "tp", 8).over_network);
-  EXPECT_TRUE(memreport::group_of(mesh, "dp", 8).over_network);
-  EXPECT_TRUE(memreport::group_of(mesh, "pp", 8).over_network);
-  EXPECT_FALSE(memreport::group_of(mesh, "dp", 16).over_network);
-  EXPECT_EQ(memreport::group_of(mesh, "dp", 8).ranks, 4);
+  EXPECT_FALSE(memreport::group_of(mesh, Axis::Tp, 8).over_network);
+  EXPECT_TRUE(memreport::group_of(mesh, Axis::Dp, 8).over_network);
+  EXPECT_TRUE(memreport::group_of(mesh, Axis::Pp, 8).over_network);
+  EXPECT_FALSE(memreport::group_of(mesh, Axis::Dp, 16).over_network);
+  EXPECT_EQ(memreport::group_of(mesh, Axis::Dp, 8).ranks, 4);
 }
 
 }  // namespace step_time_test
