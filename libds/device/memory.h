@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Memory counted by tag. Every large allocation of a rank is a Buffer taken through a MemoryLedger, so that prediction
-// (report/) and count stand side by side. Allocation happens at set-up; a training step takes nothing.
+// (plan/) and count stand side by side. Allocation happens at set-up; a training step takes nothing.
 
 #include <array>
 #include <functional>

@@ -16,8 +16,8 @@
 #include "device/product_choices.h"
 #include "ds/log.h"
 #include "model/models.h"
+#include "plan/run_plan.h"
 #include "probe/host.h"
-#include "report/run_plan.h"
 
 namespace ds::engine {
 namespace {
@@ -31,12 +31,12 @@ i64 shared_bytes(Plans& plans) {
     for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);
   };
   for (int stage = 0; stage < plans.mesh().pp; ++stage) {
-    const report::RunPlan& plan = plans.of_stage(stage).plan;
+    const plan::RunPlan& plan = plans.of_stage(stage).plan;
     raise(most, plan.dp_shared);
     raise(most_tp, plan.tp_shared);
     raise(most_outer, plan.outer_shared);
   }
-  return mesh_shm_bytes(plans.mesh(), most, most_tp, report::zeropp_splits(plans.config()),
+  return mesh_shm_bytes(plans.mesh(), most, most_tp, plan::zeropp_splits(plans.config()),
                         plans.of_stage(0).plan.zeropp_shared, most_outer);
 }
 
@@ -244,7 +244,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
     throw;
   }
   return std::make_unique<Mesh>(std::move(world), plans.mesh(), options, over_device,
-                                report::mesh_splits(config, plans.of(ranks.rank)->model.splits));
+                                plan::mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
 }  // namespace ds::engine

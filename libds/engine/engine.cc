@@ -23,8 +23,8 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       ops_(device.ops()),
       stream_(device.stream()),
       planned_(parts.planned ? parts.planned
-                             : std::make_shared<report::Planned>(config_, make_model(config_, mesh.coord()),
-                                                                 mesh.shape(), mesh.rank(), device.kind())),
+                             : std::make_shared<plan::Planned>(config_, make_model(config_, mesh.coord()), mesh.shape(),
+                                                               mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank(), parts.trace),
@@ -75,21 +75,21 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
 
 model::Model Engine::make_model(const Config& config, const MeshCoord& coord) const {
   if (parts_.model) return parts_.model(config, mesh_.shape(), coord);
-  return model::make_model(config, report::shard_of(config, mesh_.shape(), coord));
+  return model::make_model(config, plan::shard_of(config, mesh_.shape(), coord));
 }
 
 // Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
 void Engine::shape_to(i64 length, i64 kept) {
   if (kept >= length) kept = 0;
-  const report::PassLengths wanted{length, kept};
+  const plan::PassLengths wanted{length, kept};
   if (std::exchange(laid_out_, wanted) == wanted) return;
-  if (wanted == report::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
+  if (wanted == plan::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
   if (!shorter_ || shorter_->lengths != wanted) {
     Config config = config_;
     config.data.seq_length = length;
     config.random_ltd.kept = kept;
-    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), report::RunPlan());
-    shorter->plan = report::plan_of_length(plan_, config, shorter->model);
+    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), plan::RunPlan());
+    shorter->plan = plan::plan_of_length(plan_, config, shorter->model);
     stage_.reshape(shorter->model, shorter->plan);
     shorter_ = std::move(shorter);
   } else {
@@ -98,7 +98,7 @@ void Engine::shape_to(i64 length, i64 kept) {
 }
 
 zero::AllShards Engine::make_shards() {
-  DS_ASSERT(report::mesh_splits(config_, model_.splits) == mesh_.splits());
+  DS_ASSERT(plan::mesh_splits(config_, model_.splits) == mesh_.splits());
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {
@@ -286,7 +286,7 @@ bool Engine::is_finite() {
 
 void Engine::read_logits(std::vector<float>& out) {
   out.clear();
-  const report::ChunkPlan& last = plan_.chunks.back();
+  const plan::ChunkPlan& last = plan_.chunks.back();
   if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
   const i64 R = plan_.B * plan_.T;
   out.resize(R * model_.vocab);

@@ -36,7 +36,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
   const Config& config = plans.config();
   const engine::WholePlan& planned = *plans.of(ranks.rank);
   const model::Model& model = planned.model;
-  const report::RunPlan& plan = planned.plan;
+  const plan::RunPlan& plan = planned.plan;
   RunPrediction p;
   p.stages = engine::plan_stages(plans);
   p.bubble_fraction = engine::bubble_fraction(config);
@@ -68,7 +68,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = engine::open_device(config, ranks);
-  engine::Plans plans(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+  engine::Plans plans(config, plan::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                       writing);
   return predict_on(*device, plans, ranks);
 }
@@ -128,10 +128,10 @@ monitor::Places TrainingRun::State::places() const {
 
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
-  plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+  plans.emplace(config, plan::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                 options.writing);
   check_memory(*device, *plans, ranks);
-  const report::RunPlan& own = plans->of(ranks.rank)->plan;
+  const plan::RunPlan& own = plans->of(ranks.rank)->plan;
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
            Errc::Unavailable, "{} ranks of {} are on this node: a server has the states of a run on one node",
            ranks.local_world_size, ranks.world_size);
@@ -303,8 +303,8 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.config = config;
   s.ranks = ranks;
   s.options = options;
-  const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
-  const report::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
+  const MeshShape mesh = plan::mesh_shape(config, ranks.world_size);
+  const plan::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.files, ranks.local_world_size);
   s.open_data(plan.mesh.data_size());

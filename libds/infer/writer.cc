@@ -168,9 +168,9 @@ class Writer {
     ctx.caches = caches;
     TensorView x{};
     for (size_t c = 0; c < plan_.chunks.size(); ++c) {
-      const report::ChunkPlan& chunk = plan_.chunks[c];
+      const plan::ChunkPlan& chunk = plan_.chunks[c];
       model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
-      const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
+      const auto acts = plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
       DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
                 planner.temporary_bytes() <= planned_.temporary_bytes);
       if (!chunk.first && !plan_.breadth_first) {
@@ -187,7 +187,7 @@ class Writer {
 
   stage::Stage& stage_;
   const model::Model& model_;
-  const report::RunPlan& plan_;
+  const plan::RunPlan& plan_;
   Device& device_;
   std::span<const std::vector<i32>> prompts_;
   WriteOptions options_;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "infer/kept_keys.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 
 namespace ds::infer {
 
@@ -38,16 +38,16 @@ struct WritingMemory {
   TensorView cache_part(const KeptKeys&) const noexcept;
   static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, 64); }
   i64 bytes_of(const std::vector<LayerCaches>&) const noexcept;
-  report::TagBytes bytes() const;  // at most
+  plan::TagBytes bytes() const;  // at most
 };
 
 // Of texts behind these prompts, with `max_tokens` new tokens each.
-WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
+WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const plan::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once);
 
-// Worker scratch of writing them, as report::scratch_bytes: a device that has done nothing else holds as much at most,
+// Worker scratch of writing them, as plan::scratch_bytes: a device that has done nothing else holds as much at most,
 // and exactly that where each number of sequences up to at_once was under way (tests/equivalence/writing_test.cc).
-std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
+std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads);
 
 }  // namespace ds::infer

@@ -20,7 +20,7 @@
 #include "memreport/arrangement.h"
 #include "memreport/hardware.h"
 #include "memreport/models.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
@@ -220,7 +220,7 @@ Offloaded offloaded_of(const ZeroConfig& z) noexcept {
 
 Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
   return {.keys = std::move(keys),
-          .mesh = report::mesh_shape(config, options_.world.ranks),
+          .mesh = plan::mesh_shape(config, options_.world.ranks),
           .stage = narrow<int>(config.zero.stage),
           .micro = config.batch.micro,
           .accumulation = config.batch.accumulation,
@@ -253,12 +253,12 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
 }
 
 i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
-  config = report::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
-  const MeshShape mesh = report::mesh_shape(config, options_.world.ranks);
+  config = plan::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
+  const MeshShape mesh = plan::mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
   // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them
   // need is their tokens and losses.
-  const PipelineSchedule schedule = report::schedule_of(config).kind;
+  const PipelineSchedule schedule = plan::schedule_of(config).kind;
   const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst ||
                        config.zero.tile_size > 0;  // whose number in a step is limited
   const i64 more =
@@ -270,15 +270,15 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   }
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
   for (const int stage : std::set{0, std::min(1, mesh.pp - 1), mesh.pp - 1}) {
-    std::optional<report::RunPlan> planned;
+    std::optional<plan::RunPlan> planned;
     try {
       planned = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
     } catch (const Error& e) {
       if (e.code() != Errc::Unavailable) throw;
       return std::numeric_limits<i64>::max();
     }
-    const report::RunPlan& plan = *planned;
-    const report::TagBytes own = models.own_memory(config, options_.world, plan);
+    const plan::RunPlan& plan = *planned;
+    const plan::TagBytes own = models.own_memory(config, options_.world, plan);
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (const i64 per_node = options_.world.ranks / options_.world.nodes;
         enough < std::numeric_limits<i64>::max() && searches_offload() &&

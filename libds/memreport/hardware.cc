@@ -9,7 +9,7 @@
 #include "config/optimizer.h"
 #include "memreport/models.h"
 #include "pipeline/simulate.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
@@ -117,11 +117,11 @@ namespace {
 class Stages {
  public:
   Stages(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models)
-      : model_(models.of(config, report::mesh_shape(config, world.ranks), {})),
+      : model_(models.of(config, plan::mesh_shape(config, world.ranks), {})),
         links_(hardware.state().links ? &*hardware.state().links : nullptr),
         machine_(hardware.state().machine) {
     machine_.ranks_per_node = world.ranks / world.nodes;
-    const MeshShape mesh = report::mesh_shape(config, world.ranks);
+    const MeshShape mesh = plan::mesh_shape(config, world.ranks);
     // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
     // fills.
     const std::vector<i64> cuts = models.cuts(config, mesh);
@@ -136,8 +136,8 @@ class Stages {
       }
       auto at = works_.find(layers);
       if (at == works_.end()) {
-        report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
-        report::StepWork work = report::tally_step(model_, plan);
+        plan::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
+        plan::StepWork work = plan::tally_step(model_, plan);
         at = works_.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
       }
       stages_.push_back({&at->second.first, &at->second.second});
@@ -145,7 +145,7 @@ class Stages {
   }
 
   StepTime predicted(const Config& config) const {
-    return predict_step(model_, stages_, pipeline::make_schedules(report::schedule_of(config)), machine_, links_);
+    return predict_step(model_, stages_, pipeline::make_schedules(plan::schedule_of(config)), machine_, links_);
   }
   LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
 
@@ -153,7 +153,7 @@ class Stages {
   const model::Model& model_;
   const Links* links_;
   Machine machine_;
-  std::map<std::vector<i64>, std::pair<report::RunPlan, report::StepWork>> works_;
+  std::map<std::vector<i64>, std::pair<plan::RunPlan, plan::StepWork>> works_;
   std::vector<StageWork> stages_;
 };
 
@@ -191,7 +191,7 @@ LeastTime extended(const LeastTime& a, const LeastTime& b, double times) {
 
 // Whole sequences, and no evaluations between steps, which leave second shards to the next one.
 Config with_alike_steps(const Config& config) {
-  Config alike = report::of_whole_sequences(config);
+  Config alike = plan::of_whole_sequences(config);
   alike.eval.every = 0;
   return alike;
 }

@@ -194,12 +194,12 @@ Call addition(i64 elems) {
 }
 
 // What the counting table says of it, under its own name: of one call, and how many there are.
-std::pair<report::OpCall, i64> cost_of(const Call& call) {
-  report::OpTally tally;
+std::pair<plan::OpCall, i64> cost_of(const Call& call) {
+  plan::OpTally tally;
   Stream stream{.native = &tally};
   static std::byte nowhere;
   Cutter cut(&nowhere);
-  call.run(report::counting_ops(), cut, stream);
+  call.run(plan::counting_ops(), cut, stream);
   for (const auto& [counted, n] : tally.calls()) {
     if (counted.op == call.op) return {counted, n};
   }

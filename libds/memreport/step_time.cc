@@ -9,7 +9,7 @@
 namespace ds::memreport {
 namespace {
 
-using report::Pass;
+using plan::Pass;
 
 // A stage's terms.
 struct StageTime {
@@ -35,7 +35,7 @@ class StageModel {
         stream_bytes_(plan_.shape().stream_rows * hidden * dtype_bytes(plan_.work)) {}
 
   StageTime run() && {
-    for (const report::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
+    for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
     data_parallel();
     behind_the_passes();
     time_.optimizer += machine_.seconds(work_.optimizer);
@@ -65,9 +65,9 @@ class StageModel {
     return s;
   }
 
-  pipeline::Costs costs_of(const report::ChunkWork& chunk) {
+  pipeline::Costs costs_of(const plan::ChunkWork& chunk) {
     const auto cost = [&](Pass pass) {
-      const report::PassWork& w = chunk.of(pass);
+      const plan::PassWork& w = chunk.of(pass);
       const double ops = machine_.seconds(w.ops);
       double messages = 0;
       for (const auto& [name, count] : w.messages)
@@ -155,8 +155,8 @@ class StageModel {
 
     // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
     std::map<std::string, CommCount> rest = plan_.traffic;
-    for (const report::ChunkWork& chunk : work_.chunks) {
-      for (const report::PassWork& pass : chunk.passes) {
+    for (const plan::ChunkWork& chunk : work_.chunks) {
+      for (const plan::PassWork& pass : chunk.passes) {
         for (const auto& [name, count] : pass.messages) {
           rest[name].calls -= count.calls * work_.micro_batches;
           rest[name].bytes -= count.bytes * work_.micro_batches;
@@ -190,8 +190,8 @@ class StageModel {
     for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});
   }
 
-  const report::RunPlan& plan_;
-  const report::StepWork& work_;
+  const plan::RunPlan& plan_;
+  const plan::StepWork& work_;
   const Machine& machine_;
   const Links* links_;
   i64 stream_bytes_;  // of a message of the pipeline
@@ -204,7 +204,7 @@ namespace {
 
 // Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies. Those of page-locked
 // memory run beside the rest, but what of them is hidden depends on the order of a step: none of it is counted on.
-void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::StepWork& work, const Machine& machine) {
+void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
   t.copies = static_cast<double>(plan.copies.to_device + plan.copies.to_host) / machine.host_link;
@@ -214,7 +214,7 @@ void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::St
 
 // States come and go beside their updates, gradients, parameters and inputs of layers beside the passes; reads and
 // writes take turns on a disk that the ranks of a node share.
-double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
+double exposed_files(const plan::RunPlan& plan, const StageTime& t, const Machine& machine) {
   const auto seconds = [&](const offload::FileCounts& f) {
     if (f.read_bytes == 0 && f.written_bytes == 0) return 0.0;
     DS_CHECK(machine.disk_read > 0 && machine.disk_write > 0, Errc::Config,
@@ -250,7 +250,7 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 }
 
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
-StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
+StepTime finished(StepTime step, const model::Model& model, const plan::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
   step.lacks_offload = plan.device == DeviceKind::Cuda && !machine.knows_host() &&
                        (plan.offload.states.device != OffloadDevice::None ||
@@ -275,9 +275,9 @@ size_t busiest_of(const std::vector<StageTime>& times) {
   return static_cast<size_t>(std::ranges::max_element(times, {}, &StageTime::busy) - times.begin());
 }
 
-std::map<std::string, OpTime> ops_of(const report::StepWork& work, const Machine& machine) {
+std::map<std::string, OpTime> ops_of(const plan::StepWork& work, const Machine& machine) {
   std::map<std::string, OpTime> ops;
-  const report::OpTally all = work.total();
+  const plan::OpTally all = work.total();
   for (const auto& [call, n] : all.calls()) {
     const double times = static_cast<double>(n);
     OpTime& op = ops[std::string(call.op)];

@@ -26,7 +26,7 @@
 #include "ds/commbench.h"
 #include "ds/memreport.h"
 #include "memreport/machine.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 namespace ds::memreport {
 
@@ -55,8 +55,8 @@ double message_seconds(const Links& links, std::string_view collective, const Gr
 
 // What the ranks of one stage of the pipeline do; both outlive the call. Stages that do the same may share them.
 struct StageWork {
-  const report::RunPlan* plan;
-  const report::StepWork* work;
+  const plan::RunPlan* plan;
+  const plan::StepWork* work;
 };
 
 // `stages`: one for each stage of the pipeline, in order, and so their schedules. `links`: may be null where no axis

@@ -13,7 +13,7 @@ using pipeline::Instr;
 using pipeline::LayerCall;
 using pipeline::Op;
 
-Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
+Stage::Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards,
              Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs)
     : config_(config.model),
       model_(&model),
@@ -42,7 +42,7 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
 
 Stage::~Stage() { drop_graphs(); }
 
-void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
+void Stage::reshape(const model::Model& model, const plan::RunPlan& plan) {
   DS_ASSERT(plan.use != ConfigUse::Generate && plan.chunks.size() == chunks_.size());
   DS_ASSERT(inputs_ == nullptr || plan.inputs.bytes == plan_->inputs.bytes);
   // What has been sent of the last step goes out of memory that is laid out anew.
@@ -130,7 +130,7 @@ void Stage::make_chunks() {
   std::vector<TensorView> turns[2];  // breadth first: between a chunk and the next, and those before
   for (i64 i = 0; plan_->breadth_first && i < std::min<i64>(2, plan_->stream_slots / plan_->micro_batches); ++i)
     turns[i] = streams(plan_->micro_batches);
-  for (const report::ChunkPlan& c : plan_->chunks) {
+  for (const plan::ChunkPlan& c : plan_->chunks) {
     Chunk& chunk = chunks_.emplace_back();
     if (plan_->breadth_first) {
       const size_t number = chunks_.size() - 1;
@@ -151,7 +151,7 @@ void Stage::make_chunks() {
                                         .working = working + working_slot * c.working_bytes,
                                         .temporary = temporary_.data(),
                                         .away = kept_slot * plan_->away_bytes});
-      auto acts = report::plan_acts(*model_, c, *plan_, planner, mode, plan_->shape(), input_grad);
+      auto acts = plan::plan_acts(*model_, c, *plan_, planner, mode, plan_->shape(), input_grad);
       DS_ASSERT(planner.kept_bytes() <= plan_->kept_bytes && planner.working_bytes() <= c.working_bytes &&
                 planner.temporary_bytes() <= plan_->temporary_bytes);
       return acts;
@@ -278,7 +278,7 @@ class Stage::ParamTiles final : public model::Tiles {
  public:
   ParamTiles(Stage& stage, Leases& leases, i64 layer) : stage_(stage), leases_(leases), layer_(layer) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
+    const size_t group = stage_.plan_->rows[plan::RunPlan::unit_of(layer_)][row].group;
     for (const zero::MatrixTile& tile : stage_.plan_->tiles_of(layer_, row)) {
       stage_.acquire(leases_);
       const TensorView rows = leases_[group]->rows(tile.unit).front();
@@ -297,7 +297,7 @@ class Stage::GradTiles final : public model::Tiles {
  public:
   GradTiles(Stage& stage, i64 layer, i64 micro) : stage_(stage), layer_(layer), micro_(micro) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
+    const size_t group = stage_.plan_->rows[plan::RunPlan::unit_of(layer_)][row].group;
     zero::GradStore& grads = stage_.shards_[group]->grads();
     for (const zero::MatrixTile& tile : stage_.plan_->grad_tiles_of(layer_, row)) {
       use(tile.first, grads.acquire(tile.unit).front());
@@ -312,9 +312,9 @@ class Stage::GradTiles final : public model::Tiles {
 
 model::RowViews Stage::param_views(const Leases& leases, i64 layer, model::Tiles& tiles) {
   const bool shared = model_->tied() && (layer == 0 || layer + 1 == std::ssize(model_->layers));
-  const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
+  const auto rows_of = [&](size_t g) { return leases[g]->rows(plan::RunPlan::unit_of(layer)); };
   return {merge(model_->layers[layer]->rows(), merged_params_, rows_of),
-          shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
+          shared ? leases[0]->rows(plan::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
 }
 
 void Stage::drop_graphs() noexcept {
@@ -427,7 +427,7 @@ TensorView Stage::input_of(const Instr& instr) {
 }
 
 void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
+  const plan::ChunkPlan& plan = plan_->chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
@@ -453,7 +453,7 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
 
 void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
                      const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
+  const plan::ChunkPlan& plan = plan_->chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
   const model::Layer& layer = *model_->layers[call.layer];
   const bool head = call.layer + 1 == std::ssize(model_->layers);
@@ -500,8 +500,8 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       break;
     }
     case LayerCall::Kind::BackwardWeight: {
-      const i64 own = report::RunPlan::unit_of(call.layer),
-                shared = head ? plan_->head_use() : report::RunPlan::kSharedUnit;
+      const i64 own = plan::RunPlan::unit_of(call.layer),
+                shared = head ? plan_->head_use() : plan::RunPlan::kSharedUnit;
       const bool has_shared = model_->tied() && (head || call.layer == 0);
       const auto rows_of = [&](size_t g) {
         return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();

@@ -11,7 +11,7 @@
 
 #include "mesh/mesh.h"
 #include "model/pass_memory.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 #include "zero/shards.h"
 
 namespace ds::stage {
@@ -27,15 +27,15 @@ struct MicroBatch {
 class Stage {
  public:
   // Takes its memory by the plan. All that is given outlives it. inputs: where RunPlan::inputs are, if there are any.
-  Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
-        Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
+  Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards, Mesh& mesh,
+        MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
   // Between steps: from now on passes are over sequences of another length, or layers see other numbers of their
-  // tokens. The plan is report::plan_of_length() of the one by which memory was taken, which has the longest, or that
+  // tokens. The plan is plan::plan_of_length() of the one by which memory was taken, which has the longest, or that
   // one; `model` is of its length. Both outlive it. Takes no memory. Of another length not with inputs that are kept
   // away from the device.
-  void reshape(const model::Model& model, const report::RunPlan& plan);
+  void reshape(const model::Model& model, const plan::RunPlan& plan);
 
   // This rank's part of the tokens of a micro-batch: B whole sequences each.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
@@ -67,7 +67,7 @@ class Stage {
 
   const ModelConfig& model_config() const noexcept { return config_; }
   const model::Model& model() const noexcept { return *model_; }
-  const report::RunPlan& plan() const noexcept { return *plan_; }
+  const plan::RunPlan& plan() const noexcept { return *plan_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   Device& device() const noexcept { return device_; }
@@ -130,7 +130,7 @@ class Stage {
 
   const ModelConfig& config_;
   const model::Model* model_;
-  const report::RunPlan* plan_;
+  const plan::RunPlan* plan_;
   zero::AllShards& shards_;
   Mesh& mesh_;
   MemoryLedger& ledger_;

@@ -2,7 +2,7 @@
 #pragma once
 // The end of a training step, when all layers have run: the groups' sums of gradients are waited for and combined, one
 // verdict is made over all of them, parameters are updated and published. The one description of it: an engine runs it,
-// and over a device and communicators that only count (report/counted_update) it says what a step takes, sends and
+// and over a device and communicators that only count (plan/counted_update) it says what a step takes, sends and
 // computes.
 
 #include <array>

@@ -34,7 +34,7 @@ struct ShardsPlan {
   i64 gather_pool_elems = 0;             // the most that one of them needs
   i64 allgather_bucket = 0;
   std::vector<bool> coded = {};      // by unit: what is gathered of it travels in 8 bits; empty: of none
-  std::vector<DpSplit> zeropp = {};  // report::zeropp_splits
+  std::vector<DpSplit> zeropp = {};  // plan::zeropp_splits
   // Elements of all ranks together, with their padding; of them, those that every rank has whole.
   i64 padded = 0, whole = 0;
 

@@ -230,7 +230,7 @@ int real(const std::string& config, int turns, const std::vector<std::string>& b
   std::printf("%-14s %10s %12s %12s %12s %12s %10s %8s\n", "", "step ms", "over 1 rank", "formula", "bubble", "formula",
               "cpu ratio", "bits");
   for (const auto& a : all) {
-    const report::RunPlan& plan = a->engine(0).plan();
+    const plan::RunPlan& plan = a->engine(0).plan();
     const ScheduleOptions options{.kind = a->config().pipeline.schedule,
                                   .stages = plan.mesh.pp,
                                   .micro_batches = plan.micro_batches,

@@ -31,7 +31,7 @@ struct Counted {
 };
 
 // The products of one step: those of a layer as often as there are layers, those of the head once per chunk of logits.
-std::vector<Counted> products_of_step(const ModelConfig& m, const report::RunPlan& plan) {
+std::vector<Counted> products_of_step(const ModelConfig& m, const plan::RunPlan& plan) {
   const i64 R = plan.B * plan.T, chunks = R / plan.pass.sizes.logits_rows;
   std::vector<Product> layer, head;
   add_layer(layer, "qkv", R, m.hidden, 3 * m.hidden, false);
@@ -52,7 +52,7 @@ void measure(const Config& config, DType work, int threads, int turns) {
   const auto device = make_cpu_device(ops, threads);
   engine::Engine engine(config, mesh, ledger, *device);
   engine.init_weights();
-  const report::RunPlan& plan = engine.plan();
+  const plan::RunPlan& plan = engine.plan();
   const i64 tokens = plan.B * plan.T;
   std::vector<i32> ids(static_cast<size_t>(tokens)), targets(ids.size());
   const RngKey key{1, 2, 3};

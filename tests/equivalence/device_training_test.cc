@@ -14,7 +14,7 @@
 #include "model/attention_pattern.h"
 #include "model/pass_memory.h"
 #include "parity/device_ops.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 #include "temp_directory.h"
 
 namespace ds::testing {
@@ -49,8 +49,8 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps 
         const auto device = make_test_device(1);
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
-        Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
-                  over_device, report::mesh_splits(config, {}));
+        Mesh mesh(std::move(worlds[at]), plan::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
+                  over_device, plan::mesh_splits(config, {}));
         traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
@@ -189,7 +189,7 @@ TEST_P(DeviceTraining, Workers) {
 }
 
 // Of the host's memory, for saving and loading.
-i64 saves(const report::RunPlan& plan) { return plan.state_bytes + plan.state_part_bytes; }
+i64 saves(const plan::RunPlan& plan) { return plan.state_bytes + plan.state_part_bytes; }
 
 // Updates on the host are those of the device, wherever the states are; and what that takes is what was predicted.
 TEST_P(DeviceTraining, OffloadChangesNoBit) {
@@ -332,7 +332,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
       }
       hooks.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); };
       hooks.after_step = [&](engine::Engine& engine, i64 step) {
-        const report::RunPlan& plan = engine.plan();
+        const plan::RunPlan& plan = engine.plan();
         EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(plan), plan.memory[static_cast<size_t>(Tag::Host)]) << what;
         if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
         const offload::FileCounts moved = engine.offload().of_step();

@@ -201,7 +201,7 @@ TEST(OffloadInputs, ChangeNoBit) {
         const std::string what = fmt::format("{} {} {} buffers", family_name(model.family), l.name(), buffers);
         Hooks hooks = with_predicted_traffic(kSteps, what);
         hooks.at_end = [&](engine::Engine& engine) {
-          const report::RunPlan& plan = engine.plan();
+          const plan::RunPlan& plan = engine.plan();
           const i64 bytes = plan.files[static_cast<size_t>(Tag::Activations)];
           EXPECT_EQ(engine.offload().files().current(Tag::Activations), bytes) << what;
           EXPECT_EQ(bytes, plan.inputs.bytes) << what;

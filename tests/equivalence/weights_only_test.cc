@@ -11,7 +11,7 @@ namespace weights_only_test {
 struct Seen {
   double loss = 0;
   std::vector<i32> text;
-  report::TagBytes counted{}, predicted{};
+  plan::TagBytes counted{}, predicted{};
 };
 
 Seen look(Config c, int ranks, ConfigUse use) {
@@ -20,7 +20,7 @@ Seen look(Config c, int ranks, ConfigUse use) {
   std::mutex mutex;
   with_engines(c, ranks, [&](engine::Engine& engine) {
     EXPECT_TRUE(engine.is_finite());
-    report::TagBytes counted{};
+    plan::TagBytes counted{};
     double loss = 0;
     if (use != ConfigUse::Generate) {
       const i64 B = c.batch.micro, T = c.data.seq_length;

@@ -4,7 +4,7 @@
 #include "equivalence/layouts.h"
 #include "infer/writer.h"
 #include "infer/writing_memory.h"
-#include "report/scratch.h"
+#include "plan/scratch.h"
 
 namespace ds::testing {
 namespace writing_test {
@@ -77,7 +77,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
       bytes = engine.ledger().peak(Tag::Activations);
       // As --check predicts it.
-      const report::TagBytes text =
+      const plan::TagBytes text =
           infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
       for (size_t t = 0; t < text.size(); ++t)
         EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
@@ -146,7 +146,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
       const i64 held = engine.device().scratch_bytes();
       EXPECT_LE(held, *said);
       EXPECT_GE(held, exact ? *said : 1);
-      EXPECT_EQ(report::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads), 0);
+      EXPECT_EQ(plan::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads), 0);
     };
     with_engines(c, ranks, body, ops, threads);
   };

@@ -15,14 +15,14 @@ using memreport::Links;
 using memreport::Machine;
 using memreport::Rate;
 using memreport::StepTime;
-using report::Pass;
+using plan::Pass;
 
 // A run on all stages of one pipeline, and its prediction.
 struct Predicted {
   MeshShape mesh;
   std::vector<model::Model> models;
-  std::vector<report::RunPlan> plans;
-  std::vector<report::StepWork> works;
+  std::vector<plan::RunPlan> plans;
+  std::vector<plan::StepWork> works;
 
   explicit Predicted(const Config& c, DeviceKind device = DeviceKind::Cpu) {
     mesh = {.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
@@ -30,9 +30,9 @@ struct Predicted {
             .tp = narrow<int>(c.tensor_parallel.tp_size),
             .sp = narrow<int>(c.sequence_parallel_size)};
     for (int p = 0; p < mesh.pp; ++p)
-      models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {.pp = p})));
-    for (int p = 0; p < mesh.pp; ++p) plans.push_back(report::make_run_plan(c, models[p], mesh, {.pp = p}, device));
-    for (size_t p = 0; p < plans.size(); ++p) works.push_back(report::tally_step(models[p], plans[p]));
+      models.push_back(model::make_model(c.model, c.data.seq_length, plan::shard_of(c, mesh, {.pp = p})));
+    for (int p = 0; p < mesh.pp; ++p) plans.push_back(plan::make_run_plan(c, models[p], mesh, {.pp = p}, device));
+    for (size_t p = 0; p < plans.size(); ++p) works.push_back(plan::tally_step(models[p], plans[p]));
   }
   StepTime operator()(const Machine& machine, const Links* links = nullptr) const {
     std::vector<memreport::StageWork> stages;
@@ -111,7 +111,7 @@ TEST(Machine, KnowsTheOpsOfEveryModel) {
   EXPECT_EQ(m.flops.size(), 3);
   for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Predicted p(tiny_config(config, 1, 2, 0));
-    const report::OpTally all = p.works[0].total();
+    const plan::OpTally all = p.works[0].total();
     for (const auto& [call, n] : all.calls()) {
       EXPECT_GE(m.seconds(call), m.op_overhead_s);
       const bool moves = call.op == "sum" || call.op == "judge";
@@ -129,7 +129,7 @@ TEST(StepTime, OfOneRankIsTheRooflineSum) {
     Machine m = cpu(3e9, 7e9);
     m.op_overhead_s = 1e-6;
     double sum = 0, recompute = 0;
-    report::OpTally all = p.works[0].total();
+    plan::OpTally all = p.works[0].total();
     all.add(p.works[0].reductions);
     for (const auto& [call, n] : all.calls()) {
       const double flops = static_cast<double>(call.flops) / 3e9, bytes = static_cast<double>(call.bytes) / 7e9;
@@ -261,7 +261,7 @@ TEST(StepTime, RanksShareTheCoresOfTheirNode) {
     const StepTime shared = p(cpu(1e9, 1e9, 1, ranks), &links);
     EXPECT_EQ(own.cores_s, 0);
     double work = 0;
-    for (const report::StepWork& w : p.works) work += cpu().seconds(w.total());
+    for (const plan::StepWork& w : p.works) work += cpu().seconds(w.total());
     work *= static_cast<double>(ranks) / static_cast<double>(p.works.size());
     const double sent = own.in_layer_communication_s + own.communication_s + own.publish_s;
     EXPECT_NEAR(shared.step_s, work + sent, 1e-9 * work);
@@ -303,14 +303,14 @@ TEST(StepTime, BubbleIsTheSimulations) {
     const StepTime t = p(m, &links);
     std::vector<pipeline::Costs> blocks;
     for (size_t chunk = 0; chunk < p.plans[0].chunks.size(); ++chunk) {
-      for (const report::StepWork& w : p.works) {
+      for (const plan::StepWork& w : p.works) {
         const auto cost = [&](Pass pass) { return m.seconds(w.chunks[chunk].of(pass).ops); };
         blocks.push_back({cost(Pass::Forward), cost(Pass::Recompute) + cost(Pass::BackwardInput),
                           cost(Pass::BackwardWeight) + m.seconds(w.chunks[chunk].gradients) / 8,
                           1e-5 + 1e-9 * static_cast<double>(p.plans[0].shape().stream_rows * c.model.hidden * 4)});
       }
     }
-    pipeline::ScheduleOptions options = report::schedule_of(c);
+    pipeline::ScheduleOptions options = plan::schedule_of(c);
     const auto schedules = pipeline::make_schedules(options);
     const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
     SCOPED_TRACE(schedule_name(kind));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What a run needs, before it starts: memory of each rank by tag, traffic, work. The numbers are those of the plan that
-// the engine allocates and communicates by (report/run_plan).
+// the engine allocates and communicates by (plan/run_plan).
 
 #include <functional>
 #include <map>
