@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <set>
 
+#include "memreport/hardware.h"
+#include "memreport/models.h"
 #include "pipeline/simulate.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
@@ -198,10 +201,6 @@ class StageModel {
   StageTime time_;
 };
 
-}  // namespace
-
-namespace {
-
 // Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies. Those of page-locked
 // memory run beside the rest, but what of them is hidden depends on the order of a step: none of it is counted on.
 void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
@@ -309,6 +308,89 @@ StepTime busy_step(const std::vector<StageTime>& times) {
   return step;
 }
 
+// The stages of a pipeline, each kind of them once.
+class Stages {
+ public:
+  Stages(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models)
+      : model_(models.of(config, plan::mesh_shape(config, world.ranks), {})),
+        links_(hardware.state().links ? &*hardware.state().links : nullptr),
+        machine_(hardware.state().machine) {
+    machine_.ranks_per_node = world.ranks / world.nodes;
+    const MeshShape mesh = plan::mesh_shape(config, world.ranks);
+    // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
+    // fills.
+    const std::vector<i64> cuts = models.cuts(config, mesh);
+    for (int stage = 0; stage < mesh.pp; ++stage) {
+      std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
+      for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
+        const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
+        layers.push_back(cuts[block + 1] - cuts[block]);
+        if (config.model.sliding_window == 0) continue;
+        for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
+          layers.push_back(config.model.sliding_layers[l - 1]);
+      }
+      auto at = works_.find(layers);
+      if (at == works_.end()) {
+        plan::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
+        plan::StepWork work = plan::tally_step(model_, plan);
+        at = works_.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
+      }
+      stages_.push_back({&at->second.first, &at->second.second});
+    }
+  }
+
+  StepTime predicted(const Config& config) const {
+    return predict_step(model_, stages_, pipeline::make_schedules(plan::schedule_of(config)), machine_, links_);
+  }
+  LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
+
+ private:
+  const model::Model& model_;
+  const Links* links_;
+  Machine machine_;
+  std::map<std::vector<i64>, std::pair<plan::RunPlan, plan::StepWork>> works_;
+  std::vector<StageWork> stages_;
+};
+
+// As of_any_length() wants it.
+StepTime extended(const StepTime& a, const StepTime& b, double times) {
+  const auto at = [&](double of_a, double of_b) { return of_b + (of_b - of_a) * times; };
+  StepTime t;
+  for (double StepTime::*field :
+       {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s, &StepTime::pipeline_s,
+        &StepTime::communication_s, &StepTime::hidden_s, &StepTime::optimizer_s, &StepTime::publish_s,
+        &StepTime::files_s, &StepTime::copies_s, &StepTime::cores_s, &StepTime::step_s})
+    t.*field = at(a.*field, b.*field);
+  for (const auto& [name, seconds] : b.messages_s) {
+    const auto in_a = a.messages_s.find(name);
+    t.messages_s[name] = at(in_a == a.messages_s.end() ? 0 : in_a->second, seconds);
+  }
+  for (const auto& [name, op] : b.ops) {
+    const auto in_a = a.ops.find(name);
+    const OpTime less = in_a == a.ops.end() ? OpTime() : in_a->second;
+    t.ops[name] = {op.calls + (op.calls - less.calls) * static_cast<i64>(times), at(less.flops, op.flops),
+                   at(less.bytes, op.bytes), at(less.seconds, op.seconds)};
+  }
+  // Quotients: their dividends grow evenly.
+  const auto ratio = [&](double StepTime::*r, double StepTime::*by) {
+    return t.*by > 0 ? at(a.*r * a.*by, b.*r * b.*by) / (t.*by) : 0;
+  };
+  t.bubble_fraction = ratio(&StepTime::bubble_fraction, &StepTime::pipeline_s);
+  t.tokens_per_s = ratio(&StepTime::tokens_per_s, &StepTime::step_s);
+  t.mfu = ratio(&StepTime::mfu, &StepTime::step_s);
+  return t;
+}
+LeastTime extended(const LeastTime& a, const LeastTime& b, double times) {
+  return {extended(a.own, b.own, times), extended(a.any_cut, b.any_cut, times)};
+}
+
+// Whole sequences, and no evaluations between steps, which leave second shards to the next one.
+Config with_alike_steps(const Config& config) {
+  Config alike = plan::of_whole_sequences(config);
+  alike.eval.every = 0;
+  return alike;
+}
+
 }  // namespace
 
 StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
@@ -344,6 +426,26 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
   }
   return {finished(busy_step(times), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};
+}
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware) {
+  Models models;
+  return predict_time(config, world, device, hardware, models);
+}
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                      Models& models) {
+  return of_any_length(
+      with_alike_steps(config),
+      [&](const Config& c) { return Stages(c, world, device, hardware, models).predicted(c); },
+      [](const auto&... of) { return extended(of...); });
+}
+
+LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                     Models& models) {
+  return of_any_length(
+      with_alike_steps(config), [&](const Config& c) { return Stages(c, world, device, hardware, models).least(); },
+      [](const auto&... of) { return extended(of...); });
 }
 
 }  // namespace ds::memreport
