@@ -17,6 +17,7 @@
 #include "ds/log.h"
 #include "model/models.h"
 #include "plan/run_plan.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 
 namespace ds::engine {
@@ -36,7 +37,7 @@ i64 shared_bytes(Plans& plans) {
     raise(most_tp, plan.tp_shared);
     raise(most_outer, plan.outer_shared);
   }
-  return mesh_shm_bytes(plans.mesh(), most, most_tp, plan::zeropp_splits(plans.config()),
+  return mesh_shm_bytes(plans.mesh(), most, most_tp, zeropp_splits(plans.config()),
                         plans.of_stage(0).plan.zeropp_shared, most_outer);
 }
 
@@ -244,7 +245,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
     throw;
   }
   return std::make_unique<Mesh>(std::move(world), plans.mesh(), options, over_device,
-                                plan::mesh_splits(config, plans.of(ranks.rank)->model.splits));
+                                mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
 }  // namespace ds::engine

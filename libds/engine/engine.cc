@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "mesh/from_config.h"
 #include "base/file.h"
 
 namespace ds::engine {
@@ -75,7 +76,7 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
 
 model::Model Engine::make_model(const Config& config, const MeshCoord& coord) const {
   if (parts_.model) return parts_.model(config, mesh_.shape(), coord);
-  return model::make_model(config, plan::shard_of(config, mesh_.shape(), coord));
+  return model::make_model(config, model::shard_of(config, mesh_.shape(), coord.tp, coord.sp));
 }
 
 // Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
@@ -98,7 +99,7 @@ void Engine::shape_to(i64 length, i64 kept) {
 }
 
 zero::AllShards Engine::make_shards() {
-  DS_ASSERT(plan::mesh_splits(config_, model_.splits) == mesh_.splits());
+  DS_ASSERT(mesh_splits(config_, model_.splits) == mesh_.splits());
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {

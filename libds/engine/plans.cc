@@ -10,6 +10,7 @@
 #include "engine/connect.h"
 #include "infer/writing_memory.h"
 #include "pipeline/simulate.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 
 namespace ds::engine {
@@ -17,13 +18,13 @@ namespace ds::engine {
 namespace {
 
 chart::PlanChart chart_of(const Config& config, int world_size) {
-  const pipeline::ScheduleOptions schedule = plan::schedule_of(config);
+  const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config);
   const pipeline::Costs costs;
   chart::PlanChart chart{.schedule = schedule,
                          .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                          .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  Plans plans(config, plan::mesh_shape(config, world_size), resolve_device(config), world_size);
+  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
   for (const StagePlan& s : plan_stages(plans)) {
     chart::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
@@ -178,7 +179,7 @@ bool trains_nothing(const plan::RunPlan& plan) {
          std::ranges::all_of(plan.groups.of_params, [&](size_t g) { return plan.groups.groups[g].frozen; });
 }
 
-double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(plan::schedule_of(config)); }
+double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(pipeline::schedule_of(config)); }
 
 NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   const MeshShape& mesh = plans.mesh();

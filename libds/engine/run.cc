@@ -27,6 +27,7 @@
 #include "engine/run_state.h"
 #include "engine/served.h"
 #include "engine/weights.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 
 namespace ds {
@@ -68,7 +69,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = engine::open_device(config, ranks);
-  engine::Plans plans(config, plan::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+  engine::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                       writing);
   return predict_on(*device, plans, ranks);
 }
@@ -128,7 +129,7 @@ monitor::Places TrainingRun::State::places() const {
 
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
-  plans.emplace(config, plan::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+  plans.emplace(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                 options.writing);
   check_memory(*device, *plans, ranks);
   const plan::RunPlan& own = plans->of(ranks.rank)->plan;
@@ -303,7 +304,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.config = config;
   s.ranks = ranks;
   s.options = options;
-  const MeshShape mesh = plan::mesh_shape(config, ranks.world_size);
+  const MeshShape mesh = mesh_shape(config, ranks.world_size);
   const plan::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.files, ranks.local_world_size);

@@ -6,6 +6,7 @@
 #include "ds/memreport.h"
 #include "memreport/explain.h"
 #include "optim/optimizer.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -42,7 +43,7 @@ std::string explain(double params, int stage, int ranks) {
 
 std::string explain(const Config& config, const World& world) {
   const ModelConfig& m = config.model;
-  const MeshShape mesh = plan::mesh_shape(config, world.ranks);
+  const MeshShape mesh = mesh_shape(config, world.ranks);
   const bool learned = !m.rotary();
   Subject s;
   const model::Model model = model::make_model(config);

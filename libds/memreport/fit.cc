@@ -20,6 +20,7 @@
 #include "memreport/arrangement.h"
 #include "memreport/hardware.h"
 #include "memreport/models.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -220,7 +221,7 @@ Offloaded offloaded_of(const ZeroConfig& z) noexcept {
 
 Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
   return {.keys = std::move(keys),
-          .mesh = plan::mesh_shape(config, options_.world.ranks),
+          .mesh = mesh_shape(config, options_.world.ranks),
           .stage = narrow<int>(config.zero.stage),
           .micro = config.batch.micro,
           .accumulation = config.batch.accumulation,
@@ -254,11 +255,11 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
 
 i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   config = plan::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
-  const MeshShape mesh = plan::mesh_shape(config, options_.world.ranks);
+  const MeshShape mesh = mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
   // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them
   // need is their tokens and losses.
-  const PipelineSchedule schedule = plan::schedule_of(config).kind;
+  const PipelineSchedule schedule = pipeline::schedule_of(config).kind;
   const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst ||
                        config.zero.tile_size > 0;  // whose number in a step is limited
   const i64 more =

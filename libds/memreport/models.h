@@ -12,6 +12,7 @@
 #include "ds/memreport.h"
 #include "memreport/step_time.h"
 #include "model/models.h"
+#include "pipeline/partition.h"
 #include "plan/own_memory.h"
 
 namespace ds::memreport {
@@ -20,7 +21,7 @@ namespace ds::memreport {
 class Models {
  public:
   const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
-    const model::Shard s = plan::shard_of(config, mesh, coord);
+    const model::Shard s = model::shard_of(config, mesh, coord.tp, coord.sp);
     const std::lock_guard lock(mutex_);
     auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
     if (!model) model = std::make_unique<model::Model>(model::make_model(config, s));
@@ -32,7 +33,7 @@ class Models {
     return plan::make_run_plan(config, of(config, mesh, coord), mesh, coord, device, cuts);
   }
   std::vector<i64> cuts(const Config& config, const MeshShape& mesh) {
-    return plan::pipeline_cuts(config, of(config, mesh, {}));
+    return pipeline::cuts_of(config, of(config, mesh, {}));
   }
   // What a run on the kernels and cores of this machine would take for itself; nothing for a GPU.
   plan::TagBytes own_memory(const Config& config, const World& world, const plan::RunPlan& plan);

@@ -11,6 +11,7 @@
 #include "memreport/models.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -241,13 +242,13 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   if (device == DeviceKind::Auto) device = DeviceKind::Cpu;
   Prediction p;
   p.world = world;
-  p.mesh = plan::mesh_shape(config, world.ranks);
+  p.mesh = mesh_shape(config, world.ranks);
   p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
   const model::Model& whole = models.of(config, p.mesh, {});
   p.num_params = whole.num_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
-  p.bubble_fraction = pipeline::bubble_fraction(plan::schedule_of(config));
+  p.bubble_fraction = pipeline::bubble_fraction(pipeline::schedule_of(config));
   const std::vector<i64> cuts = models.cuts(config, p.mesh);
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
     for (RankGroup& g : groups_of(config, world, p.mesh, stage, device, cuts, models)) p.groups.push_back(std::move(g));

@@ -7,6 +7,7 @@
 #include "memreport/hardware.h"
 #include "memreport/models.h"
 #include "pipeline/simulate.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -312,11 +313,11 @@ StepTime busy_step(const std::vector<StageTime>& times) {
 class Stages {
  public:
   Stages(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models)
-      : model_(models.of(config, plan::mesh_shape(config, world.ranks), {})),
+      : model_(models.of(config, mesh_shape(config, world.ranks), {})),
         links_(hardware.state().links ? &*hardware.state().links : nullptr),
         machine_(hardware.state().machine) {
     machine_.ranks_per_node = world.ranks / world.nodes;
-    const MeshShape mesh = plan::mesh_shape(config, world.ranks);
+    const MeshShape mesh = mesh_shape(config, world.ranks);
     // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
     // fills.
     const std::vector<i64> cuts = models.cuts(config, mesh);
@@ -340,7 +341,7 @@ class Stages {
   }
 
   StepTime predicted(const Config& config) const {
-    return predict_step(model_, stages_, pipeline::make_schedules(plan::schedule_of(config)), machine_, links_);
+    return predict_step(model_, stages_, pipeline::make_schedules(pipeline::schedule_of(config)), machine_, links_);
   }
   LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
 

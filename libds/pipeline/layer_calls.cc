@@ -6,6 +6,16 @@ namespace ds::pipeline {
 using Kind = LayerCall::Kind;
 using model::Keep;
 
+Checkpointing checkpointing_of(const Config& config) {
+  const ActivationCheckpointingConfig& c = config.activation_checkpointing;
+  switch (c.granularity) {
+    case CheckpointGranularity::None: return {};
+    case CheckpointGranularity::Layer: return {Keep::Input, c.interval};
+    case CheckpointGranularity::Selective: return {Keep::AllButAttention};
+  }
+  return {};
+}
+
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing) {
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers of the group so far

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "ds/config.h"
 #include "model/layer.h"
 
 namespace ds::pipeline {
@@ -22,6 +23,7 @@ struct Checkpointing {
   model::Keep keep = model::Keep::All;  // of blocks
   i64 interval = 1;                     // Keep::Input: layers of a group
 };
+Checkpointing checkpointing_of(const Config& config);
 
 // Layers [begin, end) of the model, which one instruction runs.
 struct Chunk {

@@ -7,11 +7,6 @@
 
 namespace ds::plan {
 
-// The axes of the configuration, which its reader has found to fit the world; dp is what is left.
-MeshShape mesh_shape(const Config& config, int world_size);
-// The splits of dp that the mesh of a run has: the model's, and behind them those of ZeRO++.
-std::vector<DpSplit> mesh_splits(const Config& config, std::vector<DpSplit> of_model);
-
 struct Planned {
   model::Model model;
   RunPlan plan;

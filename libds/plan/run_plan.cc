@@ -8,6 +8,7 @@
 #include "pipeline/partition.h"
 #include "plan/counted_update.h"
 #include "plan/dry_run.h"
+#include "mesh/from_config.h"
 #include "plan/plan_traffic.h"
 
 namespace ds::plan {
@@ -26,15 +27,6 @@ i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
   // Its kernels want rows of a multiple of eight elements and make that of fewer rows: room for those that this costs,
   // or the last of the micro-batch would be a chunk of their own, which reads the weight and adds to its gradient.
   return chunk + div_ceil(chunk * (align_up(vocab, 8) - vocab), vocab);
-}
-
-pipeline::Checkpointing checkpointing_of(const ActivationCheckpointingConfig& c) {
-  switch (c.granularity) {
-    case CheckpointGranularity::None: return {};
-    case CheckpointGranularity::Layer: return {model::Keep::Input, c.interval};
-    case CheckpointGranularity::Selective: return {model::Keep::AllButAttention};
-  }
-  return {};
 }
 
 // The units of a group whose parameters a layer uses, and those of its gradients.
@@ -94,55 +86,6 @@ i64 RunPlan::tile_cols() const noexcept {
     for (const zero::MatrixTile& tile : s.layout.tiles()) cols = std::max(cols, tile.cols);
   }
   return cols;
-}
-
-std::vector<DpSplit> zeropp_splits(const Config& config) {
-  std::vector<DpSplit> splits;
-  if (!ds::trains(config.use) || config.zero.stage != 3) return splits;
-  const int inner = narrow<int>(config.zero.hpz_partition_size);
-  if (inner == 1) return splits;
-  splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
-  if (config.gradient_code_bits() > 0)
-    splits.push_back({.name = "across", .inner = inner, .along = DpSplit::Along::Outer});
-  return splits;
-}
-
-model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
-  return {.tp = mesh.tp,
-          .tp_rank = coord.tp,
-          .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
-          .sp = mesh.sp,
-          .sp_rank = coord.sp,
-          .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? model::SequenceMode::Ring
-                                                                              : model::SequenceMode::Ulysses};
-}
-
-pipeline::ScheduleOptions schedule_of(const Config& config) {
-  const PipelineConfig& p = config.pipeline;
-  return {.kind = p.stages * p.virtual_stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
-          .stages = narrow<int>(p.stages),
-          .micro_batches = config.batch.accumulation,
-          .chunks = narrow<int>(p.virtual_stages)};
-}
-
-std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model) {
-  const PipelineConfig& p = config.pipeline;
-  const int parts = narrow<int>(p.stages * p.virtual_stages);
-  if (parts == 1) return {0, std::ssize(model.layers)};
-  const pipeline::Checkpointing checkpointing = checkpointing_of(config.activation_checkpointing);
-  const std::vector<pipeline::LayerCost> layers = pipeline::layer_costs(model);
-  std::vector<i64> bytes;
-  for (size_t l = 0; l < layers.size(); ++l) {
-    const auto& layer = model.layers[l];
-    // Weights, gradients and Adam's states, and the activations of a micro-batch.
-    model::ActivationPlanner planner;
-    planner.begin_layer(layer->is_block() ? checkpointing.keep : model::Keep::All, false);
-    layer->plan(planner, config.work_dtype(), config.batch.micro, config.data.seq_length / model.shard.sp, Mode::Train);
-    bytes.push_back(layers[l].params * (2 * dtype_bytes(config.work_dtype()) + 12) / model.shard.tp +
-                    planner.kept_bytes());
-  }
-  return p.partition == "memory" ? pipeline::balanced_cuts(bytes, parts)
-                                 : pipeline::partition(p.partition, layers, parts);
 }
 
 std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPlan& c, const RunPlan& plan,

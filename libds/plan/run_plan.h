@@ -114,21 +114,8 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
-// Of dp, for ZeRO++: "near", ranks side by side (one, where there are no second shards), and, where gradients travel as
-// codes, "across", those with the same number among them. Who does not train has none.
-std::vector<DpSplit> zeropp_splits(const Config& config);
-
-// The part of the model that a rank of the mesh computes.
-model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);
-
-// The schedule of the first stage: that of one stage is the same whatever it is called.
-pipeline::ScheduleOptions schedule_of(const Config& config);
-
-// The first layer of each block of the pipeline, and behind the last one: pipeline.partition. The same on every rank.
-std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);
-
-// `model`: of shard_of(); it must outlive the plan. `device`: where it runs, not Auto. `cuts`: pipeline_cuts() where
-// they are known already; else empty.
+// `model`: of model::shard_of(); it must outlive the plan. `device`: where it runs, not Auto. `cuts`: of
+// pipeline::cuts_of(), where they are known already; else empty.
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 

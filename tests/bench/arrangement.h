@@ -20,6 +20,7 @@
 #include "ds/config.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::bench {
@@ -83,7 +84,7 @@ class Arrangement {
     on_ranks(ranks, [&](int rank) {
       Part& part = parts_[rank];
       part.device = make_cpu_device(*cpu_ops(), threads);
-      part.mesh = std::make_unique<Mesh>(std::move(comms[rank]), plan::mesh_shape(config_, ranks),
+      part.mesh = std::make_unique<Mesh>(std::move(comms[rank]), mesh_shape(config_, ranks),
                                          CommOptions{.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
       part.engine = std::make_unique<engine::Engine>(config_, *part.mesh, part.ledger, *part.device);
       part.engine->init_weights();

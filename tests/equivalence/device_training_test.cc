@@ -14,6 +14,7 @@
 #include "model/attention_pattern.h"
 #include "model/pass_memory.h"
 #include "parity/device_ops.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "temp_directory.h"
 
@@ -49,8 +50,8 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps 
         const auto device = make_test_device(1);
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
-        Mesh mesh(std::move(worlds[at]), plan::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
-                  over_device, plan::mesh_splits(config, {}));
+        Mesh mesh(std::move(worlds[at]), mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
+                  over_device, mesh_splits(config, {}));
         traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);

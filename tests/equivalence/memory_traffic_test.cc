@@ -5,6 +5,7 @@
 #include <set>
 
 #include "equivalence/layouts.h"
+#include "mesh/from_config.h"
 #include "plan/own_memory.h"
 
 namespace ds::testing {
@@ -271,9 +272,9 @@ TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   c.batch.train *= 2;
   c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 4};
   c.steps = 3;
-  const plan::Planned never(c, plan::mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  const plan::Planned never(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
   c.steps = 4;
-  const plan::Planned once(c, plan::mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  const plan::Planned once(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
   EXPECT_EQ(never.plan.largest_calls.outer.combined_bytes, 0);
   EXPECT_GT(once.plan.largest_calls.outer.combined_bytes, 0);
   EXPECT_GT(never.plan.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
@@ -340,7 +341,7 @@ TEST(SparseGradients, SendNoMoreThanPlannedUnderAnyName) {
 TEST(Bounds, NameWhatDependsOnMoreThanTheConfiguration) {
   constexpr Bound kExact = Bound::Exact, kMost = Bound::AtMost, kLeast = Bound::AtLeast;
   const auto expect = [](Config c, int ranks, std::string_view backend, bool whole_run, Bound scratch, Bound comm) {
-    const plan::Planned planned(c, plan::mesh_shape(c, ranks), 0, DeviceKind::Cpu);
+    const plan::Planned planned(c, mesh_shape(c, ranks), 0, DeviceKind::Cpu);
     const plan::TagBounds bounds = plan::own_bounds(c, planned.plan, {backend, *cpu_ops(), 1}, whole_run);
     for (size_t t = 0; t < bounds.size(); ++t) {
       const auto tag = static_cast<Tag>(t);

@@ -17,6 +17,7 @@
 #include "engine/served.h"
 #include "formats/tensor_io.h"
 #include "infer/writer.h"
+#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::testing {
@@ -221,7 +222,7 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   const auto device = make_cpu_device(ops, num_threads);
   const int size = world->size();
   const CommOptions options{.timeout_s = 60, .progress_thread = config.zero.overlap_comm};
-  Mesh mesh(std::move(world), plan::mesh_shape(config, size), options, {}, plan::mesh_splits(config, hooks.splits));
+  Mesh mesh(std::move(world), mesh_shape(config, size), options, {}, mesh_splits(config, hooks.splits));
   return train_on(*device, mesh, config, steps, hooks);
 }
 
@@ -236,8 +237,8 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
     threads.emplace_back([&, &mine = world] {
       try {
         const auto device = make_cpu_device(ops, num_threads);
-        Mesh mesh(std::move(mine), plan::mesh_shape(config, ranks), {.timeout_s = 60}, {},
-                  plan::mesh_splits(config, {}));
+        Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {},
+                  mesh_splits(config, {}));
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);
         engine.init_weights();

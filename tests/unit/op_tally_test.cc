@@ -8,6 +8,7 @@
 
 #include "cpu_time.h"
 #include "equivalence/layouts.h"
+#include "mesh/from_config.h"
 #include "model/models.h"
 
 namespace ds::testing {
@@ -23,7 +24,7 @@ StepWork tally(const Config& c, const MeshCoord& coord = {}) {
                        .pp = narrow<int>(c.pipeline.stages),
                        .tp = narrow<int>(c.tensor_parallel.tp_size),
                        .sp = narrow<int>(c.sequence_parallel_size)};
-  const model::Model model = model::make_model(c.model, c.data.seq_length, plan::shard_of(c, mesh, coord));
+  const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
   return plan::tally_step(model, plan::make_run_plan(c, model, mesh, coord));
 }
 
@@ -146,7 +147,7 @@ TEST(RunPlan, SumsOfAllRanksAreThoseOfEach) {
     l.sequence = true;
     const Config c = config_of(config, l);
     const MeshShape mesh{.dp = dp, .tp = 2};
-    const model::Model model = model::make_model(c.model, c.data.seq_length, plan::shard_of(c, mesh, {}));
+    const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0));
     const plan::RunPlan plan = plan::make_run_plan(c, model, mesh, {});
     const std::vector<plan::RunPlan::SummedElems> summed = plan.summed_of_ranks();
     ASSERT_EQ(std::ssize(summed), dp);
@@ -357,7 +358,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const auto device = make_cpu_device(kCounted, 1);
-    Mesh mesh(world.group(all, "test", options), plan::mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();

@@ -41,7 +41,7 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
 
 i64 memory(const Config& c, const MeshShape& mesh, int stage, Tag tag) {
   const MeshCoord coord{.pp = stage};
-  const model::Model model = model::make_model(c.model, c.data.seq_length, plan::shard_of(c, mesh, coord));
+  const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
   return plan::make_run_plan(c, model, mesh, coord).memory[static_cast<size_t>(tag)];
 }
 
@@ -148,7 +148,7 @@ TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
           std::set<i64> chunks;
           for (int r = 0; r < t; ++r) {
             const MeshCoord coord{.tp = r};
-            const model::Model model = model::make_model(c.model, s, plan::shard_of(c, mesh, coord));
+            const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, coord.tp, coord.sp));
             chunks.insert(plan::make_run_plan(c, model, mesh, coord, device).pass.sizes.logits_rows);
           }
           EXPECT_EQ(chunks.size(), 1u) << "vocabulary " << vocab << " tp " << t << " micro-batch " << micro;

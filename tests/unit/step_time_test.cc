@@ -30,7 +30,7 @@ struct Predicted {
             .tp = narrow<int>(c.tensor_parallel.tp_size),
             .sp = narrow<int>(c.sequence_parallel_size)};
     for (int p = 0; p < mesh.pp; ++p)
-      models.push_back(model::make_model(c.model, c.data.seq_length, plan::shard_of(c, mesh, {.pp = p})));
+      models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0)));
     for (int p = 0; p < mesh.pp; ++p) plans.push_back(plan::make_run_plan(c, models[p], mesh, {.pp = p}, device));
     for (size_t p = 0; p < plans.size(); ++p) works.push_back(plan::tally_step(models[p], plans[p]));
   }
@@ -310,7 +310,7 @@ TEST(StepTime, BubbleIsTheSimulations) {
                           1e-5 + 1e-9 * static_cast<double>(p.plans[0].shape().stream_rows * c.model.hidden * 4)});
       }
     }
-    pipeline::ScheduleOptions options = plan::schedule_of(c);
+    pipeline::ScheduleOptions options = pipeline::schedule_of(c);
     const auto schedules = pipeline::make_schedules(options);
     const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
     SCOPED_TRACE(schedule_name(kind));
