@@ -15,9 +15,9 @@
 #include "checkpoint/together.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
+#include "mesh/from_config.h"
 #include "model/models.h"
 #include "plan/run_plan.h"
-#include "mesh/from_config.h"
 #include "probe/host.h"
 
 namespace ds::engine {
@@ -33,12 +33,12 @@ i64 shared_bytes(Plans& plans) {
   };
   for (int stage = 0; stage < plans.mesh().pp; ++stage) {
     const plan::RunPlan& plan = plans.of_stage(stage).plan;
-    raise(most, plan.dp_shared);
-    raise(most_tp, plan.tp_shared);
-    raise(most_outer, plan.outer_shared);
+    raise(most, plan.memory.dp_shared);
+    raise(most_tp, plan.memory.tp_shared);
+    raise(most_outer, plan.memory.outer_shared);
   }
   return mesh_shm_bytes(plans.mesh(), most, most_tp, zeropp_splits(plans.config()),
-                        plans.of_stage(0).plan.zeropp_shared, most_outer);
+                        plans.of_stage(0).plan.memory.zeropp_shared, most_outer);
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.

@@ -10,8 +10,8 @@
 #include <numeric>
 #include <utility>
 
-#include "mesh/from_config.h"
 #include "base/file.h"
+#include "mesh/from_config.h"
 
 namespace ds::engine {
 
@@ -30,7 +30,8 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank(), parts.trace),
       shards_(make_shards()),
-      stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
+      stage_(config_, model_, plan_, shards_, mesh, ledger, device,
+             offload_.make_inputs(plan_.activations.inputs, device, ledger)),
       laid_out_{plan_.sequence_length, 0},
       step_length_(plan_.sequence_length),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
@@ -220,13 +221,13 @@ std::optional<double> Engine::evaluate(i64 batches,
       stage_.load(b, ids, targets);
       stage_.load_documents(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
-      if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
+      if (plan_.stage.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     }
     for (const pipeline::Instr& instr :
-         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {
+         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.stage.chunks)))) {
       stage_.evaluate(instr);
-      const bool has_losses = plan_.chunks[instr.chunk].last && plan_.coord.tp == 0;
+      const bool has_losses = plan_.stage.chunks[instr.chunk].last && plan_.coord.tp == 0;
       if (instr.op != pipeline::Op::Forward || !has_losses) continue;
       device_.download(losses.data(), stage_.losses().data, R * 4);
       for (const float loss : losses) {
@@ -287,7 +288,7 @@ bool Engine::is_finite() {
 
 void Engine::read_logits(std::vector<float>& out) {
   out.clear();
-  const plan::ChunkPlan& last = plan_.chunks.back();
+  const plan::ChunkPlan& last = plan_.stage.chunks.back();
   if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
   const i64 R = plan_.B * plan_.T;
   out.resize(R * model_.vocab);

@@ -9,8 +9,8 @@
 #include "checkpoint/step_writer.h"
 #include "engine/connect.h"
 #include "infer/writing_memory.h"
-#include "pipeline/simulate.h"
 #include "mesh/from_config.h"
+#include "pipeline/simulate.h"
 #include "probe/host.h"
 
 namespace ds::engine {
@@ -79,7 +79,7 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
   if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
   // A save takes what is in files part by part.
-  const bool in_parts = plan::total_of(plan.files) > plan.files[static_cast<size_t>(Tag::Activations)];
+  const bool in_parts = plan::total_of(plan.memory.files) > plan.memory.files[static_cast<size_t>(Tag::Activations)];
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   const zero::ShardsPlan& shards = plan.dp();
   for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
@@ -158,11 +158,11 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
     StagePlan& s = stages.emplace_back();
     s.ranks = ranks_of_stage(mesh, stage);
     const WholePlan& planned = *plans.of(rank_at(mesh, plans.of_stage(stage).plan.fullest()));
-    for (const plan::ChunkPlan& c : planned.plan.chunks) {
+    for (const plan::ChunkPlan& c : planned.plan.stage.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[c.chunk.begin]->name(), layers[static_cast<size_t>(c.chunk.end) - 1]->name());
     }
-    const bool attends = std::ranges::any_of(planned.plan.chunks, [&](const plan::ChunkPlan& c) {
+    const bool attends = std::ranges::any_of(planned.plan.stage.chunks, [&](const plan::ChunkPlan& c) {
       const auto& layers = planned.model.layers;
       return std::any_of(layers.begin() + c.chunk.begin, layers.begin() + c.chunk.end,
                          [](const auto& layer) { return layer->is_block(); });

@@ -35,7 +35,7 @@ struct WholePlan : plan::Planned {
   plan::TagBounds bounds;  // of `own`, of a run that takes all of its steps
   plan::TagBytes text;     // of what is written
   ProcessBytes process;
-  plan::TagBytes memory() const noexcept { return plan::sum_of(plan::sum_of(plan.memory, own), text); }
+  plan::TagBytes memory() const noexcept { return plan::sum_of(plan::sum_of(plan.memory.by_tag, own), text); }
   i64 total_memory() const noexcept { return plan.total_memory() + plan::total_of(own) + plan::total_of(text); }
 };
 

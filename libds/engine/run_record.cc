@@ -51,7 +51,7 @@ plan::Host host_of(const Mesh& mesh, Device& device) {
 
 plan::TagBytes predicted_bytes(const Config& config, const model::Model& model, const plan::RunPlan& plan,
                                const Mesh& mesh, Device& device) {
-  plan::TagBytes bytes = plan.memory;
+  plan::TagBytes bytes = plan.memory.by_tag;
   if (!device.is_host()) return bytes;
   const plan::TagBytes own = plan::own_memory(config, model, plan, host_of(mesh, device));
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] += own[t];

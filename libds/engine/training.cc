@@ -124,7 +124,8 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
       engine->stage().model().flops_per_token(length) * static_cast<double>(r.tokens) / mesh->world_size();
   taken.mfu = flops / s / peak_flops;
   const plan::TagBytes counted = record->counted(ledger);
-  for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
+  for (const TagMemory& row : engine::memory_table(plan.memory.by_tag, counted))
+    taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) {
     taken.comm_bytes[name] = count.bytes;
     if (!config.comms_logger.enabled) continue;
@@ -360,7 +361,7 @@ void Training::end() {
   const offload::Offload& offload = s_.engine->offload();
   plan::TagBytes in_files{};
   for (size_t t = 0; t < in_files.size(); ++t) in_files[t] = offload.files().current(static_cast<Tag>(t));
-  result_.files = engine::memory_table(s_.engine->plan().files, in_files);
+  result_.files = engine::memory_table(s_.engine->plan().memory.files, in_files);
   result_.offload_method = offload.method();
 }
 

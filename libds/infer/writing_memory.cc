@@ -7,6 +7,7 @@
 
 #include "model/models.h"
 #include "plan/dry_run.h"
+#include "plan/stage.h"
 
 namespace ds::infer {
 
@@ -52,7 +53,7 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   std::ranges::sort(lengths, std::greater<>());
   w.longest = lengths.empty() ? 0 : lengths.front();
   w.largest = w.longest + max_tokens;
-  for (const plan::ChunkPlan& c : plan.chunks) {
+  for (const plan::ChunkPlan& c : plan.stage.chunks) {
     for (const auto& [B, T] : {std::pair{i64{1}, w.longest}, {w.at_once, i64{1}}}) {
       model::ActivationPlanner planner;
       plan::plan_acts(model, c, plan, planner, model::Mode::Generate, {B, T, B * T});

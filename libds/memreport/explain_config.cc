@@ -5,8 +5,8 @@
 
 #include "ds/memreport.h"
 #include "memreport/explain.h"
-#include "optim/optimizer.h"
 #include "mesh/from_config.h"
+#include "optim/optimizer.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {

@@ -283,7 +283,7 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (const i64 per_node = options_.world.ranks / options_.world.nodes;
         enough < std::numeric_limits<i64>::max() && searches_offload() &&
-        per_node * std::accumulate(plan.files.begin(), plan.files.end(), i64{0}) > disk_free_)
+        per_node * std::accumulate(plan.memory.files.begin(), plan.memory.files.end(), i64{0}) > disk_free_)
       return std::numeric_limits<i64>::max();
     if (most > enough) break;
   }

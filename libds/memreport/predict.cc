@@ -9,9 +9,9 @@
 #include "ds/memreport.h"
 #include "engine/plans.h"
 #include "memreport/models.h"
+#include "mesh/from_config.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
-#include "mesh/from_config.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -26,21 +26,22 @@ RankGroup group_of(const plan::RunPlan& plan, const plan::TagBytes& own, const p
   group.stage = plan.coord.pp;
   group.num_params = plan.dp().layout.num_params();
   group.device_bytes = plan.total_memory();
-  for (size_t t = 0; t < plan.memory.size(); ++t) {
-    const i64 bytes = plan.memory[t] + own[t];
+  for (size_t t = 0; t < plan.memory.by_tag.size(); ++t) {
+    const i64 bytes = plan.memory.by_tag[t] + own[t];
     if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes, bounds[t]});
-    if (plan.files[t] > 0) group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.files[t]});
+    if (plan.memory.files[t] > 0)
+      group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.memory.files[t]});
     group.device_bytes += own[t];
   }
   group.served = plan.offload.states.device == OffloadDevice::Server;
-  group.file_read_bytes = plan.state_files.read_bytes + plan.array_files.read_bytes;
-  group.file_written_bytes = plan.state_files.written_bytes + plan.array_files.written_bytes;
-  group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
-  for (const auto& [name, count] : plan.traffic) {
+  group.file_read_bytes = plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes;
+  group.file_written_bytes = plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes;
+  group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory.by_tag[static_cast<size_t>(Tag::Host)];
+  for (const auto& [name, count] : plan.traffic.last) {
     if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
   }
-  group.mean_traffic = plan.mean_traffic;
-  group.most_traffic = plan.most_traffic;
+  group.mean_traffic = plan.traffic.mean;
+  group.most_traffic = plan.traffic.most;
   return group;
 }
 

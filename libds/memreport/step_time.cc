@@ -6,8 +6,8 @@
 
 #include "memreport/hardware.h"
 #include "memreport/models.h"
-#include "pipeline/simulate.h"
 #include "mesh/from_config.h"
+#include "pipeline/simulate.h"
 #include "plan/planned.h"
 
 namespace ds::memreport {
@@ -94,16 +94,16 @@ class StageModel {
   // Gathers and reductions beside the passes.
   void data_parallel() {
     const int P = zero::num_shards(plan_.mesh);
-    const CommCount reductions = plan_.traffic.at("dp.reduce_scatter");
+    const CommCount reductions = plan_.traffic.last.at("dp.reduce_scatter");
     // One rank's sums are its own gradients, folded all the same.
     const double reduce = P > 1 ? sent("dp.reduce_scatter", reductions) : machine_.seconds(work_.reductions);
     const CommCount gathers = gathers_of_passes();
     double gather = sent("dp.all_gather", gathers);
-    if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
+    if (const auto near = plan_.traffic.last.find("hpz.all_gather"); near != plan_.traffic.last.end())
       gather += sent(near->first, near->second);
     const auto if_sent = [&](const char* name) {
-      const auto found = plan_.traffic.find(name);
-      return found != plan_.traffic.end() ? found->second : CommCount{};
+      const auto found = plan_.traffic.last.find(name);
+      return found != plan_.traffic.last.end() ? found->second : CommCount{};
     };
     const CommCount codes = if_sent("dp.all_to_all"), sparse = if_sent("dp.sparse_gather");
     // Of two hops the slower one, with what both send. What is sparse is waited for.
@@ -135,7 +135,8 @@ class StageModel {
     if (!plan_.dp().layout.states().shard_params) return gathers;
     // The rest is publication of what is whole.
     const i64 P = zero::num_shards(plan_.mesh);
-    gathers.bytes = plan_.traffic.at("dp.all_gather").bytes - plan_.dp().whole / P * (P - 1) * dtype_bytes(plan_.work);
+    gathers.bytes =
+        plan_.traffic.last.at("dp.all_gather").bytes - plan_.dp().whole / P * (P - 1) * dtype_bytes(plan_.work);
     std::set<i64> units;  // of second shards each comes once from all
     for (const zero::GatherStep& step : plan_.dp().train_gathers.steps) {
       gathers.calls += std::ssize(step.launch);
@@ -147,7 +148,7 @@ class StageModel {
 
   // What all wait for when the passes are done.
   void behind_the_passes() {
-    CommCount publish = plan_.traffic.at("dp.all_gather");
+    CommCount publish = plan_.traffic.last.at("dp.all_gather");
     const CommCount gathers = gathers_of_passes();
     publish.calls -= gathers.calls;
     publish.bytes -= gathers.bytes;
@@ -158,7 +159,7 @@ class StageModel {
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
 
     // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
-    std::map<std::string, CommCount> rest = plan_.traffic;
+    std::map<std::string, CommCount> rest = plan_.traffic.last;
     for (const plan::ChunkWork& chunk : work_.chunks) {
       for (const plan::PassWork& pass : chunk.passes) {
         for (const auto& [name, count] : pass.messages) {
@@ -168,7 +169,7 @@ class StageModel {
       }
     }
     CommCount streams;
-    for (const pipeline::Instr& i : plan_.schedule) {
+    for (const pipeline::Instr& i : plan_.stage.schedule) {
       if (i.op == pipeline::Op::SendActivation || i.op == pipeline::Op::SendGrad) ++streams.calls;
     }
     streams.bytes = streams.calls * stream_bytes_;
@@ -183,7 +184,7 @@ class StageModel {
     // Fragments of DiLoCo meet once in sync_every steps.
     const DilocoConfig& d = plan_.diloco;
     double meetings = 0;
-    for (const auto& [name, count] : plan_.meetings) {
+    for (const auto& [name, count] : plan_.traffic.meetings) {
       const double s = seconds(name, count);
       if (s > 0) time_.messages[name] += s / static_cast<double>(d.sync_every);
       meetings += s;
@@ -207,7 +208,7 @@ class StageModel {
 void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
-  t.copies = static_cast<double>(plan.copies.to_device + plan.copies.to_host) / machine.host_link;
+  t.copies = static_cast<double>(plan.traffic.copies.to_device + plan.traffic.copies.to_host) / machine.host_link;
   // A delayed update goes on beside the passes of the next step.
   t.optimizer += plan.offload.states.delayed_update ? std::max(0.0, t.on_host - t.busy()) : t.on_host;
 }
@@ -224,7 +225,7 @@ double exposed_files(const plan::RunPlan& plan, const StageTime& t, const Machin
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
   const bool served = plan.offload.states.device == OffloadDevice::Server;  // by memory that both have
-  const double states = served ? 0.0 : seconds(plan.state_files), arrays = seconds(plan.array_files);
+  const double states = served ? 0.0 : seconds(plan.traffic.state_files), arrays = seconds(plan.traffic.array_files);
   if (plan.device == DeviceKind::Cuda) {
     if (plan.offload.states.delayed_update)  // and its transfers beside it; arrays beside the same passes
       return std::max(0.0, std::max(states, t.on_host) + arrays - t.busy()) - std::max(0.0, t.on_host - t.busy());
@@ -254,7 +255,7 @@ StepTime finished(StepTime step, const model::Model& model, const plan::RunPlan&
                   const std::vector<StageTime>& times) {
   step.lacks_offload = plan.device == DeviceKind::Cuda && !machine.knows_host() &&
                        (plan.offload.states.device != OffloadDevice::None ||
-                        plan.offload.params.device != OffloadDevice::None || plan.offload_inputs);
+                        plan.offload.params.device != OffloadDevice::None || plan.activations.offload_inputs);
   step.step_s =
       step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {
@@ -400,7 +401,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
   DS_ASSERT(stages.size() == schedules.size());
   const std::vector<StageTime> times = times_of(model, stages, machine, links);
   std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
-  for (size_t chunk = 0; chunk < stages[0].plan->chunks.size(); ++chunk) {
+  for (size_t chunk = 0; chunk < stages[0].plan->stage.chunks.size(); ++chunk) {
     for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
   }
   const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);

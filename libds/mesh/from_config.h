@@ -9,8 +9,8 @@
 
 namespace ds {
 
-// The sizes of the axes. dp is what the others leave of world_size, which they must divide: the reader of configurations
-// has checked it.
+// The sizes of the axes. dp is what the others leave of world_size, which they must divide: the reader of
+// configurations has checked it.
 MeshShape mesh_shape(const Config& config, int world_size);
 
 // The splits of dp that ZeRO++ needs: "near", of ranks side by side, where parameters have second shards, and "across",

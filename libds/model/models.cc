@@ -23,13 +23,13 @@ Model make_family(const ModelConfig& config, const Shard& shard) {
 }  // namespace
 
 Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank) {
-  return {.tp = mesh.tp,
-          .tp_rank = tp_rank,
-          .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
-          .sp = mesh.sp,
-          .sp_rank = sp_rank,
-          .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? SequenceMode::Ring
-                                                                              : SequenceMode::Ulysses};
+  return {
+      .tp = mesh.tp,
+      .tp_rank = tp_rank,
+      .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
+      .sp = mesh.sp,
+      .sp_rank = sp_rank,
+      .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses};
 }
 
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the instructions of a schedule mean for the layers of a chunk: which are run, computed again and differentiated,
-// in which order. The engine executes these lists, the plan of gathers and the memory plan read them.
+// The layer calls of a schedule's instructions: which layers of a chunk are run, computed again and differentiated, and
+// in which order. Stage executes these lists; the plans of gathers, memory and messages read them.
 
 #include <vector>
 
@@ -15,6 +15,9 @@ struct LayerCall {
   Kind kind;
   i64 layer;
   bool again = false;  // BackwardInput: what the layer has not kept is computed again before
+  // Where inputs from which layers are computed again are kept elsewhere (Stage::stash, Stage::restore): Forward's
+  // output is one, and goes there; the layer's own input is one, and comes back before the call.
+  bool stash = false, restore = false;
   friend bool operator==(const LayerCall&, const LayerCall&) = default;
 };
 
@@ -32,6 +35,11 @@ struct Chunk {
   std::vector<bool> continues = {};    // by layer: it is of the group of the layer before
   model::Keep keep_of(i64 layer) const noexcept { return keep[layer - begin]; }
   bool continues_group(i64 layer) const noexcept { return layer < end && continues[layer - begin]; }
+  // Whether a layer and the rest of its group are computed again from the layer's input, the output of another layer of
+  // the chunk.
+  bool restarts_at(i64 layer) const noexcept {
+    return layer > begin && layer < end && keep_of(layer) == model::Keep::Input && !continues_group(layer);
+  }
 };
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing);
 

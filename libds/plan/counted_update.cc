@@ -18,9 +18,9 @@ class NoVerdict final : public zero::VerdictHandle {
 
 // The chunk whose backward pass commits the gradients of a unit.
 size_t chunk_of(const RunPlan& plan, i64 unit) {
-  if (unit == plan.head_use()) return plan.chunks.size() - 1;
-  for (size_t c = 0; c < plan.chunks.size(); ++c) {
-    if (unit < RunPlan::unit_of(plan.chunks[c].chunk.end)) return c;
+  if (unit == plan.head_use()) return plan.stage.chunks.size() - 1;
+  for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
+    if (unit < RunPlan::unit_of(plan.stage.chunks[c].chunk.end)) return c;
   }
   return 0;
 }
@@ -45,7 +45,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
                                                      device_, ledger_, offload_.tiers(), split(s, "near"),
                                                      split(s, "across")));
   }
-  inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
+  inputs_ = offload_.make_inputs(plan.activations.inputs, device_, ledger_);
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.
   const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
@@ -95,7 +95,7 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   };
   size_t passes = 0;
   for (const auto& s : shards_) passes = std::max(passes, s->plan().grads.passes.size());
-  const size_t at_once = plan_.breadth_first ? 1 : passes;
+  const size_t at_once = plan_.stage.breadth_first ? 1 : passes;
   for (size_t i = 0; i < passes; i += at_once) micro_batches(i, i + at_once);
 
   enter({}, 1);
@@ -180,8 +180,8 @@ void CountedUpdate::gather(bool evaluated) {
 }
 
 void CountedUpdate::use_inputs() {
-  for (const offload::PartUse& use : plan_.inputs.uses)
-    inputs_->lease(use.at, plan_.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
+  for (const offload::PartUse& use : plan_.activations.inputs.uses)
+    inputs_->lease(use.at, plan_.activations.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
 }
 
 CountingCommunicator* CountedUpdate::split(const zero::ShardsPlan& s, const std::string& name) const {

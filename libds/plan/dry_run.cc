@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "model/attention_pattern.h"
+#include "plan/stage.h"
 
 namespace ds::plan {
 namespace {
@@ -34,7 +35,7 @@ void make_present(model::PassMemory& memory, const model::Model& model) {
 
 // The memory of a training pass with a head.
 model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
-  model::PassSizes sizes = plan.pass.sizes;
+  model::PassSizes sizes = plan.activations.pass.sizes;
   if (sizes.B == 0)
     sizes = {.B = plan.B,
              .T = plan.T,
@@ -96,8 +97,8 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
   const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
   const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh);
-  for (size_t c = 0; c < plan.chunks.size(); ++c) {
-    const ChunkPlan& chunk = plan.chunks[c];
+  for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
+    const ChunkPlan& chunk = plan.stage.chunks[c];
     model::ActivationPlanner planner;
     std::vector<model::LayerActs> acts = plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape(), stream);
     make_present(acts);
@@ -116,7 +117,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
             calls == &chunk.backward && (call.again || call.kind == LayerCall::Kind::Forward);  // from a kept input
         if (again) {
           enter(c, Pass::Recompute);
-          if (at > 0 && acts[at - 1].stash.rank > 0 && plan.partition_inputs) {
+          if (call.restore && plan.activations.partition_inputs) {
             const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
             walk.tp.all_gather({&all, 1}, "tp.all_gather");
           }
@@ -147,7 +148,7 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
   model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
   const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
   const TensorView stream = present(plan.work, {stream_rows, model.hidden}), shared = shared_rows(plan, plan.work);
-  for (const ChunkPlan& chunk : plan.chunks) {
+  for (const ChunkPlan& chunk : plan.stage.chunks) {
     model::ActivationPlanner planner;
     auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows});
     make_present(acts);
@@ -176,7 +177,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
-  const auto times = [&](pipeline::Op op) { return std::ranges::count(plan.schedule, op, &pipeline::Instr::op); };
+  const auto times = [&](pipeline::Op op) { return std::ranges::count(plan.stage.schedule, op, &pipeline::Instr::op); };
   const auto sends = [&](pipeline::Op op, int to, LargestCalls& by) {
     const i64 n = times(op);
     if (n == 0) return;
@@ -196,8 +197,8 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
 void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
   CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
   Stream stream;
-  walk_forward(model, plan, plan.pass, {.mode = Mode::Eval, .B = plan.B, .T = plan.T}, {no_ops(), stream, tp, sp},
-               [](i64, model::PassContext&) { return true; });
+  walk_forward(model, plan, plan.activations.pass, {.mode = Mode::Eval, .B = plan.B, .T = plan.T},
+               {no_ops(), stream, tp, sp}, [](i64, model::PassContext&) { return true; });
   calls.tp.add(tp.largest());
   calls.sp.add(sp.largest());
 }

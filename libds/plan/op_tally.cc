@@ -110,7 +110,7 @@ OpTally StepWork::total(Pass pass) const {
 StepWork tally_step(const model::Model& model, const RunPlan& plan) {
   StepWork work;
   work.micro_batches = plan.micro_batches;
-  work.chunks.resize(plan.chunks.size());
+  work.chunks.resize(plan.stage.chunks.size());
   tally_layers(work, model, plan);
   tally_losses(work, plan);
   tally_update(work, plan);

@@ -10,7 +10,7 @@ namespace ds::plan {
 TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host) {
   TagBytes bytes{};
   bytes[static_cast<size_t>(Tag::Scratch)] = scratch_bytes(config, model, plan, host.kernels, host.threads).value_or(0);
-  bytes[static_cast<size_t>(Tag::Comm)] = mesh_staging_size(plan.mesh, host.backend, plan.largest_calls).value_or(0);
+  bytes[static_cast<size_t>(Tag::Comm)] = mesh_staging_size(plan.mesh, host.backend, plan.traffic.largest).value_or(0);
   return bytes;
 }
 

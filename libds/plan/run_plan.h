@@ -30,20 +30,76 @@ constexpr i64 total_of(const TagBytes& bytes) noexcept {
   for (const i64 n : bytes) total += n;
   return total;
 }
+TagBytes bytes_of(const MemoryLedger& ledger) noexcept;  // what is held now
 
 // A chunk of layers of this rank's pipeline stage, and the memory of its micro-batches.
 struct ChunkPlan {
   pipeline::Chunk chunk;
   std::vector<pipeline::LayerCall> forward, backward, weight;  // of Forward; Backward or BackwardInput; BackwardWeight
-  // Slots of the gradients that wait for BackwardWeight; of the messages that come in, one more of each than are under
+  std::span<const pipeline::LayerCall> calls(pipeline::Op op) const noexcept;  // none of an op that runs no layers
+  // Slots of the gradients that wait for BackwardWeight, and of messages that come in: one more of each than are under
   // way, so that a receive can be posted ahead.
   i64 working_slots = 1, input_slots = 2, grad_slots = 2;
-  i64 scratch_slots = 0;  // the first of the working slots: of forward passes, where gradients wait in the others
-  i64 working_bytes = 0;  // of one slot
+  // With a split backward pass forward passes work in a slot of their own, the first one, where 1.
+  i64 scratch_slots = 0;
+  i64 working_bytes = 0;             // of one slot
   bool first = false, last = false;  // of the model
 };
 
-// What a pass runs over: B sequences of T tokens here, of which the residual stream has `stream_rows` rows here.
+// The layer calls of a rank's pipeline stage, in order.
+struct StageCalls {
+  std::vector<pipeline::Instr> schedule;
+  std::vector<ChunkPlan> chunks;
+  bool split_backward = false;
+  // All micro-batches go through a chunk of the only stage before the next chunk, which finds its inputs where they
+  // were written.
+  bool breadth_first = false;
+};
+
+// The memory of activations of a rank's stage.
+struct ActivationPlan {
+  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept away from the device's memory.
+  bool partition_inputs = false, offload_inputs = false;
+  offload::OrderedUses inputs;  // with offload_inputs: all that a step does with them
+  // What lives from the forward to the backward pass of a micro-batch lies in a slot; bytes of a slot on the device,
+  // and away from it.
+  pipeline::KeptSlots kept;
+  i64 kept_bytes = 0, away_bytes = 0;
+  i64 temporary_bytes = 0;  // shared by the layers
+  i64 working_bytes = 0;    // over all chunks
+  i64 stream_slots = 0;     // messages of the pipeline, [stream rows, hidden] each
+  model::PassMemory pass;   // of training and evaluation: shapes, without memory
+};
+
+// What a rank allocates. Worker scratch inside kernels and the library's own small objects come on top.
+struct MemoryCount {
+  TagBytes by_tag{};
+  TagBytes files{};          // in files, by what they hold
+  i64 state_bytes = 0;       // in host memory: a copy of what this rank owns, to be saved in the background
+  i64 state_part_bytes = 0;  // in host memory beside a GPU: a part of its state, while that is saved or loaded
+  // The part of by_tag that each rank takes from the communicators of an axis, allocation by allocation.
+  std::vector<i64> dp_shared, tp_shared, outer_shared;
+  std::vector<std::vector<i64>> zeropp_shared;  // by zeropp_splits()
+};
+
+// What a rank sends, by "axis.collective"; statistics (a few hundred bytes) come on top. All is of a run that skips no
+// step.
+struct TrafficCount {
+  using Counts = std::map<std::string, CommCount>;
+  using Bytes = std::map<std::string, i64>;
+  Counts last;  // in the last step
+  Bytes mean;   // of a step, on average over the run; empty where steps do not differ
+  // The most of any step, where a step may send less or more than `last` says: with sparse gradients, whose bytes
+  // depend on the tokens, and where ranks average by signs and a step may be skipped.
+  Bytes most;
+  Counts meetings;    // where each of DiLoCo's fragments meets, once in sync_every steps
+  MeshCalls largest;  // calls of all steps, statistics too
+  // Between a rank and its files in a step like others: of states; of sums of gradients and slices of parameters.
+  offload::FileCounts state_files, array_files;
+  offload::HostCopies copies;  // between a GPU and its host, of what is offloaded
+};
+
+// What a pass runs over: B sequences of T tokens on this rank, of which the residual stream has `stream_rows` rows.
 struct PassShape {
   i64 B = 0, T = 0, stream_rows = 0;
 };
@@ -53,54 +109,17 @@ struct RunPlan : update::UpdatePlan {
   ConfigUse use = ConfigUse::Train;
   DType work = DType::F32, wire = DType::F32;
   i64 B = 0, T = 0, micro_batches = 0;  // of one rank; T of its part of the sequences
-  i64 sequence_length = 0;              // of all of them
+  i64 sequence_length = 0;              // of whole sequences
+  i64 stream_shares = 1;                // ranks that share the rows of the residual stream
   bool reduce_each_micro = false;       // "micro" order
   i64 update_number = 1;                // of the step that is counted, the last one
-  bool split_backward = false;
-  // All micro-batches go through a chunk of the only stage before the next one, which finds what is between them where
-  // it was left.
-  bool breadth_first = false;
-  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept away from the device's memory.
-  bool partition_inputs = false, offload_inputs = false;
-  offload::OrderedUses inputs;  // of the latter, all that a step does with them
   offload::Settings offload;
-  std::vector<pipeline::Instr> schedule;
-  std::vector<ChunkPlan> chunks;
-  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and away from it.
-  pipeline::KeptSlots kept;
-  i64 kept_bytes = 0, away_bytes = 0;
-  model::PassMemory pass;    // of training and evaluation: shapes, without memory
-  i64 temporary_bytes = 0;   // shared by the layers
-  i64 working_bytes = 0;     // over all chunks
-  i64 state_bytes = 0;       // of what this rank owns, copied to host memory to be saved in the background
-  i64 state_part_bytes = 0;  // of a part of its state, in host memory beside a GPU while it is saved or loaded
-  i64 stream_slots = 0;      // messages of the pipeline, [stream rows, hidden] each
-  i64 stream_shares = 1;     // ranks that share the rows of the residual stream
+  StageCalls stage;
+  ActivationPlan activations;
+  MemoryCount memory;
+  TrafficCount traffic;
 
-  // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
-  TagBytes memory{};
-  // What it has in files beside that, by what is in them.
-  TagBytes files{};
-  // What goes between it and them in a step like others: of states; of sums of gradients and slices of parameters.
-  offload::FileCounts state_files, array_files;
-  offload::HostCopies copies;  // between a GPU and its host, of what is offloaded
-  // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
-  std::vector<i64> dp_shared, tp_shared;
-  std::vector<std::vector<i64>> zeropp_shared;  // likewise, by zeropp_splits
-  std::vector<i64> outer_shared;                // likewise, of the workers' axis
-  // What one rank sends where each of DiLoCo's fragments meets, once in sync_every steps.
-  std::map<std::string, CommCount> meetings;
-  // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
-  std::map<std::string, CommCount> traffic;
-  // The same on average over the run, in bytes, where steps differ; that above is of its last one. Both are of a run
-  // that skips no step.
-  std::map<std::string, i64> mean_traffic;
-  // Bytes in any step at most, of those names alone of which a step may send less or more than that: with sparse
-  // gradients, whose bytes depend on the tokens, and where ranks average by signs and a step may be skipped.
-  std::map<std::string, i64> most_traffic;
-  MeshCalls largest_calls;  // of all steps, statistics too
-
-  // Else there are weights alone: neither gradients nor states, and memory of forward passes.
+  // Otherwise there are weights alone: neither gradients nor states, and memory of forward passes.
   bool trains() const noexcept { return ds::trains(use); }
   bool has_sparse_gradients() const noexcept {
     return std::ranges::any_of(shards, [](const zero::ShardsPlan& s) { return !s.grads.sparse.empty(); });
@@ -119,8 +138,8 @@ struct RunPlan : update::UpdatePlan {
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 
-// The same run with shorter sequences: what passes are made of is planned anew for `model`, of config.data.seq_length;
-// all else is that of `plan`, what is predicted, too, which has more.
+// The same run with shorter sequences: the activations are planned anew for `model`, of config.data.seq_length. The
+// rest is that of `plan`, predictions too, whose sequences are the longest.
 RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model);
 
 // Calls visit(model, plan) with those of steps of such lengths: the given ones, or plan_of_length().
@@ -129,11 +148,5 @@ void with_lengths(const RunPlan& plan, const Config& config, const model::Model&
 
 // Whether a run that trains evaluates: after its last step at least.
 bool evaluates(const Config& config) noexcept;
-
-// The activations of a chunk for one micro-batch in this memory; the same calls that counted it. input_grad: of its
-// first layer, which the stage before waits for.
-std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPlan& chunk, const RunPlan& plan,
-                                        model::ActivationPlanner& planner, model::Mode mode, const PassShape& shape,
-                                        TensorView input_grad = {});
 
 }  // namespace ds::plan

@@ -125,7 +125,8 @@ class Stage {
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);
   zero::TierLease stashed(const model::LayerActs& acts, zero::LeaseTo access);
-  void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
+  void stash(
+      const model::LayerActs& acts);  // what plan().activations.partition_inputs and offload_inputs keep of an output
   void restore(const model::LayerActs& acts);  // acts.restored = the output
 
   const ModelConfig& config_;
@@ -143,7 +144,7 @@ class Stage {
   Buffer kept_, working_, temporary_, streams_;
   std::vector<Chunk> chunks_;
   std::vector<TensorView> merged_params_, merged_grads_;  // of a layer with rows of several groups
-  std::vector<Ticket> outputs_sent_;                      // by the slot of plan_.kept where they lie
+  std::vector<Ticket> outputs_sent_;                      // by the slot of plan_.activations.kept where they lie
   size_t posted_ = 0;                                     // instructions of the schedule whose receives are under way
   size_t next_receive_ = 0;            // no receive stands between the present instruction and this one
   Ticket sent_;                        // of an evaluation's last activation

@@ -24,8 +24,8 @@
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "memreport/step_time.h"
-#include "plan/planned.h"
 #include "mesh/from_config.h"
+#include "plan/planned.h"
 #include "probe/host.h"
 
 using namespace ds;
@@ -169,7 +169,7 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
     plans.push_back(plan::make_run_plan(c, models.back(), mesh, coord));
     works.push_back(plan::tally_step(models.back(), plans.back()));
     stages.push_back({&plans.back(), &works.back()});
-    schedules.push_back(plans.back().schedule);
+    schedules.push_back(plans.back().stage.schedule);
   }
   return memreport::predict_step(models[0], stages, schedules, machine, &links);
 }

@@ -32,13 +32,13 @@ struct Counted {
 
 // The products of one step: those of a layer as often as there are layers, those of the head once per chunk of logits.
 std::vector<Counted> products_of_step(const ModelConfig& m, const plan::RunPlan& plan) {
-  const i64 R = plan.B * plan.T, chunks = R / plan.pass.sizes.logits_rows;
+  const i64 R = plan.B * plan.T, chunks = R / plan.activations.pass.sizes.logits_rows;
   std::vector<Product> layer, head;
   add_layer(layer, "qkv", R, m.hidden, 3 * m.hidden, false);
   add_layer(layer, "proj", R, m.hidden, m.hidden, false);
   add_layer(layer, "fc1", R, m.hidden, m.intermediate, false);
   add_layer(layer, "fc2", R, m.intermediate, m.hidden, false);
-  add_layer(head, "logits", plan.pass.sizes.logits_rows, m.hidden, m.vocab_size, true);
+  add_layer(head, "logits", plan.activations.pass.sizes.logits_rows, m.hidden, m.vocab_size, true);
   std::vector<Counted> counted;
   for (const Product& p : layer) counted.push_back({p, m.layers});
   for (const Product& p : head) counted.push_back({p, chunks});

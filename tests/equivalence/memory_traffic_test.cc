@@ -183,10 +183,10 @@ void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std:
   hooks.at_end = [&](engine::Engine& engine) {
     const plan::RunPlan& plan = engine.plan();
     const std::vector<Sent>& of_rank = sent[static_cast<size_t>(engine.mesh().rank())];
-    EXPECT_EQ(plan.most_traffic.empty(), !bounded);
+    EXPECT_EQ(plan.traffic.most.empty(), !bounded);
     std::set<std::string> names;
     for (const auto& [name, bytes] : of_rank.back()) names.insert(name);
-    for (const auto& [name, count] : plan.traffic) names.insert(name);
+    for (const auto& [name, count] : plan.traffic.last) names.insert(name);
     for (const std::string& name : names) {
       Sent before;
       i64 most = 0;
@@ -194,20 +194,20 @@ void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std:
         most = std::max(most, of(after, name) - of(before, name));
         before = after;
       }
-      if (const auto bound = plan.most_traffic.find(name); bound != plan.most_traffic.end()) {
+      if (const auto bound = plan.traffic.most.find(name); bound != plan.traffic.most.end()) {
         EXPECT_LE(most, bound->second) << name;
         continue;
       }
       const Sent all_but_last = steps > 1 ? of_rank[static_cast<size_t>(steps) - 2] : Sent();
-      const auto planned = plan.traffic.find(name);
+      const auto planned = plan.traffic.last.find(name);
       EXPECT_EQ(of(of_rank.back(), name) - of(all_but_last, name),
-                planned == plan.traffic.end() ? 0 : planned->second.bytes)
+                planned == plan.traffic.last.end() ? 0 : planned->second.bytes)
           << name << " in the last step";
       const double mean = static_cast<double>(of(of_rank.back(), name)) / static_cast<double>(steps);
-      if (!plan.mean_traffic.empty())
-        EXPECT_EQ(std::llround(mean), of(plan.mean_traffic, name)) << name << " on average";
+      if (!plan.traffic.mean.empty())
+        EXPECT_EQ(std::llround(mean), of(plan.traffic.mean, name)) << name << " on average";
       else
-        EXPECT_EQ(of(of_rank.back(), name), steps * (planned == plan.traffic.end() ? 0 : planned->second.bytes));
+        EXPECT_EQ(of(of_rank.back(), name), steps * (planned == plan.traffic.last.end() ? 0 : planned->second.bytes));
     }
   };
   traces_of_threads(c, ranks, steps, 1, hooks);
@@ -275,9 +275,9 @@ TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   const plan::Planned never(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
   c.steps = 4;
   const plan::Planned once(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
-  EXPECT_EQ(never.plan.largest_calls.outer.combined_bytes, 0);
-  EXPECT_GT(once.plan.largest_calls.outer.combined_bytes, 0);
-  EXPECT_GT(never.plan.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
+  EXPECT_EQ(never.plan.traffic.largest.outer.combined_bytes, 0);
+  EXPECT_GT(once.plan.traffic.largest.outer.combined_bytes, 0);
+  EXPECT_GT(never.plan.traffic.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
 }
 
 // Steps that are skipped send less, and put off what comes behind them.

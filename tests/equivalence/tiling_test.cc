@@ -160,7 +160,7 @@ TEST(Tiling, MemoryIsThatOfTiles) {
     c.zero.overlap_comm = false;
     c.zero.tile_size = tile;
     const model::Model m = model::make_model(c.model, c.data.seq_length);
-    return plan::make_run_plan(c, m, {.dp = 2}, {}).memory[static_cast<size_t>(tag)];
+    return plan::make_run_plan(c, m, {.dp = 2}, {}).memory.by_tag[static_cast<size_t>(tag)];
   };
   const i64 layer = 12 * 192 * 192;
   for (const Tag tag : {Tag::Gathered, Tag::Buckets}) {

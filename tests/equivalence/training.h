@@ -167,8 +167,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     if (hooks.after_step) hooks.after_step(engine, step);
   }
   trace.sent = mesh.counts();
-  trace.planned = engine.plan().traffic;
-  trace.predicted = engine.plan().memory;
+  trace.planned = engine.plan().traffic.last;
+  trace.predicted = engine.plan().memory.by_tag;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
   // Every rank's own forward pass over the parameters in their work type: what the last step published.
@@ -237,8 +237,7 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
     threads.emplace_back([&, &mine = world] {
       try {
         const auto device = make_cpu_device(ops, num_threads);
-        Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {},
-                  mesh_splits(config, {}));
+        Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {}, mesh_splits(config, {}));
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);
         engine.init_weights();

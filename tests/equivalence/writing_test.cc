@@ -80,7 +80,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       const plan::TagBytes text =
           infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
       for (size_t t = 0; t < text.size(); ++t)
-        EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
+        EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory.by_tag[t] + text[t])
             << tag_name(static_cast<Tag>(t)) << " " << at_once;
     });
     return bytes;
@@ -117,7 +117,8 @@ TEST(Writing, KeepsWhatWindowsSee) {
       EXPECT_EQ(caches[0].keys.rows(), 350);
       EXPECT_EQ(caches[1].keys.rows(), 2 * 64);
       const auto activations = static_cast<size_t>(Tag::Activations);
-      EXPECT_EQ(engine.ledger().peak(Tag::Activations), engine.plan().memory[activations] + plan.bytes()[activations]);
+      EXPECT_EQ(engine.ledger().peak(Tag::Activations),
+                engine.plan().memory.by_tag[activations] + plan.bytes()[activations]);
       for (size_t p = 0; p < given.size(); ++p) {
         for (const size_t n : {size_t{1}, size_t{63}, size_t{120}, size_t{199}}) {
           std::vector<i32> longer = given[p];

@@ -167,7 +167,7 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         i64 padded = 0, planned = 0;
         for (const zero::UnitPlace& unit : plan.dp().layout.units()) padded += unit.padded;
         for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
-          planned += plan.memory[static_cast<size_t>(tag)];
+          planned += plan.memory.by_tag[static_cast<size_t>(tag)];
         const bool sums_locally = stage < 2 && micro_batches > 1;
         const EngineBytes bytes = narrow ? EngineBytes{.master = 0, .sum = 2} : EngineBytes{};
         EXPECT_NEAR(model_states(static_cast<double>(padded), stage, dp, engine_state_bytes(stage, sums_locally, bytes))

@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "ds/memreport.h"
-#include "mesh/from_config.h"
 #include "engine/plans.h"
+#include "mesh/from_config.h"
 
 namespace ds::memreport {
 namespace memreport_test {
@@ -59,7 +59,7 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
           agrees(memory[std::string(tag_name(static_cast<Tag>(t)))], planned.memory()[t],
                  fmt::format("{}.{}", g.ranks[0], tag_name(static_cast<Tag>(t))));
         for (const Traffic& t : g.traffic) traffic[t.name] = t.bytes;
-        for (const auto& [name, count] : planned.plan.traffic)
+        for (const auto& [name, count] : planned.plan.traffic.last)
           agrees(traffic[name], count.bytes, fmt::format("{}.{}", g.ranks[0], name));
         EXPECT_EQ(g.num_params, planned.plan.dp().layout.num_params());
         most = std::max(most, planned.total_memory());

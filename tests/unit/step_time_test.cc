@@ -39,7 +39,7 @@ struct Predicted {
     std::vector<std::vector<pipeline::Instr>> schedules;
     for (size_t p = 0; p < plans.size(); ++p) {
       stages.push_back({&plans[p], &works[p]});
-      schedules.push_back(plans[p].schedule);
+      schedules.push_back(plans[p].stage.schedule);
     }
     return memreport::predict_step(models[0], stages, schedules, machine, links);
   }
@@ -197,7 +197,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   const Predicted s(sparse);
   const StepTime waiting = s(cpu(1e6, 1e6, 4, 2), &links);
   EXPECT_GT(waiting.messages_s.at("dp.sparse_gather"), 0);
-  const double reductions = static_cast<double>(s.plans[0].traffic.at("dp.reduce_scatter").calls);  // all but one hide
+  const double reductions = static_cast<double>(s.plans[0].traffic.last.at("dp.reduce_scatter").calls);  // all but one hide
   EXPECT_NEAR(waiting.hidden_s, waiting.messages_s.at("dp.reduce_scatter") * (1 - 1 / reductions), 1e-12);
   coded.zero.overlap_comm = false;
   EXPECT_EQ(Predicted(coded)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
@@ -224,8 +224,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   gpu.host_link = 1e8;
   EXPECT_TRUE(offloaded(gpu).lacks_offload);
   gpu.host_updates = 1e7;
-  EXPECT_EQ(offloaded.plans[0].copies.to_host, 4 * elems);
-  EXPECT_EQ(offloaded.plans[0].copies.to_device, 2 * elems);
+  EXPECT_EQ(offloaded.plans[0].traffic.copies.to_host, 4 * elems);
+  EXPECT_EQ(offloaded.plans[0].traffic.copies.to_device, 2 * elems);
   const StepTime t = offloaded(gpu);
   EXPECT_FALSE(t.lacks_offload);
   EXPECT_DOUBLE_EQ(t.copies_s, static_cast<double>(6 * elems) / 1e8);
@@ -235,8 +235,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
 
   c.zero.offload_optimizer.gradients = true;
   const Predicted away(c, DeviceKind::Cuda);
-  EXPECT_GE(away.plans[0].copies.to_host, 4 * 4 * elems);    // written by each of four micro-batches
-  EXPECT_GE(away.plans[0].copies.to_device, 3 * 4 * elems);  // read by all but the first
+  EXPECT_GE(away.plans[0].traffic.copies.to_host, 4 * 4 * elems);    // written by each of four micro-batches
+  EXPECT_GE(away.plans[0].traffic.copies.to_device, 3 * 4 * elems);  // read by all but the first
 
   c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true};
   const StepTime late = Predicted(c, DeviceKind::Cuda)(gpu);
@@ -248,7 +248,7 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   c.zero.sub_group_size = 1;
   gpu.disk_read = gpu.disk_write = 1e5;
   const Predicted in_files(c, DeviceKind::Cuda);
-  const offload::FileCounts moved = in_files.plans[0].state_files;
+  const offload::FileCounts moved = in_files.plans[0].traffic.state_files;
   EXPECT_GT(moved.read_bytes, 0);
   EXPECT_GE(in_files(gpu).step_s, static_cast<double>(moved.read_bytes + moved.written_bytes) / 1e5);
 }
@@ -282,7 +282,7 @@ TEST(StepTime, MessagesFollowTheirModels) {
   const Predicted p(c);
   const Links links = links_of(0.5, 1e-6);
   const StepTime t = p(cpu(), &links);
-  const auto& traffic = p.plans[0].traffic;
+  const auto& traffic = p.plans[0].traffic.last;
   for (const char* name : {"dp.reduce_scatter", "dp.all_gather"}) {
     const CommCount n = traffic.at(name);
     EXPECT_NEAR(t.messages_s.at(name), 0.5 * static_cast<double>(n.calls) + 1e-6 * static_cast<double>(n.bytes), 1e-9);
@@ -302,7 +302,7 @@ TEST(StepTime, BubbleIsTheSimulations) {
     const Links links = links_of(1e-5, 1e-9);
     const StepTime t = p(m, &links);
     std::vector<pipeline::Costs> blocks;
-    for (size_t chunk = 0; chunk < p.plans[0].chunks.size(); ++chunk) {
+    for (size_t chunk = 0; chunk < p.plans[0].stage.chunks.size(); ++chunk) {
       for (const plan::StepWork& w : p.works) {
         const auto cost = [&](Pass pass) { return m.seconds(w.chunks[chunk].of(pass).ops); };
         blocks.push_back({cost(Pass::Forward), cost(Pass::Recompute) + cost(Pass::BackwardInput),

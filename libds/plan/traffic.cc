@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/plan_traffic.h"
+#include "plan/traffic.h"
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ struct LayerTraffic {
 
 LayerTraffic count_layers(RunPlan& plan, const Config& config, const model::Model& model) {
   LayerTraffic traffic;
-  MeshCalls& calls = plan.largest_calls;
+  MeshCalls& calls = plan.traffic.largest;
   const auto add = [&](const PassLengths& lengths, i64 steps) {
     with_lengths(plan, config, model, lengths, [&](const model::Model& m, const RunPlan& p) {
       traffic.last = count_messages(m, p, calls);
@@ -110,7 +110,7 @@ std::vector<StepKind> count_kinds(RunPlan& plan, CountedUpdate& update, i64 step
   for (const auto& [number, times] : updates) {
     StepKind& kind = all.emplace_back();
     kind.times = times;
-    kind.traffic = count(update, number, plan.largest_calls);
+    kind.traffic = count(update, number, plan.traffic.largest);
     MeshCalls ignored;
     const std::map<std::string, CommCount> least = sparse ? count(*of_nothing, number, ignored) : kind.traffic;
     kind.most = most_sent(kind.traffic, least, plan.dp().axis + ".sparse_gather");
@@ -122,7 +122,7 @@ std::vector<StepKind> count_kinds(RunPlan& plan, CountedUpdate& update, i64 step
   if (after.steps == 0) return all;
   StepKind evaluated = all.front();  // at stage 3 all updates are alike
   evaluated.times = after.steps;
-  evaluated.traffic = count(update, 1, plan.largest_calls, true);
+  evaluated.traffic = count(update, 1, plan.traffic.largest, true);
   all.front().times -= after.steps;
   all.push_back(std::move(evaluated));
   return all;
@@ -143,7 +143,7 @@ void count_most_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, const
     }
     if (least == most) continue;
     const auto of_layers = layers.most.find(name);
-    plan.most_traffic[name] = most + (of_layers == layers.most.end() ? 0 : of_layers->second);
+    plan.traffic.most[name] = most + (of_layers == layers.most.end() ? 0 : of_layers->second);
   }
 }
 
@@ -166,7 +166,7 @@ void count_mean_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, i64 s
   for (const StepKind& k : kinds) add(k.traffic, k.times);
   for (i64 f = 0; f < std::ssize(meetings); ++f) add(meetings[f], meetings_of(plan.diloco, f, steps));
   for (const auto& [name, sum] : bytes) {
-    if (const i64 mean = std::llround(sum / static_cast<double>(steps)); mean > 0) plan.mean_traffic[name] = mean;
+    if (const i64 mean = std::llround(sum / static_cast<double>(steps)); mean > 0) plan.traffic.mean[name] = mean;
   }
 }
 
@@ -178,8 +178,8 @@ std::vector<std::map<std::string, CommCount>> count_meetings(RunPlan& plan, Coun
   CountedUpdate all(plan, no_ops());
   for (i64 f = 0; f < d.fragments; ++f) {
     for (const auto& [name, count] : meetings.emplace_back(all.meeting(f))) {
-      plan.meetings[name].calls += count.calls;
-      plan.meetings[name].bytes += count.bytes;
+      plan.traffic.meetings[name].calls += count.calls;
+      plan.traffic.meetings[name].bytes += count.bytes;
     }
     if (meetings_of(d, f, plan.update_number) > 0) update.meeting(f);
   }
@@ -190,7 +190,7 @@ std::vector<std::map<std::string, CommCount>> count_meetings(RunPlan& plan, Coun
 }  // namespace
 
 void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model) {
-  MeshCalls& calls = plan.largest_calls;
+  MeshCalls& calls = plan.traffic.largest;
   const LayerTraffic layers = count_layers(plan, config, model);
   if (plan.trains()) {
     const auto meetings = count_meetings(plan, update);
@@ -211,16 +211,17 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
     };
     step();
     // The first step finds nothing in files, and no memory on the device of what is with the host.
-    if (total_of(plan.files) > 0 || update.copies().to_device > 0) step();
-    std::tie(plan.state_files, plan.array_files) = update.file_traffic();
-    if (plan.device == DeviceKind::Cuda) plan.copies = update.copies();
-    plan.traffic = update.traffic(calls);
+    if (total_of(bytes_of(update.files())) > 0 || update.copies().to_device > 0) step();
+    std::tie(plan.traffic.state_files, plan.traffic.array_files) = update.file_traffic();
+    if (plan.device == DeviceKind::Cuda) plan.traffic.copies = update.copies();
+    plan.traffic.last = update.traffic(calls);
     for (const zero::ShardsPlan& s : plan.shards) {  // who has nothing of a group sends nothing in it
-      for (const char* collective : {".reduce_scatter", ".all_gather"}) plan.traffic.try_emplace(s.axis + collective);
+      for (const char* collective : {".reduce_scatter", ".all_gather"})
+        plan.traffic.last.try_emplace(s.axis + collective);
     }
     for (const auto& [name, count] : layers.last) {
-      plan.traffic[name].calls += count.calls;
-      plan.traffic[name].bytes += count.bytes;
+      plan.traffic.last[name].calls += count.calls;
+      plan.traffic.last[name].bytes += count.bytes;
     }
   }
   // Numbers that all ranks sum or compare: whether all is finite; behind an evaluation loss, tokens and what is not
