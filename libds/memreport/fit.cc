@@ -201,7 +201,7 @@ std::vector<Frame> Search::frames() const {
           }
           if (pp > 1) continue;
           // Parameters are read once for all micro-batches then, whose activations are all kept.
-          const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, model.layers + 2};
+          const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, num_layers(model)};
           all.push_back({tp, pp, sp, 3, rows, layer_by_layer, Offloaded::AllToFiles});
         }
       }
@@ -347,7 +347,7 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
     const PipelineConfig pipeline{.stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks};
     if (s == Schedule{present.schedule, present.virtual_stages} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
-        a.mesh.pp * s.chunks > source_.config.config.model.layers + 2)
+        a.mesh.pp * s.chunks > num_layers(source_.config.config.model))
       return;
     frames.push_back(frame_of(a));
     frames.back().schedule = s;
@@ -501,12 +501,13 @@ i64 Search::largest_micro(const Arrangement& best) {
 
 // Whether each layer is a chunk of its own, however many there are.
 bool is_layer_by_layer(const Config& c) {
-  return c.pipeline.stages == 1 && c.pipeline.virtual_stages == c.model.layers + 2;
+  return c.pipeline.stages == 1 && c.pipeline.virtual_stages == num_layers(c.model);
 }
 
 Config with_layers(Config c, i64 layers) {
-  if (is_layer_by_layer(c)) c.pipeline.virtual_stages = layers + 2;
+  const bool layer_by_layer = is_layer_by_layer(c);
   c.model.layers = layers;
+  if (layer_by_layer) c.pipeline.virtual_stages = num_layers(c.model);
   if (c.model.sliding_window > 0) c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
   return c;
 }

@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "config/parallel.h"
 #include "model/attention_pattern.h"
 #include "model/token_dropping.h"
 
@@ -36,6 +37,7 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
   DS_CHECK(seq_length <= config.max_positions || config.any_length(), Errc::Config,
            "data.seq_length {} exceeds the model's {} positions", seq_length, config.max_positions);
   Model m = make_family(config, shard);
+  DS_ASSERT(std::ssize(m.layers) == num_layers(config));
   m.shard = shard;
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
