@@ -23,10 +23,10 @@
 namespace ds::engine {
 namespace {
 
-// What the ranks of a run share, were they all on one node.
+// Bytes of shared memory that the run would take if all its ranks were on one node. Stages differ, and so do shares of
+// a vocabulary: each allocation counts as the largest of any rank.
 i64 shared_bytes(Plans& plans) {
-  std::vector<i64> most, most_tp,
-      most_outer;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  std::vector<i64> most, most_tp, most_outer;
   const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
     to.resize(std::max(to.size(), allocations.size()));
     for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);

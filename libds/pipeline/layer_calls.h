@@ -15,8 +15,8 @@ struct LayerCall {
   Kind kind;
   i64 layer;
   bool again = false;  // BackwardInput: what the layer has not kept is computed again before
-  // Where inputs from which layers are computed again are kept elsewhere (Stage::stash, Stage::restore): Forward's
-  // output is one, and goes there; the layer's own input is one, and comes back before the call.
+  // For runs that keep inputs of recomputed layers elsewhere. stash: the call's output is such an input, and goes there
+  // afterwards; restore: the layer's input is one, and comes back before the call.
   bool stash = false, restore = false;
   friend bool operator==(const LayerCall&, const LayerCall&) = default;
 };

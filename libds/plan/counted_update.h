@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a step does beside its layers, run without memory, kernels and other ranks: a rank's shards and the end of a
-// step (update/update) over a device and communicators that only count. What they take, send and compute is what an
-// engine's do.
+// A step without its layers, run to be counted: a rank's shards and the end of a step (update/update) over a device and
+// communicators that only count (plan/counting_device). They allocate, send and compute what an engine's do.
 
 #include <memory>
 #include <optional>
@@ -13,8 +12,8 @@
 
 namespace ds::plan {
 
-// What a rank saves for a layout like its own: beside states; and, of a worker of DiLoCo behind the first, instead of
-// them.
+// Bytes that a rank saves for resuming at the same layout: beside its states, and instead of them, as DiLoCo's workers
+// after the first do.
 struct RankLocalBytes {
   i64 beside = 0, instead = 0;
   i64 sum() const noexcept { return beside + instead; }
@@ -22,35 +21,35 @@ struct RankLocalBytes {
 
 class CountedUpdate {
  public:
-  // native: Stream::native of what `ops` are called with, host_native of those of a host beside a GPU. reduced: gets
-  // what the groups' communicators reduce. `plan` outlives it.
+  // native: Stream::native in calls of `ops`; host_native: the same in those of a host beside a GPU. reduced: called
+  // for each reduction of the groups' communicators. `plan` outlives this object.
   CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native = nullptr,
                 std::function<void(const Operation&, int size)> reduced = {}, void* host_native = nullptr);
 
-  // What parameters, gradients, states, updates and inputs of layers that are kept away from the device take.
+  // Memory of parameters, gradients, states, updates, and inputs of layers kept away from the device.
   const MemoryLedger& ledger() const noexcept { return ledger_; }
-  // And what is in files instead.
+  // What of them is in files instead.
   const MemoryLedger& files() const noexcept { return offload_.files(); }
   const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
   std::vector<std::vector<i64>> zeropp_allocations() const;
   const std::vector<i64>& outer_allocations() const noexcept { return outer_.allocations(); }
 
-  // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
-  // many times in a step.
+  // Called before what belongs to the gradients of a chunk (its place in StageCalls::chunks) or, without one, to the
+  // update, and happens `times` times in a step.
   using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
-  // All of a step of who trains, once for each micro-batch that does something else; `number`: of its update.
-  // `meets`: with the meetings of DiLoCo behind it.
+  // A training step: each kind of micro-batch once, then the update of that number. `meets`: with the meetings of
+  // DiLoCo after it.
   void run(Enter enter, i64 number, bool meets = true);
-  // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device. evaluated:
-  // since the last update, so that all second shards are there already.
+  // The step's gathers of parameters, by plan. evaluated: an evaluation came after the last update, so that all second
+  // shards are there already. use_inputs(): its uses of inputs of layers kept away from the device.
   void gather(bool evaluated = false);
   void use_inputs();
 
-  // What has been counted so far was of a step before: files are as a step finds them now.
+  // Starts the count of another step, which finds files as the steps before left them.
   void begin_again();
-  // Of a step that has been run, to and from files: of states, and of arrays.
+  // Bytes that the step read from and wrote to files: of states, and of arrays.
   std::pair<offload::FileCounts, offload::FileCounts> file_traffic() const noexcept;
-  // The same, between a GPU and its host.
+  // Bytes that the step copied between a GPU and its host.
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
   // The messages of DiLoCo's workers when a fragment meets. norm_of_meeting(): the norm after a meeting, which is
@@ -60,7 +59,7 @@ class CountedUpdate {
 
   RankLocalBytes rank_local_bytes();
 
-  // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
+  // Messages of the step by "axis.collective", without statistics. Notes the largest calls in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
 
  private:

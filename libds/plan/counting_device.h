@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A device and communicators that are not there: memory is addresses that nobody may look at, counted in a ledger; ops
-// are the table that one gives, which does nothing or counts; calls to ranks are counted and done. What runs over them
-// is what an engine runs, so that what is predicted is what it does.
+// A device and communicators that only count. Memory is addresses that must not be read or written, counted in a
+// ledger; ops are a given table, which does nothing or counts; calls to other ranks are counted and complete at once.
+// The code of an engine runs over them, so that predictions follow what it does.
 
 #include <functional>
 
@@ -12,7 +12,7 @@
 
 namespace ds::plan {
 
-// Memory that is addresses alone: no two allocations have one in common.
+// Addresses without memory. Allocations do not overlap.
 class Addresses {
  public:
   void* take(i64 bytes) noexcept {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A step's layer calls without memory: what they send and what they compute is found by running them, with ops that do
-// nothing or count and communicators that only count. So what is predicted is what they do.
+// A step's layer calls, run without memory: with ops that do nothing or count, and communicators that only count. What
+// layers send and compute is so predicted by the code that does it.
 
 #include "plan/counting_device.h"
 #include "plan/run_plan.h"
 
 namespace ds::plan {
 
-// What a call is part of. Recompute: what a layer has not kept, between the forward and the backward pass.
+// The pass that a call belongs to. Recompute: layers compute again what they have not kept, before their backward pass.
 enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
 inline constexpr size_t kPasses = 4;
 
@@ -18,7 +18,8 @@ struct Walk {  // where it takes place
   Communicator &tp, &sp;
 };
 // Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
-// engine's have data. `enter(chunk, pass)`: what follows is of this chunk (its place in RunPlan::chunks) and pass.
+// engine's have data. `enter(chunk, pass)` is called before calls of that chunk (its place in StageCalls::chunks) and
+// pass.
 void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t chunk, Pass)> enter);
 
@@ -30,7 +31,7 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
 // What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
 // largest calls are noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
-// The same of an evaluation, its largest calls alone.
+// Notes the largest calls of an evaluation.
 void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 
 // The rows of a layer, or their gradients, as views of that data.

@@ -76,7 +76,7 @@ struct ChunkWork {
 // What one rank does in one step.
 struct StepWork {
   i64 micro_batches = 1;
-  std::vector<ChunkWork> chunks;  // by RunPlan::chunks
+  std::vector<ChunkWork> chunks;  // by StageCalls::chunks
   // The folds of dp's reduce-scatters, in whole slices: by the communicator, in its thread. Measured times of a
   // reduce-scatter over several ranks have them in them.
   OpTally reductions;

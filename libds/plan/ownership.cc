@@ -11,7 +11,7 @@ namespace {
 
 using pipeline::LayerCall;
 
-// The units of a group whose parameters a layer uses, and those of its gradients.
+// The units of a group that a layer uses: its own, and where it uses a tied matrix the unit `shared`.
 zero::Access uses_of(const RunPlan& plan, size_t group, i64 layer, i64 num_layers, i64 shared) {
   const auto in_group = [group](const model::ParamRow& row) { return row.group == group; };
   zero::Access units;
@@ -20,7 +20,7 @@ zero::Access uses_of(const RunPlan& plan, size_t group, i64 layer, i64 num_layer
   return units;
 }
 
-// Every use of a group's parameters by a schedule, in order; a call of a layer that has none is an empty one. A call
+// Every use of a group's parameters by a schedule, in order. A call of a layer without any is an empty use. A call
 // begins with the layer's units, which stay while its products take tiles in turn.
 std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<const pipeline::Instr> schedule,
                                    const model::Model& model) {
@@ -45,8 +45,8 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<
   return trace;
 }
 
-// By unit: whether what is gathered of it travels as codes. All do, or those of which nothing that is gathered is
-// trained.
+// By unit: whether its gathered parameters travel as codes. Those of all units do, or only those of units in which no
+// gathered parameter is trained.
 std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& groups, bool all) {
   std::vector<bool> coded(layout.units().size(), true);
   if (all) return coded;
@@ -62,7 +62,7 @@ std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& g
   return coded;
 }
 
-// The units of the look-up of tokens. A matrix has at most as many rows that are not zero as there are tokens.
+// The units of the token embedding, whose gradients are sparse: at most as many rows as there are tokens are not zero.
 std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::ShardsPlan& shards) {
   constexpr i64 kBlock = NonzeroBlocks::kBlock;
   const i64 together = shards.grads.accumulates_locally() ? plan.micro_batches : 1, tokens = plan.B * plan.T * together;
@@ -86,7 +86,7 @@ std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::Shar
   }
   std::vector<zero::SparseUnit> units;
   for (const auto& [unit, most] : blocks) {
-    // Of a tied matrix the sum has its use by the head in it.
+    // The sum of a tied matrix includes its use by the head, which is dense.
     const i64 sums = unit == RunPlan::kSharedUnit ? std::numeric_limits<i64>::max() / most
                                                   : layout.num_ranks() * (plan.micro_batches / together);
     units.push_back({.unit = unit, .of_rank = most, .of_sum = most * sums});
@@ -94,13 +94,37 @@ std::vector<zero::SparseUnit> sparse_units(const RunPlan& plan, const zero::Shar
   return units;
 }
 
-// What the ranks of a group have of a model.
+// The units whose gradients each pass of the backward schedule writes, in order. A layer's own unit is open while its
+// matrices in tiles are written.
+void plan_grad_passes(zero::ShardsPlan& shards, const RunPlan& plan, const model::Model& model, size_t group) {
+  for (i64 c = std::ssize(plan.stage.chunks); c-- > 0;) {
+    const ChunkPlan& chunk = plan.stage.chunks[c];
+    for (const auto* calls : {&chunk.backward, &chunk.weight}) {
+      std::vector<i64> units;
+      for (const LayerCall& call : *calls) {
+        if (call.kind != LayerCall::Kind::BackwardWeight) continue;
+        const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
+        for (const i64 u : uses_of(plan, group, call.layer, std::ssize(model.layers), shared)) units.push_back(u);
+        const i64 own = RunPlan::unit_of(call.layer), first = shards.layout.units()[own].first_param;
+        const size_t without_tiles = units.size();
+        for (const size_t row : model.layers[call.layer]->products(model::Products::BackwardWeight)) {
+          for (const zero::MatrixTile& tile : shards.grad_layout.tiles_of(first + static_cast<i64>(row)))
+            units.push_back(tile.unit);
+        }
+        if (units.size() > without_tiles) shards.grads.open.push_back(own);
+      }
+      if (!units.empty()) shards.grads.passes.push_back(std::move(units));
+    }
+  }
+  std::ranges::sort(shards.grads.open);
+}
+
+// The shards of a rank in a reduction group: layouts, states, how gradients are reduced.
 zero::ShardsPlan make_shards(const Config& config, const model::Model& model, const RunPlan& plan, size_t group,
                              zero::LayoutOptions options, std::vector<StateSet> states,
                              std::vector<PerState<DType>> dtypes) {
   zero::ShardsPlan shards;
   const ZeroConfig& z = config.zero;
-  const i64 num_layers = std::ssize(model.layers);
   shards.rank = zero::shard_rank(plan.mesh, plan.coord);
   options.num_ranks = zero::num_shards(plan.mesh);
   if (group > 0) {
@@ -128,7 +152,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .work = plan.work,
       .wire = plan.wire,
       .sums = config.grad_accum_dtype,
-      // Of sums in 16 bits a bucket's are there in fp32 while it is reduced.
+      // Sums that are kept in 16 bits are in fp32 while their bucket is reduced.
       .bucket_elems = std::min(z.reduce_bucket_size,
                                config.grad_accum_dtype == DType::F32 ? z.reduce_bucket_size : zero::kMostNarrowBucket),
       .overlap = z.overlap_comm,
@@ -139,26 +163,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   if (shards.grads.code_bits > 0 && z.loco.enabled)
     shards.grads.loco = {.decay = static_cast<float>(z.loco.err_beta), .reset_period = z.loco.reset_period};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
-  for (i64 c = std::ssize(plan.stage.chunks); plan.trains() && c-- > 0;) {
-    const ChunkPlan& chunk = plan.stage.chunks[c];
-    for (const auto* calls : {&chunk.backward, &chunk.weight}) {
-      std::vector<i64> units;
-      for (const LayerCall& call : *calls) {
-        if (call.kind != LayerCall::Kind::BackwardWeight) continue;
-        const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
-        for (const i64 u : uses_of(plan, group, call.layer, num_layers, shared)) units.push_back(u);
-        const i64 own = RunPlan::unit_of(call.layer), first = shards.layout.units()[own].first_param;
-        const size_t without_tiles = units.size();
-        for (const size_t row : model.layers[call.layer]->products(model::Products::BackwardWeight)) {
-          for (const zero::MatrixTile& tile : shards.grad_layout.tiles_of(first + static_cast<i64>(row)))
-            units.push_back(tile.unit);
-        }
-        if (units.size() > without_tiles) shards.grads.open.push_back(own);
-      }
-      if (!units.empty()) shards.grads.passes.push_back(std::move(units));
-    }
-  }
-  std::ranges::sort(shards.grads.open);
+  if (plan.trains()) plan_grad_passes(shards, plan, model, group);
   if (config.sparse_gradients && group == 0 && plan.embeds) shards.grads.sparse = sparse_units(plan, shards);
   shards.buckets = zero::plan_buckets(shards.grad_layout, shards.grads);
   for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
@@ -173,7 +178,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   return shards;
 }
 
-// When they gather it.
+// When the group gathers its parameters.
 void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model, size_t group) {
   zero::ShardsPlan& shards = plan.shards[group];
   std::vector<i64> gather_elems(shards.layout.units().size(), 0);
@@ -181,10 +186,10 @@ void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model,
     if (shards.layout.states().shard_params && !s.persistent)
       gather_elems[s.unit] += s.slice * shards.layout.num_ranks();
   }
-  // Breadth first, the next micro-batch goes through the same layer; and what a layer has beside tiles stays meanwhile.
+  // Breadth first, the next micro-batch goes through the same layer; and a layer's own units stay while tiles come.
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance,
                                 plan.stage.breadth_first || plan.has_tiles()};
-  // What is whole everywhere is not looked at use by use: a step may have any number of them.
+  // Without gathers no uses are listed: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
   if (gathers_any && plan.trains()) {
     shards.train_gathers = zero::plan_gathers(trace_of(plan, group, plan.stage.schedule, model), gather_elems, knobs);
@@ -199,7 +204,7 @@ void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model,
   }
 }
 
-// Of the whole model, for a stage of a pipeline may have none that are frozen.
+// Throws if no layer of the whole model would travel as codes. A single stage may have no frozen layer.
 void check_coded_layers(const RunPlan& plan, size_t num_groups, zero::LayoutOptions options) {
   options.here = {};
   options.num_ranks = zero::num_shards(plan.mesh);
@@ -229,7 +234,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   plan.params = model.params();
   for (size_t i = 0; i < plan.params.size(); ++i)
     plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds));
-  // Who only reads weights takes those of any optimizer.
+  // A run that only reads weights takes those of any optimizer.
   if (plan.trains()) plan.diloco = config.optimizer.diloco;
   plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
@@ -248,14 +253,14 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
       if (is_coded(kept[s])) options.block = kStateBlock;
     }
   }
-  // Ranks of tp have copies of some rows beside parts of others, and two stages have a tied matrix beside other rows: a
-  // block of codes with both would say another thing of the copies on each rank.
+  // Ranks of tp hold copies of some rows next to parts of others, and two stages hold a tied matrix next to other rows.
+  // A block of codes over both would round the copies differently on each rank.
   const DilocoConfig& diloco = config.optimizer.diloco;
   const bool codes_gradients = plan.trains() && config.gradient_code_bits() > 0,
              codes_zero =
                  (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights)) || codes_gradients,
              codes_outer = diloco.workers > 1 && diloco.outer_gradient_bits < 32;
-  // Below stage 3 vectors are beside matrices, whose gradients are of another size.
+  // Below stage 3 vectors lie next to matrices, whose gradients differ in size.
   if (((codes_zero || codes_outer) && plan.mesh.tp > 1) || (codes_outer && plan.mesh.pp > 1 && plan.tied()) ||
       (codes_gradients && z.stage < 3))
     options.block = std::max(options.block, zero::kCodeBlock);
@@ -264,7 +269,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
   i64 tiles = 0;
   for (const zero::ShardsPlan& s : plan.shards) tiles += std::ssize(s.layout.tiles());
-  constexpr i64 kMostTiles = 500'000;  // of a step: the order in which they come is kept, some hundred bytes for each
+  constexpr i64 kMostTiles = 500'000;  // of a step; the list of their uses takes some hundred bytes for each
   DS_CHECK(tiles * plan.micro_batches <= kMostTiles, Errc::Unavailable,
            "zero_optimization.stage3_tile_size: {} makes {} tiles, for {} micro-batches; together at most {}",
            z.tile_size, tiles, plan.micro_batches, kMostTiles);

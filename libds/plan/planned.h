@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A rank's part of the model, and the plan that reads it.
+// A rank's part of the model, and the plan that refers to it.
 
 #include "model/models.h"
 #include "plan/run_plan.h"
@@ -11,9 +11,9 @@ struct Planned {
   model::Model model;
   RunPlan plan;
   Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device);
-  // Of another model than the configuration's.
+  // With another model than the configuration's.
   Planned(const Config& config, model::Model&& model, const MeshShape& mesh, int rank, DeviceKind device);
-  Planned(const Planned&) = delete;  // the plan looks at the model
+  Planned(const Planned&) = delete;  // the plan refers to the model
   Planned& operator=(const Planned&) = delete;
 };
 

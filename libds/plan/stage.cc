@@ -12,14 +12,14 @@ namespace {
 using model::Mode;
 using pipeline::LayerCall;
 
-// Rows of logits at a time: about 64 MiB of fp32, so that they stay in caches, or 1 GiB on a GPU, whose products must
-// be large; a multiple of 64 rows.
+// Rows of logits that are computed at a time, a multiple of 64: about 64 MiB of fp32, so that they stay in caches, or
+// 1 GiB on a GPU, whose products must be large.
 i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
   const i64 target_elems = device == DeviceKind::Cuda ? i64{256} << 20 : i64{16} << 20;
   const i64 chunk = std::min(rows, align_up(std::max<i64>(target_elems / vocab, 1), 64));
   if (device != DeviceKind::Cuda) return chunk;
-  // Its kernels want rows of a multiple of eight elements and make that of fewer rows: room for those that this costs,
-  // or the last of the micro-batch would be a chunk of their own, which reads the weight and adds to its gradient.
+  // Kernels pad the vocabulary to a multiple of eight and fit fewer rows into the same memory. Without room for these,
+  // the last rows of a micro-batch would be a chunk of their own, which reads the weight and adds to its gradient.
   return chunk + div_ceil(chunk * (align_up(vocab, 8) - vocab), vocab);
 }
 
@@ -59,7 +59,7 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   const bool partition = plan.activations.partition_inputs, offload = plan.activations.offload_inputs;
   const bool elsewhere = partition || offload;
   const i64 shares = partition ? plan.mesh.tp : 1, rows = align_up(S, shares);
-  // Streams that alternate between the layers: outputs that nobody keeps here, gradients that nobody waits for.
+  // Streams that layers use in turn: outputs that are not kept here, gradients that nothing waits for.
   TensorView turns[2];
   const bool train = mode == Mode::Train;
   if (!train || !plan.stage.split_backward || elsewhere) {

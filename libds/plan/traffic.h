@@ -7,8 +7,8 @@
 
 namespace ds::plan {
 
-// Fills traffic, mean_traffic, most_traffic, meetings, largest_calls and the bytes of files of `plan`, which is
-// complete but for these. `update`: of the plan, and nothing has been counted yet.
+// Fills TrafficCount of `plan`, of which only MemoryCount is missing beside it. `update`: of the plan, and nothing has
+// been counted with it yet.
 void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model);
 
 }  // namespace ds::plan
