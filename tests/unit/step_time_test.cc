@@ -197,7 +197,8 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   const Predicted s(sparse);
   const StepTime waiting = s(cpu(1e6, 1e6, 4, 2), &links);
   EXPECT_GT(waiting.messages_s.at("dp.sparse_gather"), 0);
-  const double reductions = static_cast<double>(s.plans[0].traffic.last.at("dp.reduce_scatter").calls);  // all but one hide
+  const double reductions =
+      static_cast<double>(s.plans[0].traffic.last.at("dp.reduce_scatter").calls);  // all but one hide
   EXPECT_NEAR(waiting.hidden_s, waiting.messages_s.at("dp.reduce_scatter") * (1 - 1 / reductions), 1e-12);
   coded.zero.overlap_comm = false;
   EXPECT_EQ(Predicted(coded)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
