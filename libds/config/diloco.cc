@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 
 #include "config/keys.h"
+#include "config/optimizer.h"
 #include "config/optimizer_table.h"
+#include "config/parallel.h"
 
 namespace ds {
 namespace {
@@ -55,7 +57,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
   if (d.fragments > d.sync_every && !r.any_broken({kFragments, kEvery}))
     r.error(kFragments,
             fmt::format("{} fragments do not meet in steps of their own: {} is {}", d.fragments, kEvery, d.sync_every));
-  if (const i64 units = c.model.layers + 2; model_is_sound && c.model.layers > 0 && d.fragments > units)
+  if (const i64 units = num_layers(c.model); model_is_sound && c.model.layers > 0 && d.fragments > units)
     r.error(kFragments,
             fmt::format("{} are more than the {} layers (embedding and head among them)", d.fragments, units));
   if (d.overlap_steps > d.sync_every / d.fragments && !r.any_broken({kFragments, kEvery, kOverlap}))

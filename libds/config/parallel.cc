@@ -61,7 +61,8 @@ std::string partition_problem(const std::string& partition) {
 // layer: within these products that takes seconds.
 void check_planned(const Config& c, bool passes, Reader& r) {
   constexpr i64 kMost = 2'000'000;
-  const i64 layers = c.model.layers + 2, p = c.pipeline.stages, v = c.pipeline.virtual_stages, m = c.batch.accumulation;
+  const i64 layers = num_layers(c.model), p = c.pipeline.stages, v = c.pipeline.virtual_stages,
+            m = c.batch.accumulation;
   if (p * layers > kMost)
     r.error(kStages,
             fmt::format("{} stages of {} layers are not planned: their product is at most {}", p, layers, kMost));
@@ -140,11 +141,11 @@ std::array<std::string_view, 3> layer_types(Family family) noexcept {
 }
 
 std::string stages_problem(const ModelConfig& m, i64 stages) {
-  if (stages <= m.layers + 2) return {};
+  if (stages <= num_layers(m)) return {};
   return fmt::format(
       "{} parts are more than the {} layers (embedding and head among them); at most {} stages have a "
       "layer each",
-      stages, m.layers + 2, m.layers + 2);
+      stages, num_layers(m), num_layers(m));
 }
 
 std::string length_problem(const Config& c, i64 length) {
@@ -273,7 +274,7 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
   if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
     r.warning(kInterval,
               fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));
-  if (const i64 most = (m.layers + 2) / std::max<i64>(1, c.pipeline.virtual_stages),
+  if (const i64 most = num_layers(m) / std::max<i64>(1, c.pipeline.virtual_stages),
       interval = c.activation_checkpointing.interval;
       has_steps && breadth_first && interval > std::max<i64>(1, most) && r.given(kInterval))
     r.warning(kInterval, fmt::format("{} layers are no group in {} chunks of {} or so: groups end where chunks do",
@@ -284,7 +285,7 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
     if (!match.problem.empty()) r.error(kPartition, match.problem);
   }
   if (!r.any_broken({kStages, kVirtual})) {
-    const i64 layers = m.layers + 2, v = c.pipeline.virtual_stages;
+    const i64 layers = num_layers(m), v = c.pipeline.virtual_stages;
     if (const std::string why = stages_problem(m, p); !why.empty()) {
       r.error(kStages, why);
     } else if (p * v > layers) {

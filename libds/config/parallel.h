@@ -22,6 +22,9 @@ std::string_view granularity_name(CheckpointGranularity) noexcept;
 // Empty if there is such a schedule; else a sentence that names the keys and what would work. The one place that knows.
 std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
 
+// Layers of a model, as pipelines cut and calls count them: its blocks, an embedding before them and a head after them.
+constexpr i64 num_layers(const ModelConfig& model) noexcept { return model.layers + 2; }
+
 // Types of layers, which pipeline.partition "type:REGEX" is matched with: a model has an embedding, blocks and a head.
 inline constexpr std::string_view kEmbeddingType = "Embedding", kHeadType = "Head";
 std::string_view block_type(Family family) noexcept;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Memory counted by tag. Every large allocation of a rank is a Buffer taken through a MemoryLedger, so that predictions
-// (report/) and counts can be compared. Memory is allocated at set-up; a training step allocates none.
+// (plan/) and counts can be compared. Memory is allocated at set-up; a training step allocates none.
 
 #include <array>
 #include <functional>

@@ -16,29 +16,30 @@
 #include "comm/message_tag.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
+#include "mesh/from_config.h"
 #include "model/models.h"
+#include "plan/run_plan.h"
 #include "probe/host.h"
-#include "report/run_plan.h"
 
 namespace ds::engine {
 namespace {
 
-// What the ranks of a run share, were they all on one node.
+// Bytes of shared memory that the run would take if all its ranks were on one node. Stages differ, and so do shares of
+// a vocabulary: each allocation counts as the largest of any rank.
 i64 shared_bytes(Plans& plans) {
-  std::vector<i64> most, most_tp,
-      most_outer;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  std::vector<i64> most, most_tp, most_outer;
   const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
     to.resize(std::max(to.size(), allocations.size()));
     for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);
   };
   for (int stage = 0; stage < plans.mesh().pp; ++stage) {
-    const report::RunPlan& plan = plans.of_stage(stage).plan;
-    raise(most, plan.dp_shared);
-    raise(most_tp, plan.tp_shared);
-    raise(most_outer, plan.outer_shared);
+    const plan::RunPlan& plan = plans.of_stage(stage).plan;
+    raise(most, plan.memory.dp_shared);
+    raise(most_tp, plan.memory.tp_shared);
+    raise(most_outer, plan.memory.outer_shared);
   }
-  return mesh_shm_bytes(plans.mesh(), most, most_tp, report::zeropp_splits(plans.config()),
-                        plans.of_stage(0).plan.zeropp_shared, most_outer);
+  return mesh_shm_bytes(plans.mesh(), most, most_tp, zeropp_splits(plans.config()),
+                        plans.of_stage(0).plan.memory.zeropp_shared, most_outer);
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
@@ -245,7 +246,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
     throw;
   }
   return std::make_unique<Mesh>(std::move(world), plans.mesh(), options, over_device,
-                                report::mesh_splits(config, plans.of(ranks.rank)->model.splits));
+                                mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
 }  // namespace ds::engine

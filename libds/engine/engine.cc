@@ -12,6 +12,7 @@
 
 #include "base/file.h"
 #include "comm/message_tag.h"
+#include "mesh/from_config.h"
 
 namespace ds::engine {
 
@@ -24,13 +25,14 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       ops_(device.ops()),
       stream_(device.stream()),
       planned_(parts.planned ? parts.planned
-                             : std::make_shared<report::Planned>(config_, make_model(config_, mesh.coord()),
-                                                                 mesh.shape(), mesh.rank(), device.kind())),
+                             : std::make_shared<plan::Planned>(config_, make_model(config_, mesh.coord()), mesh.shape(),
+                                                               mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank(), parts.trace),
       shards_(make_shards()),
-      stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
+      stage_(config_, model_, plan_, shards_, mesh, ledger, device,
+             offload_.make_inputs(plan_.activations.inputs, device, ledger)),
       laid_out_{plan_.sequence_length, 0},
       step_length_(plan_.sequence_length),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
@@ -76,21 +78,21 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
 
 model::Model Engine::make_model(const Config& config, const MeshCoord& coord) const {
   if (parts_.model) return parts_.model(config, mesh_.shape(), coord);
-  return model::make_model(config, report::shard_of(config, mesh_.shape(), coord));
+  return model::make_model(config, model::shard_of(config, mesh_.shape(), coord.tp, coord.sp));
 }
 
 // Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
 void Engine::shape_to(i64 length, i64 kept) {
   if (kept >= length) kept = 0;
-  const report::PassLengths wanted{length, kept};
+  const plan::PassLengths wanted{length, kept};
   if (std::exchange(laid_out_, wanted) == wanted) return;
-  if (wanted == report::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
+  if (wanted == plan::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
   if (!shorter_ || shorter_->lengths != wanted) {
     Config config = config_;
     config.data.seq_length = length;
     config.random_ltd.kept = kept;
-    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), report::RunPlan());
-    shorter->plan = report::plan_of_length(plan_, config, shorter->model);
+    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), plan::RunPlan());
+    shorter->plan = plan::plan_of_length(plan_, config, shorter->model);
     stage_.reshape(shorter->model, shorter->plan);
     shorter_ = std::move(shorter);
   } else {
@@ -99,7 +101,7 @@ void Engine::shape_to(i64 length, i64 kept) {
 }
 
 zero::AllShards Engine::make_shards() {
-  DS_ASSERT(report::mesh_splits(config_, model_.splits) == mesh_.splits());
+  DS_ASSERT(mesh_splits(config_, model_.splits) == mesh_.splits());
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {
@@ -221,13 +223,13 @@ std::optional<double> Engine::evaluate(i64 batches,
       stage_.load(b, ids, targets);
       stage_.load_documents(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
-      if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
+      if (plan_.stage.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     }
     for (const pipeline::Instr& instr :
-         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {
+         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.stage.chunks)))) {
       stage_.evaluate(instr);
-      const bool has_losses = plan_.chunks[instr.chunk].last && plan_.coord.tp == 0;
+      const bool has_losses = plan_.stage.chunks[instr.chunk].last && plan_.coord.tp == 0;
       if (instr.op != pipeline::Op::Forward || !has_losses) continue;
       device_.download(losses.data(), stage_.losses().data, R * 4);
       for (const float loss : losses) {
@@ -288,7 +290,7 @@ bool Engine::is_finite() {
 
 void Engine::read_logits(std::vector<float>& out) {
   out.clear();
-  const report::ChunkPlan& last = plan_.chunks.back();
+  const plan::ChunkPlan& last = plan_.stage.chunks.back();
   if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
   const i64 R = plan_.B * plan_.T;
   out.resize(R * model_.vocab);

@@ -15,8 +15,8 @@
 #include "model/models.h"
 #include "optim/lr_schedule.h"
 #include "pipeline/schedule.h"
+#include "plan/planned.h"
 #include "precision/loss_scaler.h"
-#include "report/planned.h"
 #include "stage/stage.h"
 #include "update/update.h"
 #include "zero/param_store.h"
@@ -52,7 +52,7 @@ struct Progress {
 
 // What an engine may be given in place of what it makes of its configuration.
 struct EngineParts {
-  std::shared_ptr<const report::Planned> planned = {};  // this rank's plan, where it is known already
+  std::shared_ptr<const plan::Planned> planned = {};  // this rank's plan, where it is known already
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
   zero::Tiers tiers = {};
   int host_threads = 0;    // of updates on the host beside a GPU; 0: what the environment says
@@ -142,7 +142,7 @@ class Engine {
   }
 
   const Config& config() const noexcept { return config_; }
-  const report::RunPlan& plan() const noexcept { return plan_; }
+  const plan::RunPlan& plan() const noexcept { return plan_; }
   const model::Model& model() const noexcept { return model_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
@@ -192,19 +192,19 @@ class Engine {
   Device& device_;
   const OpTable& ops_;
   Stream& stream_;
-  std::shared_ptr<const report::Planned> planned_;
+  std::shared_ptr<const plan::Planned> planned_;
   const model::Model& model_;
-  const report::RunPlan& plan_;
+  const plan::RunPlan& plan_;
   offload::Offload offload_;
   zero::AllShards shards_;
   stage::Stage stage_;
   struct Shorter {
-    report::PassLengths lengths;
+    plan::PassLengths lengths;
     model::Model model;
-    report::RunPlan plan;
+    plan::RunPlan plan;
   };
   std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
-  report::PassLengths laid_out_;          // by what the stage is laid out
+  plan::PassLengths laid_out_;            // by what the stage is laid out
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;

@@ -27,16 +27,16 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
   }
   if (in_place || (in_parts_ && engine.device().is_host())) return;
   if (in_parts_) {  // any part has room where the largest one has
-    const i64 bytes = engine.plan().state_part_bytes;
+    const i64 bytes = engine.plan().memory.state_part_bytes;
     memory_ = Buffer(engine.ledger(), Tag::Host, bytes);
     return;
   }
   const i64 bytes = place(pieces_, nullptr);
-  DS_ASSERT(memory != Memory::Copy || !engine.states_in_place() || bytes <= engine.plan().state_bytes);
+  DS_ASSERT(memory != Memory::Copy || !engine.states_in_place() || bytes <= engine.plan().memory.state_bytes);
   pieces_bytes_ = bytes;
   i64 rank_local = 0;
   for (const auto& [name, values] : engine.rank_local()) rank_local += values.bytes();
-  memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes + rank_local, engine.plan().state_bytes));
+  memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes + rank_local, engine.plan().memory.state_bytes));
   place(pieces_, memory_.as<char>().data());
 }
 

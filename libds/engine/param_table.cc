@@ -6,7 +6,7 @@
 #include "config/optimizer_table.h"
 
 namespace ds::engine {
-ParamTable make_param_table(const Config& config, const model::Model& model, const report::RunPlan& plan) {
+ParamTable make_param_table(const Config& config, const model::Model& model, const plan::RunPlan& plan) {
   ParamTable table;
   for (const model::ParamRow* row : model.params()) table.params.push_back({row->name, row->whole_shape(), "", {}});
   if (plan.trains()) {

@@ -3,7 +3,7 @@
 // The parameters of a run as checkpoints know them, and what the run's optimizers keep of each.
 
 #include "checkpoint/checkpoint.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 
 namespace ds::engine {
 
@@ -12,6 +12,6 @@ struct ParamTable {
   std::vector<ParamOptimizer> optimizers;  // by entry of params; empty where nothing is trained
   std::string optimizer;                   // CheckpointMeta::optimizer
 };
-ParamTable make_param_table(const Config& config, const model::Model& model, const report::RunPlan& plan);
+ParamTable make_param_table(const Config& config, const model::Model& model, const plan::RunPlan& plan);
 
 }  // namespace ds::engine

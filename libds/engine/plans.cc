@@ -4,28 +4,29 @@
 #include <algorithm>
 #include <map>
 
+#include "chart/pattern_chart.h"
+#include "chart/plan_chart.h"
 #include "checkpoint/step_writer.h"
 #include "engine/connect.h"
 #include "infer/writing_memory.h"
+#include "mesh/from_config.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
-#include "report/pattern_chart.h"
-#include "report/plan_chart.h"
 
 namespace ds::engine {
 
 namespace {
 
-report::PlanChart chart_of(const Config& config, int world_size) {
-  const pipeline::ScheduleOptions schedule = report::schedule_of(config);
+chart::PlanChart chart_of(const Config& config, int world_size) {
+  const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config);
   const pipeline::Costs costs;
-  report::PlanChart chart{.schedule = schedule,
-                          .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
-                          .bubble_formula = {}};
+  chart::PlanChart chart{.schedule = schedule,
+                         .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
+                         .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  Plans plans(config, report::mesh_shape(config, world_size), resolve_device(config), world_size);
+  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
   for (const StagePlan& s : plan_stages(plans)) {
-    report::StageRow& row = chart.stages.emplace_back();
+    chart::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
     row.heads = s.heads;
@@ -40,12 +41,12 @@ report::PlanChart chart_of(const Config& config, int world_size) {
 
 namespace {
 
-CommBackend backend_of(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+CommBackend backend_of(const Config& config, const plan::RunPlan& plan, int ranks_per_node) {
   const CommBackend asked = config.communication.backend;
   return asked == CommBackend::Auto ? default_backend(plan.mesh.world(), ranks_per_node, true) : asked;
 }
 
-report::Host host_of(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+plan::Host host_of(const Config& config, const plan::RunPlan& plan, int ranks_per_node) {
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   return {.backend = backend == CommBackend::Self  ? "self"
                      : backend == CommBackend::Shm ? "shm"
@@ -57,18 +58,18 @@ report::Host host_of(const Config& config, const report::RunPlan& plan, int rank
 
 }  // namespace
 
-report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
-                            int ranks_per_node) {
+plan::TagBytes own_memory(const Config& config, const model::Model& model, const plan::RunPlan& plan,
+                          int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
-  return report::own_memory(config, model, plan, host_of(config, plan, ranks_per_node));
+  return plan::own_memory(config, model, plan, host_of(config, plan, ranks_per_node));
 }
 
-report::TagBounds own_bounds(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
-  return report::own_bounds(config, plan, host_of(config, plan, ranks_per_node), true);
+  return plan::own_bounds(config, plan, host_of(config, plan, ranks_per_node), true);
 }
 
-ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, const report::TagBytes& own,
+ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, const plan::TagBytes& own,
                            int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
   constexpr i64 kProcess = i64{3} << 20, kProcessWithMpi = i64{6} << 20;  // as ds-memreport(1) says
@@ -78,7 +79,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
   // A save takes what is in files part by part.
-  const bool in_parts = report::total_of(plan.files) > plan.files[static_cast<size_t>(Tag::Activations)];
+  const bool in_parts = plan::total_of(plan.memory.files) > plan.memory.files[static_cast<size_t>(Tag::Activations)];
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   const zero::ShardsPlan& shards = plan.dp();
   for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
@@ -112,11 +113,11 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
 namespace {
 
 // What is written, and the scratch of kernels that write it.
-report::TagBytes text_memory(const Config& config, const report::Planned& planned, int ranks_per_node,
-                             const EncodedPrompts& writing) {
+plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, int ranks_per_node,
+                           const EncodedPrompts& writing) {
   const infer::WritingMemory memory = infer::plan_writing(config.model, planned.model, planned.plan, writing.ids,
                                                           writing.sampling.max_tokens, writing.sampling.at_once);
-  report::TagBytes bytes = memory.bytes();
+  plan::TagBytes bytes = memory.bytes();
   if (planned.plan.device == DeviceKind::Cpu) {
     bytes[static_cast<size_t>(Tag::Scratch)] =
         infer::writing_scratch(planned.model, planned.plan, memory, writing.ids, probe::cpu_backend(),
@@ -133,7 +134,7 @@ WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, Devi
     : Planned(config, mesh, rank, device),
       own(own_memory(config, model, plan, ranks_per_node)),
       bounds(own_bounds(config, plan, ranks_per_node)),
-      text(writing == nullptr ? report::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
+      text(writing == nullptr ? plan::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {
@@ -157,11 +158,11 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
     StagePlan& s = stages.emplace_back();
     s.ranks = ranks_of_stage(mesh, stage);
     const WholePlan& planned = *plans.of(rank_at(mesh, plans.of_stage(stage).plan.fullest()));
-    for (const report::ChunkPlan& c : planned.plan.chunks) {
+    for (const plan::ChunkPlan& c : planned.plan.stage.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[c.chunk.begin]->name(), layers[static_cast<size_t>(c.chunk.end) - 1]->name());
     }
-    const bool attends = std::ranges::any_of(planned.plan.chunks, [&](const report::ChunkPlan& c) {
+    const bool attends = std::ranges::any_of(planned.plan.stage.chunks, [&](const plan::ChunkPlan& c) {
       const auto& layers = planned.model.layers;
       return std::any_of(layers.begin() + c.chunk.begin, layers.begin() + c.chunk.end,
                          [](const auto& layer) { return layer->is_block(); });
@@ -173,12 +174,12 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
   return stages;
 }
 
-bool trains_nothing(const report::RunPlan& plan) {
+bool trains_nothing(const plan::RunPlan& plan) {
   return plan.trains() &&
          std::ranges::all_of(plan.groups.of_params, [&](size_t g) { return plan.groups.groups[g].frozen; });
 }
 
-double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(report::schedule_of(config)); }
+double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(pipeline::schedule_of(config)); }
 
 NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   const MeshShape& mesh = plans.mesh();
@@ -206,14 +207,14 @@ NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
 namespace ds {
 
 std::string plan_text(const Config& config, int world_size, int width, bool colour) {
-  return report::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
+  return chart::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
 }
 
-std::string pattern_text(const Config& config, int width) { return report::pattern_text(config, {.width = width}); }
-std::string pattern_svg(const Config& config) { return report::pattern_svg(config); }
+std::string pattern_text(const Config& config, int width) { return chart::pattern_text(config, {.width = width}); }
+std::string pattern_svg(const Config& config) { return chart::pattern_svg(config); }
 
 std::string plan_svg(const Config& config, int world_size) {
-  return report::plan_svg(engine::chart_of(config, world_size));
+  return chart::plan_svg(engine::chart_of(config, world_size));
 }
 
 }  // namespace ds

@@ -7,16 +7,16 @@
 #include <vector>
 
 #include "ds/train.h"
-#include "report/own_memory.h"
-#include "report/planned.h"
+#include "plan/own_memory.h"
+#include "plan/planned.h"
 
 namespace ds::engine {
 
 // What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node;
 // nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
-report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
-                            int ranks_per_node);
-report::TagBounds own_bounds(const Config& config, const report::RunPlan& plan, int ranks_per_node);
+plan::TagBytes own_memory(const Config& config, const model::Model& model, const plan::RunPlan& plan,
+                          int ranks_per_node);
+plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int ranks_per_node);
 // What the process of a rank on a CPU has resident beside that and what `plan` counts. Measured, not exact; nothing of
 // a rank with a GPU.
 struct ProcessBytes {
@@ -25,18 +25,18 @@ struct ProcessBytes {
   i64 momentary = 0, momentary_of_first = 0;
   i64 momentary_of(int rank) const noexcept { return rank == 0 ? momentary_of_first : momentary; }
 };
-ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, const report::TagBytes& own,
+ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, const plan::TagBytes& own,
                            int ranks_per_node);
 // A rank's plan with all that.
-struct WholePlan : report::Planned {
+struct WholePlan : plan::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
             const EncodedPrompts* writing = nullptr);
-  report::TagBytes own;      // of kernels and communicators
-  report::TagBounds bounds;  // of `own`, of a run that takes all of its steps
-  report::TagBytes text;     // of what is written
+  plan::TagBytes own;      // of kernels and communicators
+  plan::TagBounds bounds;  // of `own`, of a run that takes all of its steps
+  plan::TagBytes text;     // of what is written
   ProcessBytes process;
-  report::TagBytes memory() const noexcept { return report::sum_of(report::sum_of(plan.memory, own), text); }
-  i64 total_memory() const noexcept { return plan.total_memory() + report::total_of(own) + report::total_of(text); }
+  plan::TagBytes memory() const noexcept { return plan::sum_of(plan::sum_of(plan.memory.by_tag, own), text); }
+  i64 total_memory() const noexcept { return plan.total_memory() + plan::total_of(own) + plan::total_of(text); }
 };
 
 // The plans of a run's ranks, each made when somebody asks for it first: all that look at a run share them.
@@ -67,7 +67,7 @@ std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage);
 std::vector<StagePlan> plan_stages(Plans& plans);
 double bubble_fraction(const Config& config);
 // All of its parameters are frozen.
-bool trains_nothing(const report::RunPlan& plan);
+bool trains_nothing(const plan::RunPlan& plan);
 // Bytes that the `count` ranks first, first + step, ... take at most, of the device and of host memory beside it.
 struct NodeBytes {
   i64 device = 0, host = 0;

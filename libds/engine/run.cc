@@ -28,6 +28,7 @@
 #include "engine/run_state.h"
 #include "engine/served.h"
 #include "engine/weights.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 
 namespace ds {
@@ -37,21 +38,21 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
   const Config& config = plans.config();
   const engine::WholePlan& planned = *plans.of(ranks.rank);
   const model::Model& model = planned.model;
-  const report::RunPlan& plan = planned.plan;
+  const plan::RunPlan& plan = planned.plan;
   RunPrediction p;
   p.stages = engine::plan_stages(plans);
   p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = engine::memory_table(planned.memory(), {}, planned.bounds);
-  p.files = engine::memory_table(plan.files, {});
+  p.files = engine::memory_table(plan.memory.files, {});
   p.total_bytes = planned.total_memory();
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
-  for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
-  p.mean_comm_bytes = plan.mean_traffic;
-  p.most_comm_bytes = plan.most_traffic;
-  p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
+  for (const auto& [name, count] : plan.traffic.last) p.comm_bytes[name] = count.bytes;
+  p.mean_comm_bytes = plan.traffic.mean;
+  p.most_comm_bytes = plan.traffic.most;
+  p.host_bytes = device.is_host() ? 0 : plan.memory.by_tag[static_cast<size_t>(Tag::Host)];
   const probe::AvailableMemory node = probe::available_memory();
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
   p.limited_by = device.is_host() ? node.limited_by : fmt::format("free on {}", device.name());
@@ -69,8 +70,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = engine::open_device(config, ranks);
-  engine::Plans plans(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                      writing);
+  engine::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size, writing);
   return predict_on(*device, plans, ranks);
 }
 
@@ -129,14 +129,13 @@ monitor::Places TrainingRun::State::places() const {
 
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
-  plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                options.writing);
+  plans.emplace(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size, options.writing);
   check_memory(*device, *plans, ranks);
-  const report::RunPlan& own = plans->of(ranks.rank)->plan;
+  const plan::RunPlan& own = plans->of(ranks.rank)->plan;
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
            Errc::Unavailable, "{} ranks of {} are on this node: a server has the states of a run on one node",
            ranks.local_world_size, ranks.world_size);
-  offload::check_places(own.offload, own.files, ranks.local_world_size);
+  offload::check_places(own.offload, own.memory.files, ranks.local_world_size);
   if (!options.trace.empty()) {
     trace = std::make_unique<Trace>();
     if (is_root()) monitor::check_file(options.trace, "--trace", plans->config(), places());
@@ -304,10 +303,10 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.config = config;
   s.ranks = ranks;
   s.options = options;
-  const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
-  const report::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
+  const MeshShape mesh = mesh_shape(config, ranks.world_size);
+  const plan::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
-  offload::check_places(plan.offload, plan.files, ranks.local_world_size);
+  offload::check_places(plan.offload, plan.memory.files, ranks.local_world_size);
   s.open_data(plan.mesh.data_size());
   s.step_dir = s.find_resumed();
   if (s.writes()) {

@@ -15,13 +15,13 @@
 #include "engine/plans.h"
 #include "launch/process.h"
 #include "model/attention_pattern.h"
-#include "report/own_memory.h"
-#include "report/planned.h"
+#include "plan/own_memory.h"
+#include "plan/planned.h"
 
 namespace ds::engine {
 namespace {
 
-Json bytes_json(const report::TagBytes& bytes) {
+Json bytes_json(const plan::TagBytes& bytes) {
   Json json = Json::object();
   for (size_t t = 0; t < bytes.size(); ++t) {
     if (bytes[t] != 0) json[std::string(tag_name(static_cast<Tag>(t)))] = bytes[t];
@@ -37,7 +37,7 @@ i64 now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-Json bounds_json(const report::TagBounds& bounds) {
+Json bounds_json(const plan::TagBounds& bounds) {
   Json json = Json::object();
   for (size_t t = 0; t < bounds.size(); ++t) {
     if (bounds[t] != Bound::Exact) json[std::string(tag_name(static_cast<Tag>(t)))] = bound_text(bounds[t]);
@@ -45,28 +45,28 @@ Json bounds_json(const report::TagBounds& bounds) {
   return json;
 }
 
-report::Host host_of(const Mesh& mesh, Device& device) {
+plan::Host host_of(const Mesh& mesh, Device& device) {
   return {mesh.world().backend(), device.ops(), device.stream().pool->num_threads()};
 }
 
-report::TagBytes predicted_bytes(const Config& config, const model::Model& model, const report::RunPlan& plan,
-                                 const Mesh& mesh, Device& device) {
-  report::TagBytes bytes = plan.memory;
+plan::TagBytes predicted_bytes(const Config& config, const model::Model& model, const plan::RunPlan& plan,
+                               const Mesh& mesh, Device& device) {
+  plan::TagBytes bytes = plan.memory.by_tag;
   if (!device.is_host()) return bytes;
-  const report::TagBytes own = report::own_memory(config, model, plan, host_of(mesh, device));
+  const plan::TagBytes own = plan::own_memory(config, model, plan, host_of(mesh, device));
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] += own[t];
   return bytes;
 }
 
-report::TagBounds bounds_of(const Config& config, const report::RunPlan& plan, const Mesh& mesh, Device& device,
-                            bool whole_run) {
-  return device.is_host() ? report::own_bounds(config, plan, host_of(mesh, device), whole_run) : report::TagBounds{};
+plan::TagBounds bounds_of(const Config& config, const plan::RunPlan& plan, const Mesh& mesh, Device& device,
+                          bool whole_run) {
+  return device.is_host() ? plan::own_bounds(config, plan, host_of(mesh, device), whole_run) : plan::TagBounds{};
 }
 
 }  // namespace
 
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted,
-                                    const report::TagBounds& bounds) {
+std::vector<TagMemory> memory_table(const plan::TagBytes& predicted, const plan::TagBytes& counted,
+                                    const plan::TagBounds& bounds) {
   std::vector<TagMemory> table;
   for (size_t t = 0; t < predicted.size(); ++t) {
     if (predicted[t] != 0 || counted[t] != 0)
@@ -146,24 +146,24 @@ Json step_line(const StepRecord& r) {
   return line;
 }
 
-report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
-  report::TagBytes bytes{};
+plan::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
+  plan::TagBytes bytes{};
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] = ledger.peak(static_cast<Tag>(t));
   add_own(bytes);
   return bytes;
 }
 
-const report::TagBytes& RunRecord::predicted(const Engine& engine) {
+const plan::TagBytes& RunRecord::predicted(const Engine& engine) {
   if (!predicted_) predicted_ = predicted_bytes(engine.config(), engine.model(), engine.plan(), mesh_, device_);
   return *predicted_;
 }
 
-report::TagBounds RunRecord::bounds(const Engine& engine, i64 step) const {
+plan::TagBounds RunRecord::bounds(const Engine& engine, i64 step) const {
   const bool whole_run = first_step_ == 1 && step >= engine.config().steps;
   return bounds_of(engine.config(), engine.plan(), mesh_, device_, whole_run);
 }
 
-void RunRecord::add_own(report::TagBytes& bytes) const {
+void RunRecord::add_own(plan::TagBytes& bytes) const {
   bytes[static_cast<size_t>(Tag::Comm)] += mesh_.staging_bytes();
   bytes[static_cast<size_t>(Tag::Scratch)] += device_.scratch_bytes();
 }
@@ -189,13 +189,13 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
   counters_.emplace(who, live_record(engine, {.step = step}, counted(engine.ledger())));
 }
 
-void RunRecord::show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak) {
+void RunRecord::show_step(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
   // The first step has taken what steps take, and what comes after the last one is no training: both are read.
   if (step.step == first_step_ || step.step == engine.config().steps) resident_.read();
   if (counters_) counters_->publish(live_record(engine, step, peak));
 }
 
-LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, const report::TagBytes& peak) {
+LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
   LiveRecord r{.step = step.step,
                .loss = step.loss,
                .step_ms = step.step_ms,
@@ -211,8 +211,8 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
 }
 
 Json RunRecord::stages_json(const Engine& engine) {
-  const report::TagBytes& own = predicted(engine);
-  const report::TagBounds own_bounds = bounds_of(engine.config(), engine.plan(), mesh_, device_, false);
+  const plan::TagBytes& own = predicted(engine);
+  const plan::TagBounds own_bounds = bounds_of(engine.config(), engine.plan(), mesh_, device_, false);
   Json mine = Json::array();
   for (size_t t = 0; t < own.size(); ++t) mine.push_back({own[t], static_cast<int>(own_bounds[t])});
   std::vector<Json> of_ranks;
@@ -220,15 +220,15 @@ Json RunRecord::stages_json(const Engine& engine) {
   Json stages = Json::array();
   for (int stage = 0; stage < mesh_.shape().pp; ++stage) {
     const std::vector<int> ranks = ranks_of_stage(mesh_.shape(), stage);
-    report::TagBytes bytes{};
-    report::TagBounds bounds{};
+    plan::TagBytes bytes{};
+    plan::TagBounds bounds{};
     for (size_t t = 0; t < bytes.size(); ++t) {
       const auto of_rank = [&](int r) {
         const Json& number = of_ranks[static_cast<size_t>(r)][t];
-        return report::BoundedBytes{number[0].get<i64>(), static_cast<Bound>(number[1].get<int>())};
+        return plan::BoundedBytes{number[0].get<i64>(), static_cast<Bound>(number[1].get<int>())};
       };
-      report::BoundedBytes most = of_rank(ranks.front());
-      for (const int r : ranks) most = report::most_of(most, of_rank(r));
+      plan::BoundedBytes most = of_rank(ranks.front());
+      for (const int r : ranks) most = plan::most_of(most, of_rank(r));
       bytes[t] = most.bytes;
       bounds[t] = most.bound;
     }

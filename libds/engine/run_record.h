@@ -18,8 +18,8 @@
 namespace ds::engine {
 
 // The tags that are predicted or counted.
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted,
-                                    const report::TagBounds& bounds = {});
+std::vector<TagMemory> memory_table(const plan::TagBytes& predicted, const plan::TagBytes& counted,
+                                    const plan::TagBounds& bounds = {});
 
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text);
@@ -41,16 +41,16 @@ class RunRecord {
       : mesh_(mesh), device_(device), staging_at_first_(mesh.staging_bytes()) {}
 
   // Peaks of this rank, with what kernels and communicators took for themselves. No operation is pending.
-  report::TagBytes counted(const MemoryLedger& ledger) const;
+  plan::TagBytes counted(const MemoryLedger& ledger) const;
 
   // The same, predicted; and what the counts are to that when so many steps have been taken.
-  const report::TagBytes& predicted(const Engine& engine);
-  report::TagBounds bounds(const Engine& engine, i64 step) const;
+  const plan::TagBytes& predicted(const Engine& engine);
+  plan::TagBounds bounds(const Engine& engine, i64 step) const;
 
   // Shows this rank's counters from now on, `step` steps being taken. `directory`: of the run; empty: it keeps nothing.
   void show(const Engine& engine, const std::string& job, const std::string& directory, i64 step);
   // After a step; peak: what counted() says. Allocates nothing.
-  void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
+  void show_step(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak);
 
   // The predicted memory of each stage: for each tag the most of its ranks, marked as a bound where they differ.
   // Collective.
@@ -66,15 +66,15 @@ class RunRecord {
  private:
   // Of the process before the run took anything: what communicators have taken already is counted.
   i64 base_bytes() const noexcept { return resident_.base_bytes() - staging_at_first_; }
-  void add_own(report::TagBytes& bytes) const;
-  LiveRecord live_record(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
+  void add_own(plan::TagBytes& bytes) const;
+  LiveRecord live_record(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak);
 
   const Mesh& mesh_;
   Device& device_;
   const i64 staging_at_first_;
   probe::ResidentMeter resident_;
   i64 first_step_ = 0;
-  std::optional<report::TagBytes> predicted_;  // once it has been asked for
+  std::optional<plan::TagBytes> predicted_;  // once it has been asked for
   std::optional<LiveCounters> counters_;
 };
 

@@ -70,8 +70,8 @@ StepReport Engine::train_step(const StepBatch& batch) {
   stage_.begin_step();
   for (i64 micro = 0; micro < plan_.micro_batches; ++micro)
     stage_.load_documents(micro, part_of(batch.ids, micro), part_of(batch.targets, micro));
-  for (size_t i = 0; i < plan_.schedule.size(); ++i) {
-    const pipeline::Instr& instr = plan_.schedule[i];
+  for (size_t i = 0; i < plan_.stage.schedule.size(); ++i) {
+    const pipeline::Instr& instr = plan_.stage.schedule[i];
     if (instr.op == pipeline::Op::Load) {
       stage_.load(instr.micro, part_of(batch.ids, instr.micro), part_of(batch.targets, instr.micro));
     } else {

@@ -47,7 +47,7 @@ void TrainingRun::State::begin_record(const TrainHooks& hooks) {
                  .world_size = ranks.world_size,
                  .step = step,
                  .num_params = engine->model().num_params(),
-                 .work = [this] { return report::tally_step(engine->stage().model(), engine->stage().plan()); },
+                 .work = [this] { return plan::tally_step(engine->stage().model(), engine->stage().plan()); },
                  .tell = hooks.on_report}};
   });
   record->show(*engine, ranks.job, options.out_dir, step);
@@ -78,7 +78,7 @@ i64 TrainingRun::State::length_of_step(i64 step) const {
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
   TraceSpan whole(trace.get(), "steps", "step", engine->progress().step + 1);
-  const report::RunPlan& plan = engine->plan();
+  const plan::RunPlan& plan = engine->plan();
   const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
   mesh->reset_counts();
   for (i64 j = 0; j < plan.micro_batches; ++j) {
@@ -123,8 +123,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   const double flops =
       engine->stage().model().flops_per_token(length) * static_cast<double>(r.tokens) / mesh->world_size();
   taken.mfu = flops / s / peak_flops;
-  const report::TagBytes counted = record->counted(ledger);
-  for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
+  const plan::TagBytes counted = record->counted(ledger);
+  for (const TagMemory& row : engine::memory_table(plan.memory.by_tag, counted))
+    taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) {
     taken.comm_bytes[name] = count.bytes;
     if (!config.comms_logger.enabled) continue;
@@ -358,9 +359,9 @@ void Training::end() {
   result_.memory = engine::memory_table(s_.record->predicted(*s_.engine), s_.record->counted(s_.ledger),
                                         s_.record->bounds(*s_.engine, step()));
   const offload::Offload& offload = s_.engine->offload();
-  report::TagBytes in_files{};
+  plan::TagBytes in_files{};
   for (size_t t = 0; t < in_files.size(); ++t) in_files[t] = offload.files().current(static_cast<Tag>(t));
-  result_.files = engine::memory_table(s_.engine->plan().files, in_files);
+  result_.files = engine::memory_table(s_.engine->plan().memory.files, in_files);
   result_.offload_method = offload.method();
 }
 
@@ -373,7 +374,7 @@ TrainResult Training::run() {
   DS_CHECK(s_.train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
   DS_CHECK(s_.writes() || config_.save.every == 0, Errc::Config,
            "save.every is {} but there is no run directory: give --out DIR", config_.save.every);
-  const report::RunPlan& plan = s_.engine->plan();
+  const plan::RunPlan& plan = s_.engine->plan();
   std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
   begin();
   s_.read_ahead = std::make_unique<ReadAhead>(*s_.train_data, plan.micro_batches, s_.mesh->data_rank());

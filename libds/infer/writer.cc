@@ -8,6 +8,7 @@
 #include "comm/message_tag.h"
 #include "infer/writing_memory.h"
 #include "model/models.h"
+#include "plan/stage.h"
 
 namespace ds::infer {
 namespace {
@@ -173,13 +174,13 @@ class Writer {
     std::vector<model::KvCache*> caches(sequences.size());
     ctx.caches = caches;
     TensorView x{};
-    for (size_t c = 0; c < plan_.chunks.size(); ++c) {
-      const report::ChunkPlan& chunk = plan_.chunks[c];
+    for (size_t c = 0; c < plan_.stage.chunks.size(); ++c) {
+      const plan::ChunkPlan& chunk = plan_.stage.chunks[c];
       model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
-      const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
+      const auto acts = plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
       DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
                 planner.temporary_bytes() <= planned_.temporary_bytes);
-      if (!chunk.first && !plan_.breadth_first) {
+      if (!chunk.first && !plan_.stage.breadth_first) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
         stage_.mesh()
             .activations()
@@ -189,7 +190,7 @@ class Writer {
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
-      if (!chunk.last && !plan_.breadth_first)
+      if (!chunk.last && !plan_.stage.breadth_first)
         stage_.mesh()
             .activations()
             .send(x.data, x.bytes(), stage_.next(), message_text(Axis::Pp, Collective::Send))
@@ -199,7 +200,7 @@ class Writer {
 
   stage::Stage& stage_;
   const model::Model& model_;
-  const report::RunPlan& plan_;
+  const plan::RunPlan& plan_;
   Device& device_;
   std::span<const std::vector<i32>> prompts_;
   WriteOptions options_;

@@ -6,7 +6,8 @@
 #include <set>
 
 #include "model/models.h"
-#include "report/dry_run.h"
+#include "plan/dry_run.h"
+#include "plan/stage.h"
 
 namespace ds::infer {
 
@@ -28,8 +29,8 @@ i64 WritingMemory::bytes_of(const std::vector<LayerCaches>& caches) const noexce
   return sum;
 }
 
-report::TagBytes WritingMemory::bytes() const {
-  report::TagBytes sum{};
+plan::TagBytes WritingMemory::bytes() const {
+  plan::TagBytes sum{};
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
   tag(Tag::Activations) = working_bytes + caches_bytes;
@@ -37,7 +38,7 @@ report::TagBytes WritingMemory::bytes() const {
   return sum;
 }
 
-WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
+WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const plan::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once) {
   WritingMemory w{.at_once = std::clamp<i64>(at_once, 1, std::max<i64>(std::ssize(prompts), 1)),
                   .work = plan.work,
@@ -52,10 +53,10 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   std::ranges::sort(lengths, std::greater<>());
   w.longest = lengths.empty() ? 0 : lengths.front();
   w.largest = w.longest + max_tokens;
-  for (const report::ChunkPlan& c : plan.chunks) {
+  for (const plan::ChunkPlan& c : plan.stage.chunks) {
     for (const auto& [B, T] : {std::pair{i64{1}, w.longest}, {w.at_once, i64{1}}}) {
       model::ActivationPlanner planner;
-      report::plan_acts(model, c, plan, planner, model::Mode::Generate, {B, T, B * T});
+      plan::plan_acts(model, c, plan, planner, model::Mode::Generate, {B, T, B * T});
       w.working_bytes = std::max(w.working_bytes, planner.working_bytes());
       w.temporary_bytes = std::max(w.temporary_bytes, planner.temporary_bytes());
     }
@@ -92,11 +93,11 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
 
 // A pass for each prompt length, and one for each number of sequences in progress, at the end of the longest sequence,
 // since the parts of keys that a token sees grow with their number. Blocks with the same window are alike.
-std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
+std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
   if (ops == nullptr) return std::nullopt;
-  report::CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  plan::CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
 
@@ -112,18 +113,18 @@ std::optional<i64> writing_scratch(const model::Model& model, const report::RunP
     std::vector<model::KvCache> caches(B);
     std::vector<model::KvCache*> of_sequences;
     for (model::KvCache& c : caches) of_sequences.push_back(&c);
-    report::walk_forward(model, plan, writing.pass, {.mode = model::Mode::Generate, .B = B, .T = T},
-                         {*ops, stream, tp, sp}, [&](i64 l, model::PassContext& ctx) {
-                           if (repeated.contains(l)) return false;
-                           if (of_layer[l] == nullptr) return true;
-                           const KeptKeys& keys = of_layer[l]->keys;
-                           TensorView part = writing.cache_part(keys);
-                           part.data = &there;
-                           for (model::KvCache& c : caches)
-                             c = {.k = part, .v = part, .length = seen, .page = keys.page(), .places = keys.places()};
-                           ctx.caches = of_sequences;
-                           return true;
-                         });
+    plan::walk_forward(model, plan, writing.pass, {.mode = model::Mode::Generate, .B = B, .T = T},
+                       {*ops, stream, tp, sp}, [&](i64 l, model::PassContext& ctx) {
+                         if (repeated.contains(l)) return false;
+                         if (of_layer[l] == nullptr) return true;
+                         const KeptKeys& keys = of_layer[l]->keys;
+                         TensorView part = writing.cache_part(keys);
+                         part.data = &there;
+                         for (model::KvCache& c : caches)
+                           c = {.k = part, .v = part, .length = seen, .page = keys.page(), .places = keys.places()};
+                         ctx.caches = of_sequences;
+                         return true;
+                       });
   };
   std::set<i64> lengths;
   for (const std::vector<i32>& prompt : prompts) lengths.insert(std::ssize(prompt));

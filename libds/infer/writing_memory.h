@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "infer/kept_keys.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 
 namespace ds::infer {
 
@@ -38,16 +38,16 @@ struct WritingMemory {
   TensorView cache_part(const KeptKeys&) const noexcept;
   static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, 64); }
   i64 bytes_of(const std::vector<LayerCaches>&) const noexcept;
-  report::TagBytes bytes() const;  // upper bounds
+  plan::TagBytes bytes() const;  // upper bounds
 };
 
 // For continuing these prompts by `max_tokens` tokens each.
-WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
+WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const plan::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once);
 
-// Worker scratch of generation, like report::scratch_bytes: an upper bound for a device that has done nothing else, and
+// Worker scratch of generation, like plan::scratch_bytes: an upper bound for a device that has done nothing else, and
 // exact if each number of sequences up to at_once has been in progress (tests/equivalence/writing_test.cc).
-std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
+std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads);
 
 }  // namespace ds::infer

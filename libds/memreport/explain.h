@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The formulas of the field with somebody's numbers in them: text for people, one block for each source, which says
-// whose accounting it is. What libds itself would use is another question (report/run_plan).
+// whose accounting it is. What libds itself would use is another question (plan/run_plan).
 
 #include <string>
 

@@ -5,8 +5,9 @@
 
 #include "ds/memreport.h"
 #include "memreport/explain.h"
+#include "mesh/from_config.h"
 #include "optim/optimizer.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 
@@ -42,7 +43,7 @@ std::string explain(double params, int stage, int ranks) {
 
 std::string explain(const Config& config, const World& world) {
   const ModelConfig& m = config.model;
-  const MeshShape mesh = report::mesh_shape(config, world.ranks);
+  const MeshShape mesh = mesh_shape(config, world.ranks);
   const bool learned = !m.rotary();
   Subject s;
   const model::Model model = model::make_model(config);

@@ -20,7 +20,8 @@
 #include "memreport/arrangement.h"
 #include "memreport/hardware.h"
 #include "memreport/models.h"
-#include "report/planned.h"
+#include "mesh/from_config.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
@@ -200,7 +201,7 @@ std::vector<Frame> Search::frames() const {
           }
           if (pp > 1) continue;
           // Parameters are read once for all micro-batches then, whose activations are all kept.
-          const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, model.layers + 2};
+          const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, num_layers(model)};
           all.push_back({tp, pp, sp, 3, rows, layer_by_layer, Offloaded::AllToFiles});
         }
       }
@@ -220,7 +221,7 @@ Offloaded offloaded_of(const ZeroConfig& z) noexcept {
 
 Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
   return {.keys = std::move(keys),
-          .mesh = report::mesh_shape(config, options_.world.ranks),
+          .mesh = mesh_shape(config, options_.world.ranks),
           .stage = narrow<int>(config.zero.stage),
           .micro = config.batch.micro,
           .accumulation = config.batch.accumulation,
@@ -253,12 +254,12 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
 }
 
 i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
-  config = report::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
-  const MeshShape mesh = report::mesh_shape(config, options_.world.ranks);
+  config = plan::of_whole_sequences(std::move(config));  // which nearly all is of, and all lengths would take long
+  const MeshShape mesh = mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
   // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them
   // need is their tokens and losses.
-  const PipelineSchedule schedule = report::schedule_of(config).kind;
+  const PipelineSchedule schedule = pipeline::schedule_of(config).kind;
   const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst ||
                        config.zero.tile_size > 0;  // whose number in a step is limited
   const i64 more =
@@ -270,19 +271,19 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   }
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
   for (const int stage : std::set{0, std::min(1, mesh.pp - 1), mesh.pp - 1}) {
-    std::optional<report::RunPlan> planned;
+    std::optional<plan::RunPlan> planned;
     try {
       planned = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
     } catch (const Error& e) {
       if (e.code() != Errc::Unavailable) throw;
       return std::numeric_limits<i64>::max();
     }
-    const report::RunPlan& plan = *planned;
-    const report::TagBytes own = models.own_memory(config, options_.world, plan);
+    const plan::RunPlan& plan = *planned;
+    const plan::TagBytes own = models.own_memory(config, options_.world, plan);
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (const i64 per_node = options_.world.ranks / options_.world.nodes;
         enough < std::numeric_limits<i64>::max() && searches_offload() &&
-        per_node * std::accumulate(plan.files.begin(), plan.files.end(), i64{0}) > disk_free_)
+        per_node * std::accumulate(plan.memory.files.begin(), plan.memory.files.end(), i64{0}) > disk_free_)
       return std::numeric_limits<i64>::max();
     if (most > enough) break;
   }
@@ -346,7 +347,7 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
     const PipelineConfig pipeline{.stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks};
     if (s == Schedule{present.schedule, present.virtual_stages} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
-        a.mesh.pp * s.chunks > source_.config.config.model.layers + 2)
+        a.mesh.pp * s.chunks > num_layers(source_.config.config.model))
       return;
     frames.push_back(frame_of(a));
     frames.back().schedule = s;
@@ -500,12 +501,13 @@ i64 Search::largest_micro(const Arrangement& best) {
 
 // Whether each layer is a chunk of its own, however many there are.
 bool is_layer_by_layer(const Config& c) {
-  return c.pipeline.stages == 1 && c.pipeline.virtual_stages == c.model.layers + 2;
+  return c.pipeline.stages == 1 && c.pipeline.virtual_stages == num_layers(c.model);
 }
 
 Config with_layers(Config c, i64 layers) {
-  if (is_layer_by_layer(c)) c.pipeline.virtual_stages = layers + 2;
+  const bool layer_by_layer = is_layer_by_layer(c);
   c.model.layers = layers;
+  if (layer_by_layer) c.pipeline.virtual_stages = num_layers(c.model);
   if (c.model.sliding_window > 0) c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
   return c;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The formulas of the field, each as its source has it, and the sizes that they are functions of. They are what people
-// compare with, not what the engine allocates: that is report/run_plan. Sizes are bytes, or elements where a name says
+// compare with, not what the engine allocates: that is plan/run_plan. Sizes are bytes, or elements where a name says
 // so; doubles, since averages over ranks need not be whole.
 //   Ψ parameters, N data-parallel ranks; s sequence length, b micro-batch, h hidden, a heads, L layers, V vocabulary;
 //   t tensor-parallel ranks, p pipeline stages, v chunks of layers per stage (the interleaved schedule's m in the

@@ -28,7 +28,7 @@ LiveRank read_live(i64 pid) {
   const engine::LiveIdentity& who = view->identity();
   const std::optional<engine::LiveRecord> r = view->read();
   DS_CHECK(r, Errc::Timeout, "process {} was stopped while it wrote its counters", pid);
-  report::TagBounds bounds = who.bounds;
+  plan::TagBounds bounds = who.bounds;
   for (Bound& b : bounds) b = std::min(b, Bound::AtLeast);  // whatever is written there
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return {

@@ -37,7 +37,7 @@ double Machine::matmul_flops(DType dtype) const {
   return rate->points().back().second;
 }
 
-double Machine::seconds(const report::OpCall& call) const {
+double Machine::seconds(const plan::OpCall& call) const {
   double s = op_overhead_s;
   if (call.flops > 0) {
     const double all = static_cast<double>(call.flops);
@@ -55,7 +55,7 @@ double Machine::seconds(const report::OpCall& call) const {
   return s;
 }
 
-double Machine::seconds(const report::OpTally& tally) const {
+double Machine::seconds(const plan::OpTally& tally) const {
   double s = 0;
   for (const auto& [call, n] : tally.calls()) s += static_cast<double>(n) * seconds(call);
   return s;

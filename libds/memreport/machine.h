@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "device/device.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 namespace ds::memreport {
 
@@ -67,8 +67,8 @@ struct Machine {
   bool hides_communication() const noexcept { return threads_per_core() < 1; }
   // Of a large product; Errc::Config if nothing is known for this type.
   double matmul_flops(DType dtype) const;
-  double seconds(const report::OpCall& call) const;
-  double seconds(const report::OpTally& tally) const;
+  double seconds(const plan::OpCall& call) const;
+  double seconds(const plan::OpTally& tally) const;
   bool operator==(const Machine&) const = default;
 };
 

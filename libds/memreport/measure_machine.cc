@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rates of a machine: every op of a training step called by itself, on all ranks of a node at once, and its cost
-// taken from the table that counts (report/op_tally.h), so that a rate and a tally mean the same. Each call takes other
+// taken from the table that counts (plan/op_tally.h), so that a rate and a tally mean the same. Each call takes other
 // memory than the ones before: in a step most of what an op reads was last touched many megabytes ago, and with
 // operands that stay in the first caches products are a fifth faster than in training, and sums of columns four times.
 
@@ -194,12 +194,12 @@ Call addition(i64 elems) {
 }
 
 // What the counting table says of it, under its own name: of one call, and how many there are.
-std::pair<report::OpCall, i64> cost_of(const Call& call) {
-  report::OpTally tally;
+std::pair<plan::OpCall, i64> cost_of(const Call& call) {
+  plan::OpTally tally;
   Stream stream{.native = &tally};
   static std::byte nowhere;
   Cutter cut(&nowhere);
-  call.run(report::counting_ops(), cut, stream);
+  call.run(plan::counting_ops(), cut, stream);
   for (const auto& [counted, n] : tally.calls()) {
     if (counted.op == call.op) return {counted, n};
   }

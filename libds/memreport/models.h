@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The parts of a model that ranks have, each made once: a plan of many ranks, and a search over plans, look at the same
-// few over and over.
+// The parts of a model that ranks compute, each made once: a plan of many ranks, and a search over plans, use the same
+// few again and again.
 
 #include <map>
 #include <memory>
@@ -12,30 +12,31 @@
 #include "ds/memreport.h"
 #include "memreport/step_time.h"
 #include "model/models.h"
-#include "report/own_memory.h"
+#include "pipeline/partition.h"
+#include "plan/own_memory.h"
 
 namespace ds::memreport {
 
-// Of one model and sequence length, whatever else configurations say. Functions may be called by several threads.
+// All configurations that it is asked about have one model and sequence length. Several threads may call it.
 class Models {
  public:
   const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
-    const model::Shard s = report::shard_of(config, mesh, coord);
+    const model::Shard s = model::shard_of(config, mesh, coord.tp, coord.sp);
     const std::lock_guard lock(mutex_);
     auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
     if (!model) model = std::make_unique<model::Model>(model::make_model(config, s));
     return *model;
   }
   // `cuts`: of these configuration and mesh.
-  report::RunPlan plan(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device,
-                       const std::vector<i64>& cuts) {
-    return report::make_run_plan(config, of(config, mesh, coord), mesh, coord, device, cuts);
+  plan::RunPlan plan(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device,
+                     const std::vector<i64>& cuts) {
+    return plan::make_run_plan(config, of(config, mesh, coord), mesh, coord, device, cuts);
   }
   std::vector<i64> cuts(const Config& config, const MeshShape& mesh) {
-    return report::pipeline_cuts(config, of(config, mesh, {}));
+    return pipeline::cuts_of(config, of(config, mesh, {}));
   }
-  // What a run on the kernels and cores of this machine would take for itself; nothing for a GPU.
-  report::TagBytes own_memory(const Config& config, const World& world, const report::RunPlan& plan);
+  // Memory that kernels and communicators of this machine would take for themselves; none for a GPU.
+  plan::TagBytes own_memory(const Config& config, const World& world, const plan::RunPlan& plan);
 
  private:
   std::mutex mutex_;
@@ -62,7 +63,7 @@ auto of_any_length(const Config& config, Of&& of, Extended&& extended) {
 Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models);
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                       Models& models);
-// What it cannot fall below, in much less time.
+// Lower bounds of predict_time(), which take much less time.
 LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                      Models& models);
 

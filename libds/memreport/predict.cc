@@ -9,15 +9,16 @@
 #include "ds/memreport.h"
 #include "engine/plans.h"
 #include "memreport/models.h"
+#include "mesh/from_config.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
 
 // `first`: rank 0 is among them.
-RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, const report::TagBounds& bounds,
+RankGroup group_of(const plan::RunPlan& plan, const plan::TagBytes& own, const plan::TagBounds& bounds,
                    const engine::ProcessBytes& process, bool first) {
   RankGroup group;
   group.process_bytes = process.own;
@@ -25,21 +26,22 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
   group.stage = plan.coord.pp;
   group.num_params = plan.dp().layout.num_params();
   group.device_bytes = plan.total_memory();
-  for (size_t t = 0; t < plan.memory.size(); ++t) {
-    const i64 bytes = plan.memory[t] + own[t];
+  for (size_t t = 0; t < plan.memory.by_tag.size(); ++t) {
+    const i64 bytes = plan.memory.by_tag[t] + own[t];
     if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes, bounds[t]});
-    if (plan.files[t] > 0) group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.files[t]});
+    if (plan.memory.files[t] > 0)
+      group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.memory.files[t]});
     group.device_bytes += own[t];
   }
   group.served = plan.offload.states.device == OffloadDevice::Server;
-  group.file_read_bytes = plan.state_files.read_bytes + plan.array_files.read_bytes;
-  group.file_written_bytes = plan.state_files.written_bytes + plan.array_files.written_bytes;
-  group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
-  for (const auto& [name, count] : plan.traffic) {
+  group.file_read_bytes = plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes;
+  group.file_written_bytes = plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes;
+  group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory.by_tag[static_cast<size_t>(Tag::Host)];
+  for (const auto& [name, count] : plan.traffic.last) {
     if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
   }
-  group.mean_traffic = plan.mean_traffic;
-  group.most_traffic = plan.most_traffic;
+  group.mean_traffic = plan.traffic.mean;
+  group.most_traffic = plan.traffic.most;
   return group;
 }
 
@@ -50,7 +52,7 @@ bool same(const RankGroup& a, const RankGroup& b) {
 }
 
 void raise(memreport::TagBytes& to, const memreport::TagBytes& other) {
-  const report::BoundedBytes most = report::most_of({to.bytes, to.bound}, {other.bytes, other.bound});
+  const plan::BoundedBytes most = plan::most_of({to.bytes, to.bound}, {other.bytes, other.bound});
   to.bytes = most.bytes;
   to.bound = most.bound;
 }
@@ -113,7 +115,7 @@ void raise(RankGroup& to, const RankGroup& other) {
 
 // Few ranks of dp among which are those that hold most of each: bytes of states, sums over tp, elements, pieces, the
 // longest piece; and the first and the last one.
-std::vector<MeshCoord> extremes(const report::RunPlan& plan) {
+std::vector<MeshCoord> extremes(const plan::RunPlan& plan) {
   const zero::Layout& layout = plan.dp().layout;
   const auto ranks = static_cast<size_t>(layout.num_ranks());
   std::vector<i64> states = plan.dp().states.bytes_of_ranks(layout);
@@ -147,7 +149,7 @@ std::vector<MeshCoord> extremes(const report::RunPlan& plan) {
 // Ranks of a stage with the same rows of the vocabulary, those of tp from `first` to `last`: all of them in a world
 // that is small; in a larger one those among which are the ones that hold most. Workers of DiLoCo behind the first are
 // alike.
-std::vector<MeshCoord> looked_at(const report::RunPlan& any, int first, int last) {
+std::vector<MeshCoord> looked_at(const plan::RunPlan& any, int first, int last) {
   constexpr int kSmallWorld = 64;
   const MeshShape& mesh = any.mesh;
   const bool small = mesh.world() <= kSmallWorld;
@@ -176,8 +178,8 @@ std::vector<MeshCoord> looked_at(const report::RunPlan& any, int first, int last
 std::vector<RankGroup> groups_of(const Config& config, const World& world, const MeshShape& mesh, int stage,
                                  DeviceKind device, const std::vector<i64>& cuts, Models& models) {
   const int per_node = world.ranks / world.nodes;
-  const auto group_at = [&](const report::RunPlan& plan) {
-    const report::TagBytes own = models.own_memory(config, world, plan);
+  const auto group_at = [&](const plan::RunPlan& plan) {
+    const plan::TagBytes own = models.own_memory(config, world, plan);
     return group_of(plan, own, engine::own_bounds(config, plan, per_node),
                     engine::process_bytes(config, plan, own, per_node), rank_at(mesh, plan.coord) == 0);
   };
@@ -189,7 +191,7 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
   std::vector<RankGroup> groups;
   for (int first = 0, last = 0; first < mesh.tp; first = last + 1) {
     for (last = first; last + 1 < mesh.tp && rows_of(last + 1) == rows_of(first);) ++last;
-    const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = first}, device, cuts);
+    const plan::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = first}, device, cuts);
     RankGroup group = group_at(any);
     for (const MeshCoord& at : looked_at(any, first, last)) {
       if (at != any.coord) raise(group, group_at(models.plan(config, mesh, at, device, cuts)));
@@ -226,7 +228,7 @@ NodeBytes fullest_node(const Prediction& p) {
 
 }  // namespace
 
-report::TagBytes Models::own_memory(const Config& config, const World& world, const report::RunPlan& plan) {
+plan::TagBytes Models::own_memory(const Config& config, const World& world, const plan::RunPlan& plan) {
   return engine::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes);
 }
 
@@ -241,13 +243,13 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   if (device == DeviceKind::Auto) device = DeviceKind::Cpu;
   Prediction p;
   p.world = world;
-  p.mesh = report::mesh_shape(config, world.ranks);
+  p.mesh = mesh_shape(config, world.ranks);
   p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
   const model::Model& whole = models.of(config, p.mesh, {});
   p.num_params = whole.num_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
-  p.bubble_fraction = pipeline::bubble_fraction(report::schedule_of(config));
+  p.bubble_fraction = pipeline::bubble_fraction(pipeline::schedule_of(config));
   const std::vector<i64> cuts = models.cuts(config, p.mesh);
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
     for (RankGroup& g : groups_of(config, world, p.mesh, stage, device, cuts, models)) p.groups.push_back(std::move(g));

@@ -4,12 +4,16 @@
 #include <algorithm>
 #include <set>
 
+#include "memreport/hardware.h"
+#include "memreport/models.h"
+#include "mesh/from_config.h"
 #include "pipeline/simulate.h"
+#include "plan/planned.h"
 
 namespace ds::memreport {
 namespace {
 
-using report::Pass;
+using plan::Pass;
 
 // A stage's terms.
 struct StageTime {
@@ -35,7 +39,7 @@ class StageModel {
         stream_bytes_(plan_.shape().stream_rows * hidden * dtype_bytes(plan_.work)) {}
 
   StageTime run() && {
-    for (const report::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
+    for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
     data_parallel();
     behind_the_passes();
     time_.optimizer += machine_.seconds(work_.optimizer);
@@ -66,13 +70,13 @@ class StageModel {
   }
   // The plan's messages of a kind; none, unless it has some.
   CommCount traffic(Axis axis, Collective collective) const {
-    const auto found = plan_.traffic.find(std::string(message_text(axis, collective)));
-    return found != plan_.traffic.end() ? found->second : CommCount{};
+    const auto found = plan_.traffic.last.find(std::string(message_text(axis, collective)));
+    return found != plan_.traffic.last.end() ? found->second : CommCount{};
   }
 
-  pipeline::Costs costs_of(const report::ChunkWork& chunk) {
+  pipeline::Costs costs_of(const plan::ChunkWork& chunk) {
     const auto cost = [&](Pass pass) {
-      const report::PassWork& w = chunk.of(pass);
+      const plan::PassWork& w = chunk.of(pass);
       const double ops = machine_.seconds(w.ops);
       double messages = 0;
       for (const auto& [name, count] : w.messages)
@@ -157,9 +161,9 @@ class StageModel {
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
 
     // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
-    std::map<std::string, CommCount> rest = plan_.traffic;
-    for (const report::ChunkWork& chunk : work_.chunks) {
-      for (const report::PassWork& pass : chunk.passes) {
+    std::map<std::string, CommCount> rest = plan_.traffic.last;
+    for (const plan::ChunkWork& chunk : work_.chunks) {
+      for (const plan::PassWork& pass : chunk.passes) {
         for (const auto& [name, count] : pass.messages) {
           rest[name].calls -= count.calls * work_.micro_batches;
           rest[name].bytes -= count.bytes * work_.micro_batches;
@@ -167,7 +171,7 @@ class StageModel {
       }
     }
     CommCount streams;
-    for (const pipeline::Instr& i : plan_.schedule) {
+    for (const pipeline::Instr& i : plan_.stage.schedule) {
       if (i.op == pipeline::Op::SendActivation || i.op == pipeline::Op::SendGrad) ++streams.calls;
     }
     streams.bytes = streams.calls * stream_bytes_;
@@ -184,7 +188,7 @@ class StageModel {
     // Fragments of DiLoCo meet once in sync_every steps.
     const DilocoConfig& d = plan_.diloco;
     double meetings = 0;
-    for (const auto& [name, count] : plan_.meetings) {
+    for (const auto& [name, count] : plan_.traffic.meetings) {
       const double s = seconds(name, count);
       if (s > 0) time_.messages[name] += s / static_cast<double>(d.sync_every);
       meetings += s;
@@ -195,31 +199,27 @@ class StageModel {
     for (const Axis axis : {Axis::Dp, Axis::Tp, Axis::Pp}) time_.exposed += sent(axis, Collective::AllReduce, {2, 32});
   }
 
-  const report::RunPlan& plan_;
-  const report::StepWork& work_;
+  const plan::RunPlan& plan_;
+  const plan::StepWork& work_;
   const Machine& machine_;
   const Links* links_;
   i64 stream_bytes_;  // of a message of the pipeline
   StageTime time_;
 };
 
-}  // namespace
-
-namespace {
-
 // Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies. Those of page-locked
 // memory run beside the rest, but what of them is hidden depends on the order of a step: none of it is counted on.
-void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::StepWork& work, const Machine& machine) {
+void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
-  t.copies = static_cast<double>(plan.copies.to_device + plan.copies.to_host) / machine.host_link;
+  t.copies = static_cast<double>(plan.traffic.copies.to_device + plan.traffic.copies.to_host) / machine.host_link;
   // A delayed update goes on beside the passes of the next step.
   t.optimizer += plan.offload.states.delayed_update ? std::max(0.0, t.on_host - t.busy()) : t.on_host;
 }
 
 // States come and go beside their updates, gradients, parameters and inputs of layers beside the passes; reads and
 // writes take turns on a disk that the ranks of a node share.
-double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
+double exposed_files(const plan::RunPlan& plan, const StageTime& t, const Machine& machine) {
   const auto seconds = [&](const offload::FileCounts& f) {
     if (f.read_bytes == 0 && f.written_bytes == 0) return 0.0;
     DS_CHECK(machine.disk_read > 0 && machine.disk_write > 0, Errc::Config,
@@ -229,7 +229,7 @@ double exposed_files(const report::RunPlan& plan, const StageTime& t, const Mach
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
   const bool served = plan.offload.states.device == OffloadDevice::Server;  // by memory that both have
-  const double states = served ? 0.0 : seconds(plan.state_files), arrays = seconds(plan.array_files);
+  const double states = served ? 0.0 : seconds(plan.traffic.state_files), arrays = seconds(plan.traffic.array_files);
   if (plan.device == DeviceKind::Cuda) {
     if (plan.offload.states.delayed_update)  // and its transfers beside it; arrays beside the same passes
       return std::max(0.0, std::max(states, t.on_host) + arrays - t.busy()) - std::max(0.0, t.on_host - t.busy());
@@ -255,11 +255,11 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 }
 
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
-StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
+StepTime finished(StepTime step, const model::Model& model, const plan::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
   step.lacks_offload = plan.device == DeviceKind::Cuda && !machine.knows_host() &&
                        (plan.offload.states.device != OffloadDevice::None ||
-                        plan.offload.params.device != OffloadDevice::None || plan.offload_inputs);
+                        plan.offload.params.device != OffloadDevice::None || plan.activations.offload_inputs);
   step.step_s =
       step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {
@@ -280,9 +280,9 @@ size_t busiest_of(const std::vector<StageTime>& times) {
   return static_cast<size_t>(std::ranges::max_element(times, {}, &StageTime::busy) - times.begin());
 }
 
-std::map<std::string, OpTime> ops_of(const report::StepWork& work, const Machine& machine) {
+std::map<std::string, OpTime> ops_of(const plan::StepWork& work, const Machine& machine) {
   std::map<std::string, OpTime> ops;
-  const report::OpTally all = work.total();
+  const plan::OpTally all = work.total();
   for (const auto& [call, n] : all.calls()) {
     const double times = static_cast<double>(n);
     OpTime& op = ops[std::string(call.op)];
@@ -314,6 +314,89 @@ StepTime busy_step(const std::vector<StageTime>& times) {
   return step;
 }
 
+// The stages of a pipeline, each kind of them once.
+class Stages {
+ public:
+  Stages(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models)
+      : model_(models.of(config, mesh_shape(config, world.ranks), {})),
+        links_(hardware.state().links ? &*hardware.state().links : nullptr),
+        machine_(hardware.state().machine) {
+    machine_.ranks_per_node = world.ranks / world.nodes;
+    const MeshShape mesh = mesh_shape(config, world.ranks);
+    // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
+    // fills.
+    const std::vector<i64> cuts = models.cuts(config, mesh);
+    for (int stage = 0; stage < mesh.pp; ++stage) {
+      std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
+      for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
+        const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
+        layers.push_back(cuts[block + 1] - cuts[block]);
+        if (config.model.sliding_window == 0) continue;
+        for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
+          layers.push_back(config.model.sliding_layers[l - 1]);
+      }
+      auto at = works_.find(layers);
+      if (at == works_.end()) {
+        plan::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
+        plan::StepWork work = plan::tally_step(model_, plan);
+        at = works_.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
+      }
+      stages_.push_back({&at->second.first, &at->second.second});
+    }
+  }
+
+  StepTime predicted(const Config& config) const {
+    return predict_step(model_, stages_, pipeline::make_schedules(pipeline::schedule_of(config)), machine_, links_);
+  }
+  LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
+
+ private:
+  const model::Model& model_;
+  const Links* links_;
+  Machine machine_;
+  std::map<std::vector<i64>, std::pair<plan::RunPlan, plan::StepWork>> works_;
+  std::vector<StageWork> stages_;
+};
+
+// As of_any_length() wants it.
+StepTime extended(const StepTime& a, const StepTime& b, double times) {
+  const auto at = [&](double of_a, double of_b) { return of_b + (of_b - of_a) * times; };
+  StepTime t;
+  for (double StepTime::*field :
+       {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s, &StepTime::pipeline_s,
+        &StepTime::communication_s, &StepTime::hidden_s, &StepTime::optimizer_s, &StepTime::publish_s,
+        &StepTime::files_s, &StepTime::copies_s, &StepTime::cores_s, &StepTime::step_s})
+    t.*field = at(a.*field, b.*field);
+  for (const auto& [name, seconds] : b.messages_s) {
+    const auto in_a = a.messages_s.find(name);
+    t.messages_s[name] = at(in_a == a.messages_s.end() ? 0 : in_a->second, seconds);
+  }
+  for (const auto& [name, op] : b.ops) {
+    const auto in_a = a.ops.find(name);
+    const OpTime less = in_a == a.ops.end() ? OpTime() : in_a->second;
+    t.ops[name] = {op.calls + (op.calls - less.calls) * static_cast<i64>(times), at(less.flops, op.flops),
+                   at(less.bytes, op.bytes), at(less.seconds, op.seconds)};
+  }
+  // Quotients: their dividends grow evenly.
+  const auto ratio = [&](double StepTime::*r, double StepTime::*by) {
+    return t.*by > 0 ? at(a.*r * a.*by, b.*r * b.*by) / (t.*by) : 0;
+  };
+  t.bubble_fraction = ratio(&StepTime::bubble_fraction, &StepTime::pipeline_s);
+  t.tokens_per_s = ratio(&StepTime::tokens_per_s, &StepTime::step_s);
+  t.mfu = ratio(&StepTime::mfu, &StepTime::step_s);
+  return t;
+}
+LeastTime extended(const LeastTime& a, const LeastTime& b, double times) {
+  return {extended(a.own, b.own, times), extended(a.any_cut, b.any_cut, times)};
+}
+
+// Whole sequences, and no evaluations between steps, which leave second shards to the next one.
+Config with_alike_steps(const Config& config) {
+  Config alike = plan::of_whole_sequences(config);
+  alike.eval.every = 0;
+  return alike;
+}
+
 }  // namespace
 
 StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
@@ -322,7 +405,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
   DS_ASSERT(stages.size() == schedules.size());
   const std::vector<StageTime> times = times_of(model, stages, machine, links);
   std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
-  for (size_t chunk = 0; chunk < stages[0].plan->chunks.size(); ++chunk) {
+  for (size_t chunk = 0; chunk < stages[0].plan->stage.chunks.size(); ++chunk) {
     for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
   }
   const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
@@ -349,6 +432,26 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
   }
   return {finished(busy_step(times), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};
+}
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware) {
+  Models models;
+  return predict_time(config, world, device, hardware, models);
+}
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                      Models& models) {
+  return of_any_length(
+      with_alike_steps(config),
+      [&](const Config& c) { return Stages(c, world, device, hardware, models).predicted(c); },
+      [](const auto&... of) { return extended(of...); });
+}
+
+LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                     Models& models) {
+  return of_any_length(
+      with_alike_steps(config), [&](const Config& c) { return Stages(c, world, device, hardware, models).least(); },
+      [](const auto&... of) { return extended(of...); });
 }
 
 }  // namespace ds::memreport

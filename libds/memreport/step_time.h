@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The time of a training step: what each stage computes (report/op_tally.h) at a machine's rates, what it sends by the
+// The time of a training step: what each stage computes (plan/op_tally.h) at a machine's rates, what it sends by the
 // alpha-beta models of links, put in order by the schedule's simulation. Sums and maxima of named terms; no factor that
 // makes them fit.
 //
 //   pipeline    pipeline::simulate with each block's time: ops, and messages of tp and sp, which are waited for
 //   exposed     of dp's gathers and reductions, what is not hidden behind the passes they go on beside
 //   files       of what is offloaded to a disk, what is not hidden behind the optimizer (states) and the passes
-//   (gradients
-//               and parameters)
+//               (gradients and parameters)
 //   optimizer   sums of what stands on several ranks, the norm, AdamW, the publication of parameters
 //   cores       where the ranks of a node have more threads than it has cores: no less than all that they compute, over
 //               the cores, and what they send; they fill the bubbles of each other
@@ -27,24 +26,24 @@
 #include "ds/commbench.h"
 #include "ds/memreport.h"
 #include "memreport/machine.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 namespace ds::memreport {
 
-// What "ds-links/1" says.
+// A document of schema "ds-links/1".
 struct Links {
   std::vector<commbench::AlphaBeta> operations;
   std::vector<commbench::Link> links;
   int ranks = 1;  // that took part, on so many hosts
   int hosts = 1;
 };
-// Throws Errc::Config, naming `name`, for what is no such document.
+// Throws Errc::Config, naming `name`, if `json` is no such document.
 Links read_links(std::string_view json, std::string_view name);
 
 // A group of ranks that communicate.
 struct Group {
   int ranks = 1;
-  bool over_network = false;  // they are of several nodes
+  bool over_network = false;  // its ranks are on several nodes
 };
 // The place of an axis' groups: ranks of a node have consecutive numbers (mesh/mesh.h).
 Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
@@ -54,10 +53,11 @@ Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
 // Throws Errc::Config if the document has neither.
 double message_seconds(const Links& links, Collective collective, const Group& group, const CommCount& count);
 
-// What the ranks of one stage of the pipeline do; both outlive the call. Stages that do the same may share them.
+// The plan and the work of the ranks of a pipeline stage; both outlive the call. Stages that do the same may share
+// them.
 struct StageWork {
-  const report::RunPlan* plan;
-  const report::StepWork* work;
+  const plan::RunPlan* plan;
+  const plan::StepWork* work;
 };
 
 // `stages`: one for each stage of the pipeline, in order, and so their schedules. `links`: may be null where no axis
@@ -66,7 +66,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
                       std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
                       const Links* links);
 
-// What it cannot fall below, without a simulation.
+// Lower bounds of the time of a step, without a simulation.
 struct LeastTime {
   StepTime own;      // with these stages, if none were ever idle
   StepTime any_cut;  // with any cut of these layers: if each had an equal part of all work, and hid what can be hidden

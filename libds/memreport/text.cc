@@ -163,4 +163,54 @@ std::string json(const Prediction& p) {
       .dump();
 }
 
+std::string text(const StepTime& t) {
+  std::string out;
+  const auto line = [&](const char* name, double seconds, const char* what) {
+    out += fmt::format("  {:<20} {:>12.3f} ms{}\n", name, 1e3 * seconds, what);
+  };
+  out += "time of a step\n";
+  line("pipeline", t.pipeline_s, "  all passes, of all stages");
+  line("  computing", t.compute_s, "  of the busiest stage");
+  if (t.recompute_s > 0) line("  computed again", t.recompute_s, "  part of it");
+  if (t.in_layer_communication_s > 0) line("  inside layers", t.in_layer_communication_s, "  sent by tp and sp");
+  line("communication", t.communication_s, t.hidden_s > 0 ? "  exposed" : "");
+  if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
+  line("optimizer", t.optimizer_s, "");
+  line("publication", t.publish_s, "  of parameters");
+  if (t.copies_s > 0) line("copies", t.copies_s, "  of what is offloaded, between the GPU and its host");
+  if (t.files_s > 0) line("files", t.files_s, "  of what is offloaded, exposed");
+  if (t.cores_s > 0) line("waiting for cores", t.cores_s, "  the node has fewer than its ranks have threads");
+  line("step", t.step_s, "");
+  if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
+  out += fmt::format("  {:<20} {:>12.6g}\n  {:<20} {:>12.1f} %\n", "tokens/s", t.tokens_per_s, "MFU", 100 * t.mfu);
+  if (t.lacks_offload)
+    out += "  without what is copied between the GPU and the host for what is offloaded, and updates there\n";
+  return out;
+}
+
+std::string json(const StepTime& t) {
+  Json ops = Json::object();
+  for (const auto& [name, op] : t.ops)
+    ops[name] = {{"calls", op.calls}, {"flops", op.flops}, {"bytes", op.bytes}, {"seconds", op.seconds}};
+  Json document({{"step_s", t.step_s},
+                 {"pipeline_s", t.pipeline_s},
+                 {"compute_s", t.compute_s},
+                 {"recompute_s", t.recompute_s},
+                 {"in_layer_communication_s", t.in_layer_communication_s},
+                 {"communication_s", t.communication_s},
+                 {"hidden_s", t.hidden_s},
+                 {"optimizer_s", t.optimizer_s},
+                 {"publish_s", t.publish_s},
+                 {"cores_s", t.cores_s},
+                 {"bubble_fraction", t.bubble_fraction},
+                 {"tokens_per_s", t.tokens_per_s},
+                 {"mfu", t.mfu},
+                 {"messages_s", t.messages_s},
+                 {"ops", ops}});
+  if (t.files_s > 0) document["files_s"] = t.files_s;
+  if (t.copies_s > 0) document["copies_s"] = t.copies_s;
+  if (t.lacks_offload) document["lacks_offload"] = true;
+  return document.dump();
+}
+
 }  // namespace ds::memreport

@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "config/parallel.h"
 #include "model/attention_pattern.h"
 #include "model/token_dropping.h"
 
@@ -22,10 +23,21 @@ Model make_family(const ModelConfig& config, const Shard& shard) {
 
 }  // namespace
 
+Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank) {
+  return {
+      .tp = mesh.tp,
+      .tp_rank = tp_rank,
+      .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
+      .sp = mesh.sp,
+      .sp_rank = sp_rank,
+      .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses};
+}
+
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {
   DS_CHECK(seq_length <= config.max_positions || config.any_length(), Errc::Config,
            "data.seq_length {} exceeds the model's {} positions", seq_length, config.max_positions);
   Model m = make_family(config, shard);
+  DS_ASSERT(std::ssize(m.layers) == num_layers(config));
   m.shard = shard;
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;

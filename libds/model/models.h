@@ -5,9 +5,13 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/mesh.h"
 #include "model/layer.h"
 
 namespace ds::model {
+
+// The part of the model that a rank of the mesh computes: number tp_rank of its tp axis, sp_rank of its sp axis.
+Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank);
 
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
 // the model that a rank computes; it must pass check_shard.

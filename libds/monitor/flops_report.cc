@@ -10,9 +10,9 @@
 namespace ds::monitor {
 namespace {
 
-using report::OpTally;
-using report::OpTotal;
-using report::Pass;
+using plan::OpTally;
+using plan::OpTotal;
+using plan::Pass;
 
 class FlopsReport final : public Monitor {
  public:
@@ -52,13 +52,12 @@ std::string flops_line(std::string_view what, const OpTotal& t) {
 
 }  // namespace
 
-std::string flops_text(const StepRecord& r, const report::StepWork& work, i64 num_params, int world_size,
-                       bool detailed) {
+std::string flops_text(const StepRecord& r, const plan::StepWork& work, i64 num_params, int world_size, bool detailed) {
   OpTally backward = work.total(Pass::BackwardInput);
   backward.add(work.total(Pass::BackwardWeight));
   const OpTally forward = work.total(Pass::Forward), recomputed = work.total(Pass::Recompute), all = work.total();
   OpTally gradients;
-  for (const report::ChunkWork& chunk : work.chunks) gradients.add(chunk.gradients);
+  for (const plan::ChunkWork& chunk : work.chunks) gradients.add(chunk.gradients);
   const struct {
     const char* name;
     const OpTally& ops;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// flops_profiler: what rank 0 computes in a step, by pass and by operation (report/op_tally), and how fast it did.
+// flops_profiler: what rank 0 computes in a step, by pass and by operation (plan/op_tally), and how fast it did.
 
 #include <memory>
 #include <string>
@@ -12,7 +12,7 @@ namespace ds::monitor {
 
 inline constexpr std::string_view kFlopsBegin = "work of rank 0 of ";  // of every report
 // `record` has phases where they are known.
-std::string flops_text(const StepRecord& record, const report::StepWork& work, i64 num_params, int world_size,
+std::string flops_text(const StepRecord& record, const plan::StepWork& work, i64 num_params, int world_size,
                        bool detailed);
 
 // Of step flops_profiler.profile_step: into output_file, or told.

@@ -11,7 +11,7 @@
 
 #include "ds/config.h"
 #include "ds/step_record.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 namespace ds::monitor {
 
@@ -30,7 +30,7 @@ struct Run {
   int world_size = 1;
   i64 step = 0;  // that it goes on from
   i64 num_params = 0;
-  std::function<report::StepWork()> work{};  // of rank 0 in a step
+  std::function<plan::StepWork()> work{};  // of rank 0 in a step
   std::function<void(std::string_view)> tell{};
 };
 

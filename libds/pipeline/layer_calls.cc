@@ -6,6 +6,16 @@ namespace ds::pipeline {
 using Kind = LayerCall::Kind;
 using model::Keep;
 
+Checkpointing checkpointing_of(const Config& config) {
+  const ActivationCheckpointingConfig& c = config.activation_checkpointing;
+  switch (c.granularity) {
+    case CheckpointGranularity::None: return {};
+    case CheckpointGranularity::Layer: return {Keep::Input, c.interval};
+    case CheckpointGranularity::Selective: return {Keep::AllButAttention};
+  }
+  return {};
+}
+
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing) {
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers in the group so far
@@ -20,7 +30,8 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
 
 std::vector<LayerCall> forward_calls(const Chunk& chunk) {
   std::vector<LayerCall> calls;
-  for (i64 l = chunk.begin; l < chunk.end; ++l) calls.push_back({Kind::Forward, l});
+  for (i64 l = chunk.begin; l < chunk.end; ++l)
+    calls.push_back({.kind = Kind::Forward, .layer = l, .stash = chunk.restarts_at(l + 1)});
   return calls;
 }
 
@@ -32,9 +43,11 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
       again = !chunk.continues_group(l + 1);  // the others were recomputed on the way to the last layer of the group
       i64 first = l;
       while (again && chunk.continues_group(first)) --first;
-      for (; first < l; ++first) calls.push_back({Kind::Forward, first});
+      for (; first < l; ++first)
+        calls.push_back({.kind = Kind::Forward, .layer = first, .restore = chunk.restarts_at(first)});
     }
-    calls.push_back({Kind::BackwardInput, l, again});
+    calls.push_back(
+        {.kind = Kind::BackwardInput, .layer = l, .again = again, .restore = again && chunk.restarts_at(l)});
     if (!split || !model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
   }
   return calls;

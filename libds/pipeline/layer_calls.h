@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "ds/config.h"
 #include "model/layer.h"
 
 namespace ds::pipeline {
@@ -14,6 +15,9 @@ struct LayerCall {
   Kind kind;
   i64 layer;
   bool again = false;  // BackwardInput: first recomputes what the layer has not kept
+  // For runs that keep inputs of recomputed layers elsewhere. stash: the call's output is such an input, and is moved
+  // there afterwards; restore: the layer's input is one, and is fetched before the call.
+  bool stash = false, restore = false;
   friend bool operator==(const LayerCall&, const LayerCall&) = default;
 };
 
@@ -22,6 +26,7 @@ struct Checkpointing {
   model::Keep keep = model::Keep::All;  // by blocks
   i64 interval = 1;                     // Keep::Input: layers per group
 };
+Checkpointing checkpointing_of(const Config& config);
 
 // Layers [begin, end) of the model, run by one instruction.
 struct Chunk {
@@ -30,6 +35,11 @@ struct Chunk {
   std::vector<bool> continues = {};    // by layer: it belongs to the group of the previous layer
   model::Keep keep_of(i64 layer) const noexcept { return keep[layer - begin]; }
   bool continues_group(i64 layer) const noexcept { return layer < end && continues[layer - begin]; }
+  // Whether a layer and the rest of its group are computed again from the layer's input, the output of another layer of
+  // the chunk.
+  bool restarts_at(i64 layer) const noexcept {
+    return layer > begin && layer < end && keep_of(layer) == model::Keep::Input && !continues_group(layer);
+  }
 };
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing);
 

@@ -96,4 +96,24 @@ std::vector<i64> partition(std::string_view method, std::span<const LayerCost> l
   return balanced_cuts(match_weights(types, method.substr(kType.size()), key), parts);
 }
 
+std::vector<i64> cuts_of(const Config& config, const model::Model& model) {
+  const PipelineConfig& p = config.pipeline;
+  const int parts = narrow<int>(p.stages * p.virtual_stages);
+  if (parts == 1) return {0, std::ssize(model.layers)};
+  const Checkpointing checkpointing = checkpointing_of(config);
+  const std::vector<LayerCost> layers = layer_costs(model);
+  std::vector<i64> bytes;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const auto& layer = model.layers[l];
+    // Weights, gradients and Adam's states, and the activations of a micro-batch.
+    model::ActivationPlanner planner;
+    planner.begin_layer(layer->is_block() ? checkpointing.keep : model::Keep::All, false);
+    layer->plan(planner, config.work_dtype(), config.batch.micro, config.data.seq_length / model.shard.sp,
+                model::Mode::Train);
+    bytes.push_back(layers[l].params * (2 * dtype_bytes(config.work_dtype()) + 12) / model.shard.tp +
+                    planner.kept_bytes());
+  }
+  return p.partition == "memory" ? balanced_cuts(bytes, parts) : partition(p.partition, layers, parts);
+}
+
 }  // namespace ds::pipeline

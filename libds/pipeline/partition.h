@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "ds/config.h"
 #include "model/layer.h"
 
 namespace ds::pipeline {
@@ -40,5 +41,9 @@ std::vector<LayerCost> layer_costs(const model::Model& model);
 // number of layers whose type matches). Throws Errc::Config for other values, naming `key`.
 std::vector<i64> partition(std::string_view method, std::span<const LayerCost> layers, int parts,
                            std::string_view key = "pipeline.partition");
+
+// The cuts that a configuration asks for, the same on every rank: those of partition(), or with "memory" those that
+// balance what parameters with their gradients and Adam's states, and a micro-batch's activations, take.
+std::vector<i64> cuts_of(const Config& config, const model::Model& model);
 
 }  // namespace ds::pipeline

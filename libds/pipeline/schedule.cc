@@ -103,6 +103,14 @@ std::string_view op_name(Op op) noexcept {
   return names[static_cast<size_t>(op)];
 }
 
+ScheduleOptions schedule_of(const Config& config) {
+  const PipelineConfig& p = config.pipeline;
+  return {.kind = p.stages * p.virtual_stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
+          .stages = narrow<int>(p.stages),
+          .micro_batches = config.batch.accumulation,
+          .chunks = narrow<int>(p.virtual_stages)};
+}
+
 std::string why_not(const ScheduleOptions& o) {
   return schedule_problem({.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks}, o.micro_batches);
 }

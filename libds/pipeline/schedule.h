@@ -22,6 +22,7 @@
 
 #include "base/check.h"
 #include "config/parallel.h"
+#include "ds/config.h"
 
 namespace ds::pipeline {
 
@@ -56,6 +57,10 @@ struct ScheduleOptions {
 };
 
 constexpr i64 block_of(int stages, int stage, i64 chunk) noexcept { return chunk * stages + stage; }
+
+// The schedule that a configuration asks for, of the first stage. With one block it is OneFOneB, whatever
+// pipeline.schedule is: all are the same there.
+ScheduleOptions schedule_of(const Config& config);
 
 // Empty if the schedule exists; else a sentence that names the configuration's keys and valid choices.
 std::string why_not(const ScheduleOptions&);

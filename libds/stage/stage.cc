@@ -7,6 +7,7 @@
 
 #include "comm/message_tag.h"
 #include "model/models.h"
+#include "plan/stage.h"
 
 namespace ds::stage {
 
@@ -14,7 +15,7 @@ using pipeline::Instr;
 using pipeline::LayerCall;
 using pipeline::Op;
 
-Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
+Stage::Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards,
              Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs)
     : config_(config.model),
       model_(&model),
@@ -25,27 +26,28 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       device_(device),
       stream_(device.stream()),
       graphs_on_(config.cuda.graphs),
-      memory_(plan.pass),
+      memory_(plan.activations.pass),
       inputs_(std::move(inputs)),
       document_token_(config.data.document_token),
       label_smoothing_(static_cast<float>(config.label_smoothing)),
       z_loss_(static_cast<float>(config.z_loss)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
-  temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->temporary_bytes);
+  temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.temporary_bytes);
   if (plan_->use != ConfigUse::Generate) take_pass_memory();
-  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_->kept.count * plan_->kept_bytes);
-  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->working_bytes);
-  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->stream_slots * stream_bytes());
-  outputs_sent_.resize(plan_->kept.count);
+  kept_ =
+      device_buffer(device_, ledger_, Tag::Activations, plan_->activations.kept.count * plan_->activations.kept_bytes);
+  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.working_bytes);
+  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.stream_slots * stream_bytes());
+  outputs_sent_.resize(plan_->activations.kept.count);
   if (plan_->use != ConfigUse::Generate) fill_pass_memory();
   make_chunks();
 }
 
 Stage::~Stage() { drop_graphs(); }
 
-void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
-  DS_ASSERT(plan.use != ConfigUse::Generate && plan.chunks.size() == chunks_.size());
-  DS_ASSERT(inputs_ == nullptr || plan.inputs.bytes == plan_->inputs.bytes);
+void Stage::reshape(const model::Model& model, const plan::RunPlan& plan) {
+  DS_ASSERT(plan.use != ConfigUse::Generate && plan.stage.chunks.size() == chunks_.size());
+  DS_ASSERT(inputs_ == nullptr || plan.activations.inputs.bytes == plan_->activations.inputs.bytes);
   // Sends of the last step read memory that is about to be laid out anew.
   for (Ticket& sent : outputs_sent_) sent.wait();
   for (Chunk& chunk : chunks_) {
@@ -56,7 +58,7 @@ void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
   warm_ = false;
   model_ = &model;
   plan_ = &plan;
-  memory_ = plan.pass;
+  memory_ = plan.activations.pass;
   fill_pass_memory();
   chunks_.clear();
   make_chunks();
@@ -68,7 +70,8 @@ i64 Stage::stream_bytes() const noexcept {
 
 // Buffers that peers write into are the communicator's memory; tokens and the like are one allocation.
 void Stage::take_pass_memory() {
-  memory_buffers_.push_back(device_buffer(device_, ledger_, Tag::Data, align_up(plan_->pass.bytes(Tag::Data), 8)));
+  memory_buffers_.push_back(
+      device_buffer(device_, ledger_, Tag::Data, align_up(plan_->activations.pass.bytes(Tag::Data), 8)));
   memory_.for_each([&](Tag tag, TensorView& v) {
     if (v.rank == 0 || tag == Tag::Data) return;
     const bool of_peers = &v == &memory_.partial || &v == &memory_.gathered;
@@ -118,8 +121,10 @@ void Stage::fill_pass_memory() {
 
 void Stage::make_chunks() {
   const i64 S = plan_->shape().stream_rows, C = model_->hidden, bytes = stream_bytes();
-  DS_ASSERT(plan_->kept.count * plan_->kept_bytes <= kept_.bytes() && plan_->working_bytes <= working_.bytes() &&
-            plan_->temporary_bytes <= temporary_.bytes() && plan_->stream_slots * bytes <= streams_.bytes());
+  DS_ASSERT(plan_->activations.kept.count * plan_->activations.kept_bytes <= kept_.bytes() &&
+            plan_->activations.working_bytes <= working_.bytes() &&
+            plan_->activations.temporary_bytes <= temporary_.bytes() &&
+            plan_->activations.stream_slots * bytes <= streams_.bytes());
   char* const kept = static_cast<char*>(kept_.data());
   char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
   const auto streams = [&](i64 n) {
@@ -129,11 +134,12 @@ void Stage::make_chunks() {
     return views;
   };
   std::vector<TensorView> turns[2];  // breadth first: buffers between this chunk and the next, and between earlier ones
-  for (i64 i = 0; plan_->breadth_first && i < std::min<i64>(2, plan_->stream_slots / plan_->micro_batches); ++i)
+  for (i64 i = 0;
+       plan_->stage.breadth_first && i < std::min<i64>(2, plan_->activations.stream_slots / plan_->micro_batches); ++i)
     turns[i] = streams(plan_->micro_batches);
-  for (const report::ChunkPlan& c : plan_->chunks) {
+  for (const plan::ChunkPlan& c : plan_->stage.chunks) {
     Chunk& chunk = chunks_.emplace_back();
-    if (plan_->breadth_first) {
+    if (plan_->stage.breadth_first) {
       const size_t number = chunks_.size() - 1;
       if (!c.first) chunk.grads_out = turns[(number - 1) % 2];
       if (!c.last) chunk.grads_in = turns[number % 2];
@@ -148,19 +154,19 @@ void Stage::make_chunks() {
     chunk.grads_here.resize(c.grad_slots);
     chunk.grads_sent.resize(c.grad_slots);
     const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
-      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_->kept_bytes,
+      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_->activations.kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
                                         .temporary = temporary_.data(),
-                                        .away = kept_slot * plan_->away_bytes});
-      auto acts = report::plan_acts(*model_, c, *plan_, planner, mode, plan_->shape(), input_grad);
-      DS_ASSERT(planner.kept_bytes() <= plan_->kept_bytes && planner.working_bytes() <= c.working_bytes &&
-                planner.temporary_bytes() <= plan_->temporary_bytes);
+                                        .away = kept_slot * plan_->activations.away_bytes});
+      auto acts = plan::plan_acts(*model_, c, *plan_, planner, mode, plan_->shape(), input_grad);
+      DS_ASSERT(planner.kept_bytes() <= plan_->activations.kept_bytes && planner.working_bytes() <= c.working_bytes &&
+                planner.temporary_bytes() <= plan_->activations.temporary_bytes);
       return acts;
     };
     // The activations of a micro-batch depend only on its slots, and many micro-batches have the same slots.
     std::map<std::array<i64, 3>, size_t> known;
     for (i64 micro = 0; plan_->trains() && micro < plan_->micro_batches; ++micro) {
-      const i64 kept_slot = plan_->kept.of[chunks_.size() - 1][micro],
+      const i64 kept_slot = plan_->activations.kept.of[chunks_.size() - 1][micro],
                 working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
                 grad_slot = micro % c.grad_slots;
       const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
@@ -168,11 +174,12 @@ void Stage::make_chunks() {
       if (!is_new) continue;
       const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[grad_slot];
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
-      if (plan_->split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
+      if (plan_->stage.split_backward)
+        chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
-    if (!plan_->split_backward) chunk.backward = chunk.forward;
+    if (!plan_->stage.split_backward) chunk.backward = chunk.forward;
     if (plan_->use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
-    if (plan_->split_backward) working += c.working_slots * c.working_bytes;
+    if (plan_->stage.split_backward) working += c.working_slots * c.working_bytes;
   }
 }
 
@@ -217,7 +224,7 @@ Stage::DocumentSpans Stage::documents_of(i64 micro) noexcept {
 void Stage::draw(const Instr& instr, const MicroBatch& micro) {
   const std::vector<model::LayerActs>& acts = acts_of(instr);
   const model::PassSizes& s = memory_.sizes;
-  const i64 begin = plan_->chunks[instr.chunk].chunk.begin;
+  const i64 begin = plan_->stage.chunks[instr.chunk].chunk.begin;
   for (size_t l = 0; l < acts.size(); ++l) {
     const TensorView to = acts[l].drawn;
     if (to.rank == 0) continue;
@@ -279,7 +286,7 @@ class Stage::ParamTiles final : public model::Tiles {
  public:
   ParamTiles(Stage& stage, Leases& leases, i64 layer) : stage_(stage), leases_(leases), layer_(layer) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
+    const size_t group = stage_.plan_->rows[plan::RunPlan::unit_of(layer_)][row].group;
     for (const zero::MatrixTile& tile : stage_.plan_->tiles_of(layer_, row)) {
       stage_.acquire(leases_);
       const TensorView rows = leases_[group]->rows(tile.unit).front();
@@ -298,7 +305,7 @@ class Stage::GradTiles final : public model::Tiles {
  public:
   GradTiles(Stage& stage, i64 layer, i64 micro) : stage_(stage), layer_(layer), micro_(micro) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
+    const size_t group = stage_.plan_->rows[plan::RunPlan::unit_of(layer_)][row].group;
     zero::GradStore& grads = stage_.shards_[group]->grads();
     for (const zero::MatrixTile& tile : stage_.plan_->grad_tiles_of(layer_, row)) {
       use(tile.first, grads.acquire(tile.unit).front());
@@ -313,9 +320,9 @@ class Stage::GradTiles final : public model::Tiles {
 
 model::RowViews Stage::param_views(const Leases& leases, i64 layer, model::Tiles& tiles) {
   const bool shared = model_->tied() && (layer == 0 || layer + 1 == std::ssize(model_->layers));
-  const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
+  const auto rows_of = [&](size_t g) { return leases[g]->rows(plan::RunPlan::unit_of(layer)); };
   return {merge(model_->layers[layer]->rows(), merged_params_, rows_of),
-          shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
+          shared ? leases[0]->rows(plan::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
 }
 
 void Stage::drop_graphs() noexcept {
@@ -344,7 +351,7 @@ void Stage::begin_step() {
 }
 
 void Stage::run(size_t at, const MicroBatch& micro) {
-  const Instr& instr = plan_->schedule[at];
+  const Instr& instr = plan_->stage.schedule[at];
   switch (instr.op) {
     case Op::Load: break;
     case Op::RecvActivation:
@@ -374,7 +381,7 @@ T& slot_of(std::vector<T>& slots, i64 micro) {
 // than micro-batches in flight.
 void Stage::post_receives(size_t end) {
   for (; posted_ < end; ++posted_) {
-    const Instr& instr = plan_->schedule[posted_];
+    const Instr& instr = plan_->stage.schedule[posted_];
     Chunk& chunk = chunks_[instr.chunk];
     if (instr.op == Op::RecvActivation) {
       receive_activation(instr);
@@ -390,8 +397,9 @@ void Stage::post_receives(size_t end) {
 void Stage::post_next_receive(size_t at) {
   const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
   next_receive_ = std::max(next_receive_, at);
-  while (next_receive_ < plan_->schedule.size() && !is_receive(plan_->schedule[next_receive_])) ++next_receive_;
-  if (next_receive_ < plan_->schedule.size()) post_receives(next_receive_ + 1);
+  while (next_receive_ < plan_->stage.schedule.size() && !is_receive(plan_->stage.schedule[next_receive_]))
+    ++next_receive_;
+  if (next_receive_ < plan_->stage.schedule.size()) post_receives(next_receive_ + 1);
 }
 
 void Stage::send(const Instr& instr) {
@@ -413,15 +421,15 @@ const std::vector<model::LayerActs>& Stage::acts_of(const Instr& instr) const no
 }
 
 Ticket& Stage::output_sent(const Instr& instr) noexcept {
-  const i64 slot = plan_->kept.of[instr.chunk][instr.micro];
+  const i64 slot = plan_->activations.kept.of[instr.chunk][instr.micro];
   return outputs_sent_[slot];
 }
 
 // The input of a chunk's first layer; it has arrived when this returns.
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
-  if (plan_->chunks[instr.chunk].first) return {};
-  if (plan_->breadth_first) {
+  if (plan_->stage.chunks[instr.chunk].first) return {};
+  if (plan_->stage.breadth_first) {
     const Chunk& before = chunks_[instr.chunk - 1];
     return before.forward[before.views[instr.micro]].back().output;
   }
@@ -430,7 +438,7 @@ TensorView Stage::input_of(const Instr& instr) {
 }
 
 void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
+  const plan::ChunkPlan& plan = plan_->stage.chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
@@ -448,15 +456,12 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
     slot_of(chunk.grads_sent, instr.micro).wait();
     slot_of(chunk.grads_here, instr.micro).wait();
   }
-  const auto& calls = instr.op == Op::Forward          ? plan.forward
-                      : instr.op == Op::BackwardWeight ? plan.weight
-                                                       : plan.backward;
-  for (const LayerCall& call : calls) run_call(ctx, instr, call, micro);
+  for (const LayerCall& call : plan.calls(instr.op)) run_call(ctx, instr, call, micro);
 }
 
 void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
                      const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
+  const plan::ChunkPlan& plan = plan_->stage.chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
   const model::Layer& layer = *model_->layers[call.layer];
   const bool head = call.layer + 1 == std::ssize(model_->layers);
@@ -466,8 +471,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
   TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
   if (at > 0 && layers[at - 1].stash.rank > 0 && instr.op != Op::Forward) {
     const model::LayerActs& before = layers[at - 1];
-    const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is recomputed
-    if (begins) restore(before);
+    if (call.restore) restore(before);
     x = before.restored.rows(0, before.output.dim(0));
   }
   const auto dy = [&] {
@@ -483,7 +487,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       Leases leases = acquire();
       ParamTiles tiles(*this, leases, call.layer);
       enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
-      if (instr.op == Op::Forward && acts.stash.rank > 0) stash(acts);
+      if (call.stash && acts.stash.rank > 0) stash(acts);
       break;
     }
     case LayerCall::Kind::BackwardInput: {
@@ -503,8 +507,8 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       break;
     }
     case LayerCall::Kind::BackwardWeight: {
-      const i64 own = report::RunPlan::unit_of(call.layer),
-                shared = head ? plan_->head_use() : report::RunPlan::kSharedUnit;
+      const i64 own = plan::RunPlan::unit_of(call.layer),
+                shared = head ? plan_->head_use() : plan::RunPlan::kSharedUnit;
       const bool has_shared = model_->tied() && (head || call.layer == 0);
       const auto rows_of = [&](size_t g) {
         return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
@@ -523,14 +527,14 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
 }
 
 zero::TierLease Stage::stashed(const model::LayerActs& acts, zero::LeaseTo access) {
-  return inputs_->lease(acts.stash_at, plan_->inputs.part_bytes, access);
+  return inputs_->lease(acts.stash_at, plan_->activations.inputs.part_bytes, access);
 }
 
 void Stage::stash(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_->partition_inputs ? plan_->coord.tp * slice : 0;
+  const i64 slice = acts.stash.dim(0), first = plan_->activations.partition_inputs ? plan_->coord.tp * slice : 0;
   const i64 count = std::clamp<i64>(acts.output.dim(0) - first, 0, slice);
   const TensorView rows = count > 0 ? acts.output.rows(first, count) : TensorView{};
-  if (plan_->offload_inputs) {
+  if (plan_->activations.offload_inputs) {
     const zero::TierLease there = stashed(acts, zero::LeaseTo::Fill);
     if (rows) device_.download(there.data(), rows.data, rows.bytes());
   } else if (rows) {
@@ -539,15 +543,15 @@ void Stage::stash(const model::LayerActs& acts) {
 }
 
 void Stage::restore(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_->partition_inputs ? plan_->coord.tp * slice : 0;
+  const i64 slice = acts.stash.dim(0), first = plan_->activations.partition_inputs ? plan_->coord.tp * slice : 0;
   const TensorView rows = acts.restored.rows(first, slice);
-  if (plan_->offload_inputs) {
+  if (plan_->activations.offload_inputs) {
     const zero::TierLease there = stashed(acts, zero::LeaseTo::Read);
     device_.upload(rows.data, there.data(), rows.bytes());
   } else {
     device_.copy(rows.data, acts.stash.data, rows.bytes());
   }
-  if (!plan_->partition_inputs) return;
+  if (!plan_->activations.partition_inputs) return;
   const AllGatherSegment all{acts.restored.data, rows.bytes()};
   mesh_.tp().all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
 }
@@ -555,7 +559,7 @@ void Stage::restore(const model::LayerActs& acts) {
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
                           FunctionRef<void(i64)> before) {
   begin_pass([c](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers[c]; });
-  const pipeline::Chunk& chunk = plan_->chunks[c].chunk;
+  const pipeline::Chunk& chunk = plan_->stage.chunks[c].chunk;
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     before(l);
     Leases leases = acquire();
@@ -578,7 +582,7 @@ void Stage::evaluate(const Instr& instr) {
   sent_.wait();  // of the previous micro-batch: layers alternate between output buffers
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
-  const TensorView x = plan_->breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
+  const TensorView x = plan_->stage.breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
   forward(c, ctx, x, chunks_[c].eval, [](i64) {});
 }
 
@@ -591,7 +595,7 @@ void Stage::receive_activation(const Instr& instr) {
 }
 
 void Stage::logits(TensorView out) {
-  const pipeline::Chunk& last = plan_->chunks.back().chunk;
+  const pipeline::Chunk& last = plan_->stage.chunks.back().chunk;
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers.back(); });
   for (i64 l = last.begin; l < last.end; ++l) {
     Leases leases = acquire();

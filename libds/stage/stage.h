@@ -11,7 +11,7 @@
 
 #include "mesh/mesh.h"
 #include "model/pass_memory.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 #include "zero/shards.h"
 
 namespace ds::stage {
@@ -28,15 +28,15 @@ class Stage {
  public:
   // Allocates memory by the plan. All arguments must outlive it. inputs: the array for RunPlan::inputs, if there are
   // any.
-  Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
+  Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards,
         Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
   // Call between steps to change the sequence length of later passes, or the numbers of tokens that layers process. The
   // plan must be the one by which memory was allocated, which has the longest sequences, or the result of
-  // report::plan_of_length() for it; `model` must have its length. Both must outlive it. Allocates nothing. Inputs kept
+  // plan::plan_of_length() for it; `model` must have its length. Both must outlive it. Allocates nothing. Inputs kept
   // away from the device do not support other lengths.
-  void reshape(const model::Model& model, const report::RunPlan& plan);
+  void reshape(const model::Model& model, const plan::RunPlan& plan);
 
   // Sets this rank's part of a micro-batch's tokens; the arguments contain B whole sequences.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
@@ -69,7 +69,7 @@ class Stage {
 
   const ModelConfig& model_config() const noexcept { return config_; }
   const model::Model& model() const noexcept { return *model_; }
-  const report::RunPlan& plan() const noexcept { return *plan_; }
+  const plan::RunPlan& plan() const noexcept { return *plan_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   Device& device() const noexcept { return device_; }
@@ -134,7 +134,7 @@ class Stage {
 
   const ModelConfig& config_;
   const model::Model* model_;
-  const report::RunPlan* plan_;
+  const plan::RunPlan* plan_;
   zero::AllShards& shards_;
   Mesh& mesh_;
   MemoryLedger& ledger_;

@@ -3,7 +3,7 @@
 // The end of a training step, after all layers have run: waits for the groups' sums of gradients, combines them, makes
 // one verdict over all of them, and updates and publishes parameters. This is its only description: an engine runs it,
 // and a prediction runs it over a device and communicators that only count memory, messages and ops
-// (report/counted_update).
+// (plan/counted_update).
 
 #include <array>
 #include <functional>

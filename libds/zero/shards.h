@@ -34,7 +34,7 @@ struct ShardsPlan {
   i64 gather_pool_elems = 0;             // the maximum of pool_elems over these plans
   i64 allgather_bucket = 0;
   std::vector<bool> coded = {};      // by unit: its parameters are gathered as 8-bit codes; empty: none are
-  std::vector<DpSplit> zeropp = {};  // report::zeropp_splits
+  std::vector<DpSplit> zeropp = {};  // plan::zeropp_splits
   // Elements of all ranks together, with padding; and those of them that every rank holds whole.
   i64 padded = 0, whole = 0;
 

@@ -20,7 +20,8 @@
 #include "ds/config.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
-#include "report/planned.h"
+#include "mesh/from_config.h"
+#include "plan/planned.h"
 
 namespace ds::bench {
 
@@ -83,11 +84,11 @@ class Arrangement {
     on_ranks(ranks, [&](int rank) {
       Part& part = parts_[rank];
       part.device = make_cpu_device(*cpu_ops(), threads);
-      part.mesh = std::make_unique<Mesh>(std::move(comms[rank]), report::mesh_shape(config_, ranks),
+      part.mesh = std::make_unique<Mesh>(std::move(comms[rank]), mesh_shape(config_, ranks),
                                          CommOptions{.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
       part.engine = std::make_unique<engine::Engine>(config_, *part.mesh, part.ledger, *part.device);
       part.engine->init_weights();
-      const report::RunPlan& plan = part.engine->plan();
+      const plan::RunPlan& plan = part.engine->plan();
       // The same samples in the same order, however they are shared out.
       const i64 m = plan.micro_batches, sample = plan.sequence_length, P = part.mesh->data_size();
       for (i64 j = 0; j < m; ++j) {

@@ -33,7 +33,7 @@
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "model/attention_pattern.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 using namespace ds;
 
@@ -465,7 +465,7 @@ void Bench::sparse_attention() {
            product_rate(), true);
   };
   const AttentionParams dense{.scale = 0.125f, .causal = true};
-  measure("causal", dense, H * report::visible_pairs(T, T, true, 0));
+  measure("causal", dense, H * plan::visible_pairs(T, T, true, 0));
   for (const auto& [name, mode] : {std::pair("fixed", SparseAttentionMode::Fixed),
                                    {"BigBird", SparseAttentionMode::BigBird},
                                    {"local", SparseAttentionMode::Local}}) {
@@ -477,7 +477,7 @@ void Bench::sparse_attention() {
     const model::AttentionLayout layout = model::make_attention_layout(config, H, T, 1);
     AttentionParams p = dense;
     p.blocks = {.block = block, .count = layout.count(), .layouts = layout.layouts(), .keys = layout.keys().data()};
-    const i64 pairs = report::visible_pairs(H, T, T, p);
+    const i64 pairs = plan::visible_pairs(H, T, T, p);
     p.blocks.keys = arena.holding(DType::I64, layout.keys()).as<u64>();
     p.blocks.queries = arena.holding(DType::I64, layout.queries()).as<u64>();
     measure(fmt::format("{} of {}", name, block), p, pairs);
@@ -491,7 +491,7 @@ void Bench::sparse_attention() {
       end = std::min(T, begin + 1 + static_cast<i64>(key.bits(static_cast<u64>(n++))) % (T / 8));
       begins.insert(begins.end(), static_cast<size_t>(end - begin), static_cast<i32>(begin));
       ends.insert(ends.end(), static_cast<size_t>(end - begin), static_cast<i32>(end));
-      pairs += H * report::visible_pairs(end - begin, end - begin, true, 0);
+      pairs += H * plan::visible_pairs(end - begin, end - begin, true, 0);
     }
   }
   begins.insert(begins.end(), ends.begin(), ends.end());
@@ -632,7 +632,7 @@ void Bench::gemm() {
   std::vector<Head> heads{{16384, 768, 50257}, {8192, 1600, 50257}, {16384, 896, 151936}, {8192, 1536, 151936}};
   if (small_) heads = {{32, 64, 50}};
   for (const Head& h : heads) {
-    const i64 chunk = std::min(h.R, align_up((i64{256} << 20) / h.V, 64));  // as report/run_plan.cc
+    const i64 chunk = std::min(h.R, align_up((i64{256} << 20) / h.V, 64));  // as plan/run_plan.cc
     Arena arena(device_);
     const TensorView losses = arena.zeros(F32, {h.R}), dx = arena.zeros(BF16, {h.R, h.C}),
                      dw = arena.zeros(F32, {h.V, h.C}), x = arena.take(BF16, {h.R, h.C}),
@@ -652,7 +652,7 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
   const int num_steps = small_ ? 1 : 3;
   double steps_s = 0;
   std::map<testing::ClockedCall, testing::ClockedTime> all;
-  report::OpTally tally;
+  plan::OpTally tally;
   for (int i = 0; i < num_steps; ++i) {
     clock.start();
     steps_s += train();
@@ -687,8 +687,8 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
   }
   std::fflush(stdout);
   // A clock that misses ops would say nothing of what is slow.
-  const report::StepWork work = report::tally_step(engine.model(), engine.plan());
-  report::OpTally want = work.total();
+  const plan::StepWork work = plan::tally_step(engine.model(), engine.plan());
+  plan::OpTally want = work.total();
   want.add(work.reductions);
   const bool all_there = engine.model().layout != nullptr || tally == want;
   DS_CHECK(all_there || !small_, Errc::Internal, "the clock of ops has not seen what the plan says a step calls");
@@ -720,7 +720,7 @@ void Bench::step(const std::string& path, const Config& config, testing::OpClock
     }
   });
 
-  const report::RunPlan& plan = engine.plan();
+  const plan::RunPlan& plan = engine.plan();
   const i64 tokens = plan.B * plan.T * plan.micro_batches;
   const std::vector<i32> ids = Arena::random_integers(tokens, config.model.vocab_size);
   std::vector<i32> targets(ids.begin() + 1, ids.end());

@@ -17,11 +17,11 @@
 
 #include "device/device.h"
 #include "op_table_of.h"
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 namespace ds::testing {
 
-// Calls of one kind: an op's name as report/op_tally counts it, or "copy", "fill", "upload", "download".
+// Calls of one kind: an op's name as plan/op_tally counts it, or "copy", "fill", "upload", "download".
 struct ClockedCall {
   Queue queue = Queue::Compute;
   std::string_view op;
@@ -60,7 +60,7 @@ class OpClock final : public Device {
     return times;
   }
   // The ops of the same time, as they are counted: those of a linear_cross_entropy each for itself.
-  const report::OpTally& tally() const noexcept { return tally_; }
+  const plan::OpTally& tally() const noexcept { return tally_; }
 
   DeviceKind kind() const noexcept override { return device_.kind(); }
   u64 id() const noexcept override { return device_.id(); }
@@ -123,15 +123,15 @@ class OpClock final : public Device {
       OpClock& clock = *current_;
       const auto op = [&] { (clock.device_.ops().*member)(args...); };
       if (!clock.running_) return op();
-      report::OpTally counted;
+      plan::OpTally counted;
       Stream counter{.native = &counted};
-      (report::counting_ops().*member)(of_host(args, counter)...);
+      (plan::counting_ops().*member)(of_host(args, counter)...);
       ClockedCall call;
       call.queue = clock.queue_of(std::get<sizeof...(Args) - 1>(std::tie(args...)));
       for (const auto& [part, n] : counted.calls()) {  // a linear_cross_entropy is products, too
         if (call.op.empty() || part.op != "matmul") call.op = part.op, call.dtype = part.dtype, call.shape = part.shape;
       }
-      const report::OpTotal total = counted.total();
+      const plan::OpTotal total = counted.total();
       clock.timed(call, static_cast<i64>(total.bytes), op, total.flops, &counted);
     }
   };
@@ -150,7 +150,7 @@ class OpClock final : public Device {
     return &stream == &device_.stream(Queue::Comm) && !device_.is_host() ? Queue::Comm : Queue::Compute;
   }
   template <class F>
-  void timed(const ClockedCall& call, i64 bytes, F&& work, double flops = 0, const report::OpTally* counted = nullptr) {
+  void timed(const ClockedCall& call, i64 bytes, F&& work, double flops = 0, const plan::OpTally* counted = nullptr) {
     if (!running_) return work();
     const Event begin = next_event(), end = next_event();
     device_.record(begin, call.queue);
@@ -173,7 +173,7 @@ class OpClock final : public Device {
   std::vector<Event> events_;
   size_t used_ = 0;
   std::vector<Sample> samples_;
-  report::OpTally tally_;
+  plan::OpTally tally_;
 };
 
 }  // namespace ds::testing

@@ -230,11 +230,11 @@ int real(const std::string& config, int turns, const std::vector<std::string>& b
   std::printf("%-14s %10s %12s %12s %12s %12s %10s %8s\n", "", "step ms", "over 1 rank", "formula", "bubble", "formula",
               "cpu ratio", "bits");
   for (const auto& a : all) {
-    const report::RunPlan& plan = a->engine(0).plan();
+    const plan::RunPlan& plan = a->engine(0).plan();
     const ScheduleOptions options{.kind = a->config().pipeline.schedule,
                                   .stages = plan.mesh.pp,
                                   .micro_batches = plan.micro_batches,
-                                  .chunks = narrow<int>(std::ssize(plan.chunks))};
+                                  .chunks = narrow<int>(std::ssize(plan.stage.chunks))};
     const double bubble = plan.mesh.pp > 1 ? pipeline::bubble_formula(options) : 0;
     const double ratio = a->wall_over(one), p = plan.mesh.pp;
     std::printf("%-14s %10.1f %12.3f %12.3f %12.3f %12.3f %10.2f %8s\n", a->name().c_str(), a->wall() * 1e3, ratio,

@@ -24,8 +24,9 @@
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "memreport/step_time.h"
+#include "mesh/from_config.h"
+#include "plan/planned.h"
 #include "probe/host.h"
-#include "report/planned.h"
 
 using namespace ds;
 
@@ -130,7 +131,7 @@ Measured measure(const Config& c, int ranks, int steps) {
     std::iota(all.begin(), all.end(), 0);
     const CommOptions options{.timeout_s = 120, .progress_thread = c.zero.overlap_comm};
     const auto device = make_cpu_device(probe::cpu_backend(), 1);
-    Mesh mesh(world.group(all, "step", options), report::mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "step", options), mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();
@@ -153,10 +154,10 @@ Measured measure(const Config& c, int ranks, int steps) {
 
 memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine& machine,
                             const memreport::Links& links) {
-  const MeshShape mesh = report::mesh_shape(c, ranks);
+  const MeshShape mesh = mesh_shape(c, ranks);
   std::vector<model::Model> models;
-  std::vector<report::RunPlan> plans;
-  std::vector<report::StepWork> works;
+  std::vector<plan::RunPlan> plans;
+  std::vector<plan::StepWork> works;
   models.reserve(mesh.pp);
   plans.reserve(mesh.pp);
   works.reserve(mesh.pp);
@@ -164,11 +165,11 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
   std::vector<std::vector<pipeline::Instr>> schedules;
   for (int p = 0; p < mesh.pp; ++p) {
     const MeshCoord coord{.pp = p};
-    models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord)));
-    plans.push_back(report::make_run_plan(c, models.back(), mesh, coord));
-    works.push_back(report::tally_step(models.back(), plans.back()));
+    models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp)));
+    plans.push_back(plan::make_run_plan(c, models.back(), mesh, coord));
+    works.push_back(plan::tally_step(models.back(), plans.back()));
     stages.push_back({&plans.back(), &works.back()});
-    schedules.push_back(plans.back().schedule);
+    schedules.push_back(plans.back().stage.schedule);
   }
   return memreport::predict_step(models[0], stages, schedules, machine, &links);
 }

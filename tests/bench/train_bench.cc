@@ -31,14 +31,14 @@ struct Counted {
 };
 
 // The products of one step: those of a layer as often as there are layers, those of the head once per chunk of logits.
-std::vector<Counted> products_of_step(const ModelConfig& m, const report::RunPlan& plan) {
-  const i64 R = plan.B * plan.T, chunks = R / plan.pass.sizes.logits_rows;
+std::vector<Counted> products_of_step(const ModelConfig& m, const plan::RunPlan& plan) {
+  const i64 R = plan.B * plan.T, chunks = R / plan.activations.pass.sizes.logits_rows;
   std::vector<Product> layer, head;
   add_layer(layer, "qkv", R, m.hidden, 3 * m.hidden, false);
   add_layer(layer, "proj", R, m.hidden, m.hidden, false);
   add_layer(layer, "fc1", R, m.hidden, m.intermediate, false);
   add_layer(layer, "fc2", R, m.intermediate, m.hidden, false);
-  add_layer(head, "logits", plan.pass.sizes.logits_rows, m.hidden, m.vocab_size, true);
+  add_layer(head, "logits", plan.activations.pass.sizes.logits_rows, m.hidden, m.vocab_size, true);
   std::vector<Counted> counted;
   for (const Product& p : layer) counted.push_back({p, m.layers});
   for (const Product& p : head) counted.push_back({p, chunks});
@@ -52,7 +52,7 @@ void measure(const Config& config, DType work, int threads, int turns) {
   const auto device = make_cpu_device(ops, threads);
   engine::Engine engine(config, mesh, ledger, *device);
   engine.init_weights();
-  const report::RunPlan& plan = engine.plan();
+  const plan::RunPlan& plan = engine.plan();
   const i64 tokens = plan.B * plan.T;
   std::vector<i32> ids(static_cast<size_t>(tokens)), targets(ids.size());
   const RngKey key{1, 2, 3};

@@ -11,10 +11,11 @@
 
 #include "equivalence/layouts.h"
 #include "equivalence/serving.h"
+#include "mesh/from_config.h"
 #include "model/attention_pattern.h"
 #include "model/pass_memory.h"
 #include "parity/device_ops.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 #include "temp_directory.h"
 
 namespace ds::testing {
@@ -49,8 +50,8 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps 
         const auto device = make_test_device(1);
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
-        Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
-                  over_device, report::mesh_splits(config, {}));
+        Mesh mesh(std::move(worlds[at]), mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
+                  over_device, mesh_splits(config, {}));
         traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
@@ -189,7 +190,7 @@ TEST_P(DeviceTraining, Workers) {
 }
 
 // Of the host's memory, for saving and loading.
-i64 saves(const report::RunPlan& plan) { return plan.state_bytes + plan.state_part_bytes; }
+i64 saves(const plan::RunPlan& plan) { return plan.memory.state_bytes + plan.memory.state_part_bytes; }
 
 // Updates on the host are those of the device, wherever the states are; and what that takes is what was predicted.
 TEST_P(DeviceTraining, OffloadChangesNoBit) {
@@ -199,12 +200,12 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
                       .after_step =
                           [](engine::Engine& engine, i64 step) {
                             EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(engine.plan()),
-                                      engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+                                      engine.plan().memory.by_tag[static_cast<size_t>(Tag::Host)]);
                             // The first step of a run finds nothing to bring ahead.
                             if (engine.device().is_host() || step == 0) return;
                             const offload::HostCopies copies = engine.offload().copies_of_step();
-                            EXPECT_EQ(copies.to_host, engine.plan().copies.to_host);
-                            EXPECT_EQ(copies.to_device, engine.plan().copies.to_device);
+                            EXPECT_EQ(copies.to_host, engine.plan().traffic.copies.to_host);
+                            EXPECT_EQ(copies.to_device, engine.plan().traffic.copies.to_device);
                           }};
   const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio,
                                bool gradients = false, OffloadDevice params = OffloadDevice::None) {
@@ -332,12 +333,14 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
       }
       hooks.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); };
       hooks.after_step = [&](engine::Engine& engine, i64 step) {
-        const report::RunPlan& plan = engine.plan();
-        EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(plan), plan.memory[static_cast<size_t>(Tag::Host)]) << what;
+        const plan::RunPlan& plan = engine.plan();
+        EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(plan), plan.memory.by_tag[static_cast<size_t>(Tag::Host)])
+            << what;
         if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
         const offload::FileCounts moved = engine.offload().of_step();
-        EXPECT_EQ(moved.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes) << what;
-        EXPECT_EQ(moved.written_bytes, plan.state_files.written_bytes + plan.array_files.written_bytes) << what;
+        EXPECT_EQ(moved.read_bytes, plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes) << what;
+        EXPECT_EQ(moved.written_bytes, plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes)
+            << what;
       };
       const Trace got = train(o, ranks, hooks, kSteps / 2);
       const auto half = [&](auto&& all) { return std::vector(all.begin() + first, all.begin() + first + kSteps / 2); };
@@ -426,7 +429,7 @@ TEST_P(DeviceTraining, PinnedMemoryChangesNoBit) {
     const Hooks look = {.after_step = [&](engine::Engine& engine, i64) {
       EXPECT_GE(simulated("ds_sim_registered"), static_cast<size_t>(engine.ledger().peak(Tag::Host))) << what;
       EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(engine.plan()),
-                engine.plan().memory[static_cast<size_t>(Tag::Host)])
+                engine.plan().memory.by_tag[static_cast<size_t>(Tag::Host)])
           << what;
     }};
     expect_same_training(train(*c, 2, look), c == &late ? want_late : want, what);
@@ -664,7 +667,7 @@ TEST_P(DeviceParallel, InputsInAFileChangeNoBit) {
   // Beside what a checkpoint would take.
   const Hooks look = {.after_step = [](engine::Engine& engine, i64) {
     EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(engine.plan()),
-              engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+              engine.plan().memory.by_tag[static_cast<size_t>(Tag::Host)]);
     EXPECT_GT(engine.offload().moved().read_bytes, 0);
   }};
   for (Layout l : {Layout{}, {.interval = 2, .stage = 3}, {.pp = 2, .schedule = Kind::ZeroBubbleH1}, {.tp = 2}}) {

@@ -222,7 +222,7 @@ TEST(Diloco, WorkersHaveTheSameParametersBehindAMeeting) {
             all.arrive_and_wait();
             EXPECT_EQ(same_bits(masters[rank], masters[0]), rank == 0 || (step + 1) % kEvery == 0) << "step " << step;
             if (rank == 0) elems = std::ssize(masters[0]);
-            EXPECT_EQ(engine.plan().meetings.size(), 1u);
+            EXPECT_EQ(engine.plan().traffic.meetings.size(), 1u);
             all.arrive_and_wait();
           }});
       const CommCount& sent = t[0].sent.at(bits == 32 ? "outer.all_reduce" : "outer.all_gather");
@@ -243,7 +243,7 @@ TEST(Diloco, MeetingsArePlanned) {
     c.optimizer.diloco.fragments = 3;
     std::map<std::string, CommCount> planned;
     const std::vector<Trace> t = train(c, 4, 8, {.at_end = [&](engine::Engine& engine) {
-                                         if (engine.mesh().rank() == 0) planned = engine.plan().meetings;
+                                         if (engine.mesh().rank() == 0) planned = engine.plan().traffic.meetings;
                                        }});
     ASSERT_EQ(planned.size(), 1u);
     for (const auto& [name, count] : planned) {

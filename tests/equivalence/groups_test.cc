@@ -91,7 +91,7 @@ Hooks with_experts(const Arrangement& a, Hooks hooks = {}) {
   hooks.same_logits = false;
   if (!a.one_group) hooks.splits = {a.split};
   hooks.parts.model = [a](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-    model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord));
+    model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
     const int expert = a.split.along == DpSplit::Along::Outer ? coord.dp % a.split.inner : coord.dp / a.split.inner;
     for (auto& layer : model.layers) {
       if (layer->is_block()) layer = std::make_unique<ExpertBlock>(std::move(layer), expert, a);

@@ -5,12 +5,13 @@
 #include <set>
 
 #include "equivalence/layouts.h"
-#include "report/own_memory.h"
+#include "mesh/from_config.h"
+#include "plan/own_memory.h"
 
 namespace ds::testing {
 namespace memory_traffic_test {
 
-i64 bytes(const report::TagBytes& b, Tag t) { return b[static_cast<size_t>(t)]; }
+i64 bytes(const plan::TagBytes& b, Tag t) { return b[static_cast<size_t>(t)]; }
 
 // Elements of a unit as it lies on P ranks: its rows side by side, padded to P * 128.
 i64 padded_elems(const std::vector<model::ParamRow>& unit, i64 P) {
@@ -174,18 +175,18 @@ void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std:
   c.steps = steps;
   Hooks hooks;
   hooks.same_logits = false;
-  hooks.length = [&](i64 step) { return report::lengths_of_step(c, step + 1).sequence; };
+  hooks.length = [&](i64 step) { return plan::lengths_of_step(c, step + 1).sequence; };
   std::vector<std::vector<Sent>> sent(static_cast<size_t>(ranks));  // behind each step
   hooks.after_step = [&](engine::Engine& engine, i64) {
     sent[static_cast<size_t>(engine.mesh().rank())].push_back(sent_by(engine.mesh()));
   };
   hooks.at_end = [&](engine::Engine& engine) {
-    const report::RunPlan& plan = engine.plan();
+    const plan::RunPlan& plan = engine.plan();
     const std::vector<Sent>& of_rank = sent[static_cast<size_t>(engine.mesh().rank())];
-    EXPECT_EQ(plan.most_traffic.empty(), !bounded);
+    EXPECT_EQ(plan.traffic.most.empty(), !bounded);
     std::set<std::string> names;
     for (const auto& [name, bytes] : of_rank.back()) names.insert(name);
-    for (const auto& [name, count] : plan.traffic) names.insert(name);
+    for (const auto& [name, count] : plan.traffic.last) names.insert(name);
     for (const std::string& name : names) {
       Sent before;
       i64 most = 0;
@@ -193,20 +194,20 @@ void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std:
         most = std::max(most, of(after, name) - of(before, name));
         before = after;
       }
-      if (const auto bound = plan.most_traffic.find(name); bound != plan.most_traffic.end()) {
+      if (const auto bound = plan.traffic.most.find(name); bound != plan.traffic.most.end()) {
         EXPECT_LE(most, bound->second) << name;
         continue;
       }
       const Sent all_but_last = steps > 1 ? of_rank[static_cast<size_t>(steps) - 2] : Sent();
-      const auto planned = plan.traffic.find(name);
+      const auto planned = plan.traffic.last.find(name);
       EXPECT_EQ(of(of_rank.back(), name) - of(all_but_last, name),
-                planned == plan.traffic.end() ? 0 : planned->second.bytes)
+                planned == plan.traffic.last.end() ? 0 : planned->second.bytes)
           << name << " in the last step";
       const double mean = static_cast<double>(of(of_rank.back(), name)) / static_cast<double>(steps);
-      if (!plan.mean_traffic.empty())
-        EXPECT_EQ(std::llround(mean), of(plan.mean_traffic, name)) << name << " on average";
+      if (!plan.traffic.mean.empty())
+        EXPECT_EQ(std::llround(mean), of(plan.traffic.mean, name)) << name << " on average";
       else
-        EXPECT_EQ(of(of_rank.back(), name), steps * (planned == plan.traffic.end() ? 0 : planned->second.bytes));
+        EXPECT_EQ(of(of_rank.back(), name), steps * (planned == plan.traffic.last.end() ? 0 : planned->second.bytes));
     }
   };
   traces_of_threads(c, ranks, steps, 1, hooks);
@@ -271,12 +272,12 @@ TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   c.batch.train *= 2;
   c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 4};
   c.steps = 3;
-  const report::Planned never(c, report::mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  const plan::Planned never(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
   c.steps = 4;
-  const report::Planned once(c, report::mesh_shape(c, 2), 0, DeviceKind::Cpu);
-  EXPECT_EQ(never.plan.largest_calls.outer.combined_bytes, 0);
-  EXPECT_GT(once.plan.largest_calls.outer.combined_bytes, 0);
-  EXPECT_GT(never.plan.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
+  const plan::Planned once(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
+  EXPECT_EQ(never.plan.traffic.largest.outer.combined_bytes, 0);
+  EXPECT_GT(once.plan.traffic.largest.outer.combined_bytes, 0);
+  EXPECT_GT(never.plan.traffic.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
 }
 
 // Steps that are skipped send less, and put off what comes behind them.
@@ -340,8 +341,8 @@ TEST(SparseGradients, SendNoMoreThanPlannedUnderAnyName) {
 TEST(Bounds, NameWhatDependsOnMoreThanTheConfiguration) {
   constexpr Bound kExact = Bound::Exact, kMost = Bound::AtMost, kLeast = Bound::AtLeast;
   const auto expect = [](Config c, int ranks, std::string_view backend, bool whole_run, Bound scratch, Bound comm) {
-    const report::Planned planned(c, report::mesh_shape(c, ranks), 0, DeviceKind::Cpu);
-    const report::TagBounds bounds = report::own_bounds(c, planned.plan, {backend, *cpu_ops(), 1}, whole_run);
+    const plan::Planned planned(c, mesh_shape(c, ranks), 0, DeviceKind::Cpu);
+    const plan::TagBounds bounds = plan::own_bounds(c, planned.plan, {backend, *cpu_ops(), 1}, whole_run);
     for (size_t t = 0; t < bounds.size(); ++t) {
       const auto tag = static_cast<Tag>(t);
       EXPECT_EQ(bounds[t], tag == Tag::Scratch ? scratch : tag == Tag::Comm ? comm : Bound::Exact) << tag_name(tag);

@@ -26,7 +26,7 @@ Hooks with_file(Hooks hooks = {}) {
     const offload::FileCounts moved = engine.offload().moved();
     i64 bytes = 0;
     for (const Tag tag : {Tag::Master, Tag::Optimizer}) {
-      const i64 planned = engine.plan().files[static_cast<size_t>(tag)];
+      const i64 planned = engine.plan().memory.files[static_cast<size_t>(tag)];
       EXPECT_EQ(engine.offload().files().current(tag), planned) << tag_name(tag);
       EXPECT_EQ(engine.ledger().current(Tag::Master), 0);
       bytes += planned;
@@ -34,7 +34,7 @@ Hooks with_file(Hooks hooks = {}) {
     if (bytes > 0) {
       EXPECT_GT(moved.written_bytes, 0);
       // Not where all tiles can be in memory.
-      if (bytes > engine.plan().memory[static_cast<size_t>(Tag::Offload)]) {
+      if (bytes > engine.plan().memory.by_tag[static_cast<size_t>(Tag::Offload)]) {
         EXPECT_GT(moved.read_bytes, 0);
       }
     }
@@ -201,13 +201,13 @@ TEST(OffloadInputs, ChangeNoBit) {
         const std::string what = fmt::format("{} {} {} buffers", family_name(model.family), l.name(), buffers);
         Hooks hooks = with_predicted_traffic(kSteps, what);
         hooks.at_end = [&](engine::Engine& engine) {
-          const report::RunPlan& plan = engine.plan();
-          const i64 bytes = plan.files[static_cast<size_t>(Tag::Activations)];
+          const plan::RunPlan& plan = engine.plan();
+          const i64 bytes = plan.memory.files[static_cast<size_t>(Tag::Activations)];
           EXPECT_EQ(engine.offload().files().current(Tag::Activations), bytes) << what;
-          EXPECT_EQ(bytes, plan.inputs.bytes) << what;
-          EXPECT_GE(bytes, plan.inputs.part_bytes) << what;
+          EXPECT_EQ(bytes, plan.activations.inputs.bytes) << what;
+          EXPECT_GE(bytes, plan.activations.inputs.part_bytes) << what;
           if (buffers == 1 && l.interval < 3) {
-            EXPECT_GT(plan.array_files.read_bytes, 0) << what;
+            EXPECT_GT(plan.traffic.array_files.read_bytes, 0) << what;
           }
         };
         const Trace got = train_threads(with_inputs_in_a_file(c, dir.path(), buffers), l.ranks(), kSteps, 1, hooks);

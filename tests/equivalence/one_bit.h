@@ -174,13 +174,13 @@ class UpdateAlone {
         device_(device),
         self_(make_self_communicator({})),
         results_(device, ledger_, 1, dp.size()) {
-    const report::RunPlan& plan = planned_.plan;
+    const plan::RunPlan& plan = planned_.plan;
     shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true,
                                                      zero::GroupRanks{dp}, device, ledger_, zero::Tiers{}));
     update_.emplace(plan, shards_, update::Axes{dp, *self_, *self_, *self_}, device, ledger_,
                     [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); });
   }
-  const report::RunPlan& plan() const { return planned_.plan; }
+  const plan::RunPlan& plan() const { return planned_.plan; }
   update::Update& update() { return *update_; }
   // value(param, element): of parameters, and of this rank's gradients.
   void set_parameters(const std::function<float(i64, i64)>& value) {
@@ -223,7 +223,7 @@ class UpdateAlone {
   }
 
  private:
-  const report::Planned planned_;
+  const plan::Planned planned_;
   MemoryLedger ledger_;
   Device& device_;
   std::unique_ptr<Communicator> self_;

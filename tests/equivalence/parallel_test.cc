@@ -95,7 +95,7 @@ TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
     if (change) change(c);
     const MeshShape mesh{.dp = l.dp};
     const model::Model model = model::make_model(c.model, c.data.seq_length);
-    return report::make_run_plan(c, model, mesh, {}).shards.front().train_gathers.gathered_elems;
+    return plan::make_run_plan(c, model, mesh, {}).shards.front().train_gathers.gathered_elems;
   };
   const Layout in_turn{.dp = 2, .stage = 3},
       breadth_first{.dp = 2, .schedule = Kind::BreadthFirst, .chunks = gpt2_model().layers + 2, .stage = 3};
@@ -188,9 +188,9 @@ TEST(TensorParallel, SumsOfManyElementsGoInParts) {
     expect_close(t, train_threads(config_of(m, {}), 1, 1), l.name());
     expect_planned(t, 1, l.name());
     const MeshShape mesh{.pp = l.pp, .tp = l.tp};
-    const report::RunPlan plan =
-        report::make_run_plan(c, model::make_model(m, c.data.seq_length, report::shard_of(c, mesh, {})), mesh, {});
-    EXPECT_EQ(plan.exchange_elems, gathered * report::RunPlan::kExchangeElems) << l.name();
+    const plan::RunPlan plan =
+        plan::make_run_plan(c, model::make_model(m, c.data.seq_length, model::shard_of(c, mesh, 0, 0)), mesh, {});
+    EXPECT_EQ(plan.exchange_elems, gathered * plan::RunPlan::kExchangeElems) << l.name();
   };
   ModelConfig heads = llama_model();
   heads.hidden = 512;

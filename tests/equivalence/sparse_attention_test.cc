@@ -117,7 +117,7 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
         const auto activations = static_cast<size_t>(Tag::Activations);
         EXPECT_EQ(memory.plan_caches(20)[0].keys.rows() < 80, mode != Mode::Fixed) << sparse_attention_name(mode);
         EXPECT_EQ(engine.ledger().peak(Tag::Activations),
-                  engine.plan().memory[activations] + memory.bytes()[activations]);
+                  engine.plan().memory.by_tag[activations] + memory.bytes()[activations]);
         for (const size_t n : {size_t{1}, size_t{11}, size_t{30}, size_t{59}}) {
           std::vector<i32> longer = prompt;
           longer.insert(longer.end(), text.begin(), text.begin() + static_cast<std::ptrdiff_t>(n));

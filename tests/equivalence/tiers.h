@@ -57,11 +57,13 @@ inline Hooks with_predicted_traffic(i64 steps, const std::string& what) {
   return {.after_step = [steps, what](engine::Engine& engine, i64 step) {
     thread_local offload::FileCounts before;
     const offload::FileCounts now = engine.offload().moved();
-    const report::RunPlan& plan = engine.plan();
+    const plan::RunPlan& plan = engine.plan();
     if (step == steps - 1) {
-      EXPECT_EQ(now.read_bytes - before.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes) << what;
+      EXPECT_EQ(now.read_bytes - before.read_bytes,
+                plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes)
+          << what;
       EXPECT_EQ(now.written_bytes - before.written_bytes,
-                plan.state_files.written_bytes + plan.array_files.written_bytes)
+                plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes)
           << what;
     }
     before = now;

@@ -160,7 +160,7 @@ TEST(Tiling, MemoryIsThatOfTiles) {
     c.zero.overlap_comm = false;
     c.zero.tile_size = tile;
     const model::Model m = model::make_model(c.model, c.data.seq_length);
-    return report::make_run_plan(c, m, {.dp = 2}, {}).memory[static_cast<size_t>(tag)];
+    return plan::make_run_plan(c, m, {.dp = 2}, {}).memory.by_tag[static_cast<size_t>(tag)];
   };
   const i64 layer = 12 * 192 * 192;
   for (const Tag tag : {Tag::Gathered, Tag::Buckets}) {
@@ -251,7 +251,7 @@ TEST(Tiling, AStepHasNoMoreTilesThanAPlanHasRoomFor) {
   c.batch.accumulation = 1 << 20;
   const model::Model m = model::make_model(c.model, c.data.seq_length);
   try {
-    (void)report::make_run_plan(c, m, {}, {});
+    (void)plan::make_run_plan(c, m, {}, {});
     FAIL() << "it has a plan";
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Unavailable);
@@ -264,7 +264,7 @@ TEST(Tiling, MuonHasItsMatricesWhole) {
   optimizer_named("Muon").choose(c.optimizer);
   const model::Model m = model::make_model(c.model, c.data.seq_length);
   try {
-    (void)report::make_run_plan(c, m, {}, {});
+    (void)plan::make_run_plan(c, m, {}, {});
     FAIL() << "it has a plan";
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Unavailable);

@@ -4,7 +4,7 @@
 // like those of the library.
 
 #include "equivalence/checkpoints.h"
-#include "report/counted_update.h"
+#include "plan/counted_update.h"
 
 namespace ds::testing {
 namespace toy_reduction_test {
@@ -71,19 +71,19 @@ class ToyReduction final : public zero::Reduction, private zero::SavedState {
 };
 
 // The plan of a rank with the toy for all units: its memory and messages are counted like those of any reduction.
-void with_toy(report::RunPlan& plan) {
+void with_toy(plan::RunPlan& plan) {
   const auto memory = [&] {
-    report::TagBytes bytes{};
-    const report::CountedUpdate update(plan, no_ops());
+    plan::TagBytes bytes{};
+    const plan::CountedUpdate update(plan, no_ops());
     for (size_t t = 0; t < bytes.size(); ++t) bytes[t] = update.ledger().current(static_cast<Tag>(t));
     return bytes;
   };
-  const report::TagBytes before = memory();
+  const plan::TagBytes before = memory();
   plan.shards.front().grads.reductions = {
       {.make = [](const zero::ReductionParts& parts) { return std::make_unique<ToyReduction>(parts); }}};
-  const report::TagBytes after = memory();
+  const plan::TagBytes after = memory();
   for (size_t t = 0; t < after.size(); ++t) plan.memory[t] += after[t] - before[t];
-  report::CountedUpdate update(plan, no_ops());
+  plan::CountedUpdate update(plan, no_ops());
   update.run([](std::optional<size_t>, i64) {}, 1);
   MeshCalls calls;
   for (const auto& [name, count] : update.traffic(calls)) {

@@ -17,7 +17,8 @@
 #include "engine/served.h"
 #include "formats/tensor_io.h"
 #include "infer/writer.h"
-#include "report/planned.h"
+#include "mesh/from_config.h"
+#include "plan/planned.h"
 
 namespace ds::testing {
 
@@ -110,13 +111,13 @@ struct Trace {
   double eval_loss = 0;                      // of the same
   std::vector<float> weights;                // whole, in the order of the parameters
   PerState<std::vector<float>> states;       // of optimizers, likewise; zero where a parameter has none
-  report::TagBytes counted{}, predicted{};
+  plan::TagBytes counted{}, predicted{};
   std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
 };
 
 struct Hooks {
   engine::EngineParts parts = {};
-  std::function<void(report::RunPlan&)> change_plan = {};  // of each rank, before its engine is made
+  std::function<void(plan::RunPlan&)> change_plan = {};  // of each rank, before its engine is made
   std::vector<DpSplit> splits = {};                        // of the mesh
   bool same_logits = true;                                 // all ranks of dp compute with the same parameters
   std::function<void(engine::Engine&)> start = {};         // instead of random weights
@@ -132,7 +133,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   MemoryLedger ledger;
   engine::EngineParts parts = hooks.parts;
   if (hooks.change_plan) {
-    const auto planned = std::make_shared<report::Planned>(config, mesh.shape(), mesh.rank(), device.kind());
+    const auto planned = std::make_shared<plan::Planned>(config, mesh.shape(), mesh.rank(), device.kind());
     hooks.change_plan(planned->plan);
     parts.planned = planned;
   }
@@ -175,8 +176,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     if (hooks.after_step) hooks.after_step(engine, step);
   }
   trace.sent = mesh.counts();
-  trace.planned = engine.plan().traffic;
-  trace.predicted = engine.plan().memory;
+  trace.planned = engine.plan().traffic.last;
+  trace.predicted = engine.plan().memory.by_tag;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
   // Every rank's own forward pass over the parameters in their work type: what the last step published.
@@ -230,7 +231,7 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   const auto device = make_cpu_device(ops, num_threads);
   const int size = world->size();
   const CommOptions options{.timeout_s = 60, .progress_thread = config.zero.overlap_comm};
-  Mesh mesh(std::move(world), report::mesh_shape(config, size), options, {}, report::mesh_splits(config, hooks.splits));
+  Mesh mesh(std::move(world), mesh_shape(config, size), options, {}, mesh_splits(config, hooks.splits));
   return train_on(*device, mesh, config, steps, hooks);
 }
 
@@ -245,8 +246,7 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
     threads.emplace_back([&, &mine = world] {
       try {
         const auto device = make_cpu_device(ops, num_threads);
-        Mesh mesh(std::move(mine), report::mesh_shape(config, ranks), {.timeout_s = 60}, {},
-                  report::mesh_splits(config, {}));
+        Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {}, mesh_splits(config, {}));
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);
         engine.init_weights();

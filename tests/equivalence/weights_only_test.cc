@@ -11,7 +11,7 @@ namespace weights_only_test {
 struct Seen {
   double loss = 0;
   std::vector<i32> text;
-  report::TagBytes counted{}, predicted{};
+  plan::TagBytes counted{}, predicted{};
 };
 
 Seen look(Config c, int ranks, ConfigUse use) {
@@ -20,7 +20,7 @@ Seen look(Config c, int ranks, ConfigUse use) {
   std::mutex mutex;
   with_engines(c, ranks, [&](engine::Engine& engine) {
     EXPECT_TRUE(engine.is_finite());
-    report::TagBytes counted{};
+    plan::TagBytes counted{};
     double loss = 0;
     if (use != ConfigUse::Generate) {
       const i64 B = c.batch.micro, T = c.data.seq_length;
@@ -37,9 +37,9 @@ Seen look(Config c, int ranks, ConfigUse use) {
     const std::vector<i32> text = text_of(engine, {3, 5, 7}, {.max_tokens = 4});
     const std::lock_guard lock(mutex);
     for (size_t t = 0; t < counted.size(); ++t)
-      EXPECT_EQ(counted[t], engine.plan().memory[t])
+      EXPECT_EQ(counted[t], engine.plan().memory.by_tag[t])
           << "rank " << engine.mesh().rank() << ": " << tag_name(static_cast<Tag>(t));
-    if (engine.mesh().rank() == 0) seen = {loss, text, counted, engine.plan().memory};
+    if (engine.mesh().rank() == 0) seen = {loss, text, counted, engine.plan().memory.by_tag};
   });
   return seen;
 }

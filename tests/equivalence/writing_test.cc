@@ -4,7 +4,7 @@
 #include "equivalence/layouts.h"
 #include "infer/writer.h"
 #include "infer/writing_memory.h"
-#include "report/scratch.h"
+#include "plan/scratch.h"
 
 namespace ds::testing {
 namespace writing_test {
@@ -77,10 +77,10 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
       bytes = engine.ledger().peak(Tag::Activations);
       // As --check predicts it.
-      const report::TagBytes text =
+      const plan::TagBytes text =
           infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
       for (size_t t = 0; t < text.size(); ++t)
-        EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
+        EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory.by_tag[t] + text[t])
             << tag_name(static_cast<Tag>(t)) << " " << at_once;
     });
     return bytes;
@@ -117,7 +117,8 @@ TEST(Writing, KeepsWhatWindowsSee) {
       EXPECT_EQ(caches[0].keys.rows(), 350);
       EXPECT_EQ(caches[1].keys.rows(), 2 * 64);
       const auto activations = static_cast<size_t>(Tag::Activations);
-      EXPECT_EQ(engine.ledger().peak(Tag::Activations), engine.plan().memory[activations] + plan.bytes()[activations]);
+      EXPECT_EQ(engine.ledger().peak(Tag::Activations),
+                engine.plan().memory.by_tag[activations] + plan.bytes()[activations]);
       for (size_t p = 0; p < given.size(); ++p) {
         for (const size_t n : {size_t{1}, size_t{63}, size_t{120}, size_t{199}}) {
           std::vector<i32> longer = given[p];
@@ -146,7 +147,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
       const i64 held = engine.device().scratch_bytes();
       EXPECT_LE(held, *said);
       EXPECT_GE(held, exact ? *said : 1);
-      EXPECT_EQ(report::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads), 0);
+      EXPECT_EQ(plan::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads), 0);
     };
     with_engines(c, ranks, body, ops, threads);
   };

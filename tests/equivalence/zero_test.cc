@@ -405,11 +405,11 @@ TEST_P(InPlace, StagesOverlapAndBucketsChangeNoBit) {
     for (const i64 bucket : {1, 700'000}) {
       const Config c = configure(P, 2, stage, bucket, true);
       const model::Model model = model::make_model(c.model, c.data.seq_length);
-      const report::RunPlan plan = report::make_run_plan(c, model, {.dp = P}, {});
+      const plan::RunPlan plan = plan::make_run_plan(c, model, {.dp = P}, {});
       // A reduce-scatter exposes the P slices of its units, an all-gather one slice: a block is enough for either.
       for (const i64 block : {1, 2}) {
         const i64 slice_bytes =
-            plan.dp().layout.units()[report::RunPlan::unit_of(block)].padded / P * dtype_bytes(plan.work);
+            plan.dp().layout.units()[plan::RunPlan::unit_of(block)].padded / P * dtype_bytes(plan.work);
         ASSERT_GT(slice_bytes, kDirectBytes);
         ASSERT_EQ(plan.wire, plan.work);
       }

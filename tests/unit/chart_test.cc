@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "report/chart.h"
+#include "chart/chart.h"
 
 #include <gtest/gtest.h>
 
 #include "well_formed.h"
 
-namespace ds::report {
+namespace ds::chart {
 namespace chart_test {
 
 TEST(Chart, ColumnsAreThoseOfATerminal) {
@@ -43,4 +43,4 @@ TEST(Chart, TheTestsOfXmlFindWhatIsMalformed) {
 }
 
 }  // namespace chart_test
-}  // namespace ds::report
+}  // namespace ds::chart

@@ -14,7 +14,7 @@
 #include "config/scheduler.h"
 #include "ds/memreport.h"
 #include "optim/lr_schedule.h"
-#include "report/planned.h"
+#include "plan/planned.h"
 
 namespace ds {
 namespace config_extremes_test {
@@ -259,7 +259,7 @@ TEST(ConfigExtremes, APlanDoesNotGrowWithAccumulationWhereNothingIsGathered) {
                                  fmt::format("zero_optimization.stage={}", stage)},
         2, ConfigUse::Inspect);
     ASSERT_TRUE(r.ok()) << r.message();
-    const report::Planned planned(r.config, {.dp = 2}, 0, DeviceKind::Cpu);
+    const plan::Planned planned(r.config, {.dp = 2}, 0, DeviceKind::Cpu);
     EXPECT_TRUE(planned.plan.dp().train_gathers.accesses.empty());
     EXPECT_TRUE(planned.plan.dp().train_gathers.steps.empty());
     EXPECT_EQ(planned.plan.micro_batches, 100000);

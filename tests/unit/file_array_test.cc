@@ -12,7 +12,7 @@
 
 #include "offload/chunk_layout.h"
 #include "offload/chunk_memory.h"
-#include "report/counting_device.h"
+#include "plan/counting_device.h"
 #include "temp_directory.h"
 
 namespace ds::offload {
@@ -78,7 +78,7 @@ TEST(FileArray, IsAnArray) {
 }
 
 // Memory side by side, in the order in which it is asked for.
-class Arena final : public report::CountingDevice {
+class Arena final : public plan::CountingDevice {
  public:
   explicit Arena(i64 bytes) : CountingDevice(*cpu_ops(), nullptr, none_), memory_(static_cast<size_t>(bytes) + 4096) {
     at_ = align_up(reinterpret_cast<i64>(memory_.data()), 4096);
@@ -88,7 +88,7 @@ class Arena final : public report::CountingDevice {
   }
 
  private:
-  report::Addresses none_;
+  plan::Addresses none_;
   std::vector<char> memory_;
   i64 at_;
 };

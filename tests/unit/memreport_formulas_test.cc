@@ -12,7 +12,7 @@
 
 #include "memreport/explain.h"
 #include "model/models.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 
 namespace ds::memreport {
 namespace memreport_formulas_test {
@@ -162,12 +162,12 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         c.zero.param_persistence_threshold = 0;
         c.batch = {.train = micro_batches * dp, .micro = 1, .accumulation = micro_batches};
         const MeshShape mesh{.dp = dp};
-        const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {}));
-        const report::RunPlan plan = report::make_run_plan(c, model, mesh, {});
+        const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0));
+        const plan::RunPlan plan = plan::make_run_plan(c, model, mesh, {});
         i64 padded = 0, planned = 0;
         for (const zero::UnitPlace& unit : plan.dp().layout.units()) padded += unit.padded;
         for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
-          planned += plan.memory[static_cast<size_t>(tag)];
+          planned += plan.memory.by_tag[static_cast<size_t>(tag)];
         const bool sums_locally = stage < 2 && micro_batches > 1;
         const EngineBytes bytes = narrow ? EngineBytes{.master = 0, .sum = 2} : EngineBytes{};
         EXPECT_NEAR(model_states(static_cast<double>(padded), stage, dp, engine_state_bytes(stage, sums_locally, bytes))

@@ -9,6 +9,7 @@
 
 #include "ds/memreport.h"
 #include "engine/plans.h"
+#include "mesh/from_config.h"
 
 namespace ds::memreport {
 namespace memreport_test {
@@ -44,7 +45,7 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
     for (const RankGroup& g : p.groups) {
       for (const int rank : g.ranks) {
         ++times[rank];
-        const engine::WholePlan planned(config, report::mesh_shape(config, ranks), rank, device, ranks);
+        const engine::WholePlan planned(config, mesh_shape(config, ranks), rank, device, ranks);
         // Sums over tp of small parameters: the group has those of the rank with most.
         const auto agrees = [&](i64 of_group, i64 of_rank, const std::string& what) {
           const i64 small = planned.plan.mesh.tp > 1 ? 32 << 10 : 0;
@@ -58,7 +59,7 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
           agrees(memory[std::string(tag_name(static_cast<Tag>(t)))], planned.memory()[t],
                  fmt::format("{}.{}", g.ranks[0], tag_name(static_cast<Tag>(t))));
         for (const Traffic& t : g.traffic) traffic[t.name] = t.bytes;
-        for (const auto& [name, count] : planned.plan.traffic)
+        for (const auto& [name, count] : planned.plan.traffic.last)
           agrees(traffic[name], count.bytes, fmt::format("{}.{}", g.ranks[0], name));
         EXPECT_EQ(g.num_params, planned.plan.dp().layout.num_params());
         most = std::max(most, planned.total_memory());

@@ -371,16 +371,14 @@ TEST(CommsLog, SumsOperationsOverTheRun) {
   EXPECT_THAT(verbose[1], HasSubstr(reductions));
 }
 
-report::StepWork some_work() {
-  report::StepWork work;
+plan::StepWork some_work() {
+  plan::StepWork work;
   work.micro_batches = 2;
   work.chunks.resize(1);
-  const auto pass = [&](report::Pass p) -> report::OpTally& {
-    return work.chunks[0].passes[static_cast<size_t>(p)].ops;
-  };
-  pass(report::Pass::Forward).add({.op = "matmul", .flops = 1'000'000, .bytes = 1024}, 3);
-  pass(report::Pass::BackwardInput).add({.op = "matmul", .flops = 2'000'000, .bytes = 2048}, 3);
-  pass(report::Pass::BackwardWeight).add({.op = "gelu", .bytes = 512});
+  const auto pass = [&](plan::Pass p) -> plan::OpTally& { return work.chunks[0].passes[static_cast<size_t>(p)].ops; };
+  pass(plan::Pass::Forward).add({.op = "matmul", .flops = 1'000'000, .bytes = 1024}, 3);
+  pass(plan::Pass::BackwardInput).add({.op = "matmul", .flops = 2'000'000, .bytes = 2048}, 3);
+  pass(plan::Pass::BackwardWeight).add({.op = "gelu", .bytes = 512});
   work.optimizer.add({.op = "update", .bytes = 4096});
   return work;
 }
@@ -503,7 +501,7 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   config.flops_profiler = {.enabled = true, .output_file = dir / "link"};
   config.prometheus.file.clear();
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: ");
-  const report::StepWork work = some_work();
+  const plan::StepWork work = some_work();
   write_file(dir / "book.txt", flops_text(step_record(1), work, 1, 1, false));
   EXPECT_NO_THROW(check_in(config, ""));
   config = {};

@@ -2,29 +2,31 @@
 // What a step is said to compute and move: against formulas, against itself when it is cut in parts, and against the
 // ops that an engine really calls.
 
-#include "report/op_tally.h"
+#include "plan/op_tally.h"
 
 #include <numeric>
 
 #include "cpu_time.h"
 #include "equivalence/layouts.h"
+#include "mesh/from_config.h"
 #include "model/models.h"
 
 namespace ds::testing {
 namespace op_tally_test {
 
-using report::OpTally;
-using report::OpTotal;
-using report::Pass;
-using report::StepWork;
+using plan::OpTally;
+using plan::OpTotal;
+using plan::Pass;
+using plan::StepWork;
 
 StepWork tally(const Config& c, const MeshCoord& coord = {}) {
   const MeshShape mesh{.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
                        .pp = narrow<int>(c.pipeline.stages),
                        .tp = narrow<int>(c.tensor_parallel.tp_size),
                        .sp = narrow<int>(c.sequence_parallel_size)};
-  const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord));
-  return report::tally_step(model, report::make_run_plan(c, model, mesh, coord));
+  const model::Model model =
+      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+  return plan::tally_step(model, plan::make_run_plan(c, model, mesh, coord));
 }
 
 OpTotal of(const OpTally& tally, std::string_view op) {
@@ -70,7 +72,7 @@ TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
             for (i64 j = 0; j < S; ++j)
               pairs += (!causal || j <= i + S - T) && (window == 0 || j > i + S - T - window) ? 1 : 0;
           }
-          EXPECT_EQ(report::visible_pairs(T, S, causal, window), pairs) << T << " " << S << " " << causal << window;
+          EXPECT_EQ(plan::visible_pairs(T, S, causal, window), pairs) << T << " " << S << " " << causal << window;
         }
       }
     }
@@ -104,7 +106,7 @@ TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
               }
             }
           }
-          EXPECT_EQ(report::visible_pairs(2, T, S, p), pairs) << T << " " << S << " " << causal << " " << window;
+          EXPECT_EQ(plan::visible_pairs(2, T, S, p), pairs) << T << " " << S << " " << causal << " " << window;
         }
       }
     }
@@ -119,8 +121,8 @@ TEST(OpTally, FoldsOfManyRanksAreCountedAtOnce) {
     for (const bool accumulate : {false, true}) {
       OpTally one, all;
       Stream stream{.native = &one};
-      report::counting_ops().fold(sum, std::vector(ranks, source), accumulate, stream);
-      all.add(report::fold_of(sum, source, static_cast<i64>(ranks), accumulate));
+      plan::counting_ops().fold(sum, std::vector(ranks, source), accumulate, stream);
+      all.add(plan::fold_of(sum, source, static_cast<i64>(ranks), accumulate));
       EXPECT_EQ(one, all);
     }
   }
@@ -146,14 +148,14 @@ TEST(RunPlan, SumsOfAllRanksAreThoseOfEach) {
     l.sequence = true;
     const Config c = config_of(config, l);
     const MeshShape mesh{.dp = dp, .tp = 2};
-    const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {}));
-    const report::RunPlan plan = report::make_run_plan(c, model, mesh, {});
-    const std::vector<report::RunPlan::SummedElems> summed = plan.summed_of_ranks();
+    const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0));
+    const plan::RunPlan plan = plan::make_run_plan(c, model, mesh, {});
+    const std::vector<plan::RunPlan::SummedElems> summed = plan.summed_of_ranks();
     ASSERT_EQ(std::ssize(summed), dp);
     i64 total = 0;
     for (int rank = 0; rank < dp; ++rank) {
-      const report::RunPlan own = report::make_run_plan(c, model, mesh, {.dp = rank});
-      report::RunPlan::SummedElems of_rank;
+      const plan::RunPlan own = plan::make_run_plan(c, model, mesh, {.dp = rank});
+      plan::RunPlan::SummedElems of_rank;
       for (const update::CombinePlan::Exchange& e : own.combine.exchanges) of_rank[e.width] += e.elems;
       EXPECT_EQ(summed[rank], of_rank) << rank;
       for (const auto& [width, elems] : of_rank) total += elems;
@@ -285,9 +287,9 @@ struct Counted<Member> {
   static void call(A... args) noexcept {
     (real_ops().*Member)(args...);
     Stream& stream = std::get<sizeof...(A) - 1>(std::tuple<A&...>(args...));
-    if (stream.native != nullptr) return (report::counting_ops().*Member)(args...);
+    if (stream.native != nullptr) return (plan::counting_ops().*Member)(args...);
     stream.native = g_communicator;
-    (report::counting_ops().*Member)(args...);
+    (plan::counting_ops().*Member)(args...);
     stream.native = nullptr;
   }
 };
@@ -357,7 +359,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const auto device = make_cpu_device(kCounted, 1);
-    Mesh mesh(world.group(all, "test", options), report::mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();
@@ -366,7 +368,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     device->stream().native = &counted;
     engine.train_step({ids, ids});
     device->stream().native = nullptr;
-    const StepWork work = report::tally_step(engine.model(), engine.plan());
+    const StepWork work = plan::tally_step(engine.model(), engine.plan());
     const std::lock_guard lock(one_at_a_time);
     SCOPED_TRACE(fmt::format("rank {}", world.rank()));
     expect_same(work.total(), counted);
@@ -426,7 +428,7 @@ TEST(OpTally, ReductionsAreWhatTheCommunicatorFolds) {
     std::vector<i32> ids(static_cast<size_t>(c.batch.micro * c.batch.accumulation * c.data.seq_length), 3);
     engine.train_step({ids, ids});
     g_communicator = nullptr;
-    EXPECT_EQ(folded.total().bytes, report::tally_step(engine.model(), engine.plan()).reductions.total().bytes);
+    EXPECT_EQ(folded.total().bytes, plan::tally_step(engine.model(), engine.plan()).reductions.total().bytes);
     EXPECT_GT(folded.total().bytes, 0);
   }
 }

@@ -13,7 +13,7 @@
 #include <random>
 #include <thread>
 
-#include "report/counting_device.h"
+#include "plan/counting_device.h"
 #include "temp_directory.h"
 
 namespace ds::offload {
@@ -79,8 +79,8 @@ TEST(OrderedFile, GivesBackWhatWasWritten) {
                                        .checksums = round % 3 == 0};
     MemoryLedger ledger, predicted_ledger;
     OrderedFile file(*device, ledger, array, options);
-    report::Addresses addresses;
-    report::CountingDevice none(*cpu_ops(), nullptr, addresses);
+    plan::Addresses addresses;
+    plan::CountingDevice none(*cpu_ops(), nullptr, addresses);
     OrderedFile::Options without = options;
     without.dir = "";
     OrderedFile prediction(none, predicted_ledger, array, without);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "report/plan_chart.h"
+#include "chart/plan_chart.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 #include "well_formed.h"
 
-namespace ds::report {
+namespace ds::chart {
 namespace plan_chart_test {
 
 using ds::testing::malformed;
@@ -246,4 +246,4 @@ TEST(PlanChart, ATimelineWithoutPassesIsEmpty) {
 }
 
 }  // namespace plan_chart_test
-}  // namespace ds::report
+}  // namespace ds::chart

@@ -10,7 +10,7 @@
 
 #include "base/check.h"
 #include "model/models.h"
-#include "report/run_plan.h"
+#include "plan/run_plan.h"
 
 namespace ds {
 namespace plan_memory_test {
@@ -41,8 +41,9 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
 
 i64 memory(const Config& c, const MeshShape& mesh, int stage, Tag tag) {
   const MeshCoord coord{.pp = stage};
-  const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord));
-  return report::make_run_plan(c, model, mesh, coord).memory[static_cast<size_t>(tag)];
+  const model::Model model =
+      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+  return plan::make_run_plan(c, model, mesh, coord).memory.by_tag[static_cast<size_t>(tag)];
 }
 
 TEST(PlanMemory, ModelStatesFollowTheFormulasExactly) {
@@ -148,8 +149,8 @@ TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
           std::set<i64> chunks;
           for (int r = 0; r < t; ++r) {
             const MeshCoord coord{.tp = r};
-            const model::Model model = model::make_model(c.model, s, report::shard_of(c, mesh, coord));
-            chunks.insert(report::make_run_plan(c, model, mesh, coord, device).pass.sizes.logits_rows);
+            const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, coord.tp, coord.sp));
+            chunks.insert(plan::make_run_plan(c, model, mesh, coord, device).activations.pass.sizes.logits_rows);
           }
           EXPECT_EQ(chunks.size(), 1u) << "vocabulary " << vocab << " tp " << t << " micro-batch " << micro;
         }
@@ -177,10 +178,10 @@ TEST(PassMemory, WordsOfALayoutAreAligned) {
   c.data.seq_length = 48;  // an odd number of views of 4-byte elements stands before nothing that is wider
   c.sparse_attention.mode = SparseAttentionMode::Local;
   const model::Model model = model::make_model(c, {});
-  const report::RunPlan plan = report::make_run_plan(c, model, {}, {});
-  std::vector<u64> words(static_cast<size_t>(plan.pass.bytes(Tag::Data)) / sizeof(u64) + 2);
+  const plan::RunPlan plan = plan::make_run_plan(c, model, {}, {});
+  std::vector<u64> words(static_cast<size_t>(plan.activations.pass.bytes(Tag::Data)) / sizeof(u64) + 2);
   const auto context_at = [&](i64 first) {
-    model::PassMemory memory = plan.pass;
+    model::PassMemory memory = plan.activations.pass;
     char* at = reinterpret_cast<char*>(words.data()) + first;
     memory.for_each([&](Tag tag, TensorView& v) {
       if (tag != Tag::Data || v.rank == 0) return;

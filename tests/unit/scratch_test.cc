@@ -2,7 +2,7 @@
 // Worker scratch as it is said to be and as pools hold it: op by op on every backend of this machine, and of engines
 // that train.
 
-#include "report/scratch.h"
+#include "plan/scratch.h"
 
 #include <gmock/gmock.h>
 
@@ -189,7 +189,7 @@ TEST(Scratch, IsNotKnownOfOtherBackends) {
 void expect_engines_hold(const Config& c, int ranks, int threads, const OpTable& ops, bool any = true) {
   Hooks hooks;
   const auto check = [&](engine::Engine& engine, const char* when) {
-    const auto said = report::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads);
+    const auto said = plan::scratch_bytes(engine.config(), engine.model(), engine.plan(), ops, threads);
     ASSERT_TRUE(said.has_value());
     EXPECT_EQ(engine.device().scratch_bytes(), *said) << when << ", rank " << engine.mesh().rank();
     EXPECT_EQ(*said > 0, any);
@@ -262,7 +262,7 @@ TEST_P(Scratch, IsWhatAnEvaluationHolds) {
             return true;
           });
           EXPECT_EQ(engine.device().scratch_bytes(),
-                    report::scratch_bytes(engine.config(), engine.model(), engine.plan(), *GetParam(), threads));
+                    plan::scratch_bytes(engine.config(), engine.model(), engine.plan(), *GetParam(), threads));
         };
         with_engines(c, l.ranks(), body, *GetParam(), threads);
       }
@@ -298,11 +298,11 @@ TEST_P(Scratch, IsWhatPassesOfAllLengthsHold) {
           for (const i64 steps : {1, 3, 7}) {
             c.steps = steps;
             Hooks hooks;
-            hooks.length = [&](i64 step) { return report::lengths_of_step(c, step + 1).sequence; };
+            hooks.length = [&](i64 step) { return plan::lengths_of_step(c, step + 1).sequence; };
             hooks.after_step = [&](engine::Engine& engine, i64 step) {
               if (step + 1 < steps) return;
               EXPECT_EQ(engine.device().scratch_bytes(),
-                        report::scratch_bytes(engine.config(), engine.model(), engine.plan(), *GetParam(), 2))
+                        plan::scratch_bytes(engine.config(), engine.model(), engine.plan(), *GetParam(), 2))
                   << steps << " steps";
               Config evaluates = c;
               evaluates.data.split = 0.1;
@@ -312,7 +312,7 @@ TEST_P(Scratch, IsWhatPassesOfAllLengthsHold) {
                 return true;
               });
               EXPECT_EQ(engine.device().scratch_bytes(),
-                        report::scratch_bytes(evaluates, engine.model(), engine.plan(), *GetParam(), 2))
+                        plan::scratch_bytes(evaluates, engine.model(), engine.plan(), *GetParam(), 2))
                   << "evaluated after " << steps;
             };
             traces_of_threads(c, 1, steps, 2, hooks, {}, *GetParam());
@@ -390,12 +390,12 @@ void expect_walked(Config c, int ranks, i64 steps, const std::string& what) {
   c.steps = steps;
   c.data.split = 0;  // nothing is evaluated before the calls are looked at
   Hooks hooks;
-  hooks.length = [&](i64 step) { return report::lengths_of_step(c, step + 1).sequence; };
+  hooks.length = [&](i64 step) { return plan::lengths_of_step(c, step + 1).sequence; };
   hooks.same_logits = false;
   hooks.after_step = [&](engine::Engine& engine, i64 step) {
     if (step + 1 < steps) return;
     const std::set<std::string> run = std::exchange(seen_calls, {});
-    report::walk_run(c, engine.model(), engine.plan(), noting<no_ops>(), nullptr);
+    plan::walk_run(c, engine.model(), engine.plan(), noting<no_ops>(), nullptr);
     const std::set<std::string> walked = std::exchange(seen_calls, {});
     std::vector<std::string> only_run, only_walked;
     std::ranges::set_difference(run, walked, std::back_inserter(only_run));

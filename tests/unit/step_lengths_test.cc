@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The lengths that steps of a run have: those of its schedules, step by step, whatever these are.
 
-#include "report/step_lengths.h"
+#include "plan/step_lengths.h"
 
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 namespace ds {
 namespace step_lengths_test {
 
-using report::PassLengths;
-using report::StepLengths;
+using plan::PassLengths;
+using plan::StepLengths;
 
 Config grows(i64 whole, i64 min, i64 max, i64 total, i64 step_size) {
   Config c;
@@ -40,12 +40,12 @@ void expect_all(const Config& c, i64 steps) {
   std::vector<StepLengths::Kind> want;
   for (i64 step = 1; step <= steps; ++step) {
     const PassLengths l = of_step(c, step);
-    EXPECT_EQ(report::lengths_of_step(c, step), l);
+    EXPECT_EQ(plan::lengths_of_step(c, step), l);
     auto kind = std::ranges::find(want, l, &StepLengths::Kind::lengths);
     if (kind == want.end()) kind = want.insert(kind, {l, 0});
     ++kind->steps;
   }
-  const StepLengths got = report::step_lengths(c, steps);
+  const StepLengths got = plan::step_lengths(c, steps);
   EXPECT_TRUE(got.complete);
   ASSERT_EQ(got.kinds.size(), want.size());
   for (size_t k = 0; k < want.size(); ++k) {
@@ -77,13 +77,13 @@ TEST(StepLengths, AreThoseOfEachStep) {
     expect_all(c, steps);
     c.random_ltd = {};
     expect_all(c, steps);
-    EXPECT_EQ(report::step_lengths(report::of_whole_sequences(c), steps).kinds.size(), 1u);
+    EXPECT_EQ(plan::step_lengths(plan::of_whole_sequences(c), steps).kinds.size(), 1u);
   }
 }
 
 TEST(StepLengths, AreSomeOfVeryMany) {
   const Config c = grows(1 << 20, 1, 1 << 20, 1'000'000'000, 1);
-  const StepLengths some = report::step_lengths(c, 1'000'000'007);
+  const StepLengths some = plan::step_lengths(c, 1'000'000'007);
   EXPECT_FALSE(some.complete);
   ASSERT_EQ(std::ssize(some.kinds), StepLengths::kMost);
   i64 steps = 0;

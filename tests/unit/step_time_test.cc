@@ -15,14 +15,14 @@ using memreport::Links;
 using memreport::Machine;
 using memreport::Rate;
 using memreport::StepTime;
-using report::Pass;
+using plan::Pass;
 
 // A run on all stages of one pipeline, and its prediction.
 struct Predicted {
   MeshShape mesh;
   std::vector<model::Model> models;
-  std::vector<report::RunPlan> plans;
-  std::vector<report::StepWork> works;
+  std::vector<plan::RunPlan> plans;
+  std::vector<plan::StepWork> works;
 
   explicit Predicted(const Config& c, DeviceKind device = DeviceKind::Cpu) {
     mesh = {.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
@@ -30,16 +30,16 @@ struct Predicted {
             .tp = narrow<int>(c.tensor_parallel.tp_size),
             .sp = narrow<int>(c.sequence_parallel_size)};
     for (int p = 0; p < mesh.pp; ++p)
-      models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {.pp = p})));
-    for (int p = 0; p < mesh.pp; ++p) plans.push_back(report::make_run_plan(c, models[p], mesh, {.pp = p}, device));
-    for (size_t p = 0; p < plans.size(); ++p) works.push_back(report::tally_step(models[p], plans[p]));
+      models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0)));
+    for (int p = 0; p < mesh.pp; ++p) plans.push_back(plan::make_run_plan(c, models[p], mesh, {.pp = p}, device));
+    for (size_t p = 0; p < plans.size(); ++p) works.push_back(plan::tally_step(models[p], plans[p]));
   }
   StepTime operator()(const Machine& machine, const Links* links = nullptr) const {
     std::vector<memreport::StageWork> stages;
     std::vector<std::vector<pipeline::Instr>> schedules;
     for (size_t p = 0; p < plans.size(); ++p) {
       stages.push_back({&plans[p], &works[p]});
-      schedules.push_back(plans[p].schedule);
+      schedules.push_back(plans[p].stage.schedule);
     }
     return memreport::predict_step(models[0], stages, schedules, machine, links);
   }
@@ -111,7 +111,7 @@ TEST(Machine, KnowsTheOpsOfEveryModel) {
   EXPECT_EQ(m.flops.size(), 3);
   for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Predicted p(tiny_config(config, 1, 2, 0));
-    const report::OpTally all = p.works[0].total();
+    const plan::OpTally all = p.works[0].total();
     for (const auto& [call, n] : all.calls()) {
       EXPECT_GE(m.seconds(call), m.op_overhead_s);
       const bool moves = call.op == "sum" || call.op == "judge";
@@ -129,7 +129,7 @@ TEST(StepTime, OfOneRankIsTheRooflineSum) {
     Machine m = cpu(3e9, 7e9);
     m.op_overhead_s = 1e-6;
     double sum = 0, recompute = 0;
-    report::OpTally all = p.works[0].total();
+    plan::OpTally all = p.works[0].total();
     all.add(p.works[0].reductions);
     for (const auto& [call, n] : all.calls()) {
       const double flops = static_cast<double>(call.flops) / 3e9, bytes = static_cast<double>(call.bytes) / 7e9;
@@ -197,7 +197,8 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   const Predicted s(sparse);
   const StepTime waiting = s(cpu(1e6, 1e6, 4, 2), &links);
   EXPECT_GT(waiting.messages_s.at("dp.sparse_gather"), 0);
-  const double reductions = static_cast<double>(s.plans[0].traffic.at("dp.reduce_scatter").calls);  // all but one hide
+  const double reductions =
+      static_cast<double>(s.plans[0].traffic.last.at("dp.reduce_scatter").calls);  // all but one hide
   EXPECT_NEAR(waiting.hidden_s, waiting.messages_s.at("dp.reduce_scatter") * (1 - 1 / reductions), 1e-12);
   coded.zero.overlap_comm = false;
   EXPECT_EQ(Predicted(coded)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
@@ -224,8 +225,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   gpu.host_link = 1e8;
   EXPECT_TRUE(offloaded(gpu).lacks_offload);
   gpu.host_updates = 1e7;
-  EXPECT_EQ(offloaded.plans[0].copies.to_host, 4 * elems);
-  EXPECT_EQ(offloaded.plans[0].copies.to_device, 2 * elems);
+  EXPECT_EQ(offloaded.plans[0].traffic.copies.to_host, 4 * elems);
+  EXPECT_EQ(offloaded.plans[0].traffic.copies.to_device, 2 * elems);
   const StepTime t = offloaded(gpu);
   EXPECT_FALSE(t.lacks_offload);
   EXPECT_DOUBLE_EQ(t.copies_s, static_cast<double>(6 * elems) / 1e8);
@@ -235,8 +236,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
 
   c.zero.offload_optimizer.gradients = true;
   const Predicted away(c, DeviceKind::Cuda);
-  EXPECT_GE(away.plans[0].copies.to_host, 4 * 4 * elems);    // written by each of four micro-batches
-  EXPECT_GE(away.plans[0].copies.to_device, 3 * 4 * elems);  // read by all but the first
+  EXPECT_GE(away.plans[0].traffic.copies.to_host, 4 * 4 * elems);    // written by each of four micro-batches
+  EXPECT_GE(away.plans[0].traffic.copies.to_device, 3 * 4 * elems);  // read by all but the first
 
   c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true};
   const StepTime late = Predicted(c, DeviceKind::Cuda)(gpu);
@@ -248,7 +249,7 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   c.zero.sub_group_size = 1;
   gpu.disk_read = gpu.disk_write = 1e5;
   const Predicted in_files(c, DeviceKind::Cuda);
-  const offload::FileCounts moved = in_files.plans[0].state_files;
+  const offload::FileCounts moved = in_files.plans[0].traffic.state_files;
   EXPECT_GT(moved.read_bytes, 0);
   EXPECT_GE(in_files(gpu).step_s, static_cast<double>(moved.read_bytes + moved.written_bytes) / 1e5);
 }
@@ -261,7 +262,7 @@ TEST(StepTime, RanksShareTheCoresOfTheirNode) {
     const StepTime shared = p(cpu(1e9, 1e9, 1, ranks), &links);
     EXPECT_EQ(own.cores_s, 0);
     double work = 0;
-    for (const report::StepWork& w : p.works) work += cpu().seconds(w.total());
+    for (const plan::StepWork& w : p.works) work += cpu().seconds(w.total());
     work *= static_cast<double>(ranks) / static_cast<double>(p.works.size());
     const double sent = own.in_layer_communication_s + own.communication_s + own.publish_s;
     EXPECT_NEAR(shared.step_s, work + sent, 1e-9 * work);
@@ -282,7 +283,7 @@ TEST(StepTime, MessagesFollowTheirModels) {
   const Predicted p(c);
   const Links links = links_of(0.5, 1e-6);
   const StepTime t = p(cpu(), &links);
-  const auto& traffic = p.plans[0].traffic;
+  const auto& traffic = p.plans[0].traffic.last;
   for (const char* name : {"dp.reduce_scatter", "dp.all_gather"}) {
     const CommCount n = traffic.at(name);
     EXPECT_NEAR(t.messages_s.at(name), 0.5 * static_cast<double>(n.calls) + 1e-6 * static_cast<double>(n.bytes), 1e-9);
@@ -302,15 +303,15 @@ TEST(StepTime, BubbleIsTheSimulations) {
     const Links links = links_of(1e-5, 1e-9);
     const StepTime t = p(m, &links);
     std::vector<pipeline::Costs> blocks;
-    for (size_t chunk = 0; chunk < p.plans[0].chunks.size(); ++chunk) {
-      for (const report::StepWork& w : p.works) {
+    for (size_t chunk = 0; chunk < p.plans[0].stage.chunks.size(); ++chunk) {
+      for (const plan::StepWork& w : p.works) {
         const auto cost = [&](Pass pass) { return m.seconds(w.chunks[chunk].of(pass).ops); };
         blocks.push_back({cost(Pass::Forward), cost(Pass::Recompute) + cost(Pass::BackwardInput),
                           cost(Pass::BackwardWeight) + m.seconds(w.chunks[chunk].gradients) / 8,
                           1e-5 + 1e-9 * static_cast<double>(p.plans[0].shape().stream_rows * c.model.hidden * 4)});
       }
     }
-    pipeline::ScheduleOptions options = report::schedule_of(c);
+    pipeline::ScheduleOptions options = pipeline::schedule_of(c);
     const auto schedules = pipeline::make_schedules(options);
     const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
     SCOPED_TRACE(schedule_name(kind));

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "report/counting_device.h"
+#include "plan/counting_device.h"
 #include "zero/grad_store.h"
 #include "zero/param_store.h"
 
@@ -167,9 +167,9 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
 
 // All-gathers that publish() makes.
 i64 num_publish_calls(const Units& rows, const LayoutOptions& options, i64 bucket) {
-  report::Addresses addresses;
-  report::CountingDevice device(no_ops(), nullptr, addresses);
-  report::CountingCommunicator comm(0, options.num_ranks, &addresses);
+  plan::Addresses addresses;
+  plan::CountingDevice device(no_ops(), nullptr, addresses);
+  plan::CountingCommunicator comm(0, options.num_ranks, &addresses);
   MemoryLedger ledger;
   const Layout layout = Layout::make(rows, options);
   ParamStore(layout, rows, comm, device, ledger, {.allgather_bucket = bucket}).publish();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Predicts the needs of a run before it starts: memory of each rank by tag, traffic, and work. The numbers come from
-// the plan by which the engine allocates and communicates (report/run_plan).
+// the plan by which the engine allocates and communicates (plan/run_plan).
 
 #include <functional>
 #include <map>

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/counted_update.h"
+
+#include <algorithm>
+
+namespace ds::plan {
+namespace {
+
+// The verdict of nobody's gradients.
+class NoVerdict final : public zero::VerdictHandle {
+ public:
+  const GradVerdict* on_device() const noexcept override { return nullptr; }
+  const GradVerdict& resolve() override { return verdict_; }
+
+ private:
+  GradVerdict verdict_;
+};
+
+// The chunk whose backward pass commits the gradients of a unit.
+size_t chunk_of(const RunPlan& plan, i64 unit) {
+  if (unit == plan.head_use()) return plan.stage.chunks.size() - 1;
+  for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
+    if (unit < RunPlan::unit_of(plan.stage.chunks[c].chunk.end)) return c;
+  }
+  return 0;
+}
+
+}  // namespace
+
+CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native,
+                             std::function<void(const Operation&, int size)> reduced, void* host_native)
+    : plan_(plan),
+      device_(ops, native, addresses_),
+      host_(ops, host_native, addresses_),
+      tp_(plan.coord.tp, plan.mesh.tp),
+      pp_(plan.coord.pp, plan.mesh.pp),
+      outer_(plan.coord.worker, plan.mesh.workers, &addresses_),
+      offload_(plan.offload, host_) {
+  for (const DpSplit& split : plan.dp().zeropp)
+    zeropp_[split.name] = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, split, plan.coord),
+                                                                 split_size(plan.mesh, split), &addresses_);
+  for (const zero::ShardsPlan& s : plan.shards) {
+    groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
+    const zero::GroupRanks ranks{.all = *groups_.back(), .near = split(s, "near"), .across = split(s, "across")};
+    shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), ranks, device_,
+                                                     ledger_, offload_.tiers()));
+  }
+  inputs_ = offload_.make_inputs(plan.activations.inputs, device_, ledger_);
+  if (!plan.trains()) return;
+  // Slices decide what is copied on a rank, and no more.
+  const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
+  update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_, outer_}, device_, ledger_, no_slices);
+}
+
+void CountedUpdate::run(Enter enter, i64 number, bool meets) {
+  DS_ASSERT(plan_.trains());
+  update_->skip_to(number);
+  update_->begin(number, 1);
+  const i64 m = plan_.micro_batches;
+  // The first micro-batch begins sums, and the last one ends them; all between them do the same.
+  const auto in_passes = [&](i64 micro, i64 times, size_t first, size_t last) {
+    if (times <= 0) return;
+    const offload::FileCounts before = offload_.moved();
+    const offload::HostCopies copies_before = offload_.copies();
+    for (const auto& s : shards_) {
+      const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
+      for (size_t i = first; i < std::min(last, passes.size()); ++i) {
+        enter(chunk_of(plan_, passes[i].front()), times);
+        // What has tiles is committed behind them.
+        constexpr i64 kNone = -1;
+        i64 open = kNone;
+        const auto close = [&] {
+          if (open != kNone) s->grads().commit(std::exchange(open, kNone), micro);
+        };
+        for (const i64 unit : passes[i]) {
+          if (!s->plan().grad_layout.is_tile(unit)) close();
+          s->grads().acquire(unit);
+          if (std::ranges::binary_search(s->plan().grads.open, unit)) {
+            open = unit;
+          } else {
+            s->grads().commit(unit, micro);
+          }
+        }
+        close();
+      }
+    }
+    take_messages(times);
+    repeated_ = repeated_ + (times - 1) * (offload_.moved() - before);
+    repeated_copies_ = repeated_copies_ + (times - 1) * (offload_.copies() - copies_before);
+  };
+  const auto micro_batches = [&](size_t first, size_t last) {
+    in_passes(0, std::min<i64>(m, 1), first, last);
+    in_passes(1, m - 2, first, last);
+    in_passes(m - 1, m > 1 ? 1 : 0, first, last);
+  };
+  size_t passes = 0;
+  for (const auto& s : shards_) passes = std::max(passes, s->plan().grads.passes.size());
+  const size_t at_once = plan_.stage.breadth_first ? 1 : passes;
+  for (size_t i = 0; i < passes; i += at_once) micro_batches(i, i + at_once);
+
+  enter({}, 1);
+  NoVerdict verdict;
+  update::StepScalars& numbers = *static_cast<update::StepScalars*>(addresses_.take(sizeof(update::StepScalars)));
+  update_->finish_gradients();
+  update_->judge(numbers, {});
+  update_->update_params({.lr = 1, .number = number}, verdict);
+  if (meets) update_->outer_step(number);
+  (void)update_->compression_norms(number);
+  zero::publish(shards_);
+  take_messages(1);
+}
+
+std::map<std::string, CommCount> CountedUpdate::meeting(i64 fragment) {
+  update_->outer()->send(fragment);
+  (void)update_->outer()->land(fragment);
+  std::map<std::string, CommCount> sent = outer_.counts();
+  outer_.reset_counts();
+  return sent;
+}
+
+void CountedUpdate::norm_of_meeting() {
+  (void)update_->outer_gradient_norm(plan_.diloco.sync_every + plan_.diloco.overlap_steps);
+}
+
+RankLocalBytes CountedUpdate::rank_local_bytes() {
+  RankLocalBytes most;
+  if (!update_) return most;
+  if (plan_.mesh.workers > 1) {
+    std::vector<zero::SavedArray> own;
+    update_->outer()->own_states(own);
+    for (const zero::SavedArray& array : own) most.instead += array.values.bytes();
+  }
+  // Between means of parameters there is more than behind them. The first worker has what there is beside its states.
+  for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
+    i64 bytes = plan_.coord.worker > 0 ? -most.instead : 0;
+    for (const auto& [name, values] : update_->rank_local(number)) bytes += values.bytes();
+    most.beside = std::max(most.beside, bytes);
+  }
+  return most;
+}
+
+std::vector<i64> CountedUpdate::saved_numbers() const {
+  std::vector<i64> counts;
+  for (const zero::SavedState* const state : update_ ? update_->saved_states() : std::span<zero::SavedState* const>()) {
+    i64 numbers = 0;
+    for (i64 p = 0; p < std::ssize(plan_.params); ++p) numbers += state->num_numbers(p);
+    if (numbers > 0) counts.push_back(numbers);
+  }
+  return counts;
+}
+
+void CountedUpdate::begin_again() {
+  traffic_.clear();
+  states_before_ = offload_.moved_states();
+  all_before_ = offload_.moved();
+  repeated_ = {};
+  copies_before_ = offload_.copies();
+  repeated_copies_ = {};
+}
+
+std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic() const noexcept {
+  const offload::FileCounts states = offload_.moved_states() - states_before_;
+  return {states, offload_.moved() - all_before_ - states + repeated_};
+}
+
+void CountedUpdate::gather(bool evaluated) {
+  for (const auto& s : shards_) {
+    if (!s->params().in_place()) {  // in their order, and read ahead, which decides what is in memory still
+      s->params().begin(s->plan().train_gathers);
+      for (size_t access = 0; access < s->plan().train_gathers.accesses.size(); ++access) (void)s->params().acquire();
+      take_messages(1);
+      continue;
+    }
+    std::vector<i64> times(s->plan().layout.units().size(), 0);
+    for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
+      for (const zero::GatherStep::Launch& launch : step.launch) ++times[launch.unit];
+    }
+    std::map<i64, std::vector<i64>> units;  // by how often they are gathered
+    for (size_t u = 0; u < times.size(); ++u) {
+      if (times[u] > 0) units[times[u]].push_back(static_cast<i64>(u));
+    }
+    for (const auto& [n, alike] : units) {
+      for (const i64 unit : alike) s->params().gather({unit, 0});
+      const bool second = s->params().keeps_second_shards();
+      take_messages(!second ? n : evaluated ? 0 : 1);
+      if (!second) continue;
+      for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
+      for (const i64 unit : alike) s->params().gather({unit, 0});
+      take_messages(evaluated ? n : n - 1);
+    }
+  }
+}
+
+void CountedUpdate::use_inputs() {
+  for (const offload::PartUse& use : plan_.activations.inputs.uses)
+    inputs_->lease(use.at, plan_.activations.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
+}
+
+CountingCommunicator* CountedUpdate::split(const zero::ShardsPlan& s, const std::string& name) const {
+  const auto found = s.zeropp.empty() ? zeropp_.end() : zeropp_.find(name);
+  return found == zeropp_.end() ? nullptr : found->second.get();
+}
+
+std::vector<std::vector<i64>> CountedUpdate::zeropp_allocations() const {
+  std::vector<std::vector<i64>> allocations;
+  for (const DpSplit& s : plan_.dp().zeropp) allocations.push_back(zeropp_.at(s.name)->allocations());
+  return allocations;
+}
+
+void CountedUpdate::take_messages(i64 times) {
+  const auto take = [&](CountingCommunicator& axis) {
+    for (const auto& [name, count] : axis.counts()) {
+      if (name.ends_with(".stats")) continue;
+      traffic_[name].calls += times * count.calls;
+      traffic_[name].bytes += times * count.bytes;
+    }
+    axis.reset_counts();
+  };
+  for (const auto& group : groups_) take(*group);
+  take(tp_);
+  take(pp_);
+  take(outer_);
+  for (const auto& [name, group] : zeropp_) take(*group);
+}
+
+std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
+  for (const auto& group : groups_) calls.dp.add(group->largest());
+  size_t split = 0;
+  for (const auto& [name, group] : zeropp_) {
+    if (split == calls.splits.size()) calls.splits.emplace_back(group->size(), LargestCalls{});
+    calls.splits[split++].second.add(group->largest());
+  }
+  calls.tp.add(tp_.largest());
+  calls.gradients.add(pp_.largest());
+  calls.outer.add(outer_.largest());
+  return traffic_;
+}
+
+}  // namespace ds::plan

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/dry_run.h"
+
+#include <algorithm>
+
+#include "comm/message_tag.h"
+#include "model/attention_pattern.h"
+#include "plan/stage.h"
+
+namespace ds::plan {
+namespace {
+
+using model::Mode;
+using pipeline::LayerCall;
+
+// Stands for memory that is never read: a view of it is not null. Aligned for every dtype.
+alignas(64) float there = 0;
+
+TensorView present(DType dtype, std::initializer_list<i64> shape) { return TensorView::of(&there, dtype, shape); }
+
+void make_present(std::vector<model::LayerActs>& acts) {
+  for (model::LayerActs& a : acts) {
+    for (auto* views : {&a.saved, &a.gradients, &a.temporary, &a.exchange}) {
+      for (TensorView& v : *views) v.data = &there;
+    }
+    for (TensorView* v : {&a.output, &a.input_grad, &a.drawn}) v->data = v->rank > 0 ? &there : nullptr;
+    make_present(a.inner);
+  }
+}
+
+void make_present(model::PassMemory& memory, const model::Model& model) {
+  memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
+  // Who counts operations reads a layout.
+  if (model.layout != nullptr) memory.layout_keys.data = const_cast<u64*>(model.layout->keys().data());
+}
+
+// The memory of a training pass with a head.
+model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
+  model::PassSizes sizes = plan.activations.pass.sizes;
+  if (sizes.B == 0)
+    sizes = {.B = plan.B,
+             .T = plan.T,
+             .sequence_length = plan.sequence_length,
+             .tile_cols = plan.tile_cols(),
+             .work = plan.work};
+  sizes.projects = sizes.gradients = true;
+  sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
+  model::PassMemory memory(model, sizes);
+  make_present(memory, model);
+  return memory;
+}
+
+// Matrices in tiles that are not there either.
+class AbsentTiles final : public model::Tiles {
+ public:
+  AbsentTiles(const RunPlan& plan, i64 layer, DType dtype) : plan_(plan), layer_(layer), dtype_(dtype) {}
+  void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
+    for (const zero::MatrixTile& tile : plan_.tiles_of(layer_, row))
+      use(tile.first, present(dtype_, {tile.rows, tile.cols}));
+  }
+
+ private:
+  const RunPlan& plan_;
+  i64 layer_;
+  DType dtype_;
+};
+
+// The rows of a layer, but for those that are in tiles.
+std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& plan, i64 layer, DType dtype) {
+  std::vector<TensorView> rows = views_of(model.layers[layer]->rows(), dtype, &there);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (!plan.tiles_of(layer, r).empty()) rows[r].data = nullptr;
+  }
+  return rows;
+}
+
+// A matrix that several layers have, in this dtype.
+TensorView shared_rows(const RunPlan& plan, DType dtype) {
+  return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
+}
+
+}  // namespace
+
+std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data) {
+  std::vector<TensorView> views;
+  for (const model::ParamRow& row : rows)
+    views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
+                                          : TensorView::of(data, dtype, {row.numel()}));
+  return views;
+}
+
+void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
+                 FunctionRef<void(size_t, Pass)> enter) {
+  const model::PassMemory memory = memory_of(model, plan);
+  const model::PassContext ctx =
+      model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
+  const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
+  // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
+  const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
+  const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh);
+  for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
+    const ChunkPlan& chunk = plan.stage.chunks[c];
+    model::ActivationPlanner planner;
+    std::vector<model::LayerActs> acts = plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape(), stream);
+    make_present(acts);
+    for (const auto* calls : {&chunk.forward, &chunk.backward, &chunk.weight}) {
+      for (const LayerCall& call : *calls) {
+        const size_t at = static_cast<size_t>(call.layer - chunk.chunk.begin);
+        const model::Layer& layer = *model.layers[call.layer];
+        const model::LayerActs& a = acts[at];
+        const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
+        const DType dtype = weight ? fresh : plan.work;
+        std::vector<TensorView> own = whole_rows(model, plan, call.layer, dtype);
+        AbsentTiles tiles(plan, call.layer, dtype);
+        const model::RowViews views{own, weight ? shared_grad : shared, &tiles};
+        const TensorView x = at > 0 ? acts[at - 1].output : stream, dy = stream;
+        const bool again =
+            calls == &chunk.backward && (call.again || call.kind == LayerCall::Kind::Forward);  // from a kept input
+        if (again) {
+          enter(c, Pass::Recompute);
+          if (call.restore && plan.activations.partition_inputs) {
+            const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
+            walk.tp.all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather));
+          }
+        }
+        switch (call.kind) {
+          case LayerCall::Kind::Forward:
+            if (!again) enter(c, Pass::Forward);
+            layer.forward(ctx, views, x, a);
+            break;
+          case LayerCall::Kind::BackwardInput:
+            if (call.again) layer.recompute(ctx, views, x, a, chunk.chunk.keep_of(call.layer));
+            enter(c, Pass::BackwardInput);
+            layer.backward_input(ctx, views, x, dy, a);
+            break;
+          case LayerCall::Kind::BackwardWeight:
+            enter(c, Pass::BackwardWeight);
+            layer.backward_weight(ctx, views, x, dy, a);
+            break;
+        }
+      }
+    }
+  }
+}
+
+void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
+                  const Walk& walk, FunctionRef<bool(i64, model::PassContext&)> before) {
+  make_present(memory, model);
+  model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
+  const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
+  const TensorView stream = present(plan.work, {stream_rows, model.hidden}), shared = shared_rows(plan, plan.work);
+  for (const ChunkPlan& chunk : plan.stage.chunks) {
+    model::ActivationPlanner planner;
+    auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows});
+    make_present(acts);
+    for (i64 l = chunk.chunk.begin; l < chunk.chunk.end; ++l) {
+      if (!before(l, ctx)) continue;
+      std::vector<TensorView> own = whole_rows(model, plan, l, plan.work);
+      AbsentTiles tiles(plan, l, plan.work);
+      const i64 at = l - chunk.chunk.begin;
+      model.layers[l]->forward(ctx, {own, shared, &tiles}, at > 0 ? acts[at - 1].output : stream, acts[at]);
+    }
+  }
+}
+
+std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
+    Stream stream;
+    walk_layers(model, plan, {no_ops(), stream, tp, sp}, [](size_t, Pass) {});
+  }
+
+  std::map<std::string, CommCount> messages;
+  for (const CountingCommunicator* c : {&tp, &sp}) {
+    for (const auto& [name, count] : c->counts())
+      messages[name] = {plan.micro_batches * count.calls, plan.micro_batches * count.bytes};
+  }
+
+  const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
+  const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
+  const auto times = [&](pipeline::Op op) { return std::ranges::count(plan.stage.schedule, op, &pipeline::Instr::op); };
+  const auto sends = [&](pipeline::Op op, int to, LargestCalls& by) {
+    const i64 n = times(op);
+    if (n == 0) return;
+    by.sent_to.insert(to);
+    CommCount& count = messages[std::string(message_text(Axis::Pp, Collective::Send))];
+    count.calls += n;
+    count.bytes += n * stream_bytes;
+  };
+  sends(pipeline::Op::SendActivation, next, calls.activations);
+  sends(pipeline::Op::SendGrad, previous, calls.gradients);
+  if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
+    messages[std::string(message_text(Axis::Pp, Collective::Recv))].calls += n;
+  calls.tp.add(tp.largest());
+  calls.sp.add(sp.largest());
+  return messages;
+}
+
+void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  Stream stream;
+  walk_forward(model, plan, plan.activations.pass, {.mode = Mode::Eval, .B = plan.B, .T = plan.T},
+               {no_ops(), stream, tp, sp}, [](i64, model::PassContext&) { return true; });
+  calls.tp.add(tp.largest());
+  calls.sp.add(sp.largest());
+}
+
+}  // namespace ds::plan

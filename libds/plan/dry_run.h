@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A step's layer calls, run without memory: with ops that do nothing or count, and communicators that only count. What
+// layers send and compute is so predicted by the code that does it.
+
+#include "plan/counting_device.h"
+#include "plan/run_plan.h"
+
+namespace ds::plan {
+
+// The pass that a call belongs to. Recompute: layers compute again what they have not kept, before their backward pass.
+enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
+inline constexpr size_t kPasses = 4;
+
+struct Walk {  // where it takes place
+  const OpTable& ops;
+  Stream& stream;
+  Communicator &tp, &sp;
+};
+// Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
+// engine's have data. `enter(chunk, pass)` is called before calls of that chunk (its place in StageCalls::chunks) and
+// pass.
+void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
+                 FunctionRef<void(size_t chunk, Pass)> enter);
+
+// One forward pass of another mode than training through the layers of each chunk, over `memory`, whose views need no
+// data. `before(layer, context)` is called before each layer, which is left out where it returns false.
+void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
+                  const Walk& walk, FunctionRef<bool(i64 layer, model::PassContext&)> before);
+
+// What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
+// largest calls are noted in `calls`.
+std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
+// Notes the largest calls of an evaluation.
+void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
+
+// The rows of a layer, or their gradients, as views of that data.
+std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data);
+
+}  // namespace ds::plan

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/op_tally.h"
+
+#include <utility>
+
+#include "plan/counted_update.h"
+
+namespace ds::plan {
+namespace {
+
+void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  Stream stream;
+  PassWork* pass = nullptr;
+  const auto take_messages = [&] {
+    for (CountingCommunicator* axis : {&tp, &sp}) {
+      if (axis->size() == 1 || pass == nullptr) continue;
+      for (const auto& [name, count] : axis->counts()) {
+        pass->messages[name].calls += count.calls;
+        pass->messages[name].bytes += count.bytes;
+      }
+      axis->reset_counts();
+    }
+  };
+  const auto enter = [&](size_t chunk, Pass which) {
+    take_messages();
+    pass = &work.chunks[chunk].passes[static_cast<size_t>(which)];
+    stream.native = &pass->ops;
+  };
+  walk_layers(model, plan, {counting_ops(), stream, tp, sp}, enter);
+  take_messages();
+}
+
+// The loss of each micro-batch, in a rank's own sum.
+void tally_losses(StepWork& work, const RunPlan& plan) {
+  if (!plan.projects) return;
+  double loss = 0;
+  float losses = 0;
+  OpTally once;
+  Stream stream{.native = &once};
+  counting_ops().sum(TensorView::of(&loss, DType::F64, {1}), TensorView::of(&losses, DType::F32, {plan.B * plan.T}), 1,
+                     stream);
+  work.chunks.back().gradients.add(once, plan.micro_batches);
+}
+
+// What is done with gradients, and the update.
+void tally_update(StepWork& work, const RunPlan& plan) {
+  OpTally once, *to = nullptr;
+  i64 times = 1;
+  const auto take = [&] {
+    if (to != nullptr) to->add(std::exchange(once, {}), times);
+  };
+  const auto reduced = [&](const Operation& op, int size) {
+    if (op.kind != OpKind::ReduceScatter) return;
+    for (const OpSegment& s : op.segments) {
+      const TensorView source = TensorView::of(nullptr, op.dtype, {s.slice_bytes / dtype_bytes(op.dtype)}),
+                       sum = TensorView::of(nullptr, DType::F32, {source.numel()});
+      work.reductions.add(fold_of(sum, source, size, op.accumulate), times);
+    }
+  };
+  CountedUpdate update(plan, counting_ops(), &once, reduced, &work.host);
+  update.run(
+      [&](std::optional<size_t> chunk, i64 n) {
+        take();
+        to = chunk ? &work.chunks[*chunk].gradients : &work.optimizer;
+        times = n;
+      },
+      plan.update_number);
+  take();
+}
+
+}  // namespace
+
+std::map<std::string_view, OpTotal> OpTally::by_op() const {
+  std::map<std::string_view, OpTotal> totals;
+  for (const auto& [call, n] : calls_) {
+    OpTotal& t = totals[call.op];
+    t.calls += n;
+    t.flops += static_cast<double>(n) * static_cast<double>(call.flops);
+    t.bytes += static_cast<double>(n) * static_cast<double>(call.bytes);
+  }
+  return totals;
+}
+
+OpTotal OpTally::total() const {
+  OpTotal all;
+  for (const auto& [op, t] : by_op()) {
+    all.calls += t.calls;
+    all.flops += t.flops;
+    all.bytes += t.bytes;
+  }
+  return all;
+}
+
+OpTally StepWork::total() const {
+  OpTally all = optimizer;
+  for (const ChunkWork& chunk : chunks) {
+    for (const PassWork& pass : chunk.passes) all.add(pass.ops, micro_batches);
+    all.add(chunk.gradients);
+  }
+  return all;
+}
+
+OpTally StepWork::total(Pass pass) const {
+  OpTally all;
+  for (const ChunkWork& chunk : chunks) all.add(chunk.of(pass).ops, micro_batches);
+  return all;
+}
+
+StepWork tally_step(const model::Model& model, const RunPlan& plan) {
+  StepWork work;
+  work.micro_batches = plan.micro_batches;
+  work.chunks.resize(plan.stage.chunks.size());
+  tally_layers(work, model, plan);
+  tally_losses(work, plan);
+  tally_update(work, plan);
+  return work;
+}
+
+}  // namespace ds::plan

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/planned.h"
+
+namespace ds::plan {
+
+namespace {
+
+model::Model model_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
+  return model::make_model(config, model::shard_of(config, mesh, coord.tp, coord.sp));
+}
+
+}  // namespace
+
+Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
+    : Planned(config, model_of(config, mesh, coord_of(mesh, rank)), mesh, rank, device) {}
+
+Planned::Planned(const Config& config, model::Model&& given, const MeshShape& mesh, int rank, DeviceKind device)
+    : model(std::move(given)), plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
+
+}  // namespace ds::plan

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/run_plan.h"
+
+#include <algorithm>
+
+#include "model/models.h"
+#include "plan/counted_update.h"
+#include "plan/memory.h"
+#include "plan/ownership.h"
+#include "plan/stage.h"
+#include "plan/traffic.h"
+
+namespace ds::plan {
+
+std::span<const pipeline::LayerCall> ChunkPlan::calls(pipeline::Op op) const noexcept {
+  using pipeline::Op;
+  switch (op) {
+    case Op::Forward: return forward;
+    case Op::Backward:
+    case Op::BackwardInput: return backward;
+    case Op::BackwardWeight: return weight;
+    default: return {};
+  }
+}
+
+TagBytes bytes_of(const MemoryLedger& ledger) noexcept {
+  TagBytes bytes{};
+  for (size_t t = 0; t < bytes.size(); ++t) bytes[t] = ledger.current(static_cast<Tag>(t));
+  return bytes;
+}
+
+i64 RunPlan::total_memory() const noexcept {
+  return total_of(memory.by_tag) - (device == DeviceKind::Cpu ? 0 : memory.by_tag[static_cast<size_t>(Tag::Host)]);
+}
+
+i64 RunPlan::tile_cols() const noexcept {
+  i64 cols = 0;
+  for (const zero::ShardsPlan& s : shards) {
+    for (const zero::MatrixTile& tile : s.layout.tiles()) cols = std::max(cols, tile.cols);
+  }
+  return cols;
+}
+
+RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
+                      DeviceKind device, std::vector<i64> cuts) {
+  RunPlan plan;
+  plan.device = device;
+  plan.mesh = mesh;
+  plan.coord = coord;
+  plan.work = config.work_dtype();
+  plan.wire = config.wire_dtype();
+  plan.B = config.batch.micro;
+  plan.sequence_length = config.data.seq_length;
+  plan.T = plan.sequence_length / mesh.sp;
+  plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
+  plan.use = config.use;
+  // Evaluation keeps as many batches under way as a pipeline has use for.
+  plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
+  plan.offload = offload::settings_of(config, device);
+  plan.rows = zero::units_of(model);
+  plan.grad_rows = plan.rows;
+  plan.grad_rows.emplace_back(model.shared);
+  plan.update_number = std::max<i64>(config.steps, 1);
+
+  plan_stage(plan, config, model, std::move(cuts));
+  plan_ownership(plan, config, model);
+  if (plan.trains()) update::plan_update(plan);
+  plan_passes(plan, config, model);
+  CountedUpdate update(plan, no_ops());
+  count_traffic(plan, update, config, model);
+  count_memory(plan, update, model.hidden, config.save.async);
+  return plan;
+}
+
+RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::Model& model) {
+  RunPlan plan = whole;
+  plan.sequence_length = config.data.seq_length;
+  plan.T = plan.sequence_length / plan.mesh.sp;
+  plan_passes(plan, config, model);
+  return plan;
+}
+
+void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,
+                  FunctionRef<void(const model::Model&, const RunPlan&)> visit) {
+  if (lengths == PassLengths{plan.sequence_length, 0}) return visit(model, plan);
+  Config shorter = config;
+  shorter.data.seq_length = lengths.sequence;
+  shorter.random_ltd.kept = lengths.kept;
+  const model::Model of_length = model::make_model(shorter, model.shard);
+  visit(of_length, plan_of_length(plan, shorter, of_length));
+}
+
+bool evaluates(const Config& config) noexcept { return !config.data.validation.empty() || config.data.split > 0; }
+
+}  // namespace ds::plan
