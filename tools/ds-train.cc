@@ -44,7 +44,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
       const std::string line = text(r, total);
       progress.show(line);
-      if (ds::tools::verbose() && r.step % config.steps_per_print == 0) ds::tools::report_note(line);
+      if (ds::tools::verbose() && r.step % config.monitors.steps_per_print == 0) ds::tools::report_note(line);
       if (out.json()) {
         out.document({{"type", "step"},
                       {ds::step_field::kStep, r.step},

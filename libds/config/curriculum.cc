@@ -104,17 +104,9 @@ std::vector<i64> curriculum_lengths(const CurriculumConfig& c, i64 most) {
   return lengths;
 }
 
-bool curriculum_takes(const CurriculumConfig& c, std::string_view key) {
-  if (!c.enabled) return key == "enabled";
-  const bool discrete = c.schedule == Schedule::FixedDiscrete;
-  if (key.ends_with(".difficulty") || key.ends_with(".max_step")) return discrete;
-  if (key.ends_with(".root_degree")) return c.schedule == Schedule::FixedRoot;
-  return key == "enabled" || key == "schedule_type" || !discrete;
-}
-
-void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
+void check_curriculum(const Config& config, Reader& r) {
   const CurriculumConfig& c = config.curriculum;
-  if (!c.enabled || !trains(use) || r.broken(kType)) return;
+  if (!c.enabled || !trains(config.use) || r.broken(kType)) return;
   if (config.model.layers > 0 && !config.model.causal())
     return r.error(fmt::format("{}enabled", kSection),
                    "cuts samples behind their first tokens, and those of a model that is not causal end with [SEP]",
@@ -141,7 +133,7 @@ void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
     r.warning(discrete ? kLengths : kMax,
               fmt::format("{} is beyond data.seq_length {}: samples are whole from there on", longest, whole));
   // What cuts sequences has to cut each of them.
-  if (config.sequence_parallel_size == 1 && !config.tensor_parallel.sequence_parallel) return;
+  if (config.sequence_parallel.size == 1 && !config.tensor_parallel.sequence_parallel) return;
   const std::vector<i64> lengths = curriculum_lengths(c, whole);
   for (const i64 length : lengths) {
     if (length >= whole) break;

@@ -18,10 +18,7 @@ i64 curriculum_length(const CurriculumConfig& config, i64 step);
 // Every length below `most` that a run comes to, ascending, and the longest of all.
 std::vector<i64> curriculum_lengths(const CurriculumConfig& config, i64 most);
 
-// Whether a key of the section means anything with what the others say.
-bool curriculum_takes(const CurriculumConfig& config, std::string_view key);
-
 // Checks what its keys say together, and with the rest of the configuration, which is resolved.
-void check_curriculum(const Config& config, ConfigUse use, Reader& r);
+void check_curriculum(const Config& config, Reader& r);
 
 }  // namespace ds

@@ -23,10 +23,10 @@ bool any_group(const OptimizerConfig& o, auto&& is) {
 
 }  // namespace
 
-void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader& r) {
+void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r) {
   using namespace diloco_key;
   DilocoConfig& d = config.optimizer.diloco;
-  if (!trains(use)) {
+  if (!trains(config.use)) {
     d = {};
     return;
   }
@@ -46,7 +46,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader&
   d.workers = 1;
 }
 
-void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
+void check_diloco(const Config& c, Reader& r) {
   using namespace diloco_key;
   const DilocoConfig& d = c.optimizer.diloco;
   if (!d.enabled) return;
@@ -55,7 +55,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
   if (d.fragments > d.sync_every && !r.any_broken({kFragments, kEvery}))
     r.error(kFragments,
             fmt::format("{} fragments do not meet in steps of their own: {} is {}", d.fragments, kEvery, d.sync_every));
-  if (const i64 units = c.model.layers + 2; model_is_sound && c.model.layers > 0 && d.fragments > units)
+  if (const i64 units = c.model.layers + 2; c.model.layers > 0 && d.fragments > units)
     r.error(kFragments,
             fmt::format("{} are more than the {} layers (embedding and head among them)", d.fragments, units));
   if (d.overlap_steps > d.sync_every / d.fragments && !r.any_broken({kFragments, kEvery, kOverlap}))
@@ -86,11 +86,6 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
       }))
     r.error(kWorkers, "keeps what each worker has of its own in fp32: masters and states cannot be in fewer bits",
             Errc::Unavailable);
-}
-
-bool diloco_takes(const DilocoConfig& c, std::string_view key) {
-  if (key == diloco_key::kEnabled) return true;
-  return c.enabled;
 }
 
 }  // namespace ds

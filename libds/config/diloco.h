@@ -9,10 +9,8 @@ namespace ds {
 
 // Only what trains has workers; `ranks`: of the world's those that see other samples (resolve_parallel). Where they
 // cannot be cut so, there is one.
-void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader& r);
+void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r);
 // After all that it goes by is known.
-void check_diloco(const Config& config, bool model_is_sound, Reader& r);
-// Whether a key of the section says something.
-bool diloco_takes(const DilocoConfig& c, std::string_view key);
+void check_diloco(const Config& config, Reader& r);
 
 }  // namespace ds

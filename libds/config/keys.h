@@ -73,6 +73,17 @@ struct Key {
   std::string_view values = {};   // JSON array
   std::string_view members = {};  // sections: the names inside, separated by blanks
   std::string_view note = {};
+  // Effect: the condition under which the key has one; null: always.
+  bool (*applies)(const Config&, std::string_view path) = nullptr;
+
+  constexpr Key when(bool (*condition)(const Config&, std::string_view path)) const noexcept {
+    Key key = *this;
+    key.applies = condition;
+    return key;
+  }
+  bool has_effect(const Config& config) const {
+    return kind == KeyKind::Effect && (applies == nullptr || applies(config, path));
+  }
 };
 
 // The rows of ds_config.json; root is a Config. Inline models are read by model_keys.

@@ -44,10 +44,10 @@ std::string length_problem(const Config& config, i64 length);
 
 // Fills in defaults; returns the data-parallel ranks of `world`, 1 where they do not fit it.
 // For what does not train, an arrangement that does not fit them is left aside with a warning.
-i64 resolve_parallel(Config& config, i64 world, ConfigUse use, Reader& reader);
+i64 resolve_parallel(Config& config, i64 world, Reader& reader);
 
 // What model, sequence length and batch have against it; `model_is_sound`: the model has been read without errors.
 // Generation has neither micro-batches nor cut sequences.
-void check_parallel(const Config& config, bool model_is_sound, ConfigUse use, Reader& reader);
+void check_parallel(const Config& config, Reader& reader);
 
 }  // namespace ds

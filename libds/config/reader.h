@@ -72,6 +72,9 @@ class Reader {
   bool broken(std::string_view path) const { return broken_.contains(path); }        // reported
   bool any_broken(std::initializer_list<std::string_view> paths) const;
 
+  // An error has been reported that `path` is a part of.
+  void mark_broken(std::string_view path) { broken_.emplace(path); }
+
   // Reports; the key need not be in the text. An error marks it as broken.
   void error(std::string_view path, std::string message, Errc code = Errc::Config);
   void warning(std::string_view path, std::string message);

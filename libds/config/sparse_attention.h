@@ -15,6 +15,6 @@ bool sparse_attention_takes(SparseAttentionMode mode, std::string_view key);
 
 // Defaults by mode and model, and what the mode does not use as by default; reports what contradicts each other, the
 // model or the length of sequences. `model_is_sound`: the model has been read without errors.
-void resolve_sparse_attention(Config& c, const ConfigText& text, bool model_is_sound, Reader& r);
+void resolve_sparse_attention(Config& c, const ConfigText& text, Reader& r);
 
 }  // namespace ds

@@ -56,7 +56,7 @@ std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool 
   const Config& config = plans.config();
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
-                            .time_calls = config.comms_logger.enabled,
+                            .time_calls = config.monitors.comms_logger.enabled,
                             .trace = trace};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
@@ -190,7 +190,7 @@ Json shared_settings(Config config) {
   config.data.train.clear();
   config.data.validation.clear();
   config.data.tokenizer = "bytes";
-  config.model_path.clear();
+  config.published.path.clear();
   Json settings = Json::parse(resolved_json(config));
   if (config.model.layers > 0) settings["model"] = Json::parse(model_config_json(config.model));
   return settings.flatten();
@@ -226,7 +226,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
   std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told, trace);
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
-                            .time_calls = config.comms_logger.enabled,
+                            .time_calls = config.monitors.comms_logger.enabled,
                             .trace = trace,
                             .device = &device};
   Mesh::OverDevice over_device;

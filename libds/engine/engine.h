@@ -163,8 +163,9 @@ class Engine {
   }
 
  private:
-  model::Model make_model(const Config& config, const MeshCoord& coord) const;
-  void shape_to(i64 sequence_length, i64 kept);
+  model::PassLengths whole_sequences() const noexcept { return {.sequence = config_.data.seq_length}; }
+  model::Model make_model(const MeshCoord& coord, const model::PassLengths& lengths) const;
+  void shape_to(model::PassLengths lengths);
   offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
@@ -199,12 +200,12 @@ class Engine {
   zero::AllShards shards_;
   stage::Stage stage_;
   struct Shorter {
-    report::PassLengths lengths;
+    model::PassLengths lengths;
     model::Model model;
     report::RunPlan plan;
   };
   std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
-  report::PassLengths laid_out_;          // by what the stage is laid out
+  model::PassLengths laid_out_;           // by what the stage is laid out
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;

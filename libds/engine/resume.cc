@@ -81,7 +81,7 @@ std::string TrainingRun::State::find_resumed() const {
 
 // The weights to start from; empty: random ones.
 std::string TrainingRun::State::find_weights() const {
-  DS_CHECK(!config.new_head || !options.read_only, Errc::Config,
+  DS_CHECK(!config.published.new_head || !options.read_only, Errc::Config,
            "model.new_head: a head of random values has nothing to evaluate");
   if (!options.weights.empty()) {
     const std::string why = why_not_input({"--weights", options.weights, true});
@@ -91,7 +91,7 @@ std::string TrainingRun::State::find_weights() const {
     DS_CHECK(is_model, Errc::Config, "--weights {}: there is no {} in this directory, and no checkpoint{}",
              options.weights, fmt::join(kPublishedWeights, ", no "), trainer_hint(options.weights));
   }
-  const std::string path = options.weights.empty() ? engine::published_weights(config.model_path) : options.weights;
+  const std::string path = options.weights.empty() ? engine::published_weights(config.published.path) : options.weights;
   if (!path.empty()) {
     if (is_root() && !is_checkpoint(path)) warn_of_several_weights(path);
     return path;
@@ -100,9 +100,9 @@ std::string TrainingRun::State::find_weights() const {
       !options.read_only, Errc::Config,
       "there are no weights to evaluate or to write text with: give --resume DIR or --weights FILE, or a model.path "
       "with model.safetensors");
-  if (is_root() && std::filesystem::is_directory(config.model_path))
+  if (is_root() && std::filesystem::is_directory(config.published.path))
     log_message(LogLevel::Warning,
-                fmt::format("model.path {} has no weights: the model starts from random ones", config.model_path));
+                fmt::format("model.path {} has no weights: the model starts from random ones", config.published.path));
   return "";
 }
 

@@ -80,9 +80,10 @@ namespace {
 std::string published_config(const Config& config) {
   constexpr i64 kMaxConfig = i64{1} << 20;
   Json json = Json::object();
-  if (!config.model_path.empty()) {
-    const std::string path =
-        std::filesystem::is_directory(config.model_path) ? config.model_path + "/config.json" : config.model_path;
+  if (!config.published.path.empty()) {
+    const std::string path = std::filesystem::is_directory(config.published.path)
+                                 ? config.published.path + "/config.json"
+                                 : config.published.path;
     json = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
   }
   return publish_model(json, config.model).dump();
@@ -227,7 +228,7 @@ void TrainingRun::State::open_data(i64 num_ranks) {
 void TrainingRun::State::warn_of_uneven_targets() const {
   const BatchShape& shape = train_data->shape();
   const i64 replicas = shape.num_ranks / shape.workers, passes = config.batch.accumulation * replicas;
-  if (config.loss_norm != LossNorm::Micro || passes == 1 || !train_data->has_uneven_targets()) return;
+  if (config.loss.norm != LossNorm::Micro || passes == 1 || !train_data->has_uneven_targets()) return;
   constexpr i64 kMost = 32;  // micro-batches that are looked at, of as many steps as it takes
   const i64 rows = shape.micro * shape.seq_length;
   std::vector<i32> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
@@ -320,7 +321,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     s.from_newest([&] { meta = check_checkpoint(s.step_dir, table.params, table.optimizers); });
     s.check_same_run(meta, s.step_dir);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, weights, config.new_head, s.is_root());
+    engine::check_weights(model, weights, config.published.new_head, s.is_root());
   }
 }
 

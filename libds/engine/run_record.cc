@@ -100,13 +100,13 @@ Config with_absolute_paths(Config config) {
     if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
   };
   for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
-  complete(config.model_path);
+  complete(config.published.path);
   complete(config.sparse_attention.layout);
   complete(config.zero.offload_optimizer.nvme_path);
   complete(config.zero.offload_param.nvme_path);
   complete(config.activation_checkpointing.nvme_path);
-  for (std::string* file : {&config.tensorboard.output_path, &config.csv_monitor.output_path, &config.prometheus.file,
-                            &config.flops_profiler.output_file})
+  for (std::string* file : {&config.monitors.tensorboard.output_path, &config.monitors.csv_monitor.output_path,
+                            &config.monitors.prometheus.file, &config.monitors.flops_profiler.output_file})
     complete(*file);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;

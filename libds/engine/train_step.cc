@@ -58,7 +58,7 @@ class PhaseMeter {
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   const i64 kept = config_.random_ltd.on() ? random_ltd_kept(config_.random_ltd, progress_.step + 1) : 0;
-  shape_to(step_length_, kept);
+  shape_to({step_length_, kept});
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
   if (config_.random_ltd.on()) report.layer_tokens = std::min(kept, step_length_);
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
@@ -159,7 +159,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
     total += valid_tokens_[m];
   }
   global_valid_tokens_ = total;
-  if (config_.loss_norm == LossNorm::Token) {
+  if (config_.loss.norm == LossNorm::Token) {
     i64* const on_device = &results_.scalars().max_abs;
     device_.upload(on_device, &global_valid_tokens_, sizeof *on_device);
     mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
@@ -178,7 +178,7 @@ double Engine::grad_divisor() const noexcept {
 
 // "token": the mean over all micro-batches is then the mean over all valid tokens.
 double Engine::per_token(i64 micro) const noexcept {
-  if (config_.loss_norm == LossNorm::Token)
+  if (config_.loss.norm == LossNorm::Token)
     return num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
   return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[micro], 1));
 }

@@ -14,6 +14,7 @@
 #include "ds/log.h"
 #include "engine/run_state.h"
 #include "monitor/trace_file.h"
+#include "update/meetings.h"
 
 namespace ds {
 namespace {
@@ -127,7 +128,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) {
     taken.comm_bytes[name] = count.bytes;
-    if (!config.comms_logger.enabled) continue;
+    if (!config.monitors.comms_logger.enabled) continue;
     taken.comm_calls[name] = count.calls;
     if (count.seconds > 0) taken.comm_ms[name] = count.seconds * 1e3;
   }
@@ -235,7 +236,7 @@ bool Training::all_meet() const {
   const DilocoConfig& d = config_.optimizer.diloco;
   if (d.workers == 1 || step() == config_.steps || evaluation_is_due()) return true;
   if (config_.save.every > 0 && step() % config_.save.every == 0) return true;
-  return d.lands(step());
+  return update::lands(d, step());
 }
 
 void Training::tell_of_skipping(const StepRecord& r) {

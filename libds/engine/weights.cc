@@ -138,7 +138,7 @@ void tell_removed(const Match& found) {
 }  // namespace
 
 void load_weights(Engine& engine, const std::string& path) {
-  const bool new_head = engine.config().new_head;
+  const bool new_head = engine.config().published.new_head;
   const Match found = match(engine.model(), path, new_head);
   if (engine.mesh().rank() == 0) tell_removed(found);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)

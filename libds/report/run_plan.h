@@ -132,9 +132,9 @@ std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 
-// The same run with shorter sequences: what passes are made of is planned anew for `model`, of config.data.seq_length;
-// all else is that of `plan`, what is predicted, too, which has more.
-RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model);
+// The same run with shorter sequences: what passes are made of is planned anew for `model`, of such passes; all else is
+// that of `plan`, what is predicted, too, which has more.
+RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model, i64 sequence_length);
 
 // Calls visit(model, plan) with those of steps of such lengths: the given ones, or plan_of_length().
 void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,

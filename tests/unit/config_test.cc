@@ -752,7 +752,7 @@ TEST(Config, MonitorsOfDeepSpeedPass) {
     "flops_profiler": {"enabled": true, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": true,
       "output_file": null, "recompute_fwd_factor": 0.0}, "wall_clock_breakdown": true})");
   EXPECT_TRUE(r.diagnostics.empty()) << to_string(r.diagnostics.at(0));
-  EXPECT_EQ(r.config.tensorboard.output_path, "output/ds_logs/");
+  EXPECT_EQ(r.config.monitors.tensorboard.output_path, "output/ds_logs/");
   EXPECT_TRUE(parse(R"({"train_batch_size": 1, "tensorboard": null, "csv_monitor": {}, "comms_logger": null})").ok());
 }
 

@@ -282,7 +282,7 @@ TEST_P(BertWeights, AModelWithoutItsHeadIsRefusedByName) {
 
 TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   Config c = config();
-  c.new_head = true;
+  c.published.new_head = true;
   Engine fresh(c, mesh, ledger, *device);
   Tensors file = tensors;
   std::erase_if(file, [](const auto& t) { return t.first.starts_with("cls."); });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The configuration of a run: DeepSpeed's ds_config.json and our own keys, as plain structs in which every default is
-// resolved. ds-config(5) documents each key; names here follow the JSON names.
+// The configuration of a run: the keys of DeepSpeed's ds_config.json and those of libds, as plain structs in which
+// every default is resolved. ds-config(5) documents each key; members have the names of their keys.
 
 #include <limits>
 #include <span>
@@ -13,8 +13,8 @@
 
 namespace ds {
 
-// The bound of every integer that names no other: of steps, batches, checkpoints. What a run multiplies it by, at most
-// the micro-batches of a step, leaves it far from the end of the type.
+// Upper bound of every integer key without a tighter one (steps, checkpoints). Runs multiply such values by the
+// micro-batches of a step at most, which stays far from overflow.
 inline constexpr i64 kMostCount = 1'000'000'000'000;
 
 // train == micro * accumulation * number of data-parallel ranks.
@@ -76,41 +76,19 @@ struct ParamGroupConfig : UpdateConfig {  // what the group does not say is as t
   std::vector<std::string> params;
   bool frozen = false;  // never updated, and not a part of the gradient's norm
 };
-// DiLoCo (Douillard et al., 2023): an optimizer around the optimizer. Each worker trains for itself, and in every so
-// many steps all take the mean of what these made of the parameters as a gradient of Nesterov's momentum, whose
-// parameters all go on from. With Muon inside it is MuLoCo; of one worker it looks ahead.
+// DiLoCo (Douillard et al., 2023): workers train independently for some steps and then meet. The mean difference that
+// their steps have made to the parameters is the gradient of an outer optimizer with Nesterov momentum, and all workers
+// continue from its result. With Muon as the inner optimizer this is MuLoCo; with one worker it is Lookahead.
 struct DilocoConfig {
   bool enabled = false;
-  i64 workers = 1;      // each of world size / workers ranks
-  i64 sync_every = 30;  // steps
+  i64 workers = 1;      // each consists of world size / workers ranks
+  i64 sync_every = 30;  // steps between two meetings of a fragment
   double outer_lr = 0.7, outer_momentum = 0.9;
   bool nesterov = true;
-  i64 fragments = 1;             // of layers in turn, which meet in steps of their own ("Streaming DiLoCo", 2025)
-  i64 outer_gradient_bits = 32;  // of what workers send: fp32, or codes of 8 or 4 bits
-  i64 overlap_steps = 0;         // for so many steps what a fragment sends travels beside training
-  double local_share = 0.5;      // overlap_steps: of what a worker has then, beside what all have
-  // Whether a fragment meets at the end of that step, from 1.
-  bool meets(i64 fragment, i64 step) const noexcept {
-    return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
-  }
-  // Whether what has been sent at its last meeting takes effect at the end of that step.
-  bool lands(i64 fragment, i64 step) const noexcept { return meets(fragment, step - overlap_steps); }
-  // Whether that of any does.
-  bool lands(i64 step) const noexcept {
-    for (i64 f = 0; enabled && f < fragments; ++f) {
-      if (lands(f, step)) return true;
-    }
-    return false;
-  }
-  // How many fragments have met behind that step, each time counted.
-  i64 meetings_until(i64 step) const noexcept {
-    i64 all = 0;
-    for (i64 f = 0; enabled && f < fragments; ++f) {
-      const i64 first = f * sync_every / fragments;
-      all += first == 0 ? step / sync_every : step < first ? 0 : (step - first) / sync_every + 1;
-    }
-    return all;
-  }
+  i64 fragments = 1;             // groups of layers that meet in different steps (Streaming DiLoCo, 2025)
+  i64 outer_gradient_bits = 32;  // of an element that workers send: 32 is fp32; 8 and 4 are codes
+  i64 overlap_steps = 0;         // steps during which a fragment is in transit while workers train on
+  double local_share = 0.5;      // with overlap_steps: share of the worker's own parameters in the merged ones
 };
 
 struct OptimizerConfig : UpdateConfig {
@@ -118,7 +96,8 @@ struct OptimizerConfig : UpdateConfig {
   DilocoConfig diloco = {};
 };
 
-// DeepSpeed's schedules under its names; and the field's: a linear warm-up from 0, and then what the name says.
+// Schedules of the learning rate. The first five are DeepSpeed's, under its names. The others warm up linearly from 0
+// and then decay as their names say.
 enum class SchedulerType : u8 {
   Constant,
   WarmupLR,
@@ -134,38 +113,38 @@ enum class SchedulerType : u8 {
 };
 enum class WarmupType : u8 { Log, Linear };
 enum class DecayType : u8 { Linear, Cosine, OneMinusSqrt };
-// Which members a schedule has: config/scheduler.
+// config/scheduler lists the members that each schedule uses.
 struct SchedulerConfig {
   SchedulerType type = SchedulerType::Constant;
   WarmupType warmup_type = WarmupType::Log;
   i64 warmup_num_steps = 1000;
   double warmup_min_lr = 0;
-  double warmup_max_lr = 0;     // resolved to the optimizer's lr when not given
-  i64 total_num_steps = 0;      // resolved to `steps` when not given
-  double warmup_min_ratio = 0;  // ratios to the optimizer's lr
+  double warmup_max_lr = 0;     // default: the optimizer's lr
+  i64 total_num_steps = 0;      // default: Config::steps
+  double warmup_min_ratio = 0;  // this ratio and the next are relative to the optimizer's lr
   double cos_min_ratio = 1e-4;
   // LRRangeTest: min_lr (1 + step_rate t / step_size).
   double lr_range_test_min_lr = 1e-3;
   i64 lr_range_test_step_size = 2000;
   double lr_range_test_step_rate = 1;
   bool lr_range_test_staircase = false;
-  // OneCycle: up in the first steps, down in the second ones, then decay; momentum the other way round.
+  // OneCycle: the rate rises, falls, then decays; momentum moves in the opposite direction.
   double cycle_min_lr = 0, cycle_max_lr = 0;
   i64 cycle_first_step_size = 2000;
-  i64 cycle_second_step_size = 0;    // resolved to the first when not given
-  i64 cycle_first_stair_count = 0;   // 0: without stairs
-  i64 cycle_second_stair_count = 0;  // resolved to the first when not given
+  i64 cycle_second_step_size = 0;    // default: cycle_first_step_size
+  i64 cycle_first_stair_count = 0;   // 0: no stairs
+  i64 cycle_second_stair_count = 0;  // default: cycle_first_stair_count
   double decay_lr_rate = 0;
   i64 decay_step_size = 0;  // 0: no decay
   bool cycle_momentum = true;
   double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
   double decay_mom_rate = 0;
-  // The field's.
-  double min_lr_ratio = 0;  // where it ends
+  // Linear, Cosine, CosineRestarts, Wsd, InverseSqrt.
+  double min_lr_ratio = 0;  // final rate relative to the optimizer's lr
   i64 num_cycles = 1;       // CosineRestarts
-  i64 decay_num_steps = 0;  // Wsd: the last ones; resolved to a tenth of total_num_steps when not given
+  i64 decay_num_steps = 0;  // Wsd: length of the final decay; default: a tenth of total_num_steps
   DecayType decay_type = DecayType::Linear;
-  i64 timescale = 0;  // InverseSqrt; resolved to warmup_num_steps when not given
+  i64 timescale = 0;  // InverseSqrt; default: warmup_num_steps
 };
 
 struct Fp16Config {
@@ -176,41 +155,41 @@ struct Fp16Config {
   i64 hysteresis = 2;
   bool consecutive_hysteresis = false;
   double min_loss_scale = 1;
-  bool fp16_master_weights_and_grads = false;  // masters and sums of gradients are fp16, too
+  bool fp16_master_weights_and_grads = false;  // master weights and gradient sums are fp16 too
 };
 
 struct Bf16Config {
   bool enabled = false;
-  bool bf16_master_weights_and_grads = false;  // masters and sums of gradients are bf16, too
-  bool bf16_optimizer_states = false;          // and states of optimizers
-  bool stochastic_rounding = false;            // of updated parameters that have no master
+  bool bf16_master_weights_and_grads = false;  // master weights and gradient sums are bf16 too
+  bool bf16_optimizer_states = false;          // optimizer states are bf16 too
+  bool stochastic_rounding = false;            // when parameters without fp32 masters are updated
 };
 
-// Sizes in elements.
-// Where what a rank keeps stays between its uses: on the device; in host memory; in a file on a disk; with a server of
-// states (ds-offload serve), which runs the updates, too.
+// Where a rank keeps data between uses: in device memory, in host memory, in a file on a disk, or with a server of
+// states (ds-offload serve), which also runs the updates.
 enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
-struct OffloadOptimizerConfig {  // masters and states of optimizers
+struct OffloadOptimizerConfig {  // master weights and optimizer states
   OffloadDevice device = OffloadDevice::None;
-  std::string nvme_path{};     // a directory; with Nvme
-  std::string name{};          // of the server; with Server
-  i64 buffer_count = 4;        // Nvme: tiles that are in memory at a time
-  bool pipeline_read = true;   // Nvme: tiles are read ahead
-  bool pipeline_write = true;  // Nvme: tiles are written while others are updated
-  double ratio = 1;            // Nvme: the share of the tiles that is in the file; the others stay in memory
-  bool gradients = false;      // Nvme: fp32 sums of gradients are in a file, too
-  // Cpu, Nvme: updates run beside the next step, from update number `start` on.
+  std::string nvme_path{};     // Nvme: a directory
+  std::string name{};          // Server: its name
+  i64 buffer_count = 4;        // Nvme: tiles in memory at a time
+  bool pipeline_read = true;   // Nvme: read tiles ahead of their update
+  bool pipeline_write = true;  // Nvme: write tiles while others are updated
+  double ratio = 1;            // Nvme: share of the tiles that is kept in the file; the others stay in memory
+  bool gradients = false;      // Nvme: keep fp32 gradient sums in a file too
+  // Cpu, Nvme: updates run during the next step, from update number `delayed_update_start` on.
   bool delayed_update = false;
   i64 delayed_update_start = 40;
-  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
+  bool pin_memory = false;  // with a GPU: page-lock what stays in host memory
 };
-struct OffloadParamConfig {  // slices of parameters
+struct OffloadParamConfig {  // this rank's slices of the parameters
   OffloadDevice device = OffloadDevice::None;
-  std::string nvme_path{};  // a directory; with Nvme
-  i64 buffer_count = 5;     // Nvme: slices in memory beside that which is gathered
-  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
+  std::string nvme_path{};  // Nvme: a directory
+  i64 buffer_count = 5;     // Nvme: slices in memory in addition to the one that is being gathered
+  bool pin_memory = false;  // with a GPU: page-lock what stays in host memory
 };
 
+// Sizes are in elements.
 struct ZeroConfig {
   i64 stage = 0;
   i64 reduce_bucket_size = 500'000'000;
@@ -221,42 +200,42 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
-  i64 hpz_partition_size = 1;      // stage 3: data-parallel ranks that share a second shard; 1: there is none
-  bool quantized_weights = false;  // stage 3: parameters that are gathered travel in 8 bits
-  bool quantized_nontrainable_weights = false;  // those of layers that are frozen, as far as they are gathered
-  bool quantized_gradients = false;             // stage 3: as communication_data_type "int4"
+  i64 hpz_partition_size = 1;      // stage 3: data-parallel ranks that share a secondary shard; 1: no such shard
+  bool quantized_weights = false;  // stage 3: gather parameters in 8 bits
+  bool quantized_nontrainable_weights = false;  // stage 3: gather the parameters of frozen layers in 8 bits
+  bool quantized_gradients = false;             // stage 3: the same as communication_data_type "int4"
   struct Loco {
-    bool enabled = false;     // what codes of gradients lose is added to the next ones
-    double err_beta = 0.8;    // share of old errors in new ones
-    i64 reset_period = 1024;  // reductions
+    bool enabled = false;     // add quantisation errors of gradients to the next gradients
+    double err_beta = 0.8;    // weight of the old error in the new one
+    i64 reset_period = 1024;  // reductions until errors are set to zero
   };
   Loco loco = {};
-  i64 tile_size = 0;                   // stage 3: matrices of larger layers are in tiles of so many; 0: whole
-  i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; no more than 2^20
+  i64 tile_size = 0;                   // stage 3: matrices of larger layers are split into tiles of this size; 0: never
+  i64 sub_group_size = 1'000'000'000;  // of a tile of offloaded states, which has at most 2^20 elements
   OffloadOptimizerConfig offload_optimizer = {};
   OffloadParamConfig offload_param = {};
-  bool cpu_offload = false, cpu_offload_param = false;  // old forms of device Cpu, resolved to it
+  bool cpu_offload = false, cpu_offload_param = false;  // deprecated forms of device Cpu, resolved to it
 };
 
-// How files are read and written that have what is offloaded.
-enum class AioMethod : u8 { Auto, IoUring, Threads };  // Auto: io_uring where the kernel has it
+// How files of offloaded data are read and written.
+enum class AioMethod : u8 { Auto, IoUring, Threads };  // Auto: io_uring if the kernel has it
 struct AioConfig {
   AioMethod method = AioMethod::Auto;
-  i64 block_size = 1 << 20;      // bytes of a request to the system; a multiple of 4096
-  i64 queue_depth = 8;           // requests under way at a time
-  i64 intra_op_parallelism = 1;  // threads that read and write, where io_uring does not
-  bool checksum = false;         // what comes back is held to what went
+  i64 block_size = 1 << 20;      // bytes of a system request; a multiple of 4096
+  i64 queue_depth = 8;           // requests in flight at a time
+  i64 intra_op_parallelism = 1;  // threads that read and write without io_uring
+  bool checksum = false;         // verify what is read against what was written
 };
 
-// When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
-enum class WireType : u8 { F32, BF16, F16, Int8, Int4 };  // Int8, Int4: codes, with a scale for each 256
+// The type in which gradients travel. Int8 and Int4 are codes with one scale for every 256 elements.
+enum class WireType : u8 { F32, BF16, F16, Int8, Int4 };
 constexpr WireType wire_type_of(DType t) noexcept {
   return t == DType::F16 ? WireType::F16 : t == DType::BF16 ? WireType::BF16 : WireType::F32;
 }
+// When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
-enum class LossNorm : u8 { Micro, Token };
 enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
-enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
+enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA if there is a GPU
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 
 struct CommunicationConfig {
@@ -264,76 +243,86 @@ struct CommunicationConfig {
   double timeout_s = 300;
 };
 
-// What only a GPU has. Without effect on numbers, but for autotune.
+// GPUs only. Results do not depend on these keys, except for autotune.
 struct CudaConfig {
-  bool graphs = false;    // the passes through layers as CUDA graphs, from the third step on
-  bool autotune = false;  // matrix products by the fastest algorithm, timed at first use: bits may differ between runs
-  std::string autotune_file;  // choices are kept here, and taken from here; empty: nowhere
+  bool graphs = false;        // record the passes through layers as CUDA graphs, which run from the third step on
+  bool autotune = false;      // time matrix product algorithms at first use and take the fastest: bits may differ
+  std::string autotune_file;  // where choices are stored and looked up; empty: nowhere
 };
 
-// Text, Jsonl, Parquet and Arrow are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's,
-// Megatron-LM's, datasets of HDF5.
+// The mean that a step's loss is. Micro: of the means of its micro-batches; Token: over all of its targets.
+enum class LossNorm : u8 { Micro, Token };
+// The training loss. Evaluations report the plain cross-entropy.
+struct LossConfig {
+  LossNorm norm = LossNorm::Micro;
+  double label_smoothing = 0;  // share of a target's probability that is spread evenly over the vocabulary
+  double z_loss = 0;           // factor of the squared logarithm of the softmax denominator
+};
+
+// Formats of data files. Text, Jsonl, Parquet and Arrow hold text for the tokenizer; the others hold tokens: Bin as
+// nanoGPT writes them, Llmc as llm.c, Megatron as Megatron-LM, Hdf5 as datasets of integers.
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
-// The type of token ids in files without a header, little-endian. Auto: uint16, and files that do not look like it are
-// refused.
+// The type of token ids in files without a header, which are little-endian. Auto: uint16; files that do not look like
+// uint16 are refused.
 enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
-// How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
+// How samples are formed. None: the token stream is cut every seq_length tokens. BestFit: a sample holds as many whole
+// documents as fit.
 enum class DataPacking : u8 { None, BestFit };
-// What a message of a conversation becomes, by who says it: text in which kChatContent stands for what is said. Empty:
-// nobody of that role may speak.
+// How a message of a conversation becomes text, by its role: kChatContent stands for the content. A message of a role
+// whose template is empty is an error.
 inline constexpr std::string_view kChatContent = "{content}";
 struct ChatTemplateConfig {
   std::string begin{};  // before the first message
   std::string system{}, user{}, assistant{}, tool{};
   bool operator==(const ChatTemplateConfig&) const = default;
 };
-// Masked language modelling: what trains a model that is not causal. Ids of -1 are the tokenizer's.
+// Masked language modelling, the objective of models that are not causal. An id of -1 is taken from the tokenizer.
 struct MlmConfig {
-  double probability = 0.15;  // of a position to be predicted
+  double probability = 0.15;  // that a position is predicted
   i64 mask_token = -1, cls_token = -1, sep_token = -1;
 };
 
 struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
-  std::vector<std::string> validation;  // empty: the last `split` of the training data
+  std::vector<std::string> validation;  // empty: the last part of the training data, a share of `split`
   double split = 0.05;
-  // How often each sample of a file of `train` comes in an epoch, one for each; empty: the files are one stream.
+  // For each file of `train`, how often each of its samples occurs in an epoch; empty: the files form one stream.
   std::vector<float> weights;
-  std::string tokenizer = "bytes";  // or a path; resolved to model.path's when not given and it has one
+  std::string tokenizer = "bytes";  // or a path; default: the tokenizer in the directory of model.path, if there is one
   DataFormat format = DataFormat::Auto;
   TokenDtype token_dtype = TokenDtype::Auto;
-  i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
-  i64 seed = 0;        // resolved to Config::seed when not given
-  // The token that ends a document: tokens attend to those of their own, and positions begin anew. -1: a sample is one.
+  i64 seq_length = 0;  // default: min(1024, the model's positions)
+  i64 seed = 0;        // default: Config::seed
+  // The token that ends a document. Tokens attend only to tokens of their document, whose positions begin at 0. -1: a
+  // sample is one document.
   i64 document_token = -1;
   DataPacking packing = DataPacking::None;
-  ChatTemplateConfig chat_template;  // all empty: ChatML's form
+  ChatTemplateConfig chat_template;  // all empty: ChatML
   MlmConfig mlm;
 };
 
-// Sequences that grow: the first `difficulty` tokens of every sample, which the schedule makes longer.
+// Sequence length warm-up: steps train on the first `difficulty` tokens of every sample, a number that grows.
 enum class CurriculumSchedule : u8 { FixedLinear, FixedRoot, FixedDiscrete };
 struct CurriculumConfig {
   bool enabled = false;
   i64 min_difficulty = 1, max_difficulty = 0;  // tokens
   CurriculumSchedule schedule = CurriculumSchedule::FixedLinear;
-  i64 total_curriculum_step = 0;  // FixedLinear, FixedRoot: steps until the longest
+  i64 total_curriculum_step = 0;  // FixedLinear, FixedRoot: steps until max_difficulty
   i64 difficulty_step = 8;        // FixedLinear, FixedRoot: lengths are multiples of it
   i64 root_degree = 1;            // FixedRoot
-  std::vector<i64> difficulty{};  // FixedDiscrete: the lengths,
-  std::vector<i64> max_step{};    // and the last step of each but the last
+  std::vector<i64> difficulty{};  // FixedDiscrete: the lengths
+  std::vector<i64> max_step{};    // FixedDiscrete: the last step of each length but the last
 };
-// Layers that see a random part of each sample's tokens, which grows (random-LTD): DeepSpeed's section
-// data_efficiency.data_routing.random_ltd.
+// Random layerwise token dropping (random-LTD), DeepSpeed's section data_efficiency.data_routing.random_ltd: some
+// layers process a random subset of each sample's tokens, whose size grows.
 struct RandomLtdConfig {
-  bool data_efficiency = false, data_routing = false, enabled = false;  // of the three sections
-  i64 total_layer_num = 0;                                              // of the model; 0: not said
-  i64 random_ltd_layer_num = 0;                                         // length of the list; 0: not said
-  std::vector<i64> layers{};         // of the model's blocks, from 0; resolved: ascending
+  bool data_efficiency = false, data_routing = false, enabled = false;  // the `enabled` of each of the three sections
+  i64 total_layer_num = 0;                                              // of the model; 0: not given
+  i64 random_ltd_layer_num = 0;                                         // length of `layers`; 0: not given
+  std::vector<i64> layers{};         // indices of blocks, from 0; resolved in ascending order
   i64 min_value = 0, max_value = 0;  // tokens
-  i64 require_steps = 0;             // until max_value
+  i64 require_steps = 0;             // steps until max_value; 0: no schedule, layers process all tokens
   i64 seq_per_step = 0;              // numbers of tokens are multiples of it
-  i64 kept = 0;                      // no key: tokens of each sample in a step; 0: all of them
 
   bool on() const noexcept { return data_efficiency && data_routing && enabled; }
 };
@@ -342,68 +331,73 @@ struct EvalConfig {
   i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
 };
 
-// The layers are cut over `stages`, of which each runs micro-batches that the one before has run.
+// The layers are partitioned into `stages`; each micro-batch passes through the stages in order.
 enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst };
 struct PipelineConfig {
   i64 stages = 1;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
-  std::string partition = "parameters";  // or "uniform", "memory", "type:REGEX": what the stages have equal shares of
-  i64 virtual_stages = 1;                // chunks of layers on each stage; more than 1 with Interleaved, BreadthFirst
+  std::string partition = "parameters";  // balanced over stages; or "uniform", "memory", "type:REGEX"
+  i64 virtual_stages = 1;                // chunks of layers per stage; Interleaved and BreadthFirst: at least 2
 };
 
-// Each matrix is cut over tp_size ranks.
+// Every matrix is split over tp_size ranks.
 struct TensorParallelConfig {
   i64 tp_size = 1;
   i64 autotp_size = 1;             // DeepSpeed's other name of tp_size, resolved to it
-  bool sequence_parallel = false;  // and the rows between the matrices
+  bool sequence_parallel = false;  // split the activations between matrices by rows
 };
 
-// How the ranks of sequence_parallel_size, each with a part of every sequence, attend to all of it.
+// Every sequence is split over `size` ranks. Ulysses exchanges heads for attention; Ring passes keys and values around.
 enum class SequenceParallelMode : u8 { Ulysses, Ring };
+struct SequenceParallelConfig {
+  i64 size = 1;  // sequence_parallel_size
+  SequenceParallelMode mode = SequenceParallelMode::Ulysses;
+};
 
-// Which blocks of keys a block of queries attends to: DeepSpeed's kinds, under its names, and a file of the user's own.
-// None: there is no layout.
+// Block-sparse attention: which blocks of keys a block of queries attends to. Layout reads a file of the user; the
+// other kinds are DeepSpeed's. None: attention is not sparse.
 enum class SparseAttentionMode : u8 { None, Dense, Fixed, Variable, BigBird, BSLongformer, Local, Layout };
 struct SparseAttentionConfig {  // counts and indices are of blocks
   SparseAttentionMode mode = SparseAttentionMode::None;
   i64 block = 16;                          // tokens: 16, 32, 64 or 128
-  bool different_layout_per_head = false;  // else all heads have that of the first
-  bool unidirectional = false;             // resolved: as the model, when `attention` is not given
-  i64 num_local_blocks = 4;                // Fixed: of a window
-  i64 num_global_blocks = 1;               // Fixed: of a window, a divisor of num_local_blocks; BigBird: the first ones
-  bool horizontal_global_attention = false;     // Fixed, Variable, bidirectional: global blocks see all, too
-  i64 num_different_global_patterns = 1;        // Fixed: heads take turns in where a window's global blocks are
-  i64 num_random_blocks = 0;                    // Variable; BigBird, where 1 is the default: of each row
-  std::vector<i64> local_window_blocks = {4};   // Variable: sizes of windows in turn, the last one repeats
+  bool different_layout_per_head = false;  // false: all heads use the layout of the first
+  bool unidirectional = false;             // default (key `attention`): whether the model is causal
+  i64 num_local_blocks = 4;                // Fixed: per window
+  i64 num_global_blocks = 1;  // Fixed: per window, a divisor of num_local_blocks; BigBird: the first blocks
+  bool horizontal_global_attention = false;     // Fixed, Variable, if bidirectional: global blocks attend to all blocks
+  i64 num_different_global_patterns = 1;        // Fixed: places of a window's global blocks, which heads alternate
+  i64 num_random_blocks = 0;                    // Variable, BigBird (default there: 1): per row
+  std::vector<i64> local_window_blocks = {4};   // Variable: sizes of successive windows; the last size repeats
   std::vector<i64> global_block_indices = {0};  // Variable, BSLongformer
-  std::vector<i64> global_block_end_indices{};  // the same: empty, or where the block range of each index ends
+  std::vector<i64> global_block_end_indices{};  // Variable, BSLongformer: empty, or the end of each index's block range
   i64 num_sliding_window_blocks = 3;            // BigBird, BSLongformer, Local: odd
-  std::string layout{};                         // Layout: a file, HDF5 or JSON, of [heads or 1, blocks, blocks]
+  std::string layout{};                         // Layout: an HDF5 or JSON file of [heads or 1, blocks, blocks]
   bool operator==(const SparseAttentionConfig&) const = default;
 };
 
 enum class CheckpointGranularity : u8 { None, Layer, Selective };
 struct ActivationCheckpointingConfig {
-  CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: the attention alone
-  i64 interval = 1;                    // Layer: the input of every so many layers is kept, the rest computed again
-  bool partition_activations = false;  // what is kept is cut over the tensor-parallel ranks
-  bool cpu_checkpointing = false;      // what is kept is kept in host memory
-  std::string nvme_path{};             // a directory: what is kept is kept in a file there
-  i64 buffer_count = 4;                // of what is in the file, inputs that are in memory at a time
+  CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: recompute attention only
+  // With Layer, the input of every `interval` layers is stored and the rest is recomputed.
+  i64 interval = 1;
+  bool partition_activations = false;  // split stored inputs over the tensor-parallel ranks
+  bool cpu_checkpointing = false;      // store inputs in host memory
+  std::string nvme_path{};             // a directory: store inputs in a file there
+  i64 buffer_count = 4;                // with nvme_path: inputs in memory at a time
 };
 
 enum class SaveFailure : u8 { Stop, Continue };
 struct SaveConfig {
   i64 every = 0;                             // steps between checkpoints; 0: only after the last step
   i64 keep = 0;                              // newest checkpoints to keep; 0: all
-  bool async = false;                        // copy the state to host memory, and write it while training goes on
-  SaveFailure on_error = SaveFailure::Stop;  // what the run does when a save fails before its end
+  bool async = false;                        // copy the state to host memory and write it during training
+  SaveFailure on_error = SaveFailure::Stop;  // after a failed save, except the one at the end of the run
 };
 
-// A directory where a monitor of DeepSpeed's writes: output_path/job_name.
+// A monitor of DeepSpeed's that writes to the directory output_path/job_name.
 struct MonitorConfig {
   bool enabled = false;
-  std::string output_path{};  // empty: the directory of the monitor's name in the run directory
+  std::string output_path{};  // empty: a directory with the monitor's name in the run directory
   std::string job_name = "DeepSpeedJobName";
 };
 struct PrometheusConfig {
@@ -411,23 +405,38 @@ struct PrometheusConfig {
   std::string job_name = "DeepSpeedJobName";
 };
 struct CommsLoggerConfig {
-  bool enabled = false;                 // resolved: true where the section is there and does not say
-  bool verbose = false;                 // at every printed step, too
-  bool prof_all = true;                 // all operations, else those of prof_ops
-  std::vector<std::string> prof_ops{};  // "dp.all_gather", or "all_gather" of all axes
+  bool enabled = false;                 // default: whether the section is given
+  bool verbose = false;                 // report at every printed step too
+  bool prof_all = true;                 // all operations; false: those of prof_ops
+  std::vector<std::string> prof_ops{};  // "dp.all_gather", or "all_gather" on all axes
 };
 struct FlopsProfilerConfig {
   bool enabled = false;
   i64 profile_step = 1;
-  bool detailed = true;       // with the operations one by one
+  bool detailed = true;       // list single operations
   std::string output_file{};  // empty: the report is printed
 };
+// What a run reports about itself, besides metrics.jsonl.
+struct MonitorsConfig {
+  i64 steps_per_print = 10;
+  bool wall_clock_breakdown = false;
+  MonitorConfig tensorboard, csv_monitor;
+  PrometheusConfig prometheus;
+  CommsLoggerConfig comms_logger;
+  FlopsProfilerConfig flops_profiler;
+};
 
-// What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
-// batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
-// fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
+// The model that a run starts from.
+struct PublishedModelConfig {
+  std::string path;       // model.path; empty: the configuration describes the model inline
+  bool new_head = false;  // model.new_head: parameters of the last layer that the weights lack are initialised randomly
+};
+
+// The purpose of a configuration, which determines the keys that it must give. Train: model, data.train, steps and
+// batch sizes. Evaluate: the same without steps. Generate: model; batch sizes, which would have to fit the number of
+// ranks, are ignored and resolved to one sample per rank. Inspect: none.
 enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
-// Else a run has weights, and no gradients, masters or states of optimizers.
+// Whether the run has gradients, master weights and optimizer states, and not weights only.
 constexpr bool trains(ConfigUse use) noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
 
 struct Config {
@@ -442,50 +451,40 @@ struct Config {
   AioConfig aio;
   PipelineConfig pipeline;
   TensorParallelConfig tensor_parallel;
-  i64 sequence_parallel_size = 1;
-  SequenceParallelMode sequence_parallel_mode = SequenceParallelMode::Ulysses;
+  SequenceParallelConfig sequence_parallel;
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
-  double gradient_clipping = 1.0;                    // 0: off
-  DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work type
-  WireType communication_data_type = WireType::F32;  // of gradients on the wire; follows the work type when not given
-  bool sparse_gradients = false;                     // of gradients of embeddings what is zero does not travel
-  ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
-  LossNorm loss_norm = LossNorm::Micro;
-  GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: with LossNorm::Micro
-  // Of training; evaluations have the plain loss.
-  double label_smoothing = 0;  // the share of a target that all ids have alike
-  double z_loss = 0;           // times the square of the logarithm of a softmax's denominator
+  double gradient_clipping = 1.0;                         // 0: off
+  DType grad_accum_dtype = DType::F32;                    // of gradient sums (data_types): fp32, or the work type
+  WireType communication_data_type = WireType::F32;       // default: the work type
+  bool sparse_gradients = false;                          // send only the nonzero blocks of embedding gradients
+  ReduceOrder reduce_order = ReduceOrder::Boundary;       // Micro at stages 2 and 3 and when deterministic
+  GradientReduce gradient_reduce = GradientReduce::Mean;  // gradient_allreduce_op; Sum requires LossNorm::Micro
+  LossConfig loss;
   bool deterministic = false;
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
-  i64 steps_per_print = 10;
   i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
   DeviceKind device = DeviceKind::Auto;
   CudaConfig cuda;
   CommunicationConfig communication;
-  std::string model_path;  // model.path; empty: inline
-  bool new_head = false;   // model.new_head: what initial weights lack of the last layer begins at random
-  ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
+  PublishedModelConfig published;
+  ModelConfig model;  // read from published.path or inline; layers == 0 if neither is given
   DataConfig data;
   CurriculumConfig curriculum;
   RandomLtdConfig random_ltd;
   EvalConfig eval;
   SaveConfig save;
-  MonitorConfig tensorboard, csv_monitor;
-  PrometheusConfig prometheus;
-  CommsLoggerConfig comms_logger;
-  FlopsProfilerConfig flops_profiler;
-  bool wall_clock_breakdown = false;
+  MonitorsConfig monitors;
 
-  // Ranks of one copy of the model that see the same samples; workers are of whole ones.
-  i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
-  // Whether parameters are their own masters: those of fp32, and those that have no more than their 16 bits.
+  // Ranks that hold one copy of the model and process the same samples.
+  i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel.size; }
+  // Whether parameters are their own master weights: fp32 parameters, and 16-bit ones without an fp32 copy.
   bool own_masters() const noexcept {
     return work_dtype() == DType::F32 || (fp16.enabled && fp16.fp16_master_weights_and_grads) ||
            (bf16.enabled && bf16.bf16_master_weights_and_grads);
   }
-  // Of fresh gradients, in which they travel if not as codes of gradient_code_bits() bits; 0: they do.
+  // The type to which fresh gradients are rounded, in which they travel unless gradient_code_bits() is positive.
   DType wire_dtype() const noexcept {
     switch (communication_data_type) {
       case WireType::F32: return DType::F32;
@@ -496,6 +495,7 @@ struct Config {
     }
     return work_dtype();
   }
+  // Bits of the codes in which gradients travel; 0: they travel as wire_dtype().
   int gradient_code_bits() const noexcept {
     if (zero.quantized_gradients || communication_data_type == WireType::Int4) return 4;
     return communication_data_type == WireType::Int8 ? 8 : 0;
@@ -516,26 +516,26 @@ struct Diagnostic {
 DS_API std::string to_string(const Diagnostic&);
 
 struct ConfigResult {
-  Config config;                        // whole only if ok(); else what could be read, the rest as by default
-  std::vector<Diagnostic> diagnostics;  // in the order found; warnings too
+  Config config;                        // complete only if ok(); else keys with errors have their defaults
+  std::vector<Diagnostic> diagnostics;  // errors and warnings, in the order found
   DS_API bool ok() const noexcept;
   // Errc::Config before Errc::Unavailable. Requires: !ok().
   DS_API Errc code() const noexcept;
-  // All errors, one a line.
+  // All errors, one per line.
   DS_API std::string message() const;
 };
 
-// Reads a configuration and reports every mistake in it at once; opens model.path too, but no data file.
+// Reads a configuration and reports all of its mistakes together. Opens model.path, but no data file.
 //   path        a file, or "-" for standard input
-//   overrides   "a.b=v" in order, as of --set: v is JSON, or else a string; "a.b[0]=v" reaches into arrays
-//   world_size  data-parallel ranks
+//   overrides   "a.b=v", applied in order as --set does: v is JSON, or else a string; "a.b[0]=v" sets an array element
+//   world_size  number of ranks
 DS_API ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
                                 ConfigUse use = ConfigUse::Train);
-// The same for a text that is already in memory; `name` stands in the diagnostics.
+// The same for a text in memory, which diagnostics call `name`.
 DS_API ConfigResult parse_config(std::string_view text, const std::string& name, std::span<const std::string> overrides,
                                  int world_size, ConfigUse use = ConfigUse::Train);
 
-// Every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config.
+// Every key that has an effect, with its resolved value, as JSON that load_config reads back to the same Config.
 DS_API std::string resolved_json(const Config&);
 
 }  // namespace ds
