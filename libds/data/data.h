@@ -185,6 +185,11 @@ class BatchLoader {
   // Deterministic: yes.
   void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
+  // Every micro-batch of `rank` in that step, and of each sample the first `length` tokens. inputs and targets have room
+  // for whole samples; their first part is [micro_batches, micro, length] afterwards. Throws as load(). Allocates: no.
+  void load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs,
+                 std::span<i32> targets) const;
+
   // load() with the same numbers comes soon: the pages of its tokens are asked for at once (TokenStream::will_need).
   void will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept;
 

@@ -29,20 +29,6 @@ struct StepBatch {
   std::span<const i32> ids, targets;
 };
 
-struct StepReport {
-  i64 step = 0;                        // from 1
-  double loss = 0;                     // mean over micro-batches and ranks of a worker ("token": over valid tokens)
-  double grad_norm = 0;                // global, unscaled, before clipping; infinite or NaN when skipped
-  double lr = 0;                       // of this step's update
-  double loss_scale = 1;               // used by this step
-  bool skipped = false;                // non-finite gradients: nothing was changed
-  i64 tokens = 0;                      // over all ranks
-  std::optional<double> outer_norm{};  // where DiLoCo's workers met: of their mean gradient
-  update::Update::NamedNorms compression{};  // StepRecord::compression
-  std::optional<i64> layer_tokens{};         // of a sample, that layers see which drop some (random-LTD)
-  std::optional<PhaseTimes> phases{};        // if time_phases() asks for them
-};
-
 struct Progress {
   i64 step = 0;            // steps taken, skipped ones included
   i64 optimizer_step = 0;  // updates applied
@@ -78,7 +64,11 @@ class Engine {
   // Steps from now on are over sequences of so many tokens, no more than the plan's, which evaluations have.
   void train_at(i64 sequence_length) noexcept { step_length_ = sequence_length; }
 
-  StepReport train_step(const StepBatch& batch);
+  // Fills in what the engine knows of a step: of times the phases, and neither samples, memory and messages nor
+  // compression(), since it does not allocate.
+  StepRecord train_step(const StepBatch& batch);
+  // StepRecord::compression of the last step; those without a name are none.
+  const update::Update::NamedNorms& compression() const noexcept { return compression_; }
   // Whether the steps from now on time their phases, at whose borders the host then waits for the device.
   void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
   // Gets what the steps from now on do, and outlives them; null: nobody does.
@@ -174,7 +164,7 @@ class Engine {
 
   std::span<const i32> part_of(std::span<const i32> tokens, i64 micro) const noexcept;  // of a step's micro-batches
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
-  void fill_in(StepReport& report, const GradVerdict& verdict) const;
+  void fill_in(StepRecord& report, const GradVerdict& verdict) const;
   Progress progress_after(const GradVerdict& verdict) const noexcept;
   offload::ServedRecord served_record(const Progress& progress, const LossScaler& scaler) const noexcept;
   offload::ServedRecord served_outcome(const GradVerdict& verdict) const;
@@ -213,12 +203,13 @@ class Engine {
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  StepReport* ending_ = nullptr;   // of the step, when its gradients are final
+  StepRecord* ending_ = nullptr;   // of the step, when its gradients are final
   std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
   bool times_phases_ = false;
   Trace* trace_ = nullptr;
+  update::Update::NamedNorms compression_{};
 };
 
 }  // namespace ds::engine

@@ -55,11 +55,11 @@ class PhaseMeter {
 
 }  // namespace
 
-StepReport Engine::train_step(const StepBatch& batch) {
+StepRecord Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   const i64 kept = config_.random_ltd.on() ? random_ltd_kept(config_.random_ltd, progress_.step + 1) : 0;
   shape_to({step_length_, kept});
-  StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
+  StepRecord report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
   if (config_.random_ltd.on()) report.layer_tokens = std::min(kept, step_length_);
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
@@ -109,15 +109,15 @@ StepReport Engine::train_step(const StepBatch& batch) {
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
   if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
-  if (verdict.finite) report.compression = update_->compression_norms(update_number);
-  if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
+  compression_ = verdict.finite ? update_->compression_norms(update_number) : update::Update::NamedNorms();
+  if (met) report.outer_grad_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
   stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
   return report;
 }
 
-void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
+void Engine::fill_in(StepRecord& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
   report.grad_norm = verdict.norm;
@@ -135,7 +135,7 @@ Progress Engine::progress_after(const GradVerdict& verdict) const noexcept {
 
 // A server's record of the step that ends.
 offload::ServedRecord Engine::served_outcome(const GradVerdict& verdict) const {
-  StepReport& report = *ending_;
+  StepRecord& report = *ending_;
   fill_in(report, verdict);
   LossScaler scaler = scaler_;
   try {

@@ -21,11 +21,11 @@
 #include <sstream>
 #include <thread>
 
-#include "engine/connect.h"
 #include "engine/engine.h"
 #include "memreport/step_time.h"
 #include "probe/host.h"
 #include "report/planned.h"
+#include "run/connect.h"
 
 using namespace ds;
 

@@ -476,7 +476,7 @@ TEST(StepReport, CountsStepsSamplesAndTokens) {
     with_engines(c, ranks, [&](engine::Engine& engine) {
       const std::vector<i32> ids(static_cast<size_t>(m * B * T), 1), targets(ids.size(), 2);
       for (i64 step = 1; step <= 2; ++step) {
-        const engine::StepReport report = engine.train_step({ids, targets});
+        const StepRecord report = engine.train_step({ids, targets});
         EXPECT_EQ(report.step, step);
         EXPECT_EQ(report.tokens, B * T * m * P);
         EXPECT_EQ(engine.progress().step, step);

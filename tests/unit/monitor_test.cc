@@ -305,6 +305,30 @@ TEST(PrometheusFile, IsOfTheTextFormat) {
   }
 }
 
+// A field is reported under one name everywhere, and no other field has it.
+TEST(StepFields, HaveNamesOfTheirOwn) {
+  std::set<std::string> names, metrics, curves;
+  for (const StepField& f : step_fields()) {
+    EXPECT_TRUE(f.name == nullptr || names.insert(f.name).second) << f.name;
+    EXPECT_TRUE(f.metric == nullptr || metrics.insert(f.metric).second) << f.metric;
+    EXPECT_TRUE(f.curve == nullptr || curves.insert(f.curve).second) << f.curve;
+    EXPECT_EQ(f.metric == nullptr, f.help == nullptr);
+    EXPECT_TRUE(f.name != nullptr || f.metric != nullptr);
+    if (f.curve == nullptr) continue;
+    EXPECT_TRUE(std::ranges::any_of(kTagFamilies, [&](const char* family) {
+      return std::string_view(f.curve).starts_with(family);
+    })) << f.curve;
+  }
+  // A step without anything that is optional.
+  for (const StepField& f : step_fields()) {
+    const std::string_view name = f.name == nullptr ? "" : f.name;
+    const bool optional = name == step_field::kSeqLength || name == step_field::kLayerTokens ||
+                          name == step_field::kPhaseMs || name == step_field::kCompression ||
+                          name == step_field::kOuterGradNorm || name == step_field::kOffload;
+    EXPECT_EQ(std::holds_alternative<std::monostate>(f.value({})), optional) << name;
+  }
+}
+
 TEST(PrometheusFile, IsReplacedAtPrintedStepsAndAtTheEnd) {
   const TempDirectory dir;
   const std::string file = dir / "run.prom";

@@ -5,10 +5,10 @@
 
 #include "device/device.h"
 #include "ds/train.h"
-#include "engine/plans.h"
 #include "mesh/mesh.h"
+#include "run/plans.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 // Threads of this rank: the key `threads`, or its share of the machine's cores.
 int thread_count(const Config& config, const RankInfo& ranks);
@@ -30,4 +30,4 @@ int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept;
 // Errc::Config for a backend that cannot serve these ranks. Collective. `trace` gets what they do, and outlives them.
 std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device, Trace* trace = nullptr);
 
-}  // namespace ds::engine
+}  // namespace ds::run

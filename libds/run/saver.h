@@ -13,15 +13,15 @@
 #include "base/json.h"
 #include "checkpoint/async_save.h"
 #include "engine/host_state.h"
-#include "engine/run_directory.h"
+#include "run/run_directory.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 class Saver {
  public:
   // `dir` empty: every save is nothing. `directory`: on rank 0 of a run that writes, else null. `event` appends a line
   // to the run's metrics. With save.async this takes the memory of a snapshot (Tag::Host) and a thread.
-  Saver(Engine& engine, std::string dir, const RunDirectory* directory, std::vector<ParamEntry> params,
+  Saver(engine::Engine& engine, std::string dir, const RunDirectory* directory, std::vector<ParamEntry> params,
         std::function<void(const Json&)> event);
   // A save that is pending is given up.
 
@@ -59,7 +59,7 @@ class Saver {
   }
   void remove_old();
 
-  Engine& engine_;
+  engine::Engine& engine_;
   std::string dir_;
   const RunDirectory* directory_;
   std::vector<ParamEntry> params_;
@@ -70,8 +70,8 @@ class Saver {
   Clock::time_point started_;     // of the save that was handed in last
   double stall_seconds_ = 0;      // that it has kept training waiting
   double writer_cpu_before_ = 0;
-  std::optional<HostState> snapshot_;
+  std::optional<engine::HostState> snapshot_;
   std::optional<AsyncSave> background_;  // after what it reads
 };
 
-}  // namespace ds::engine
+}  // namespace ds::run

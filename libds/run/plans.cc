@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/plans.h"
+#include "run/plans.h"
 
 #include <algorithm>
 #include <map>
 
 #include "checkpoint/step_writer.h"
-#include "engine/connect.h"
 #include "infer/writing_memory.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
 #include "report/pattern_chart.h"
 #include "report/plan_chart.h"
+#include "run/connect.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 namespace {
 
@@ -201,19 +201,19 @@ NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   return sum;
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run
 
 namespace ds {
 
 std::string plan_text(const Config& config, int world_size, int width, bool colour) {
-  return report::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
+  return report::plan_text(run::chart_of(config, world_size), {.width = width, .colour = colour});
 }
 
 std::string pattern_text(const Config& config, int width) { return report::pattern_text(config, {.width = width}); }
 std::string pattern_svg(const Config& config) { return report::pattern_svg(config); }
 
 std::string plan_svg(const Config& config, int world_size) {
-  return report::plan_svg(engine::chart_of(config, world_size));
+  return report::plan_svg(run::chart_of(config, world_size));
 }
 
 }  // namespace ds

@@ -10,7 +10,7 @@
 #include "report/own_memory.h"
 #include "report/planned.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 // What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node;
 // nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
@@ -74,4 +74,4 @@ struct NodeBytes {
 };
 NodeBytes plan_memory(Plans& plans, int first, int count, int step);
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -20,7 +20,7 @@
 #include "device/memory.h"
 #include "ds/units.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;  // "dds-LVE1"
 inline constexpr u32 kLiveVersion = 3;                  // of what follows the header
@@ -138,4 +138,4 @@ class LiveView {
 // Processes that show counters, or have; sorted.
 std::vector<i64> live_pids();
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -7,10 +7,10 @@
 #include "checkpoint/checkpoint.h"
 #include "engine/engine.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 // The engine's states, which are whole, are those of `record`. Collective. Requires: a server.
-void publish_states(Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
+void publish_states(engine::Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
                     const std::vector<ParamEntry>& params);
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -6,7 +6,7 @@
 
 #include "engine/engine.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 // The Hugging Face directory whose weights stand beside its config.json; `model_path` is that directory or that
 // config.json. Empty: there are none, and model.path only describes a model. Throws Errc::Unavailable where the
@@ -20,8 +20,8 @@ std::string published_weights(const std::string& model_path);
 // warning. Throws Errc::Mismatch naming every parameter that is missing, too many, or of another shape, or a tied name
 // with values of its own; Errc::Unavailable naming parameters of other types. With Config::new_head, parameters of the
 // last layer may be missing: they begin as init_weights() would have them, which a warning says. Collective.
-void load_weights(Engine& engine, const std::string& path);
+void load_weights(engine::Engine& engine, const std::string& path);
 // Throws what load_weights would throw for this model before it reads the bulk. `warns`: with its warning about names.
 void check_weights(const model::Model& model, const std::string& path, bool new_head, bool warns);
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -11,7 +11,7 @@
 #include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 class RunDirectory {
  public:
@@ -46,4 +46,4 @@ class RunDirectory {
   std::optional<AppendedFile> metrics_;
 };
 
-}  // namespace ds::engine
+}  // namespace ds::run

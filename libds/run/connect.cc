@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/connect.h"
+#include "run/connect.h"
 
 #include <fmt/format.h>
 
@@ -19,7 +19,7 @@
 #include "probe/host.h"
 #include "report/run_plan.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace {
 
 // What the ranks of a run share, were they all on one node.
@@ -247,4 +247,4 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
                                 report::mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run
