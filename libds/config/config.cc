@@ -157,7 +157,7 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
                              kFrozen = "zero_optimization.zero_quantized_nontrainable_weights";
   const int bits = c.gradient_code_bits();
   if (c.zero.loco.enabled && bits == 0 && !r.any_broken({kGradients, kWire}))
-    r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true, or {} \"int8\" or \"int4\"",
+    r.error(kLoco, fmt::format("compensates for quantisation errors, so it needs {} true, or {} \"int8\" or \"int4\"",
                                kGradients, kWire));
   if (c.zero.quantized_gradients && c.communication_data_type == WireType::Int8)
     r.error(kWire, fmt::format("\"int8\" contradicts {}, whose codes have 4 bits", kGradients));
@@ -238,13 +238,13 @@ void check_chat_template(const ChatTemplateConfig& t, Reader& r) {
     if (row.text.empty() || r.broken(row.key)) continue;
     const size_t first = row.text.find(kChatContent);
     if (!row.has_content && first != row.text.npos) {
-      r.error(row.key, fmt::format("has {}: it stands before the first message", kChatContent));
+      r.error(row.key, fmt::format("contains {}, but it precedes the first message", kChatContent));
     } else if (row.has_content && (first == row.text.npos || row.text.find(kChatContent, first + 1) != row.text.npos)) {
-      r.error(row.key, fmt::format("must have {} once, where what is said belongs", kChatContent));
+      r.error(row.key, fmt::format("must contain {} exactly once, where the content belongs", kChatContent));
     }
   }
   if (t.assistant.empty() && !r.broken("data.chat_template.assistant"))
-    r.error("data.chat_template.assistant", "is missing: what the assistant says is what is learnt");
+    r.error("data.chat_template.assistant", "is missing: the model is trained on messages of the assistant");
 }
 
 // What a model that is not causal needs to be trained, and what has no meaning for one that is.
@@ -311,9 +311,9 @@ void resolve_data(Config& c, Reader& r) {
   check_chat_template(d.chat_template, r);
   if (d.packing != DataPacking::None && !r.broken("data.packing")) {
     if (d.document_token < 0 && !r.broken("data.document_token"))
-      r.error("data.packing", "needs data.document_token, which says where documents end, and keeps them apart");
+      r.error("data.packing", "needs data.document_token, which marks the end of documents and keeps them apart");
     if (has_model && !c.model.causal())
-      r.error("data.packing", "is of models that predict the next token", Errc::Unavailable);
+      r.error("data.packing", "is only for models that predict the next token", Errc::Unavailable);
   }
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");

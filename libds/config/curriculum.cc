@@ -109,7 +109,7 @@ void check_curriculum(const Config& config, Reader& r) {
   if (!c.enabled || !trains(config.use) || r.broken(kType)) return;
   if (config.model.layers > 0 && !config.model.causal())
     return r.error(fmt::format("{}enabled", kSection),
-                   "cuts samples behind their first tokens, and those of a model that is not causal end with [SEP]",
+                   "cuts off the end of samples, and samples of a model that is not causal end with [SEP]",
                    Errc::Unavailable);
   if (config.sparse_attention.mode != SparseAttentionMode::None)
     return r.error(fmt::format("{}enabled", kSection), "a layout of sparse attention is of sequences of one length",
@@ -119,11 +119,10 @@ void check_curriculum(const Config& config, Reader& r) {
                    "inputs of layers that are kept away from the device are of sequences of one length",
                    Errc::Unavailable);
   if (config.data.packing != DataPacking::None)
-    return r.error(
-        fmt::format("{}enabled", kSection),
-        "cuts samples behind their first tokens, and would never see the last documents that data.packing put "
-        "into them",
-        Errc::Unavailable);
+    return r.error(fmt::format("{}enabled", kSection),
+                   "cuts off the end of samples, and would never see the last documents that data.packing put "
+                   "into them",
+                   Errc::Unavailable);
   const bool discrete = c.schedule == Schedule::FixedDiscrete;
   if (discrete ? !check_discrete(c, r) : !check_growing(c, r)) return;
   if (r.broken("data.seq_length")) return;

@@ -34,7 +34,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r) {
     // Who says so means it; who says nothing of it may have forgotten it.
     for (const Key& key : config_keys()) {
       if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled) && !r.broken(kEnabled))
-        r.error(key.path, fmt::format("says nothing without {} true", kEnabled));
+        r.error(key.path, fmt::format("has no effect without {} true", kEnabled));
     }
     d = {};
     return;
@@ -65,7 +65,7 @@ void check_diloco(const Config& c, Reader& r) {
     r.error(kOverlap, "hides messages between workers, and there is one");
   if (d.overlap_steps == 0 && r.given(kLocal) && !r.any_broken({kLocal, kOverlap}))
     r.warning(kLocal, fmt::format("has no effect without {}", kOverlap));
-  if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 gives back what the steps between meetings have learned");
+  if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 discards what the steps between meetings have learned");
   if (c.steps > 0 && c.steps < d.sync_every && !r.any_broken({"steps", kEvery}))
     r.warning(kEvery,
               fmt::format("{} is more than the {} steps of the run: nothing ever meets", d.sync_every, c.steps));

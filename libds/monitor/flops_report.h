@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// flops_profiler: what rank 0 computes in a step, by pass and by operation (report/op_tally), and how fast it did.
+// flops_profiler: the operations of rank 0 in a step, by pass (report/op_tally), and their speed.
 
 #include <memory>
 #include <string>
@@ -15,7 +15,7 @@ inline constexpr std::string_view kFlopsBegin = "work of rank 0 of ";  // of eve
 std::string flops_text(const StepRecord& record, const report::StepWork& work, i64 num_params, int world_size,
                        bool detailed);
 
-// Of step flops_profiler.profile_step: into output_file, or told.
+// Reports step flops_profiler.profile_step to output_file, or to Run::tell.
 std::unique_ptr<Monitor> make_flops_report(const Config& config, const Run& run);
 
 }  // namespace ds::monitor

@@ -132,7 +132,7 @@ void check_not_of_run(const std::string& path, std::string_view key, const Place
   }
   DS_CHECK(resumed.empty() || !parse_step_name(resumed.filename().string()) ||
                way_inside(place, place_of(places.resumed)).empty(),
-           Errc::Config, "{}: {} is in the checkpoint that this run goes on from", key, path);
+           Errc::Config, "{}: {} is in the checkpoint that this run resumes from", key, path);
 }
 
 std::vector<NamedFile> inputs_of(const Config& config, const Places& places) {

@@ -59,7 +59,8 @@ std::string Request::find_step() const {
     }
     return find_checkpoint(options.resume);
   }
-  DS_CHECK(!options.out_dir.empty(), Errc::Config, "--resume latest goes on in the directory of --out: give one");
+  DS_CHECK(!options.out_dir.empty(), Errc::Config,
+           "--resume latest resumes the run in the directory of --out: give one");
   // What cannot be listed may have a checkpoint.
   std::filesystem::directory_iterator entry(options.out_dir, failed), end;
   for (; !failed && entry != end; entry.increment(failed)) {

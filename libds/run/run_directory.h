@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The run directory as rank 0 owns it: one run at a time (a lock that dies with the process), metrics.jsonl,
-// config.json.
+// The run directory, which rank 0 owns: a lock that ends with the process admits one run at a time.
 
 #include <optional>
 #include <string>
@@ -15,26 +14,26 @@ namespace ds::run {
 
 class RunDirectory {
  public:
-  // Throws Errc::Config if a run that goes on from `step_dir` (empty: from the start) cannot have `path` for its own:
-  // it is no directory; it holds something, and either is no run's or `resume` is empty; it holds steps that a run from
-  // an older one, or from another run's, would mix with its own. Touches nothing.
+  // Throws Errc::Config if a run that resumes from `step_dir` (empty: a new run) cannot use `path`: if it is not a
+  // directory; if it is not empty and either contains no run or `resume` is empty; if it contains steps that would be
+  // mixed with those of a run that resumes from an older step or from another run. Touches nothing.
   static void check(const std::string& path, const std::string& resume, const std::string& step_dir);
 
-  // Creates `path` or takes it over. Throws what check() throws; Errc::Config when another run holds it or it cannot be
-  // made; Errc::Io with the system's words.
+  // Creates `path` or takes it over. Throws what check() throws; Errc::Config if another run holds it or it cannot be
+  // created; Errc::Io with the system's message.
   RunDirectory(std::string path, const std::string& resume, const std::string& step_dir);
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
-  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew.
+  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes later ones again.
   struct Kept {
-    bool evaluated = false;  // `step` was
-    i64 last_step = 0;       // that has a line; 0: none
+    bool evaluated = false;  // `step` has an evaluation
+    i64 last_step = 0;       // the last step with a line; 0: none
   };
   Kept cut_metrics(i64 step);
-  // Appends one line, whole or not at all. Throws Errc::Io; what check_ours() throws.
+  // Appends one line, completely or not at all. Throws Errc::Io; what check_ours() throws.
   void append_metrics(const Json& line);
-  // Throws Errc::Io if somebody has removed or replaced the directory: what is there now may be another run's.
+  // Throws Errc::Io if the directory was removed or replaced: it may now belong to another run.
   void check_ours() const;
 
   const std::string& path() const noexcept { return path_; }

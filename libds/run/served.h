@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What an engine tells a server that has its states (offload/server_link.h), so that it can write them as a checkpoint.
+// Tells a server of states (offload/server_link.h) what it needs to write an engine's states as a checkpoint.
 
 #include <vector>
 
@@ -9,7 +9,7 @@
 
 namespace ds::run {
 
-// The engine's states, which are whole, are those of `record`. Collective. Requires: a server.
+// `record`: the progress to which the engine's states, which are complete, belong. Collective. Requires: a server.
 void publish_states(engine::Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
                     const std::vector<ParamEntry>& params);
 

@@ -35,7 +35,7 @@ void from_newest(const Request& request, Communicator* world, std::string& step_
       const std::string older = world != nullptr ? gather_text(*world, before()).front() : before();
       if (older.empty()) throw;
       if (request.is_root())
-        log_message(LogLevel::Warning, fmt::format("{}; going on from the step before, {}", e.what(), older));
+        log_message(LogLevel::Warning, fmt::format("{}; resuming from the step before, {}", e.what(), older));
       step_dir = older;
     }
   }
@@ -129,14 +129,14 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
   if (!options.resume.empty() && options.resume != "latest") {
     if (request.is_root())
       log_message(LogLevel::Warning,
-                  fmt::format("the state of step {} that {} has gives way to {}", there.step, name, step_dir));
+                  fmt::format("discarding the state of step {} on {}; resuming from {}", there.step, name, step_dir));
     server.clear();
     return false;
   }
-  DS_CHECK(
-      options.weights.empty(), Errc::Config,
-      "--weights {}: {} has the state of step {}, with which the run would go on; remove it first (ds-offload rm {})",
-      options.weights, name, there.step, server.name());
+  DS_CHECK(options.weights.empty(), Errc::Config,
+           "--weights {}: {} holds the state of step {}, from which the run would resume; remove it first (ds-offload "
+           "rm {})",
+           options.weights, name, there.step, server.name());
   const std::optional<i64> saved = parse_step_name(std::filesystem::path(step_dir).filename().string());
   DS_CHECK(!saved || *saved <= there.step, Errc::Mismatch,
            "{} is newer than the state that {} has, which is of step {}: remove that (ds-offload rm {}), or say from "
@@ -152,7 +152,7 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
     } catch (const Error& e) {
       if (e.code() != Errc::Corrupt) throw;
       if (request.is_root())
-        log_message(LogLevel::Warning, fmt::format("{}; going on with the state of {}", e.what(), name));
+        log_message(LogLevel::Warning, fmt::format("{}; resuming from the state of {}", e.what(), name));
     }
     DS_CHECK(of_step == meta_there.history || meta_there.history.ends_with(fmt::format("@{}", *saved)), Errc::Mismatch,
              "{} is not of the run whose state {} has: remove that state (ds-offload rm {}), or say from which step to "
@@ -173,7 +173,7 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
   // Who did not ask to go on may have meant a new run.
   if (request.is_root())
     log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Verbose,
-                fmt::format("going on from step {} of {}", there.step, name));
+                fmt::format("resuming from step {} of {}", there.step, name));
   return true;
 }
 

@@ -195,7 +195,7 @@ void Training::check_divergence(bool diverged, std::string_view what, i64 since)
   if (!diverged) return;
   saver_.finish();
   std::string rescue = "no checkpoint is from before that";
-  if (!saver_.proven().empty()) rescue = fmt::format("go on from {}", saver_.proven());
+  if (!saver_.proven().empty()) rescue = fmt::format("resume from {}", saver_.proven());
   if (saver_.proven() != saver_.newest()) rescue += fmt::format(", for {} is already lost", saver_.newest());
   throw Error(Errc::Numeric,
               fmt::format("the run has diverged: {} not finite since step {}; {}; lower the learning rate or the "

@@ -147,7 +147,7 @@ void load_weights(engine::Engine& engine, const std::string& path) {
   if (new_head && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning,
                 found.anew.empty()
-                    ? fmt::format("model.new_head has no effect: {} has the whole head", found.source->path())
+                    ? fmt::format("model.new_head has no effect: {} contains the whole head", found.source->path())
                     : fmt::format("{} lacks the head: random values for {}", found.source->path(),
                                   fmt::join(found.anew, ", ")));
   std::vector<char> raw;

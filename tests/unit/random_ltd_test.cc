@@ -178,7 +178,7 @@ TEST(RandomLtd, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(message(R"(, "random_ltd_layer_id": [])"), HasSubstr("names no layer"));
   EXPECT_THAT(message(R"(, "random_ltd_layer_num": 3)"), HasSubstr("is 3, and there are 2 layers"));
   EXPECT_THAT(message(R"(, "total_layer_num": 3)"), HasSubstr("is 3, and the model has 4 layers"));
-  EXPECT_THAT(message(R"(, "layer_token_lr_schedule": {"enabled": true})"), HasSubstr("not there yet"));
+  EXPECT_THAT(message(R"(, "layer_token_lr_schedule": {"enabled": true})"), HasSubstr("not supported yet"));
   EXPECT_THAT(message("", R"(}, "sequence_parallel_size": 2)", 2), HasSubstr("share the tokens of a sequence"));
   EXPECT_THAT(message("", R"(}, "tensor_parallel": {"tp_size": 2, "sequence_parallel": true})", 2),
               HasSubstr("share the rows"));
