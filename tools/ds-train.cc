@@ -44,20 +44,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
       const std::string line = text(r, total);
       progress.show(line);
-      if (ds::tools::verbose() && r.step % config.steps_per_print == 0) ds::tools::report_note(line);
-      if (out.json()) {
-        out.document({{"type", "step"},
-                      {ds::step_field::kStep, r.step},
-                      {ds::step_field::kLoss, r.loss},
-                      {ds::step_field::kGradNorm, r.grad_norm},
-                      {ds::step_field::kLr, r.lr},
-                      {ds::step_field::kLossScale, r.loss_scale},
-                      {ds::step_field::kSkipped, r.skipped},
-                      {ds::step_field::kTokensPerS, r.tokens_per_s},
-                      {ds::step_field::kStepMs, r.step_ms},
-                      {ds::step_field::kMfu, r.mfu}},
-                     true);
-      }
+      if (ds::tools::verbose() && r.step % config.monitors.steps_per_print == 0) ds::tools::report_note(line);
+      if (out.json()) out.document(ds::tools::step_document(r), true);
     };
     hooks.on_eval = [&](ds::i64 step, double loss) {
       if (out.json()) out.document({{"type", "eval"}, {"step", step}, {"val_loss", loss}}, true);

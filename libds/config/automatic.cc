@@ -103,8 +103,7 @@ std::string_view missing_rate(const Config& c, Rated rated, const Reader& r) {
 
 }  // namespace
 
-void tell_automatic(const Config& config, const ConfigText& text,
-                    const std::function<bool(std::string_view path)>& applies, Reader& r) {
+void tell_automatic(const Config& config, const ConfigText& text, Reader& r) {
   Config c = config;  // slots are writable
   constexpr std::string_view kScheduler = "scheduler.params.", kDecay = "optimizer.params.weight_decay";
   const Rated rated = rated_by_groups(c, text);
@@ -113,7 +112,7 @@ void tell_automatic(const Config& config, const ConfigText& text,
   std::string_view first = rate;
   std::string taken;
   for (const Key& key : config_keys()) {
-    if (key.kind != KeyKind::Effect || !applies(key.path)) continue;
+    if (!key.has_effect(c)) continue;
     const std::string value = slot_json(key.slot(&c)).dump();
     if (key.path == rate) {
       taken = value;

@@ -29,6 +29,11 @@
 namespace ds {
 namespace {
 
+bool has_error(std::span<const Diagnostic> diagnostics) {
+  return std::any_of(diagnostics.begin(), diagnostics.end(),
+                     [](const Diagnostic& d) { return d.severity == Severity::Error; });
+}
+
 constexpr std::string_view kTrain = "train_batch_size";
 constexpr std::string_view kMicro = "train_micro_batch_size_per_gpu";
 constexpr std::string_view kAccumulation = "gradient_accumulation_steps";
@@ -92,9 +97,8 @@ void resolve_batch(BatchConfig& b, i64 world, bool all, Reader& r) {
 // Every size by itself is within bounds by now. Their products must stay far from overflow too, so that what is
 // predicted is true: upper bounds of the bytes of one rank, whatever is sharded, of what passes through it in a step,
 // and of what one op computes are compared with what no node has, and none does.
-void check_size(const Config& c, bool model_is_sound, Reader& r) {
-  if (!model_is_sound || c.model.layers == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"}))
-    return;
+void check_size(const Config& c, Reader& r) {
+  if (c.model.layers == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"})) return;
   const ModelConfig& m = c.model;
   const auto number = [](i64 x) { return static_cast<double>(x); };
   const double hidden = number(m.hidden), wide = number(m.intermediate), heads = number(m.heads * m.head_dim);
@@ -124,6 +128,7 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
 }
 
 void resolve_zero(Config& c, Reader& r) {
+  c.zero.loco.enabled = trains(c.use) && r.given("zero_optimization.zeropp_loco_param");
   if (!r.given("zero_optimization.overlap_comm")) c.zero.overlap_comm = c.zero.stage == 3;
   const bool every_micro = c.zero.stage >= 2 || c.deterministic;
   if (every_micro && r.given("reduce_order") && c.reduce_order == ReduceOrder::Boundary)
@@ -133,7 +138,7 @@ void resolve_zero(Config& c, Reader& r) {
                                               c.zero.stage)
                                 : std::string("\"deterministic\" sums in the order \"micro\""));
   if (every_micro) c.reduce_order = ReduceOrder::Micro;
-  if (c.gradient_reduce == GradientReduce::Sum && c.loss_norm == LossNorm::Token)
+  if (c.gradient_reduce == GradientReduce::Sum && c.loss.norm == LossNorm::Token)
     r.error("gradient_allreduce_op",
             "\"sum\" adds the means of ranks, and loss_norm \"token\" has one mean of all tokens");
   constexpr std::string_view kTile = "zero_optimization.stage3_tile_size";
@@ -152,7 +157,7 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
                              kFrozen = "zero_optimization.zero_quantized_nontrainable_weights";
   const int bits = c.gradient_code_bits();
   if (c.zero.loco.enabled && bits == 0 && !r.any_broken({kGradients, kWire}))
-    r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true, or {} \"int8\" or \"int4\"",
+    r.error(kLoco, fmt::format("compensates for quantisation errors, so it needs {} true, or {} \"int8\" or \"int4\"",
                                kGradients, kWire));
   if (c.zero.quantized_gradients && c.communication_data_type == WireType::Int8)
     r.error(kWire, fmt::format("\"int8\" contradicts {}, whose codes have 4 bits", kGradients));
@@ -170,13 +175,13 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
               fmt::format("is of stage 3, and this is ZeRO stage {}; {} \"int4\" is of all", c.zero.stage, kWire));
     return;
   }
-  if (bits > 0 && c.zero.hpz_partition_size > 1 && c.sequence_parallel_size > 1)
+  if (bits > 0 && c.zero.hpz_partition_size > 1 && c.sequence_parallel.size > 1)
     r.error(kNear, "is not supported with sequence_parallel_size where gradients travel as codes", Errc::Unavailable);
   if (c.zero.hpz_partition_size > 1 && replicas > 0 && replicas % c.zero.hpz_partition_size != 0 && !r.broken(kNear))
     r.error(kNear, fmt::format("{} does not divide the {} data-parallel ranks", c.zero.hpz_partition_size, replicas));
 }
 
-void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+void read_model_section(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
   const auto it = text.root().find("model");
   if (it == text.root().end()) return;
   if (!it->is_object()) return r.error("model", "must be an object: {\"path\": ...} or {\"type\": ...}");
@@ -189,18 +194,27 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
     return r.error("model.path", "must be the name of a directory with a config.json, or of such a file");
   if (const auto head = it->find("new_head"); head != it->end()) {
     if (!head->is_boolean()) return r.error("model.new_head", "must be true or false");
-    c.new_head = head->get<bool>();
+    c.published.new_head = head->get<bool>();
   }
   for (const auto& [key, value] : it->items())
     if (key != "path" && key != "new_head")
       r.error(json_member("model", key), "stands beside model.path; a model is read from there or described here");
-  c.model_path = path->get<std::string>();
-  if (const std::string why = why_not_input({"model.path", c.model_path, true}); !why.empty())
-    return r.error("model.path", fmt::format("{} {}", c.model_path, why));
+  c.published.path = path->get<std::string>();
+  if (const std::string why = why_not_input({"model.path", c.published.path, true}); !why.empty())
+    return r.error("model.path", fmt::format("{} {}", c.published.path, why));
   const size_t before = diagnostics.size();
-  c.model = read_model_file(c.model_path, diagnostics);
+  c.model = read_model_file(c.published.path, diagnostics);
   for (Diagnostic& d : std::span(diagnostics).subspan(before))
     if (d.line == 0 && d.key.empty()) d = text.at("model.path", d.code, to_string(d));  // no such file
+}
+
+// A model with errors counts as no model, so that nothing that follows from its sizes is reported.
+void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+  const size_t before = diagnostics.size();
+  read_model_section(c, text, r, diagnostics);
+  if (!has_error(std::span(diagnostics).subspan(before))) return;
+  c.model.layers = 0;
+  r.mark_broken("model");
 }
 
 bool trains_on_text(const DataConfig& d) {
@@ -224,13 +238,13 @@ void check_chat_template(const ChatTemplateConfig& t, Reader& r) {
     if (row.text.empty() || r.broken(row.key)) continue;
     const size_t first = row.text.find(kChatContent);
     if (!row.has_content && first != row.text.npos) {
-      r.error(row.key, fmt::format("has {}: it stands before the first message", kChatContent));
+      r.error(row.key, fmt::format("contains {}, but it precedes the first message", kChatContent));
     } else if (row.has_content && (first == row.text.npos || row.text.find(kChatContent, first + 1) != row.text.npos)) {
-      r.error(row.key, fmt::format("must have {} once, where what is said belongs", kChatContent));
+      r.error(row.key, fmt::format("must contain {} exactly once, where the content belongs", kChatContent));
     }
   }
   if (t.assistant.empty() && !r.broken("data.chat_template.assistant"))
-    r.error("data.chat_template.assistant", "is missing: what the assistant says is what is learnt");
+    r.error("data.chat_template.assistant", "is missing: the model is trained on messages of the assistant");
 }
 
 // What a model that is not causal needs to be trained, and what has no meaning for one that is.
@@ -269,10 +283,10 @@ void check_objective(const Config& c, Reader& r) {
 void resolve_tokenizer(Config& c, Reader& r) {
   DataConfig& d = c.data;
   if (d.tokenizer.empty()) return r.error("data.tokenizer", "must be \"auto\", \"bytes\" or a path");
-  if (r.given("data.tokenizer") || c.model_path.empty()) return;
+  if (r.given("data.tokenizer") || c.published.path.empty()) return;
   namespace fs = std::filesystem;
   std::error_code ignored;
-  const fs::path path = c.model_path;
+  const fs::path path = c.published.path;
   const fs::path directory = fs::is_directory(path, ignored) ? path : path.has_parent_path() ? path.parent_path() : ".";
   const auto has = [&](const char* name) { return fs::exists(directory / name, ignored); };
   if (has("tokenizer.json") || (has("vocab.json") && has("merges.txt")) || has("vocab.txt") || has("tokenizer.model"))
@@ -281,9 +295,9 @@ void resolve_tokenizer(Config& c, Reader& r) {
     r.warning("data.tokenizer", fmt::format("{} has no tokenizer: text is read as bytes", directory.string()));
 }
 
-void resolve_data(Config& c, bool model_is_sound, Reader& r) {
+void resolve_data(Config& c, Reader& r) {
   DataConfig& d = c.data;
-  const bool has_model = model_is_sound && c.model.layers > 0;
+  const bool has_model = c.model.layers > 0;
   resolve_tokenizer(c, r);
   if (r.given("data.train") && d.train.empty()) r.error("data.train", "names no file");
   if (!d.validation.empty() && r.given("data.split"))
@@ -297,9 +311,9 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   check_chat_template(d.chat_template, r);
   if (d.packing != DataPacking::None && !r.broken("data.packing")) {
     if (d.document_token < 0 && !r.broken("data.document_token"))
-      r.error("data.packing", "needs data.document_token, which says where documents end, and keeps them apart");
+      r.error("data.packing", "needs data.document_token, which marks the end of documents and keeps them apart");
     if (has_model && !c.model.causal())
-      r.error("data.packing", "is of models that predict the next token", Errc::Unavailable);
+      r.error("data.packing", "is only for models that predict the next token", Errc::Unavailable);
   }
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
@@ -317,7 +331,7 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
     r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
 }
 
-void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text, Reader& r) {
+void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
   if (c.cuda.graphs && c.device == DeviceKind::Cpu)
     r.error("cuda.graphs", "there are no CUDA graphs on device \"cpu\"");
   if (c.cuda.autotune && c.device == DeviceKind::Cpu)
@@ -340,17 +354,17 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
     r.error("communication.backend", "\"nccl\" talks between GPUs, and device is \"cpu\"");
   if (c.communication.backend == CommBackend::Self && world > 1)
     r.error("communication.backend", fmt::format("\"self\" is for 1 rank; there are {}", world));
-  if (use == ConfigUse::Generate && !c.model.causal())
+  if (c.use == ConfigUse::Generate && !c.model.causal())
     r.error("model",
             fmt::format("a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
                         family_name(c.model.family)),
             Errc::Unavailable);
-  if (use == ConfigUse::Inspect) return;
+  if (c.use == ConfigUse::Inspect) return;
   const auto demand = [&](std::string_view key, bool there, std::string_view what) {
     if (!there && !r.broken(key)) r.error(key, fmt::format("is missing: {}", what));
   };
-  if (use == ConfigUse::Train) demand("steps", r.given("steps"), "how many optimizer steps to train");
-  if (use != ConfigUse::Generate) demand("data.train", r.given("data.train"), "the file or files to train on");
+  if (c.use == ConfigUse::Train) demand("steps", r.given("steps"), "how many optimizer steps to train");
+  if (c.use != ConfigUse::Generate) demand("data.train", r.given("data.train"), "the file or files to train on");
   demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
 }
 
@@ -367,16 +381,16 @@ void check_job_name(const std::string& name, std::string_view key, Reader& r) {
 void resolve_monitors(Config& c, const ConfigText& text, Reader& r) {
   if (const auto section = text.root().find("comms_logger");
       section != text.root().end() && section->is_object() && !r.given("comms_logger.enabled"))
-    c.comms_logger.enabled = true;
-  if (c.tensorboard.enabled) check_job_name(c.tensorboard.job_name, "tensorboard.job_name", r);
-  if (c.csv_monitor.enabled) check_job_name(c.csv_monitor.job_name, "csv_monitor.job_name", r);
-  if (c.comms_logger.enabled && !c.comms_logger.prof_all && c.comms_logger.prof_ops.empty() &&
-      !r.any_broken({"comms_logger.prof_all", "comms_logger.prof_ops"}))
+    c.monitors.comms_logger.enabled = true;
+  if (c.monitors.tensorboard.enabled) check_job_name(c.monitors.tensorboard.job_name, "tensorboard.job_name", r);
+  if (c.monitors.csv_monitor.enabled) check_job_name(c.monitors.csv_monitor.job_name, "csv_monitor.job_name", r);
+  if (c.monitors.comms_logger.enabled && !c.monitors.comms_logger.prof_all &&
+      c.monitors.comms_logger.prof_ops.empty() && !r.any_broken({"comms_logger.prof_all", "comms_logger.prof_ops"}))
     r.error("comms_logger.prof_ops", "names no operation, and comms_logger.prof_all is false");
-  if (c.flops_profiler.enabled && c.steps > 0 && c.flops_profiler.profile_step > c.steps &&
+  if (c.monitors.flops_profiler.enabled && c.steps > 0 && c.monitors.flops_profiler.profile_step > c.steps &&
       !r.any_broken({"steps", "flops_profiler.profile_step"}))
-    r.warning("flops_profiler.profile_step",
-              fmt::format("the run has {} steps: step {} is not reported", c.steps, c.flops_profiler.profile_step));
+    r.warning("flops_profiler.profile_step", fmt::format("the run has {} steps: step {} is not reported", c.steps,
+                                                         c.monitors.flops_profiler.profile_step));
 }
 
 // A directory, a pipe or a device where a file must be is a mistake that can be seen without opening it.
@@ -390,56 +404,50 @@ void check_named_files(const Config& c, Reader& r) {
   }
 }
 
-bool has_error(std::span<const Diagnostic> diagnostics) {
-  return std::any_of(diagnostics.begin(), diagnostics.end(),
-                     [](const Diagnostic& d) { return d.severity == Severity::Error; });
+// The functions below are called in this order. Each needs the text as read and what the ones before it have resolved;
+// the comment of a call names its needs among the calls before it in the same function.
+
+// How the ranks share the model and the samples of a step. Returns the data-parallel ranks.
+i64 resolve_ranks(Config& c, i64 world, Reader& r) {
+  const i64 replicas = resolve_parallel(c, world, r);
+  resolve_diloco(c, replicas, world, r);  // replicas
+  if (c.use == ConfigUse::Generate) {
+    const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
+    c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};
+  } else {
+    resolve_batch(c.batch, replicas, replicas == world, r);  // replicas
+  }
+  return replicas;
 }
 
-// A key that belongs to what has been chosen, or to nothing that is.
-bool applies(const Config& c, std::string_view path) {
-  if (path == "optimizer.params.betas" && c.scheduler.cycle_momentum && c.scheduler.type == SchedulerType::OneCycle)
-    return false;  // the schedule has them
-  if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
-    return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
-  if (!precision_takes(c, path)) return false;
-  if (constexpr std::string_view kCurriculum = "curriculum_learning."; path.starts_with(kCurriculum))
-    return curriculum_takes(c.curriculum, path.substr(kCurriculum.size()));
-  if (path.starts_with("zero_optimization.zeropp_loco_param.")) return c.zero.loco.enabled;
-  if (path.starts_with("diloco.")) return diloco_takes(c.optimizer.diloco, path);
-  if (path.starts_with("data_efficiency.")) return random_ltd_takes(c.random_ltd, path);
-  if (path.starts_with("data.mlm.")) return !c.model.causal();
-  if (path == "data.document_token") return c.data.document_token >= 0;
-  if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
-  if (path == "pipeline.schedule" || path == "pipeline.partition")
-    return c.pipeline.stages * c.pipeline.virtual_stages > 1;
-  if (path.starts_with("zero_optimization.cpu_offload")) return false;  // resolved to other keys
-  if (path == "zero_optimization.offload_optimizer.delayed_update_start")
-    return c.zero.offload_optimizer.delayed_update;
-  if (path.starts_with("zero_optimization.offload_optimizer."))
-    return c.zero.offload_optimizer.device != OffloadDevice::None;
-  if (path.starts_with("aio."))
-    return c.zero.offload_optimizer.device == OffloadDevice::Nvme ||
-           c.zero.offload_param.device == OffloadDevice::Nvme || !c.activation_checkpointing.nvme_path.empty();
-  if (path.starts_with("zero_optimization.offload_param.")) return c.zero.offload_param.device != OffloadDevice::None;
-  if (constexpr std::string_view kSparse = "sparse_attention."; path.starts_with(kSparse))
-    return sparse_attention_takes(c.sparse_attention.mode, path.substr(kSparse.size()));
-  if (!path.ends_with(".enabled")) {
-    if (path.starts_with("tensorboard.")) return c.tensorboard.enabled;
-    if (path.starts_with("csv_monitor.")) return c.csv_monitor.enabled;
-    if (path.starts_with("comms_logger.")) return c.comms_logger.enabled;
-    if (path.starts_with("flops_profiler.")) return c.flops_profiler.enabled;
-  }
-  if (path.starts_with("prometheus.")) return !c.prometheus.file.empty();
-  if (path == "activation_checkpointing.buffer_count") return !c.activation_checkpointing.nvme_path.empty();
-  if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
-    return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
-  if (path == "scheduler.type") return c.scheduler.type != SchedulerType::Constant;
-  if (constexpr std::string_view kParams = "scheduler.params."; path.starts_with(kParams)) {
-    const std::string_view param = path.substr(kParams.size());
-    const bool momentum = param.ends_with("_mom") || param == "decay_mom_rate";
-    return scheduler_takes(c.scheduler.type, param) && (!momentum || c.scheduler.cycle_momentum);
-  }
-  return true;
+// What is done with gradients, and where states are.
+void resolve_updates(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+  resolve_optimizer(c.optimizer, text, r, diagnostics);
+  resolve_scheduler(c, r);  // optimizer
+  resolve_precision(c, r);  // optimizer, of which it sets state_dtype
+  resolve_zero(c, r);
+  resolve_offload(c, r);  // optimizer; reduce_order of resolve_zero
+}
+
+// The model, and what it is trained on.
+void resolve_samples(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+  resolve_model(c, text, r, diagnostics);
+  resolve_data(c, r);                    // model
+  resolve_sparse_attention(c, text, r);  // model, data.seq_length
+  resolve_random_ltd(c, r);              // model, data.seq_length, sparse_attention
+}
+
+// All is resolved: these checks change nothing, so their order is that of messages alone.
+void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& text, Reader& r) {
+  check_precision(c, r);
+  check_signs(c, r);
+  if (trains(c.use)) check_zeropp(c, replicas / c.optimizer.diloco.workers, r);
+  check_size(c, r);
+  check_parallel(c, r);
+  check_curriculum(c, r);
+  check_diloco(c, r);
+  check_run(c, world, text, r);
+  check_named_files(c, r);
 }
 
 }  // namespace
@@ -482,39 +490,12 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   c.use = use;
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
-  const i64 replicas = resolve_parallel(c, world_size, use, r);
-  resolve_diloco(c, replicas, world_size, use, r);
-  c.zero.loco.enabled = trains(use) && r.given("zero_optimization.zeropp_loco_param");
-  if (use == ConfigUse::Generate) {
-    const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
-    c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};
-  } else {
-    resolve_batch(c.batch, replicas, replicas == world_size, r);
-  }
-  resolve_optimizer(c.optimizer, text, r, result.diagnostics);
-  resolve_scheduler(c, r);
-  resolve_precision(c, r);
-  resolve_zero(c, r);
-  resolve_offload(c, r);
-  check_precision(c, r);
-  check_signs(c, r);
-  if (trains(use)) check_zeropp(c, replicas / c.optimizer.diloco.workers, r);
-  const size_t before_model = diagnostics.size();
-  resolve_model(c, text, r, diagnostics);
-  const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
-  resolve_data(c, model_is_sound, r);
-  resolve_sparse_attention(c, text, model_is_sound, r);
-  check_size(c, model_is_sound, r);
-  check_parallel(c, model_is_sound, use, r);
-  check_curriculum(c, use, r);
-  check_diloco(c, model_is_sound, r);
-  resolve_random_ltd(c, model_is_sound, r);
-  check_run(c, world_size, use, text, r);
+  const i64 replicas = resolve_ranks(c, world_size, r);
+  resolve_updates(c, text, r, diagnostics);
+  resolve_samples(c, text, r, diagnostics);
   resolve_monitors(c, text, r);
-  check_named_files(c, r);
-  if (!has_error(diagnostics))
-    tell_automatic(
-        c, text, [&](std::string_view path) { return applies(c, path); }, r);
+  check_together(c, replicas, world_size, text, r);
+  if (!has_error(diagnostics)) tell_automatic(c, text, r);
   return result;
 }
 
@@ -536,7 +517,7 @@ std::string resolved_json(const Config& config) {
   Config c = config;  // slots are writable
   Json out = Json::object();
   for (const Key& key : config_keys()) {
-    if (key.kind != KeyKind::Effect || !applies(c, key.path)) continue;
+    if (!key.has_effect(c)) continue;
     const Slot slot = key.slot(&c);
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
     if (const auto* list = std::get_if<std::vector<i64>*>(&slot); list && (*list)->empty()) continue;
@@ -544,7 +525,6 @@ std::string resolved_json(const Config& config) {
     // What was neither given nor derived has no value to write.
     if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
     if (const auto* s = std::get_if<std::string*>(&slot); s && (*s)->empty()) continue;
-    if (key.path == "data.split" && !c.data.validation.empty()) continue;
     Json* at = &out;
     std::string_view rest = key.path;
     for (size_t dot; (dot = rest.find('.')) != rest.npos; rest.remove_prefix(dot + 1))
@@ -552,9 +532,9 @@ std::string resolved_json(const Config& config) {
     (*at)[std::string(rest)] = slot_json(slot);
   }
   if (!c.optimizer.groups.empty()) out["optimizer"]["param_groups"] = param_groups_json(c.optimizer);
-  if (!c.model_path.empty()) {
-    out["model"] = {{"path", c.model_path}};
-    if (c.new_head) out["model"]["new_head"] = true;
+  if (!c.published.path.empty()) {
+    out["model"] = {{"path", c.published.path}};
+    if (c.published.new_head) out["model"]["new_head"] = true;
   } else if (c.model.layers > 0) {
     Json model = {{"type", family_name(c.model.family)}};
     model.update(model_json(c.model));

@@ -104,20 +104,12 @@ std::vector<i64> curriculum_lengths(const CurriculumConfig& c, i64 most) {
   return lengths;
 }
 
-bool curriculum_takes(const CurriculumConfig& c, std::string_view key) {
-  if (!c.enabled) return key == "enabled";
-  const bool discrete = c.schedule == Schedule::FixedDiscrete;
-  if (key.ends_with(".difficulty") || key.ends_with(".max_step")) return discrete;
-  if (key.ends_with(".root_degree")) return c.schedule == Schedule::FixedRoot;
-  return key == "enabled" || key == "schedule_type" || !discrete;
-}
-
-void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
+void check_curriculum(const Config& config, Reader& r) {
   const CurriculumConfig& c = config.curriculum;
-  if (!c.enabled || !trains(use) || r.broken(kType)) return;
+  if (!c.enabled || !trains(config.use) || r.broken(kType)) return;
   if (config.model.layers > 0 && !config.model.causal())
     return r.error(fmt::format("{}enabled", kSection),
-                   "cuts samples behind their first tokens, and those of a model that is not causal end with [SEP]",
+                   "cuts off the end of samples, and samples of a model that is not causal end with [SEP]",
                    Errc::Unavailable);
   if (config.sparse_attention.mode != SparseAttentionMode::None)
     return r.error(fmt::format("{}enabled", kSection), "a layout of sparse attention is of sequences of one length",
@@ -127,11 +119,10 @@ void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
                    "inputs of layers that are kept away from the device are of sequences of one length",
                    Errc::Unavailable);
   if (config.data.packing != DataPacking::None)
-    return r.error(
-        fmt::format("{}enabled", kSection),
-        "cuts samples behind their first tokens, and would never see the last documents that data.packing put "
-        "into them",
-        Errc::Unavailable);
+    return r.error(fmt::format("{}enabled", kSection),
+                   "cuts off the end of samples, and would never see the last documents that data.packing put "
+                   "into them",
+                   Errc::Unavailable);
   const bool discrete = c.schedule == Schedule::FixedDiscrete;
   if (discrete ? !check_discrete(c, r) : !check_growing(c, r)) return;
   if (r.broken("data.seq_length")) return;
@@ -141,7 +132,7 @@ void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
     r.warning(discrete ? kLengths : kMax,
               fmt::format("{} is beyond data.seq_length {}: samples are whole from there on", longest, whole));
   // What cuts sequences has to cut each of them.
-  if (config.sequence_parallel_size == 1 && !config.tensor_parallel.sequence_parallel) return;
+  if (config.sequence_parallel.size == 1 && !config.tensor_parallel.sequence_parallel) return;
   const std::vector<i64> lengths = curriculum_lengths(c, whole);
   for (const i64 length : lengths) {
     if (length >= whole) break;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a data file is, by its name and by what lies beside it.
+// The format of a data file, by its name and by the files next to it.
 
 #include <string>
 
@@ -8,7 +8,7 @@
 
 namespace ds {
 
-// Never Auto. Bin where the name says ".bin": only the content tells nanoGPT's files from llm.c's.
+// Never Auto. Bin if the name ends in ".bin": only the content distinguishes nanoGPT's files from llm.c's.
 DataFormat data_format_of(const std::string& file);
 
 // "a.jsonl" of "a.jsonl.gz", "a.jsonl.zst" and "a.jsonl.zstd"; any other name as it is.
@@ -20,7 +20,7 @@ constexpr bool is_text(DataFormat format) noexcept {
          format == DataFormat::Arrow;
 }
 
-// FILE.h5:/path/to/dataset in its two parts; the second is empty where none is named.
+// FILE.h5:/path/to/dataset in its two parts; the second is empty if no dataset is named.
 struct Hdf5DataName {
   std::string file, dataset;  // the dataset without its first slash
 };

@@ -25,10 +25,10 @@ bool any_group(const OptimizerConfig& o, auto&& is) {
 
 }  // namespace
 
-void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader& r) {
+void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r) {
   using namespace diloco_key;
   DilocoConfig& d = config.optimizer.diloco;
-  if (!trains(use)) {
+  if (!trains(config.use)) {
     d = {};
     return;
   }
@@ -36,7 +36,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader&
     // Who says so means it; who says nothing of it may have forgotten it.
     for (const Key& key : config_keys()) {
       if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled) && !r.broken(kEnabled))
-        r.error(key.path, fmt::format("says nothing without {} true", kEnabled));
+        r.error(key.path, fmt::format("has no effect without {} true", kEnabled));
     }
     d = {};
     return;
@@ -48,7 +48,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader&
   d.workers = 1;
 }
 
-void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
+void check_diloco(const Config& c, Reader& r) {
   using namespace diloco_key;
   const DilocoConfig& d = c.optimizer.diloco;
   if (!d.enabled) return;
@@ -57,7 +57,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
   if (d.fragments > d.sync_every && !r.any_broken({kFragments, kEvery}))
     r.error(kFragments,
             fmt::format("{} fragments do not meet in steps of their own: {} is {}", d.fragments, kEvery, d.sync_every));
-  if (const i64 units = num_layers(c.model); model_is_sound && c.model.layers > 0 && d.fragments > units)
+  if (const i64 units = num_layers(c.model); c.model.layers > 0 && d.fragments > units)
     r.error(kFragments,
             fmt::format("{} are more than the {} layers (embedding and head among them)", d.fragments, units));
   if (d.overlap_steps > d.sync_every / d.fragments && !r.any_broken({kFragments, kEvery, kOverlap}))
@@ -67,7 +67,7 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
     r.error(kOverlap, "hides messages between workers, and there is one");
   if (d.overlap_steps == 0 && r.given(kLocal) && !r.any_broken({kLocal, kOverlap}))
     r.warning(kLocal, fmt::format("has no effect without {}", kOverlap));
-  if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 gives back what the steps between meetings have learned");
+  if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 discards what the steps between meetings have learned");
   if (c.steps > 0 && c.steps < d.sync_every && !r.any_broken({"steps", kEvery}))
     r.warning(kEvery,
               fmt::format("{} is more than the {} steps of the run: nothing ever meets", d.sync_every, c.steps));
@@ -88,11 +88,6 @@ void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
       }))
     r.error(kWorkers, "keeps what each worker has of its own in fp32: masters and states cannot be in fewer bits",
             Errc::Unavailable);
-}
-
-bool diloco_takes(const DilocoConfig& c, std::string_view key) {
-  if (key == diloco_key::kEnabled) return true;
-  return c.enabled;
 }
 
 }  // namespace ds

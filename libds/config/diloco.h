@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// diloco: workers, and an optimizer around the optimizer.
+// The section diloco: workers, and an outer optimizer.
 
 #include "config/reader.h"
 #include "ds/config.h"
 
 namespace ds {
 
-// Only what trains has workers; `ranks`: of the world's those that see other samples (resolve_parallel). Where they
-// cannot be cut so, there is one.
-void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader& r);
-// After all that it goes by is known.
-void check_diloco(const Config& config, bool model_is_sound, Reader& r);
-// Whether a key of the section says something.
-bool diloco_takes(const DilocoConfig& c, std::string_view key);
+// Only runs that train have workers. `ranks`: the data-parallel ranks (resolve_parallel). If these cannot be divided
+// into workers there is one.
+void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r);
+// Checks the section against the rest of the configuration, which is resolved.
+void check_diloco(const Config& config, Reader& r);
 
 }  // namespace ds

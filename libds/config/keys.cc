@@ -4,9 +4,9 @@
 // the code that obeys it.
 #include "config/keys.h"
 
-#include <algorithm>
-
+#include "config/optimizer.h"
 #include "config/optimizer_table.h"
+#include <algorithm>
 #include "config/parallel.h"
 #include "config/scheduler.h"
 #include "config/sparse_attention.h"
@@ -155,6 +155,71 @@ constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
 
 constexpr bool kAuto = true;  // "auto" is taken; so is null
 
+// The conditions under which keys have an effect, by the whole of a resolved configuration.
+using Path = std::string_view;
+Path last_name(Path path) { return path.substr(path.rfind('.') + 1); }
+
+bool never(const C&, Path) { return false; }  // it has been resolved to another key
+
+bool optimizer_takes_it(const C& c, Path path) { return optimizer_takes(c.optimizer.type, last_name(path)); }
+bool optimizer_has_betas(const C& c, Path path) {
+  const bool schedule_sets_them = c.scheduler.type == SchedulerType::OneCycle && c.scheduler.cycle_momentum;
+  return !schedule_sets_them && optimizer_takes_it(c, path);
+}
+bool has_schedule(const C& c, Path) { return c.scheduler.type != SchedulerType::Constant; }
+bool schedule_takes_it(const C& c, Path path) { return scheduler_takes(c.scheduler.type, last_name(path)); }
+bool schedule_moves_momentum(const C& c, Path path) { return c.scheduler.cycle_momentum && schedule_takes_it(c, path); }
+
+bool in_fp16(const C& c, Path) { return c.fp16.enabled; }
+bool in_bf16(const C& c, Path) { return c.bf16.enabled; }
+bool has_bf16_masters(const C& c, Path) { return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads; }
+
+bool splits_sequences(const C& c, Path) { return c.sequence_parallel.size > 1; }
+bool has_chunks(const C& c, Path) { return c.pipeline.stages * c.pipeline.virtual_stages > 1; }
+bool has_loco(const C& c, Path) { return c.zero.loco.enabled; }
+bool has_diloco(const C& c, Path) { return c.optimizer.diloco.enabled; }
+
+bool offloads_states(const C& c, Path) { return c.zero.offload_optimizer.device != OffloadDevice::None; }
+bool offloads_params(const C& c, Path) { return c.zero.offload_param.device != OffloadDevice::None; }
+bool delays_updates(const C& c, Path) { return c.zero.offload_optimizer.delayed_update; }
+bool recomputes_layers(const C& c, Path) {
+  return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
+}
+bool stores_inputs_in_file(const C& c, Path) { return !c.activation_checkpointing.nvme_path.empty(); }
+bool uses_files(const C& c, Path path) {
+  return c.zero.offload_optimizer.device == OffloadDevice::Nvme || c.zero.offload_param.device == OffloadDevice::Nvme ||
+         stores_inputs_in_file(c, path);
+}
+
+bool sparse_mode_takes_it(const C& c, Path path) {
+  return sparse_attention_takes(c.sparse_attention.mode, last_name(path));
+}
+bool masks_tokens(const C& c, Path) { return !c.model.causal(); }
+bool has_documents(const C& c, Path) { return c.data.document_token >= 0; }
+bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty(); }
+
+bool has_curriculum(const C& c, Path) { return c.curriculum.enabled; }
+bool curriculum_is_a_list(const C& c, Path) {
+  return c.curriculum.enabled && c.curriculum.schedule == CurriculumSchedule::FixedDiscrete;
+}
+bool curriculum_is_a_root(const C& c, Path) {
+  return c.curriculum.enabled && c.curriculum.schedule == CurriculumSchedule::FixedRoot;
+}
+bool curriculum_grows(const C& c, Path) {
+  return c.curriculum.enabled && c.curriculum.schedule != CurriculumSchedule::FixedDiscrete;
+}
+bool has_data_efficiency(const C& c, Path) { return c.random_ltd.data_efficiency; }
+bool has_data_routing(const C& c, Path) { return c.random_ltd.data_efficiency && c.random_ltd.data_routing; }
+bool drops_tokens(const C& c, Path) { return c.random_ltd.on(); }
+bool gives_total_layers(const C& c, Path) { return c.random_ltd.on() && c.random_ltd.total_layer_num > 0; }
+bool gives_dropping_layers(const C& c, Path) { return c.random_ltd.on() && c.random_ltd.random_ltd_layer_num > 0; }
+
+template <auto monitor>
+bool is_on(const C& c, Path) {
+  return (c.monitors.*monitor).enabled;
+}
+bool writes_prometheus(const C& c, Path) { return !c.monitors.prometheus.file.empty(); }
+
 constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool automatic = false) {
   return {.path = path, .slot = slot, .range = range, .takes_auto = automatic, .takes_null = automatic};
 }
@@ -265,36 +330,36 @@ constexpr Key kKeys[] = {
     effect("train_micro_batch_size_per_gpu", slot_of<&C::batch, &BatchConfig::micro>, kBatch, kAuto),
     effect("gradient_accumulation_steps", slot_of<&C::batch, &BatchConfig::accumulation>, {1, kMostAccumulation}, kAuto),
     harmless("managed_gradient_accumulation", "[true]", "a step always has gradient_accumulation_steps micro-batches"),
-    effect("sequence_parallel_size", slot_of<&C::sequence_parallel_size>, {1, kDegree.high}),
-    effect("sequence_parallel_mode", slot_of<&C::sequence_parallel_mode>),
+    effect("sequence_parallel_size", slot_of<&C::sequence_parallel, &SequenceParallelConfig::size>, {1, kDegree.high}),
+    effect("sequence_parallel_mode", slot_of<&C::sequence_parallel, &SequenceParallelConfig::mode>).when(splits_sequences),
     not_yet("data_parallel_size", "[null]", "it follows from the number of ranks and the other degrees of parallelism"),
 
     // Optimizer.
     {.path = "optimizer.type", .slot = slot_of<&C::optimizer, &OptimizerConfig::type>, .takes_null = true},
-    effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, kRate, kAuto),
-    effect("optimizer.params.betas", betas_of_optimizer, kBelowOne, kAuto),
-    effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto),
-    effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, kRate, kAuto),
-    effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
-    effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),
-    effect("optimizer.params.state_dtype", slot_of<&C::optimizer, &OptimizerConfig::state_dtype>),
-    effect("optimizer.params.momentum", slot_of<&C::optimizer, &OptimizerConfig::momentum>, kBelowOne),
-    effect("optimizer.params.dampening", slot_of<&C::optimizer, &OptimizerConfig::dampening>, kShare),
-    effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
-    effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kFp32AboveZero),
-    effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kFp32AboveZero),
-    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kFp32AboveZero),
-    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kFp32AboveZero),
-    effect("optimizer.params.adjust_lr_fn", slot_of<&C::optimizer, &OptimizerConfig::muon_scale>),
-    effect("optimizer.params.freeze_step", slot_of<&C::optimizer, &OptimizerConfig::freeze_step>, kPositive),
-    effect("optimizer.params.coeff_beta", slot_of<&C::optimizer, &OptimizerConfig::coeff_beta>, kBelowOne),
-    effect("optimizer.params.factor_min", slot_of<&C::optimizer, &OptimizerConfig::factor_min>, kFp32AboveZero),
-    effect("optimizer.params.factor_max", slot_of<&C::optimizer, &OptimizerConfig::factor_max>, kFp32AboveZero),
-    effect("optimizer.params.factor_threshold", slot_of<&C::optimizer, &OptimizerConfig::factor_threshold>, kBelowOne),
-    effect("optimizer.params.var_freeze_step", slot_of<&C::optimizer, &OptimizerConfig::var_freeze_step>, kPositive),
-    effect("optimizer.params.var_update_scaler", slot_of<&C::optimizer, &OptimizerConfig::var_update_scaler>, kPositive),
-    effect("optimizer.params.local_step_scaler", slot_of<&C::optimizer, &OptimizerConfig::local_step_scaler>, kPositive),
-    effect("optimizer.params.local_step_clipper", slot_of<&C::optimizer, &OptimizerConfig::local_step_clipper>, kPositive),
+    effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, kRate, kAuto).when(optimizer_takes_it),
+    effect("optimizer.params.betas", betas_of_optimizer, kBelowOne, kAuto).when(optimizer_has_betas),
+    effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto).when(optimizer_takes_it),
+    effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, kRate, kAuto).when(optimizer_takes_it),
+    effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>).when(optimizer_takes_it),
+    effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>).when(optimizer_takes_it),
+    effect("optimizer.params.state_dtype", slot_of<&C::optimizer, &OptimizerConfig::state_dtype>).when(optimizer_takes_it),
+    effect("optimizer.params.momentum", slot_of<&C::optimizer, &OptimizerConfig::momentum>, kBelowOne).when(optimizer_takes_it),
+    effect("optimizer.params.dampening", slot_of<&C::optimizer, &OptimizerConfig::dampening>, kShare).when(optimizer_takes_it),
+    effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>).when(optimizer_takes_it),
+    effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.adjust_lr_fn", slot_of<&C::optimizer, &OptimizerConfig::muon_scale>).when(optimizer_takes_it),
+    effect("optimizer.params.freeze_step", slot_of<&C::optimizer, &OptimizerConfig::freeze_step>, kPositive).when(optimizer_takes_it),
+    effect("optimizer.params.coeff_beta", slot_of<&C::optimizer, &OptimizerConfig::coeff_beta>, kBelowOne).when(optimizer_takes_it),
+    effect("optimizer.params.factor_min", slot_of<&C::optimizer, &OptimizerConfig::factor_min>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.factor_max", slot_of<&C::optimizer, &OptimizerConfig::factor_max>, kFp32AboveZero).when(optimizer_takes_it),
+    effect("optimizer.params.factor_threshold", slot_of<&C::optimizer, &OptimizerConfig::factor_threshold>, kBelowOne).when(optimizer_takes_it),
+    effect("optimizer.params.var_freeze_step", slot_of<&C::optimizer, &OptimizerConfig::var_freeze_step>, kPositive).when(optimizer_takes_it),
+    effect("optimizer.params.var_update_scaler", slot_of<&C::optimizer, &OptimizerConfig::var_update_scaler>, kPositive).when(optimizer_takes_it),
+    effect("optimizer.params.local_step_scaler", slot_of<&C::optimizer, &OptimizerConfig::local_step_scaler>, kPositive).when(optimizer_takes_it),
+    effect("optimizer.params.local_step_clipper", slot_of<&C::optimizer, &OptimizerConfig::local_step_clipper>, kPositive).when(optimizer_takes_it),
     ignored("optimizer.params.cuda_aware", "compressed data uses the communicator of the run"),
     ignored("optimizer.params.comm_backend_name", "compressed data uses the communicator of the run"),
     ignored("optimizer.params.ns_method", "there is one implementation of the Newton-Schulz iteration"),
@@ -308,35 +373,35 @@ constexpr Key kKeys[] = {
     effect("gradient_clipping", slot_of<&C::gradient_clipping>, {}, kAuto),
 
     // Learning rate.
-    {.path = "scheduler.type", .slot = slot_of<&C::scheduler, &SchedulerConfig::type>, .takes_null = true},
-    effect("scheduler.params.warmup_min_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_lr>, kRate, kAuto),
-    effect("scheduler.params.warmup_max_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_max_lr>, kRate, kAuto),
-    effect("scheduler.params.warmup_num_steps", slot_of<&C::scheduler, &SchedulerConfig::warmup_num_steps>, {}, kAuto),
-    effect("scheduler.params.warmup_type", slot_of<&C::scheduler, &SchedulerConfig::warmup_type>),
-    effect("scheduler.params.total_num_steps", slot_of<&C::scheduler, &SchedulerConfig::total_num_steps>, kPositive, kAuto),
-    effect("scheduler.params.warmup_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_ratio>, kShare),
-    effect("scheduler.params.cos_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::cos_min_ratio>, kShare),
-    effect("scheduler.params.lr_range_test_min_lr", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_min_lr>, kRate),
-    effect("scheduler.params.lr_range_test_step_size", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_size>, kPositive),
-    effect("scheduler.params.lr_range_test_step_rate", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_rate>, kRate),
-    effect("scheduler.params.lr_range_test_staircase", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_staircase>),
-    effect("scheduler.params.cycle_min_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_lr>, kRate, kAuto),
-    effect("scheduler.params.cycle_max_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_lr>, kRate, kAuto),
-    effect("scheduler.params.cycle_first_step_size", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_step_size>, kPositive),
-    {.path = "scheduler.params.cycle_second_step_size", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_step_size>, .takes_null = true},
-    effect("scheduler.params.cycle_first_stair_count", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_stair_count>, kStairs),
-    {.path = "scheduler.params.cycle_second_stair_count", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_stair_count>, .range = kStairs, .takes_null = true},
-    effect("scheduler.params.decay_lr_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_lr_rate>, kRate),
-    effect("scheduler.params.decay_step_size", slot_of<&C::scheduler, &SchedulerConfig::decay_step_size>),
-    effect("scheduler.params.cycle_momentum", slot_of<&C::scheduler, &SchedulerConfig::cycle_momentum>),
-    effect("scheduler.params.cycle_min_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_mom>, kBelowOne),
-    effect("scheduler.params.cycle_max_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_mom>, kBelowOne),
-    effect("scheduler.params.decay_mom_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_mom_rate>, kRate),
-    effect("scheduler.params.min_lr_ratio", slot_of<&C::scheduler, &SchedulerConfig::min_lr_ratio>, kShare),
-    effect("scheduler.params.num_cycles", slot_of<&C::scheduler, &SchedulerConfig::num_cycles>, kPositive),
-    effect("scheduler.params.decay_num_steps", slot_of<&C::scheduler, &SchedulerConfig::decay_num_steps>),
-    effect("scheduler.params.decay_type", slot_of<&C::scheduler, &SchedulerConfig::decay_type>),
-    effect("scheduler.params.timescale", slot_of<&C::scheduler, &SchedulerConfig::timescale>, kPositive),
+    {.path = "scheduler.type", .slot = slot_of<&C::scheduler, &SchedulerConfig::type>, .takes_null = true, .applies = has_schedule},
+    effect("scheduler.params.warmup_min_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_lr>, kRate, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.warmup_max_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_max_lr>, kRate, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.warmup_num_steps", slot_of<&C::scheduler, &SchedulerConfig::warmup_num_steps>, {}, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.warmup_type", slot_of<&C::scheduler, &SchedulerConfig::warmup_type>).when(schedule_takes_it),
+    effect("scheduler.params.total_num_steps", slot_of<&C::scheduler, &SchedulerConfig::total_num_steps>, kPositive, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.warmup_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_ratio>, kShare).when(schedule_takes_it),
+    effect("scheduler.params.cos_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::cos_min_ratio>, kShare).when(schedule_takes_it),
+    effect("scheduler.params.lr_range_test_min_lr", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_min_lr>, kRate).when(schedule_takes_it),
+    effect("scheduler.params.lr_range_test_step_size", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_size>, kPositive).when(schedule_takes_it),
+    effect("scheduler.params.lr_range_test_step_rate", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_rate>, kRate).when(schedule_takes_it),
+    effect("scheduler.params.lr_range_test_staircase", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_staircase>).when(schedule_takes_it),
+    effect("scheduler.params.cycle_min_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_lr>, kRate, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.cycle_max_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_lr>, kRate, kAuto).when(schedule_takes_it),
+    effect("scheduler.params.cycle_first_step_size", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_step_size>, kPositive).when(schedule_takes_it),
+    {.path = "scheduler.params.cycle_second_step_size", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_step_size>, .takes_null = true, .applies = schedule_takes_it},
+    effect("scheduler.params.cycle_first_stair_count", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_stair_count>, kStairs).when(schedule_takes_it),
+    {.path = "scheduler.params.cycle_second_stair_count", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_stair_count>, .range = kStairs, .takes_null = true, .applies = schedule_takes_it},
+    effect("scheduler.params.decay_lr_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_lr_rate>, kRate).when(schedule_takes_it),
+    effect("scheduler.params.decay_step_size", slot_of<&C::scheduler, &SchedulerConfig::decay_step_size>).when(schedule_takes_it),
+    effect("scheduler.params.cycle_momentum", slot_of<&C::scheduler, &SchedulerConfig::cycle_momentum>).when(schedule_takes_it),
+    effect("scheduler.params.cycle_min_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_mom>, kBelowOne).when(schedule_moves_momentum),
+    effect("scheduler.params.cycle_max_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_mom>, kBelowOne).when(schedule_moves_momentum),
+    effect("scheduler.params.decay_mom_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_mom_rate>, kRate).when(schedule_moves_momentum),
+    effect("scheduler.params.min_lr_ratio", slot_of<&C::scheduler, &SchedulerConfig::min_lr_ratio>, kShare).when(schedule_takes_it),
+    effect("scheduler.params.num_cycles", slot_of<&C::scheduler, &SchedulerConfig::num_cycles>, kPositive).when(schedule_takes_it),
+    effect("scheduler.params.decay_num_steps", slot_of<&C::scheduler, &SchedulerConfig::decay_num_steps>).when(schedule_takes_it),
+    effect("scheduler.params.decay_type", slot_of<&C::scheduler, &SchedulerConfig::decay_type>).when(schedule_takes_it),
+    effect("scheduler.params.timescale", slot_of<&C::scheduler, &SchedulerConfig::timescale>, kPositive).when(schedule_takes_it),
     not_yet("scheduler.params.last_batch_iteration", "[-1]", "a checkpoint restores it"),
 
     // Precision.
@@ -348,7 +413,7 @@ constexpr Key kKeys[] = {
     effect("fp16.consecutive_hysteresis", slot_of<&C::fp16, &Fp16Config::consecutive_hysteresis>),
     effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, kFp32),
     harmless("fp16.auto_cast", "[false]", "inputs are tokens, which are never cast"),
-    effect("fp16.fp16_master_weights_and_grads", slot_of<&C::fp16, &Fp16Config::fp16_master_weights_and_grads>),
+    effect("fp16.fp16_master_weights_and_grads", slot_of<&C::fp16, &Fp16Config::fp16_master_weights_and_grads>).when(in_fp16),
     effect("bf16.enabled", slot_of<&C::bf16, &Bf16Config::enabled>, {}, kAuto),
     harmless("bf16.check_grad_overflow", "[true]", "a step with gradients that are not finite is always skipped"),
     harmless("bf16.immediate_grad_update", "[false]", "gradients are always added in fp32, micro-batch by micro-batch"),
@@ -358,9 +423,9 @@ constexpr Key kKeys[] = {
     refused("bf16.hysteresis", "bf16 has no loss scale; remove its keys"),
     refused("bf16.consecutive_hysteresis", "bf16 has no loss scale; remove its keys"),
     refused("bf16.min_loss_scale", "bf16 has no loss scale; remove its keys"),
-    effect("bf16.bf16_master_weights_and_grads", slot_of<&C::bf16, &Bf16Config::bf16_master_weights_and_grads>),
-    effect("bf16.bf16_optimizer_states", slot_of<&C::bf16, &Bf16Config::bf16_optimizer_states>),
-    effect("bf16.stochastic_rounding", slot_of<&C::bf16, &Bf16Config::stochastic_rounding>),
+    effect("bf16.bf16_master_weights_and_grads", slot_of<&C::bf16, &Bf16Config::bf16_master_weights_and_grads>).when(in_bf16),
+    effect("bf16.bf16_optimizer_states", slot_of<&C::bf16, &Bf16Config::bf16_optimizer_states>).when(in_bf16),
+    effect("bf16.stochastic_rounding", slot_of<&C::bf16, &Bf16Config::stochastic_rounding>).when(has_bf16_masters),
     alias("bfloat16", "bf16"),
     {.path = "data_types.grad_accum_dtype", .slot = slot_of<&C::grad_accum_dtype>, .takes_null = true},
     not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),
@@ -419,8 +484,8 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.zero_quantized_weights", slot_of<&C::zero, &ZeroConfig::quantized_weights>),
     effect("zero_optimization.zero_quantized_nontrainable_weights", slot_of<&C::zero, &ZeroConfig::quantized_nontrainable_weights>),
     effect("zero_optimization.zero_quantized_gradients", slot_of<&C::zero, &ZeroConfig::quantized_gradients>),
-    effect("zero_optimization.zeropp_loco_param.err_beta", slot_of<&C::zero, &ZeroConfig::loco, &ZeroConfig::Loco::err_beta>, kShare),
-    effect("zero_optimization.zeropp_loco_param.reset_T", slot_of<&C::zero, &ZeroConfig::loco, &ZeroConfig::Loco::reset_period>, {1, 1 << 24}),
+    effect("zero_optimization.zeropp_loco_param.err_beta", slot_of<&C::zero, &ZeroConfig::loco, &ZeroConfig::Loco::err_beta>, kShare).when(has_loco),
+    effect("zero_optimization.zeropp_loco_param.reset_T", slot_of<&C::zero, &ZeroConfig::loco, &ZeroConfig::Loco::reset_period>, {1, 1 << 24}).when(has_loco),
     harmless("zero_optimization.compute_grad_norm", "[true]", "a step always needs to know whether its gradients are finite"),
     harmless("zero_optimization.parameter_alignment", "[false]", "the layout decides where parameters are stored"),
     not_yet("zero_optimization.mics_shard_size", "[-1]"),
@@ -430,29 +495,29 @@ constexpr Key kKeys[] = {
     harmless("zero_optimization.enable_sanity_checks", "[false]", "gathering is planned before the run"),
     harmless("zero_optimization.save_muon_momentum_buffer_in_memory", "[false]", "offload_optimizer decides where states are kept"),
     not_yet("zero_optimization.legacy_stage1", "[false]"),
-    effect("zero_optimization.offload_optimizer.device", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::device>, {}, kAuto),
-    effect("zero_optimization.offload_optimizer.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::nvme_path>, {}, kAuto),
-    effect("zero_optimization.offload_optimizer.name", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::name>),
-    effect("zero_optimization.offload_optimizer.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::buffer_count>, {1, 4096}, kAuto),
-    effect("zero_optimization.offload_optimizer.pipeline_read", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_read>, {}, kAuto),
-    effect("zero_optimization.offload_optimizer.pipeline_write", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_write>, {}, kAuto),
-    effect("zero_optimization.offload_optimizer.ratio", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::ratio>, kShare, kAuto),
-    effect("zero_optimization.offload_optimizer.gradients", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::gradients>),
-    effect("zero_optimization.offload_optimizer.delayed_update", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update>),
-    effect("zero_optimization.offload_optimizer.delayed_update_start", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update_start>, kPositive),
-    effect("zero_optimization.offload_optimizer.pin_memory", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pin_memory>, {}, kAuto),
+    effect("zero_optimization.offload_optimizer.device", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::device>, {}, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::nvme_path>, {}, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.name", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::name>).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::buffer_count>, {1, 4096}, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.pipeline_read", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_read>, {}, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.pipeline_write", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_write>, {}, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.ratio", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::ratio>, kShare, kAuto).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.gradients", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::gradients>).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.delayed_update", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update>).when(offloads_states),
+    effect("zero_optimization.offload_optimizer.delayed_update_start", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update_start>, kPositive).when(delays_updates),
+    effect("zero_optimization.offload_optimizer.pin_memory", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pin_memory>, {}, kAuto).when(offloads_states),
     ignored("zero_optimization.offload_optimizer.pipeline", "pipeline_read and pipeline_write replace it"),
     ignored("zero_optimization.offload_optimizer.fast_init", "initial states are zeros and are not read"),
     not_yet("zero_optimization.offload_optimizer.super_offload", "[false]"),
     ignored("zero_optimization.offload_optimizer.cpuadam_cores_perc", "it is for super_offload alone"),
-    effect("zero_optimization.offload_param.device", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::device>, {}, kAuto),
-    effect("zero_optimization.offload_param.pin_memory", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::pin_memory>, {}, kAuto),
-    effect("zero_optimization.offload_param.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::nvme_path>, {}, kAuto),
-    effect("zero_optimization.offload_param.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::buffer_count>, {1, 4096}, kAuto),
+    effect("zero_optimization.offload_param.device", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::device>, {}, kAuto).when(offloads_params),
+    effect("zero_optimization.offload_param.pin_memory", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::pin_memory>, {}, kAuto).when(offloads_params),
+    effect("zero_optimization.offload_param.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::nvme_path>, {}, kAuto).when(offloads_params),
+    effect("zero_optimization.offload_param.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::buffer_count>, {1, 4096}, kAuto).when(offloads_params),
     ignored("zero_optimization.offload_param.buffer_size", "buffers are as large as the largest slice"),
     ignored("zero_optimization.offload_param.max_in_cpu", "buffer_count limits what is in memory"),
-    effect("zero_optimization.cpu_offload", slot_of<&C::zero, &ZeroConfig::cpu_offload>, {}, kAuto),
-    effect("zero_optimization.cpu_offload_param", slot_of<&C::zero, &ZeroConfig::cpu_offload_param>, {}, kAuto),
+    effect("zero_optimization.cpu_offload", slot_of<&C::zero, &ZeroConfig::cpu_offload>, {}, kAuto).when(never),
+    effect("zero_optimization.cpu_offload_param", slot_of<&C::zero, &ZeroConfig::cpu_offload_param>, {}, kAuto).when(never),
     alias("zero_optimization.cpu_offload_params", "zero_optimization.cpu_offload_param"),
     ignored("zero_optimization.cpu_offload_use_pin_memory", "pin_memory of offload_optimizer and offload_param replaces it"),
     ignored_section("zero_optimization.leaf_module", "classes names name_suffixes", "a layer is always gathered as one"),
@@ -463,33 +528,33 @@ constexpr Key kKeys[] = {
     ignored("zero_force_ds_cpu_optimizer", "there are no other optimizers"),
 
     // Reports.
-    effect("steps_per_print", slot_of<&C::steps_per_print>, kSomeLimit, kAuto),
-    effect("wall_clock_breakdown", slot_of<&C::wall_clock_breakdown>, {}, kAuto),
+    effect("steps_per_print", slot_of<&C::monitors, &MonitorsConfig::steps_per_print>, kSomeLimit, kAuto),
+    effect("wall_clock_breakdown", slot_of<&C::monitors, &MonitorsConfig::wall_clock_breakdown>, {}, kAuto),
     harmless("memory_breakdown", "[false]", "metrics.jsonl has the memory of every step by tag"),
     harmless("dump_state", "[false]", "ds-train --check prints the resolved configuration"),
     harmless("log_level", "[null]", "messages have no levels"),
     harmless("timers.throughput.enabled", "[true]", "metrics.jsonl has the throughput of every step"),
     harmless("timers.throughput.synchronized", "[true]", "a step ends when its numbers are known"),
-    effect("flops_profiler.enabled", slot_of<&C::flops_profiler, &FlopsProfilerConfig::enabled>),
-    effect("flops_profiler.profile_step", slot_of<&C::flops_profiler, &FlopsProfilerConfig::profile_step>, kPositive),
-    effect("flops_profiler.detailed", slot_of<&C::flops_profiler, &FlopsProfilerConfig::detailed>),
-    place("flops_profiler.output_file", slot_of<&C::flops_profiler, &FlopsProfilerConfig::output_file>),
+    effect("flops_profiler.enabled", slot_of<&C::monitors, &MonitorsConfig::flops_profiler, &FlopsProfilerConfig::enabled>),
+    effect("flops_profiler.profile_step", slot_of<&C::monitors, &MonitorsConfig::flops_profiler, &FlopsProfilerConfig::profile_step>, kPositive).when(is_on<&MonitorsConfig::flops_profiler>),
+    effect("flops_profiler.detailed", slot_of<&C::monitors, &MonitorsConfig::flops_profiler, &FlopsProfilerConfig::detailed>).when(is_on<&MonitorsConfig::flops_profiler>),
+    place("flops_profiler.output_file", slot_of<&C::monitors, &MonitorsConfig::flops_profiler, &FlopsProfilerConfig::output_file>).when(is_on<&MonitorsConfig::flops_profiler>),
     harmless("flops_profiler.module_depth", "[-1]", "the report is by operation and pass, not by layer"),
     harmless("flops_profiler.top_modules", "[1]", "the report is by operation and pass, not by layer"),
     harmless("flops_profiler.recompute_fwd_factor", "[0]", "recomputation is counted, not estimated"),
-    effect("comms_logger.enabled", slot_of<&C::comms_logger, &CommsLoggerConfig::enabled>),
-    effect("comms_logger.verbose", slot_of<&C::comms_logger, &CommsLoggerConfig::verbose>),
-    effect("comms_logger.prof_all", slot_of<&C::comms_logger, &CommsLoggerConfig::prof_all>),
-    effect("comms_logger.prof_ops", slot_of<&C::comms_logger, &CommsLoggerConfig::prof_ops>),
+    effect("comms_logger.enabled", slot_of<&C::monitors, &MonitorsConfig::comms_logger, &CommsLoggerConfig::enabled>),
+    effect("comms_logger.verbose", slot_of<&C::monitors, &MonitorsConfig::comms_logger, &CommsLoggerConfig::verbose>).when(is_on<&MonitorsConfig::comms_logger>),
+    effect("comms_logger.prof_all", slot_of<&C::monitors, &MonitorsConfig::comms_logger, &CommsLoggerConfig::prof_all>).when(is_on<&MonitorsConfig::comms_logger>),
+    effect("comms_logger.prof_ops", slot_of<&C::monitors, &MonitorsConfig::comms_logger, &CommsLoggerConfig::prof_ops>).when(is_on<&MonitorsConfig::comms_logger>),
     harmless("comms_logger.debug", "[false]", "operations are always named by axis: dp, tp, sp, pp"),
-    effect("tensorboard.enabled", slot_of<&C::tensorboard, &MonitorConfig::enabled>),
-    place("tensorboard.output_path", slot_of<&C::tensorboard, &MonitorConfig::output_path>),
-    effect("tensorboard.job_name", slot_of<&C::tensorboard, &MonitorConfig::job_name>),
-    effect("csv_monitor.enabled", slot_of<&C::csv_monitor, &MonitorConfig::enabled>),
-    place("csv_monitor.output_path", slot_of<&C::csv_monitor, &MonitorConfig::output_path>),
-    effect("csv_monitor.job_name", slot_of<&C::csv_monitor, &MonitorConfig::job_name>),
-    effect("prometheus.file", slot_of<&C::prometheus, &PrometheusConfig::file>),
-    effect("prometheus.job_name", slot_of<&C::prometheus, &PrometheusConfig::job_name>),
+    effect("tensorboard.enabled", slot_of<&C::monitors, &MonitorsConfig::tensorboard, &MonitorConfig::enabled>),
+    place("tensorboard.output_path", slot_of<&C::monitors, &MonitorsConfig::tensorboard, &MonitorConfig::output_path>).when(is_on<&MonitorsConfig::tensorboard>),
+    effect("tensorboard.job_name", slot_of<&C::monitors, &MonitorsConfig::tensorboard, &MonitorConfig::job_name>).when(is_on<&MonitorsConfig::tensorboard>),
+    effect("csv_monitor.enabled", slot_of<&C::monitors, &MonitorsConfig::csv_monitor, &MonitorConfig::enabled>),
+    place("csv_monitor.output_path", slot_of<&C::monitors, &MonitorsConfig::csv_monitor, &MonitorConfig::output_path>).when(is_on<&MonitorsConfig::csv_monitor>),
+    effect("csv_monitor.job_name", slot_of<&C::monitors, &MonitorsConfig::csv_monitor, &MonitorConfig::job_name>).when(is_on<&MonitorsConfig::csv_monitor>),
+    effect("prometheus.file", slot_of<&C::monitors, &MonitorsConfig::prometheus, &PrometheusConfig::file>).when(writes_prometheus),
+    effect("prometheus.job_name", slot_of<&C::monitors, &MonitorsConfig::prometheus, &PrometheusConfig::job_name>).when(writes_prometheus),
     harmless_section("wandb", "enabled", "[false]", "enabled group team project",
                      "its files need its Python library; metrics.jsonl has the same numbers"),
     harmless_section("comet", "enabled", "[false]",
@@ -498,34 +563,34 @@ constexpr Key kKeys[] = {
 
     // Other sections of DeepSpeed.
     effect("activation_checkpointing.granularity", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::granularity>),
-    effect("activation_checkpointing.interval", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::interval>),
-    {.path = "activation_checkpointing.partition_activations", .slot = slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::partition_activations>, .takes_null = true},
-    {.path = "activation_checkpointing.cpu_checkpointing", .slot = slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::cpu_checkpointing>, .takes_null = true},
-    effect("activation_checkpointing.nvme_path", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::nvme_path>, {}, kAuto),
-    effect("activation_checkpointing.buffer_count", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::buffer_count>, {1, 4096}),
+    effect("activation_checkpointing.interval", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::interval>).when(recomputes_layers),
+    {.path = "activation_checkpointing.partition_activations", .slot = slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::partition_activations>, .takes_null = true, .applies = recomputes_layers},
+    {.path = "activation_checkpointing.cpu_checkpointing", .slot = slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::cpu_checkpointing>, .takes_null = true, .applies = recomputes_layers},
+    effect("activation_checkpointing.nvme_path", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::nvme_path>, {}, kAuto).when(recomputes_layers),
+    effect("activation_checkpointing.buffer_count", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::buffer_count>, {1, 4096}).when(stores_inputs_in_file),
     ignored("activation_checkpointing.contiguous_memory_optimization", "activation memory is always planned ahead, without holes"),
     ignored("activation_checkpointing.synchronize_checkpoint_boundary", "it is for measurements and does not affect results"),
     harmless("activation_checkpointing.profile", "[false]", "metrics.jsonl has the time of every step"),
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
-    effect("sparse_attention.mode", slot_of<&C::sparse_attention, &S::mode>),
-    effect("sparse_attention.block", slot_of<&C::sparse_attention, &S::block>, {16, 128}),
-    effect("sparse_attention.different_layout_per_head", slot_of<&C::sparse_attention, &S::different_layout_per_head>),
-    effect("sparse_attention.attention", direction_of_attention),
-    effect("sparse_attention.num_local_blocks", slot_of<&C::sparse_attention, &S::num_local_blocks>, kPositive),
-    effect("sparse_attention.num_global_blocks", slot_of<&C::sparse_attention, &S::num_global_blocks>, kPositive),
-    effect("sparse_attention.horizontal_global_attention", slot_of<&C::sparse_attention, &S::horizontal_global_attention>),
-    effect("sparse_attention.num_different_global_patterns", slot_of<&C::sparse_attention, &S::num_different_global_patterns>, kPositive),
-    effect("sparse_attention.num_random_blocks", slot_of<&C::sparse_attention, &S::num_random_blocks>),
-    effect("sparse_attention.local_window_blocks", slot_of<&C::sparse_attention, &S::local_window_blocks>, kPositive),
-    effect("sparse_attention.global_block_indices", slot_of<&C::sparse_attention, &S::global_block_indices>),
-    {.path = "sparse_attention.global_block_end_indices", .slot = slot_of<&C::sparse_attention, &S::global_block_end_indices>, .takes_null = true},
-    effect("sparse_attention.num_sliding_window_blocks", slot_of<&C::sparse_attention, &S::num_sliding_window_blocks>, kPositive),
-    effect("sparse_attention.layout", slot_of<&C::sparse_attention, &S::layout>),
-    effect("aio.method", slot_of<&C::aio, &AioConfig::method>),
-    effect("aio.block_size", slot_of<&C::aio, &AioConfig::block_size>, {4096, 1 << 30}, kAuto),
-    effect("aio.queue_depth", slot_of<&C::aio, &AioConfig::queue_depth>, {1, 4096}, kAuto),
-    effect("aio.intra_op_parallelism", slot_of<&C::aio, &AioConfig::intra_op_parallelism>, {1, 256}, kAuto),
-    effect("aio.checksum", slot_of<&C::aio, &AioConfig::checksum>),
+    effect("sparse_attention.mode", slot_of<&C::sparse_attention, &S::mode>).when(sparse_mode_takes_it),
+    effect("sparse_attention.block", slot_of<&C::sparse_attention, &S::block>, {16, 128}).when(sparse_mode_takes_it),
+    effect("sparse_attention.different_layout_per_head", slot_of<&C::sparse_attention, &S::different_layout_per_head>).when(sparse_mode_takes_it),
+    effect("sparse_attention.attention", direction_of_attention).when(sparse_mode_takes_it),
+    effect("sparse_attention.num_local_blocks", slot_of<&C::sparse_attention, &S::num_local_blocks>, kPositive).when(sparse_mode_takes_it),
+    effect("sparse_attention.num_global_blocks", slot_of<&C::sparse_attention, &S::num_global_blocks>, kPositive).when(sparse_mode_takes_it),
+    effect("sparse_attention.horizontal_global_attention", slot_of<&C::sparse_attention, &S::horizontal_global_attention>).when(sparse_mode_takes_it),
+    effect("sparse_attention.num_different_global_patterns", slot_of<&C::sparse_attention, &S::num_different_global_patterns>, kPositive).when(sparse_mode_takes_it),
+    effect("sparse_attention.num_random_blocks", slot_of<&C::sparse_attention, &S::num_random_blocks>).when(sparse_mode_takes_it),
+    effect("sparse_attention.local_window_blocks", slot_of<&C::sparse_attention, &S::local_window_blocks>, kPositive).when(sparse_mode_takes_it),
+    effect("sparse_attention.global_block_indices", slot_of<&C::sparse_attention, &S::global_block_indices>).when(sparse_mode_takes_it),
+    {.path = "sparse_attention.global_block_end_indices", .slot = slot_of<&C::sparse_attention, &S::global_block_end_indices>, .takes_null = true, .applies = sparse_mode_takes_it},
+    effect("sparse_attention.num_sliding_window_blocks", slot_of<&C::sparse_attention, &S::num_sliding_window_blocks>, kPositive).when(sparse_mode_takes_it),
+    effect("sparse_attention.layout", slot_of<&C::sparse_attention, &S::layout>).when(sparse_mode_takes_it),
+    effect("aio.method", slot_of<&C::aio, &AioConfig::method>).when(uses_files),
+    effect("aio.block_size", slot_of<&C::aio, &AioConfig::block_size>, {4096, 1 << 30}, kAuto).when(uses_files),
+    effect("aio.queue_depth", slot_of<&C::aio, &AioConfig::queue_depth>, {1, 4096}, kAuto).when(uses_files),
+    effect("aio.intra_op_parallelism", slot_of<&C::aio, &AioConfig::intra_op_parallelism>, {1, 256}, kAuto).when(uses_files),
+    effect("aio.checksum", slot_of<&C::aio, &AioConfig::checksum>).when(uses_files),
     ignored("aio.thread_count", "DeepSpeed itself does not read it; use aio.intra_op_parallelism"),
     ignored("aio.verbose", "DeepSpeed itself does not read it"),
     ignored("aio.num_threads", "DeepSpeed itself does not read it; use aio.intra_op_parallelism"),
@@ -533,8 +598,8 @@ constexpr Key kKeys[] = {
     ignored("aio.overlap_events", "requests always overlap"),
     not_yet("aio.use_gds", "[false]"),
     effect("pipeline.stages", slot_of<&C::pipeline, &PipelineConfig::stages>, {1, kDegree.high}, kAuto),
-    effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>),
-    effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>),
+    effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>).when(has_chunks),
+    effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>).when(has_chunks),
     effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, 1024}),
     alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
     ignored("pipeline.seed_layers", "every parameter has initial values of its own"),
@@ -594,45 +659,45 @@ constexpr Key kKeys[] = {
                      "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num model_name",
                      "only compression_training asks for it"),
     effect("diloco.enabled", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::enabled>),
-    effect("diloco.workers", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::workers>, {1, kDegree.high}),
-    effect("diloco.sync_every", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::sync_every>, kPositive),
-    effect("diloco.outer_lr", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_lr>, {0, 10}),
-    effect("diloco.outer_momentum", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_momentum>, kBelowOne),
-    effect("diloco.nesterov", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::nesterov>),
-    effect("diloco.fragments", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::fragments>, kPositive),
-    effect("diloco.overlap_steps", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::overlap_steps>, {0, kMostCount}),
-    effect("diloco.local_share", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::local_share>, kShare),
-    effect("diloco.outer_gradient_bits", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_gradient_bits>, {4, 32}),
+    effect("diloco.workers", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::workers>, {1, kDegree.high}).when(has_diloco),
+    effect("diloco.sync_every", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::sync_every>, kPositive).when(has_diloco),
+    effect("diloco.outer_lr", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_lr>, {0, 10}).when(has_diloco),
+    effect("diloco.outer_momentum", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_momentum>, kBelowOne).when(has_diloco),
+    effect("diloco.nesterov", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::nesterov>).when(has_diloco),
+    effect("diloco.fragments", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::fragments>, kPositive).when(has_diloco),
+    effect("diloco.overlap_steps", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::overlap_steps>, {0, kMostCount}).when(has_diloco),
+    effect("diloco.local_share", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::local_share>, kShare).when(has_diloco),
+    effect("diloco.outer_gradient_bits", slot_of<&C::optimizer, &OptimizerConfig::diloco, &DilocoConfig::outer_gradient_bits>, {4, 32}).when(has_diloco),
     effect("curriculum_learning.enabled", slot_of<&C::curriculum, &CurriculumConfig::enabled>),
     not_yet("curriculum_learning.curriculum_type", R"(["seqlen"])", "only the length of sequences can grow"),
-    effect("curriculum_learning.min_difficulty", slot_of<&C::curriculum, &CurriculumConfig::min_difficulty>, {1, 1 << 24}),
-    effect("curriculum_learning.max_difficulty", slot_of<&C::curriculum, &CurriculumConfig::max_difficulty>, {1, 1 << 24}),
-    effect("curriculum_learning.schedule_type", slot_of<&C::curriculum, &CurriculumConfig::schedule>),
-    effect("curriculum_learning.schedule_config.total_curriculum_step", slot_of<&C::curriculum, &CurriculumConfig::total_curriculum_step>, kPositive),
-    effect("curriculum_learning.schedule_config.difficulty_step", slot_of<&C::curriculum, &CurriculumConfig::difficulty_step>, {1, 1 << 24}),
-    effect("curriculum_learning.schedule_config.root_degree", slot_of<&C::curriculum, &CurriculumConfig::root_degree>, {1, 100}),
-    effect("curriculum_learning.schedule_config.difficulty", slot_of<&C::curriculum, &CurriculumConfig::difficulty>, {1, 1 << 24}),
-    effect("curriculum_learning.schedule_config.max_step", slot_of<&C::curriculum, &CurriculumConfig::max_step>, kPositive),
+    effect("curriculum_learning.min_difficulty", slot_of<&C::curriculum, &CurriculumConfig::min_difficulty>, {1, 1 << 24}).when(curriculum_grows),
+    effect("curriculum_learning.max_difficulty", slot_of<&C::curriculum, &CurriculumConfig::max_difficulty>, {1, 1 << 24}).when(curriculum_grows),
+    effect("curriculum_learning.schedule_type", slot_of<&C::curriculum, &CurriculumConfig::schedule>).when(has_curriculum),
+    effect("curriculum_learning.schedule_config.total_curriculum_step", slot_of<&C::curriculum, &CurriculumConfig::total_curriculum_step>, kPositive).when(curriculum_grows),
+    effect("curriculum_learning.schedule_config.difficulty_step", slot_of<&C::curriculum, &CurriculumConfig::difficulty_step>, {1, 1 << 24}).when(curriculum_grows),
+    effect("curriculum_learning.schedule_config.root_degree", slot_of<&C::curriculum, &CurriculumConfig::root_degree>, {1, 100}).when(curriculum_is_a_root),
+    effect("curriculum_learning.schedule_config.difficulty", slot_of<&C::curriculum, &CurriculumConfig::difficulty>, {1, 1 << 24}).when(curriculum_is_a_list),
+    effect("curriculum_learning.schedule_config.max_step", slot_of<&C::curriculum, &CurriculumConfig::max_step>, kPositive).when(curriculum_is_a_list),
     effect("data_efficiency.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::data_efficiency>),
     ignored("data_efficiency.seed", "seed determines which tokens a layer keeps"),
     not_yet_section("data_efficiency.data_sampling", "enabled", "[false]",
                     "enabled num_epochs num_workers pin_memory curriculum_learning dynamic_batching",
                     "use curriculum_learning for growing sequences"),
-    effect("data_efficiency.data_routing.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::data_routing>),
-    effect("data_efficiency.data_routing.random_ltd.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::enabled>),
-    effect("data_efficiency.data_routing.random_ltd.total_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::total_layer_num>, kPositive),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::random_ltd_layer_num>, kPositive),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_id", slot_of<&C::random_ltd, &RandomLtdConfig::layers>, {0, kMostCount}),
+    effect("data_efficiency.data_routing.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::data_routing>).when(has_data_efficiency),
+    effect("data_efficiency.data_routing.random_ltd.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::enabled>).when(has_data_routing),
+    effect("data_efficiency.data_routing.random_ltd.total_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::total_layer_num>, kPositive).when(gives_total_layers),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::random_ltd_layer_num>, kPositive).when(gives_dropping_layers),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_id", slot_of<&C::random_ltd, &RandomLtdConfig::layers>, {0, kMostCount}).when(drops_tokens),
     ignored("data_efficiency.data_routing.random_ltd.model_mask_name", "the model defines the masks of its layers"),
     ignored("data_efficiency.data_routing.random_ltd.model_type", "the model says itself whether it is causal"),
     ignored("data_efficiency.data_routing.random_ltd.hidden_state_order", "there is one order of a layer's rows"),
     ignored("data_efficiency.data_routing.random_ltd.micro_batch_size", "DeepSpeed sets it itself"),
     ignored("data_efficiency.data_routing.random_ltd.global_batch_size", "DeepSpeed sets it itself"),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value", slot_of<&C::random_ltd, &RandomLtdConfig::min_value>, {1, 1 << 24}),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.max_value", slot_of<&C::random_ltd, &RandomLtdConfig::max_value>, {1, 1 << 24}),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value", slot_of<&C::random_ltd, &RandomLtdConfig::min_value>, {1, 1 << 24}).when(drops_tokens),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.max_value", slot_of<&C::random_ltd, &RandomLtdConfig::max_value>, {1, 1 << 24}).when(drops_tokens),
     not_yet("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_type", R"(["fixed_linear"])", "DeepSpeed has no other"),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps", slot_of<&C::random_ltd, &RandomLtdConfig::require_steps>, kPositive),
-    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step", slot_of<&C::random_ltd, &RandomLtdConfig::seq_per_step>, {1, 1 << 24}),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps", slot_of<&C::random_ltd, &RandomLtdConfig::require_steps>, kPositive).when(drops_tokens),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step", slot_of<&C::random_ltd, &RandomLtdConfig::seq_per_step>, {1, 1 << 24}).when(drops_tokens),
     not_yet_section("data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "enabled", "[false]",
                     "enabled total_layer_tokens warmup_type warmup_layer_tokens", "DeepSpeed does not have it either"),
     not_yet_section("compression_training",
@@ -679,30 +744,30 @@ constexpr Key kKeys[] = {
     effect("cuda.autotune_file", slot_of<&C::cuda, &CudaConfig::autotune_file>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
-    effect("loss_norm", slot_of<&C::loss_norm>),
-    effect("label_smoothing", slot_of<&C::label_smoothing>, kBelowOne),
-    effect("z_loss", slot_of<&C::z_loss>, kRate),
+    effect("loss_norm", slot_of<&C::loss, &LossConfig::norm>),
+    effect("label_smoothing", slot_of<&C::loss, &LossConfig::label_smoothing>, kBelowOne),
+    effect("z_loss", slot_of<&C::loss, &LossConfig::z_loss>, kRate),
     effect("communication.backend", slot_of<&C::communication, &CommunicationConfig::backend>),
     effect("communication.timeout_s", slot_of<&C::communication, &CommunicationConfig::timeout_s>, kSeconds),
     effect("data.train", slot_of<&C::data, &DataConfig::train>),
     effect("data.validation", slot_of<&C::data, &DataConfig::validation>),
-    effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
+    effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne).when(has_no_validation_files),
     effect("data.weights", slot_of<&C::data, &DataConfig::weights>, kWeight),
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>, {}, kAuto),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.token_dtype", slot_of<&C::data, &DataConfig::token_dtype>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
-    effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken),
+    effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken).when(has_documents),
     effect("data.packing", slot_of<&C::data, &DataConfig::packing>),
     effect("data.chat_template.begin", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::begin>),
     effect("data.chat_template.system", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::system>),
     effect("data.chat_template.user", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::user>),
     effect("data.chat_template.assistant", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::assistant>),
     effect("data.chat_template.tool", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::tool>),
-    effect("data.mlm.probability", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::probability>, kOpenShare),
-    effect("data.mlm.mask_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::mask_token>, kToken),
-    effect("data.mlm.cls_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::cls_token>, kToken),
-    effect("data.mlm.sep_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::sep_token>, kToken),
+    effect("data.mlm.probability", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::probability>, kOpenShare).when(masks_tokens),
+    effect("data.mlm.mask_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::mask_token>, kToken).when(masks_tokens),
+    effect("data.mlm.cls_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::cls_token>, kToken).when(masks_tokens),
+    effect("data.mlm.sep_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::sep_token>, kToken).when(masks_tokens),
     effect("data.seed", slot_of<&C::data, &DataConfig::seed>, {0, 4294967295}),
     effect("eval.every", slot_of<&C::eval, &EvalConfig::every>, kLimit),
     effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),

@@ -18,7 +18,7 @@ namespace ds {
 
 // Names of an enum's values in JSON; the first name of a value is the one written.
 struct EnumName {
-  static constexpr u8 kLater = 255;  // a name that DeepSpeed or Hugging Face knows and we do not have yet
+  static constexpr u8 kLater = 255;  // a name of DeepSpeed or Hugging Face that is not supported yet
   std::string_view name;
   u8 value = kLater;
 };
@@ -31,33 +31,33 @@ struct BetasSlot {  // a JSON array of two
   double *first, *second;
 };
 
-// Where a value goes, and by that its type. A vector of strings also takes one string.
+// The member that a value is stored in, which determines its type. A vector of strings also takes a single string.
 using Slot = std::variant<bool*, i64*, double*, float*, std::string*, EnumSlot, BetasSlot, std::vector<std::string>*,
                           std::vector<float>*, std::vector<i64>*>;
 
 inline constexpr i64 kMostBatch = i64{1} << 31;    // samples of a step
-inline constexpr i64 kMostAccumulation = 100'000;  // a step is planned micro-batch by micro-batch
+inline constexpr i64 kMostAccumulation = 100'000;  // every micro-batch of a step is planned
 
 struct Range {
   double low = 0;
   double high = std::numeric_limits<double>::infinity();  // of an integer kMostCount
-  bool open_low = false;                                  // low itself is out
-  bool open_high = false;                                 // high itself is out
-  bool fp32 = false;                                      // a double that computes as fp32
+  bool open_low = false;                                  // low itself is excluded
+  bool open_high = false;                                 // high itself is excluded
+  bool fp32 = false;                                      // a double that is used as fp32
 };
 
 enum class KeyKind : u8 {
-  Effect,         // stored in `slot`
-  NotYet,         // only the values in `values` pass: they ask for nothing that we do not do
-  NotYetSection,  // an object that passes when its members `name` (words; a.b reaches inside) have one of `values`; one
-                  // that is missing passes if takes_null; without a name only {} passes
-  Ignored,        // changes nothing, here and mostly there too: a warning that says `note`
+  Effect,          // stored in `slot`
+  NotYet,          // only the values in `values` pass: they do not ask for a missing feature
+  NotYetSection,   // an object that passes if its members `name` (words; a.b is nested) have one of `values`; a missing
+                   // member passes if takes_null; without a name only {} passes
+  Ignored,         // no effect, and mostly none in DeepSpeed: a warning that contains `note`
   IgnoredSection,  // an object of members that are Ignored
   Subtable,        // an object that has tables of its own
-  Silent,          // bookkeeping of the writer of the file
+  Silent,          // bookkeeping of the program that wrote the file
   Alias,           // another spelling of the key or section `name`
   Deprecated,      // Alias with a warning
-  Refused,         // an error that says `note`
+  Refused,         // an error that contains `note`
 };
 
 struct Key {
@@ -65,23 +65,34 @@ struct Key {
   KeyKind kind = KeyKind::Effect;
   Slot (*slot)(void* root) = nullptr;
   Range range = {};
-  bool takes_auto = false;        // "auto" leaves the default
-  bool takes_null = false;        // null leaves the default
-  bool takes_empty = false;       // likewise ""
-  bool harmless = false;          // NotYet, NotYetSection: what does not pass is a warning, for no number depends on it
-  std::string_view name = {};     // Alias, Deprecated: the target path; NotYetSection: the switch
+  bool takes_auto = false;     // "auto" leaves the default
+  bool takes_null = false;     // null leaves the default
+  bool takes_empty = false;    // likewise ""
+  bool harmless = false;       // NotYet, NotYetSection: other values are a warning, since results do not depend on them
+  std::string_view name = {};  // Alias, Deprecated: the target path; NotYetSection: the switch
   std::string_view values = {};   // JSON array
   std::string_view members = {};  // sections: the names inside, separated by blanks
   std::string_view note = {};
+  // Effect: the condition under which the key has one; null: always.
+  bool (*applies)(const Config&, std::string_view path) = nullptr;
+
+  constexpr Key when(bool (*condition)(const Config&, std::string_view path)) const noexcept {
+    Key key = *this;
+    key.applies = condition;
+    return key;
+  }
+  bool has_effect(const Config& config) const {
+    return kind == KeyKind::Effect && (applies == nullptr || applies(config, path));
+  }
 };
 
-// The rows of ds_config.json; root is a Config. Inline models are read by model_keys.
+// The rows of ds_config.json; root is a Config. model_keys() has those of inline models.
 std::span<const Key> config_keys();
-// Those of an object of optimizer.param_groups; root is the UpdateConfig of a ParamGroupConfig. Those that are neither
-// params, frozen nor type are keys of optimizer.params, too.
+// The rows of an object in optimizer.param_groups; root is the UpdateConfig of a ParamGroupConfig. All but params,
+// frozen and type are also keys of optimizer.params.
 std::span<const Key> param_group_keys();
 
-// The name that is written for a value; empty if it has none.
+// The name with which a value is written; empty if it has none.
 std::string_view enum_name(std::span<const EnumName> names, u8 value);
 
 // "integer, at least 1", "one of fp32, bf16, fp16", ...; the value in a slot as JSON.

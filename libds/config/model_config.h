@@ -6,8 +6,8 @@
 
 namespace ds {
 
-// Where a model configuration stands decides what a missing key means: in a config.json Hugging Face's default, inline
-// the sizes must be said and dropout is 0.
+// The default of a missing key depends on where the model is described: in a config.json it is Hugging Face's; inline,
+// sizes are required and dropout is 0.
 enum class ModelSource { File, Inline };
 
 // Reads `object` (config.json, or the inline section without "path"), whose paths begin with `prefix`; appends every
@@ -15,25 +15,25 @@ enum class ModelSource { File, Inline };
 ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
                        std::vector<Diagnostic>& diagnostics);
 
-// The rows of a family. They are relative to a root of the reader's own.
+// The rows of a family. Their root is private to the reader.
 std::vector<Key> model_keys(Family family, ModelSource source);
 
 // Opens config.json, or the one in a directory, and reads it.
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
 
-// The model that a config.json describes, where it is one of the zoo by its `architectures`. Nothing where it is none,
-// and, with the reason, where this library cannot build it.
+// The model that a config.json describes, if its `architectures` name a supported one. Nothing if not, or, with the
+// reason in `why`, if this library cannot build it.
 std::optional<ModelConfig> known_model(const Json& config, std::string& why);
 
-// What the shapes of a model's parameters do not tell: how many heads share them, how positions turn them. Dropout and
-// the spread of first weights are a run's own business, and so is the length that a rotation could have. `saved` is the
-// config.json of a checkpoint; one of no model of the zoo is not compared. Throws Errc::Mismatch, which names the key.
+// Throws Errc::Mismatch, naming the key, if two models differ in properties that the shapes of their parameters do not
+// show, such as the number of heads or the rotary embedding. Dropout, the range of initial weights and the maximum
+// length may differ between runs. `saved` is the config.json of a checkpoint; an unsupported model is not compared.
 void check_same_model(const Json& saved, const ModelConfig& now, const std::string& step_dir);
 
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);
-// A published config.json with the model's keys as model_config_json writes them, and the rest as it was: no key twice
-// under two names.
+// A published config.json in which the model's keys are replaced by those of model_config_json, and the rest is kept.
+// No key appears under two names.
 Json publish_model(const Json& published, const ModelConfig& model);
 
 }  // namespace ds

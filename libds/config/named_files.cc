@@ -31,7 +31,7 @@ void add_data(std::vector<NamedFile>& all, std::string_view key, const DataConfi
 
 std::vector<NamedFile> named_inputs(const Config& c) {
   std::vector<NamedFile> all;
-  if (!c.model_path.empty()) all.push_back({"model.path", c.model_path, true});
+  if (!c.published.path.empty()) all.push_back({"model.path", c.published.path, true});
   add_data(all, "data.train", c.data, c.data.train);
   add_data(all, "data.validation", c.data, c.data.validation);
   if (!c.data.tokenizer.empty() && c.data.tokenizer != "bytes")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The files that a configuration names for a run to read: the one list of them, for checks of what they are and of what
-// a run may write.
+// The files that a run reads because its configuration names them. They are checked before they are opened, and no
+// output may replace one.
 
 #include <fmt/format.h>
 
@@ -19,9 +19,9 @@ struct NamedFile {
   std::string path;  // a name may stand for several files, such as Megatron's two
   bool may_be_directory = false;
 };
-// Some may not exist: the first run makes the file of cuda.autotune_file.
+// Some may not exist: the first run creates the file of cuda.autotune_file.
 std::vector<NamedFile> named_inputs(const Config& config);
-// Why it can never be read: "is a directory, not a file". Empty if it can be, or does not exist.
+// The reason why it cannot be an input, such as "is a directory, not a file". Empty if there is none, or no such file.
 std::string why_not_input(const NamedFile& file);
 // Returns read(). A file that cannot be opened is a mistake of the configuration: Errc::Io becomes Errc::Config. The
 // messages of both get the key.

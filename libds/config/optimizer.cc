@@ -173,7 +173,7 @@ void check_signs(const Config& c, Reader& r) {
             fmt::format("{} has the momentum of all parameters on every rank, beside what it sends: states stay there",
                         name),
             Errc::Unavailable);
-  if (local_steps && c.sequence_parallel_size > 1)
+  if (local_steps && c.sequence_parallel.size > 1)
     r.error(kType,
             fmt::format("ranks of {} step for themselves, and those of sequence_parallel_size have parts of one "
                         "sequence alone",

@@ -82,8 +82,8 @@ bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things
 
 // In how many parts sequences are cut.
 i64 cuts_of(const Config& c) {
-  const i64 s = c.sequence_parallel_size;
-  return c.sequence_parallel_mode == SequenceParallelMode::Ring && s > 1 ? 2 * s : s;
+  const i64 s = c.sequence_parallel.size;
+  return c.sequence_parallel.mode == SequenceParallelMode::Ring && s > 1 ? 2 * s : s;
 }
 
 }  // namespace
@@ -149,7 +149,7 @@ std::string stages_problem(const ModelConfig& m, i64 stages) {
 }
 
 std::string length_problem(const Config& c, i64 length) {
-  const i64 s = c.sequence_parallel_size, t = c.tensor_parallel.tp_size, cuts = cuts_of(c);
+  const i64 s = c.sequence_parallel.size, t = c.tensor_parallel.tp_size, cuts = cuts_of(c);
   if (length % cuts != 0)
     return fmt::format("{} tokens cannot be cut in {} parts ({} {}{}); {} would do", length, cuts, kSp, s,
                        cuts > s ? ", two chunks on each rank" : "", multiples(length, cuts));
@@ -174,7 +174,7 @@ std::string tp_problem(const ModelConfig& m, i64 tp) {
   return fmt::format("{} cannot be shared by {} ranks; {} would do", what, tp, any_of(degrees(m.heads, fits)));
 }
 
-i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
+i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   // DeepSpeed has two names for it, and 0 for none.
   TensorParallelConfig& tp = c.tensor_parallel;
   tp.tp_size = std::max<i64>(tp.tp_size, 1);
@@ -209,7 +209,7 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
     r.warning(kBuffers, fmt::format("has no effect: there is no {}", kPath));
 
   if (r.any_broken({kStages, kVirtual, kTp, kAutoTp, kSp})) return 1;
-  const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;
+  const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size;
   const i64 replica = p * t * s;
   if (world % replica == 0) return world / replica;
   std::string product;
@@ -217,13 +217,13 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
     if (degree > 1) product += fmt::format("{}{} {}", product.empty() ? "" : " x ", key, degree);
   }
   const std::string_view key = p > 1 ? kStages : t > 1 ? kTp : kSp;
-  if (!trains(use)) {
+  if (!trains(c.use)) {
     r.warning(key, fmt::format("{} has no effect: it does not divide the {} rank{} that there are, which do without",
                                product, world, world == 1 ? "" : "s"));
     c.pipeline = {};
     c.tensor_parallel = {};
-    c.sequence_parallel_size = 1;
-    c.sequence_parallel_mode = {};
+    c.sequence_parallel.size = 1;
+    c.sequence_parallel.mode = {};
     return world;
   }
   r.error(key, fmt::format("{} does not divide the {} rank{} that there are; with {} ranks it works",
@@ -233,10 +233,10 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
   return 1;
 }
 
-void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader& r) {
-  const bool has_steps = trains(use), passes = use != ConfigUse::Generate;
-  const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size, p = c.pipeline.stages;
-  const bool ring = c.sequence_parallel_mode == SequenceParallelMode::Ring;
+void check_parallel(const Config& c, Reader& r) {
+  const bool has_steps = trains(c.use), passes = c.use != ConfigUse::Generate;
+  const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size, p = c.pipeline.stages;
+  const bool ring = c.sequence_parallel.mode == SequenceParallelMode::Ring;
   if (passes && !r.any_broken({kStages, kSchedule, kVirtual, kAccumulation}) && c.batch.accumulation > 0) {
     if (const std::string why = schedule_problem(c.pipeline, c.batch.accumulation); !why.empty()) {
       // The sentence begins with a key, which the diagnostic names.
@@ -270,7 +270,7 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
             Errc::Unavailable);
 
   const ModelConfig& m = c.model;
-  if (!model_is_sound || m.layers == 0) return;
+  if (m.layers == 0) return;
   if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
     r.warning(kInterval,
               fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));

@@ -48,13 +48,6 @@ void resolve_states(Config& c, Reader& r) {
 
 }  // namespace
 
-bool precision_takes(const Config& c, std::string_view path) {
-  if (path == kFp16Masters) return c.fp16.enabled;
-  if (path == kBf16Masters || path == kBf16States) return c.bf16.enabled;
-  if (path == kStochastic) return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads;
-  return true;
-}
-
 void resolve_precision(Config& c, Reader& r) {
   resolve_auto(c, r);
   if (c.fp16.enabled && c.bf16.enabled) r.error(kBf16, "fp16 and bf16 exclude each other");

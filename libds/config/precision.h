@@ -8,9 +8,6 @@
 
 namespace ds {
 
-// Whether a key of those has an effect with what is enabled.
-bool precision_takes(const Config& config, std::string_view path);
-
 // Chooses the work type, and what follows from it where nothing is said. config.optimizer and zero_optimization.stage
 // are resolved.
 void resolve_precision(Config& config, Reader& r);

@@ -76,30 +76,22 @@ void check_schedule(const RandomLtdConfig& c, i64 seq_length, Reader& r) {
 }  // namespace
 
 i64 random_ltd_kept(const RandomLtdConfig& c, i64 step) {
+  if (c.require_steps == 0) return kMostCount;
   const double min = static_cast<double>(c.min_value), max = static_cast<double>(c.max_value);
   const double share = static_cast<double>(step - 1) / static_cast<double>(c.require_steps);
   const i64 tokens = static_cast<i64>(std::min(std::floor(share * (max - min) + min), 0x1p40));
   return std::min(tokens - tokens % c.seq_per_step, c.max_value);
 }
 
-bool random_ltd_takes(const RandomLtdConfig& c, std::string_view key) {
-  if (key == "data_efficiency.enabled") return true;
-  if (key == "data_efficiency.data_routing.enabled") return c.data_efficiency;
-  if (key == ltd_key::kEnabled) return c.data_efficiency && c.data_routing;
-  if (key == ltd_key::kTotal) return c.on() && c.total_layer_num > 0;
-  if (key == ltd_key::kNumber) return c.on() && c.random_ltd_layer_num > 0;
-  return c.on();
-}
-
-void resolve_random_ltd(Config& config, bool model_is_sound, Reader& r) {
+void resolve_random_ltd(Config& config, Reader& r) {
   RandomLtdConfig& c = config.random_ltd;
   if (!c.on() || !trains(config.use)) return;
   check_schedule(c, config.data.seq_length, r);
-  if (model_is_sound && config.model.layers > 0) resolve_layers(config, r);
+  if (config.model.layers > 0) resolve_layers(config, r);
   const auto refuse = [&](std::string_view why) { r.error(ltd_key::kEnabled, std::string(why), Errc::Unavailable); };
   if (config.sparse_attention.mode != SparseAttentionMode::None)
     refuse("a layout of sparse attention is of whole sequences");
-  if (config.sequence_parallel_size > 1) refuse("ranks of sequence_parallel_size share the tokens of a sequence");
+  if (config.sequence_parallel.size > 1) refuse("ranks of sequence_parallel_size share the tokens of a sequence");
   if (config.tensor_parallel.sequence_parallel && config.tensor_parallel.tp_size > 1)
     refuse("ranks of tensor_parallel.sequence_parallel share the rows of the residual stream");
 }

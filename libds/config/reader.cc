@@ -447,7 +447,7 @@ void Reader::warning(std::string_view path, std::string message) {
 }
 
 void Reader::not_yet(std::string_view path, std::string_view what) {
-  error(path, fmt::format("{} is not there yet (libds {})", what, DS_VERSION), Errc::Unavailable);
+  error(path, fmt::format("{} is not supported yet (libds {})", what, DS_VERSION), Errc::Unavailable);
 }
 
 void Reader::report(Severity severity, Errc code, std::string_view path, const std::string& typed,
@@ -537,8 +537,8 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
       std::string choices;
       for (const Json& v : accepted) choices += (choices.empty() ? "" : " or ") + v.dump();
       return report(Severity::Error, Errc::Unavailable, key.path, typed,
-                    fmt::format("{} is not there yet (libds {}); {} is accepted{}{}", show(value), DS_VERSION, choices,
-                                key.note.empty() ? "" : ": ", key.note));
+                    fmt::format("{} is not supported yet (libds {}); {} is accepted{}{}", show(value), DS_VERSION,
+                                choices, key.note.empty() ? "" : ": ", key.note));
     }
     case KeyKind::NotYetSection:
     case KeyKind::IgnoredSection: return read_section(key, value, typed);
@@ -576,7 +576,7 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
   }
   if (key.name.empty())
     return report(Severity::Error, Errc::Unavailable, key.path, typed,
-                  fmt::format("{} is not there yet (libds {})", typed, DS_VERSION));
+                  fmt::format("{} is not supported yet (libds {})", typed, DS_VERSION));
   const Json off = Json::parse(key.values);
   for (const std::string_view name : split_words(key.name)) {
     std::string pointer = fmt::format("/{}", name);
@@ -588,7 +588,7 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
       continue;
     }
     report(Severity::Error, Errc::Unavailable, key.path, json_join(typed, name),
-           fmt::format("{} is not there yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
+           fmt::format("{} is not supported yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
   }
 }
 
@@ -617,7 +617,7 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
     std::vector<std::string_view> names;
     for (const EnumName& n : e->names) {
       if (n.value == EnumName::kLater && same_name(n.name, typed_name))
-        return fail(fmt::format("{} is not there yet (libds {}); must be {}", show(value), DS_VERSION,
+        return fail(fmt::format("{} is not supported yet (libds {}); must be {}", show(value), DS_VERSION,
                                 type_text(slot, key.range)),
                     Errc::Unavailable);
       if (n.value != EnumName::kLater) names.push_back(n.name);  // no suggestion that would be refused

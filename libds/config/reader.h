@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Reads a JSON object into a struct by a table of keys, and reports every mistake instead of stopping at the first.
+// Reads a JSON object into a struct by a table of keys, and reports all mistakes instead of stopping at the first.
 
 #include <functional>
 #include <map>
@@ -15,18 +15,18 @@
 
 namespace ds {
 
-// The text of a file, or of standard input, or the Diagnostic that says why there is none.
+// The text of a file or of standard input, or a Diagnostic with the reason why it cannot be read.
 std::variant<std::string, Diagnostic> read_config_text(const std::string& path, bool is_input = false);
 
-// A parsed text in which --set arguments may replace values, and where each value came from.
+// A parsed text in which --set arguments may replace values. Remembers where each value came from.
 class ConfigText {
  public:
   // On a syntax error appends the diagnostic; root() is then an empty object.
   ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics);
-  // "a.b[0].c=v"; appends a diagnostic when the path leads nowhere.
+  // "a.b[0].c=v"; appends a diagnostic if the path does not exist.
   void set(const std::string& argument, std::vector<Diagnostic>& diagnostics);
 
-  // Rewrites forms that DeepSpeed had before: zero_optimization true is stage 1.
+  // Rewrites DeepSpeed's former notations: zero_optimization true is stage 1.
   void modernize(std::vector<Diagnostic>& diagnostics);
 
   const Json& root() const noexcept { return root_; }
@@ -49,10 +49,10 @@ class Reader {
       : keys_(keys), root_(root), text_(text), prefix_(std::move(prefix)), diagnostics_(diagnostics) {}
 
   void read(const Json& object);
-  // Unknown keys of an object that another program wrote become warnings if they resemble no known key, except
-  // outermost keys in `errors` and nested objects. With null, false or a dropout of 0 they are warnings whatever they
-  // resemble. Unknown outermost keys that are neutral are not told. false is null for a key or section that takes null,
-  // and null is no second value of a key.
+  // For objects that another program wrote: unknown keys that resemble no known key become warnings, except for
+  // outermost keys in `errors` and nested objects. With null, false or a dropout of 0 they are warnings in any case.
+  // Unknown outermost keys that are neutral are not reported. false counts as null for a key or section that takes
+  // null, and null does not count as a second value of a key.
   void pass_over_unknown(std::set<std::string_view> errors,
                          std::function<bool(std::string_view name, const Json& value)> is_neutral) {
     passes_over_unknown_ = true;
@@ -60,17 +60,18 @@ class Reader {
     is_neutral_ = std::move(is_neutral);
   }
 
-  // `why`: why an outermost key is unknown here, although elsewhere it is not; empty: it is nowhere known. Where it
-  // says something, no name inside a section is suggested.
+  // why(name) explains why an outermost key is unknown here although it is known elsewhere, or is empty. Where there is
+  // an explanation, no name inside a section is suggested.
   void explain_unknown(std::function<std::string(std::string_view name)> why) { why_unknown_ = std::move(why); }
 
-  bool given(std::string_view path) const {
-    return given_.contains(path);
-  }  // and good, and neither auto nor null
-     // (of a section: an object)
+  // Whether the text has a valid value of the key other than "auto" and null; of a section, an object.
+  bool given(std::string_view path) const { return given_.contains(path); }
   bool automatic(std::string_view path) const { return automatic_.contains(path); }  // "auto"
-  bool broken(std::string_view path) const { return broken_.contains(path); }        // reported
+  bool broken(std::string_view path) const { return broken_.contains(path); }        // an error was reported
   bool any_broken(std::initializer_list<std::string_view> paths) const;
+
+  // An error has been reported that `path` is a part of.
+  void mark_broken(std::string_view path) { broken_.emplace(path); }
 
   // Reports; the key need not be in the text. An error marks it as broken.
   void error(std::string_view path, std::string message, Errc code = Errc::Config);
@@ -83,19 +84,19 @@ class Reader {
   void read_section(const Key& key, const Json& value, const std::string& typed);
   void store(const Key& key, const Json& value, const std::string& typed);
   void unknown(std::string_view name, const Json& value, const std::string& parent, const std::string& parent_path);
-  // Of keys that no table has there may be any number: the first are told, the others counted.
+  // There may be any number of unknown keys: the first are reported, the others counted.
   void report_unknown(Severity severity, const std::string& typed, std::string message);
   const Key* find(std::string_view path) const;
   bool is_section(std::string_view path) const;
-  // `object` names an optimizer or schedule that is not there yet: its params have names that no table knows.
+  // Whether `object` names an optimizer or schedule that is not supported yet, whose params are in no table.
   bool has_later_type(const Json& object, const std::string& path) const;
   void report(Severity severity, Errc code, std::string_view path, const std::string& typed, std::string message);
-  // `typed` changes nothing here, as `note` says: one line for all such keys, at the end.
+  // `typed` has no effect, for the reason `note`. All such keys are one line at the end.
   void no_effect(const std::string& typed, std::string_view note) { without_effect_.emplace_back(typed, note); }
   void report_without_effect();
 
   std::vector<std::pair<std::string, std::string_view>> without_effect_;
-  std::set<std::string_view> refusals_;  // that have been told, one line for all keys that they are about
+  std::set<std::string_view> refusals_;  // reported reasons, each of which is reported once for all its keys
 
   struct NotTold {
     std::string first;

@@ -94,12 +94,12 @@ void reset_unused(Config& c, Reader& r) {
   }
 }
 
-void resolve_direction(Config& c, bool model_is_sound, Reader& r) {
+void resolve_direction(Config& c, Reader& r) {
   SparseAttentionConfig& s = c.sparse_attention;
   const bool given = takes(s.mode, kAttention) && r.given(kAttention);
-  if (r.broken(kAttention) || (!given && !model_is_sound)) return;
+  if (r.broken(kAttention) || (!given && r.broken("model"))) return;
   if (!given) s.unidirectional = c.model.causal();
-  if (given && s.unidirectional && model_is_sound && !c.model.causal())
+  if (given && s.unidirectional && c.model.layers > 0 && !c.model.causal())
     r.error(kAttention, fmt::format("a model of type \"{}\" attends to what comes before and after: \"bidirectional\" "
                                     "is its attention",
                                     family_name(c.model.family)));
@@ -142,7 +142,7 @@ void check_lists(const SparseAttentionConfig& s, Reader& r) {
   }
 }
 
-void check_length(const Config& c, bool model_is_sound, Reader& r) {
+void check_length(const Config& c, Reader& r) {
   const SparseAttentionConfig& s = c.sparse_attention;
   if (r.any_broken({kSparseBlock, "data.seq_length"})) return;
   const i64 blocks = (c.data.seq_length + s.block - 1) / s.block;
@@ -154,7 +154,7 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
     if (takes(s.mode, key) && r.given(key) && !r.broken(key) && count > blocks)  // a default fits any length
       r.error(key, fmt::format("{} blocks are too many: {}", count, sequence));
   }
-  if (const i64 sp = c.sequence_parallel_size; sp > 1 && c.sequence_parallel_mode == SequenceParallelMode::Ring) {
+  if (const i64 sp = c.sequence_parallel.size; sp > 1 && c.sequence_parallel.mode == SequenceParallelMode::Ring) {
     const i64 chunk = c.data.seq_length / (2 * sp);
     if (chunk % s.block != 0)
       r.error(kSparseBlock,
@@ -170,8 +170,8 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
       }
     }
   }
-  const i64 layouts =
-      model_is_sound && (s.different_layout_per_head || s.mode == Mode::Layout) ? std::max<i64>(1, c.model.heads) : 1;
+  const bool one_each = c.model.layers > 0 && (s.different_layout_per_head || s.mode == Mode::Layout);
+  const i64 layouts = one_each ? std::max<i64>(1, c.model.heads) : 1;
   constexpr double kMostBytes = 0x1p30;
   const double bytes = static_cast<double>(layouts) * static_cast<double>(blocks) * static_cast<double>(blocks) / 4;
   if (bytes > kMostBytes)
@@ -185,7 +185,7 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
 
 bool sparse_attention_takes(Mode mode, std::string_view key) { return takes(mode, fmt::format("{}{}", kSection, key)); }
 
-void resolve_sparse_attention(Config& c, const ConfigText& text, bool model_is_sound, Reader& r) {
+void resolve_sparse_attention(Config& c, const ConfigText& text, Reader& r) {
   SparseAttentionConfig& s = c.sparse_attention;
   const auto section = text.root().find("sparse_attention");
   if (section == text.root().end() || !section->is_object() || r.broken(kMode)) return;
@@ -198,14 +198,14 @@ void resolve_sparse_attention(Config& c, const ConfigText& text, bool model_is_s
   if (constexpr std::array<i64, 4> kBlocks = {16, 32, 64, 128};
       std::ranges::count(kBlocks, s.block) == 0 && !r.broken(kSparseBlock))
     r.error(kSparseBlock, fmt::format("{} tokens are no block; 16, 32, 64 and 128 are", s.block));
-  resolve_direction(c, model_is_sound, r);
+  resolve_direction(c, r);
   if (s.mode == Mode::Fixed) check_fixed(s, r);
   if (s.num_sliding_window_blocks % 2 == 0 && !r.broken(kSliding))
     r.error(kSliding,
             fmt::format("{} is even, and as many blocks are seen before as behind: {} or {}",
                         s.num_sliding_window_blocks, s.num_sliding_window_blocks - 1, s.num_sliding_window_blocks + 1));
   check_lists(s, r);
-  check_length(c, model_is_sound, r);
+  check_length(c, r);
 }
 
 }  // namespace ds

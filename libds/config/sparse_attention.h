@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the keys of block-sparse attention mean together.
+// Resolves the keys of block-sparse attention.
 
 #include "config/reader.h"
 #include "ds/config.h"
@@ -13,8 +13,8 @@ std::string_view sparse_attention_name(SparseAttentionMode) noexcept;
 // Whether the mode uses sparse_attention.`key`.
 bool sparse_attention_takes(SparseAttentionMode mode, std::string_view key);
 
-// Defaults by mode and model, and what the mode does not use as by default; reports what contradicts each other, the
-// model or the length of sequences. `model_is_sound`: the model has been read without errors.
-void resolve_sparse_attention(Config& c, const ConfigText& text, bool model_is_sound, Reader& r);
+// Fills in defaults by mode and model, and resets keys that the mode does not use. Reports keys that contradict each
+// other, the model or the length of sequences.
+void resolve_sparse_attention(Config& c, const ConfigText& text, Reader& r);
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a message of a conversation becomes, by who says it: ChatML's form, or one that the configuration spells out.
+// How messages of a conversation become text, by role: as ChatML, or as the configuration says.
 
 #include <optional>
 #include <string>
@@ -16,27 +16,26 @@ class ChatTemplate {
  public:
   explicit ChatTemplate(const ChatTemplateConfig& config = {}) : config_(config) {}
 
-  // A message is `before`, what is said, `end` and `after`. Of the assistant's what is said and `end` are learnt, which
-  // is what the template has behind it but for blanks at the very end.
+  // A message becomes `before`, its content, `end` and `after`. Messages of the assistant are trained on: their content
+  // and `end`, which is the text after the content without trailing blanks.
   struct Form {
     std::string before, end, after;
     bool is_learnt = false;
   };
-  // Nothing: nobody of that role may speak. Of ChatML every role may.
+  // Nothing: the template has no such role. ChatML has every role.
   std::optional<Form> form(std::string_view role) const;
   // Before the first message.
   const std::string& begin() const noexcept { return config_.begin; }
   bool is_chatml() const noexcept { return config_ == ChatTemplateConfig{}; }
-  // All that it says, where it is not ChatML; what a run was trained with depends on it.
+  // The whole template, unless it is ChatML: part of the identity of a run's data.
   std::string description() const;
 
  private:
   ChatTemplateConfig config_;
 };
 
-// Whether messages may become ChatML for this tokenizer, whose path is as of open_tokenizer: a warning for somebody to
-// print, or empty. Throws Errc::Unavailable where the tokenizer's own chat template (which is not interpreted) is
-// another form.
+// Whether ChatML suits this tokenizer, whose path is as in open_tokenizer(): a warning, or empty. Throws
+// Errc::Unavailable if the tokenizer has a chat template of its own, which is not interpreted, in another form.
 std::string check_chatml(const Tokenizer& tokenizer, const std::string& path);
 
 }  // namespace ds

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Training data: token files seen as one stream, samples cut from it, and an order of samples that is a pure function
-// of (seed, epoch, number of samples). How many ranks share the work never enters it, so a run resumes exactly at any
+// Training data: token files as one stream, the samples in it, and an order of samples that is a pure function of
+// (seed, epoch, number of samples). The order does not depend on the number of ranks, so a run resumes exactly at any
 // world size.
 //
 //   stream    t0 t1 t2 ...                     files in the given order, one after the other
-//   sample k  the tokens from k*stride on: what they become is the objective's business (objective.h)
+//   sample k  the tokens from k*stride on; an objective makes inputs and targets of them (objective.h)
 //   order     position K (samples consumed so far) -> sample permutation(seed, K / n)[K % n]
 
 #include <memory>
@@ -22,7 +22,7 @@ namespace ds {
 
 class Objective;
 
-// Something about a data file that its owner may not expect.
+// A property of a data file that its user may not expect.
 struct Remark {
   LogLevel level = LogLevel::Warning;
   std::string text;
@@ -31,12 +31,12 @@ struct Remark {
 struct FileFingerprint {
   std::string name;  // for messages only: files may move
   i64 bytes = 0;
-  u64 hash = 0;              // XXH3 of the first and the last MiB, and of how the file is read where that is not plain
+  u64 hash = 0;              // XXH3 of the first and the last MiB, and of `reading`
   u64 ids = 0;               // XXH3 of the ids that a tokenizer made of its text; 0: no tokenizer, or not known
-  std::string reading = {};  // how the file is read, where that is not plain: "JSONL, messages in a line"
+  std::string reading = {};  // how the file is read, if that is not obvious: "JSONL, messages in a line"
 };
 
-// All that the order and content of training samples depend on; a checkpoint keeps it.
+// Everything that the order and content of training samples depend on. Checkpoints contain it.
 struct DataIdentity {
   std::vector<FileFingerprint> files;
   std::string tokenizer;  // Tokenizer::identity() of text; empty: the files hold tokens
@@ -44,12 +44,12 @@ struct DataIdentity {
   i64 seq_length = 0;
   i64 seed = 0;
   std::string objective = "next token";
-  std::vector<float> weights = {};  // of the files; empty: they are one stream
+  std::vector<float> weights = {};  // of the files; empty: the files are one stream
 };
-// Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
+// Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can continue with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 
-// Whether two identities of tokenizers differ in the version of a library at most.
+// Whether two identities of tokenizers differ at most in the version of a library.
 bool is_same_tokenizer(std::string_view a, std::string_view b);
 
 // One JSON object, as a checkpoint's manifest holds it; parse throws Errc::Corrupt.
@@ -63,7 +63,7 @@ struct StreamOptions {
   DataFormat format = DataFormat::Auto;
   TokenDtype token_dtype = TokenDtype::Auto;
   std::string tokenizer = "bytes";  // or a path, as of open_tokenizer
-  int num_threads = 1;              // that encode text
+  int num_threads = 1;              // for encoding text
   i64 document_token = -1;
   ChatTemplateConfig chat_template = {};
 };
@@ -72,14 +72,14 @@ struct StreamOptions {
 // space, not memory; for what a tokenizer reads see token_ids.h.
 class TokenStream {
  public:
-  // A format for all files, or Auto: of each by its name, what lies beside it, and llm.c's by its first bytes
-  // (config/data_format.h); token files of several kinds may be mixed, and so may text and JSONL. Each file of text is
-  // encoded by itself. After each text of a JSONL file comes `document_token`, or where that is negative the
-  // tokenizer's end of text, if it has one; messages take the form of `chat_template`, which needs some. Throws
+  // One format for all files, or Auto: each file's format follows from its name and the files next to it, and that of
+  // llm.c from its first bytes (config/data_format.h). Token files of several formats may be mixed, and so may text and
+  // JSONL. Each file of text is encoded separately. Each text of a JSONL file is followed by `document_token`, or, if
+  // that is negative, by the tokenizer's end of text, if it has one; messages are formatted by `chat_template`. Throws
   // Errc::Config (cannot be opened, not a file, nothing in it, text mixed with tokens, no dataset of that name),
   // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Mismatch (the content is of another kind than the format),
-  // Errc::Unavailable (numbers that are no integers, and what else is known and not read), and as open_tokenizer and
-  // Tokenizer::encode do.
+  // Errc::Unavailable (numbers that are not integers, and other known content that is not supported), and as
+  // open_tokenizer and Tokenizer::encode do.
   TokenStream(std::span<const std::string> files, const StreamOptions& options);
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
@@ -93,23 +93,22 @@ class TokenStream {
   // naming file and position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
   void read(i64 position, std::span<i32> out, i64 vocab_size) const;
 
-  // The same, with kIgnoredTarget for tokens that are not to be predicted: prompts, and what others than the assistant
-  // say.
+  // The same, with kIgnoredTarget for tokens that are not predicted: prompts, and messages of other roles than the
+  // assistant.
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
-  // Tokens [position, position + count) are read soon: the system is asked for their pages, all at once, and not waited
-  // for.
+  // Asks the system to read the pages of tokens [position, position + count), and does not wait for them.
   void will_need(i64 position, i64 count) const noexcept;
-  // Whether there may be such tokens.
+  // Whether there may be tokens that are not predicted.
   bool has_marks() const noexcept;
 
-  // Throws Errc::Mismatch where ids of a width that nobody has given cannot hold the vocabulary.
+  // Throws Errc::Mismatch if the width of ids was assumed, not given, and cannot hold the vocabulary.
   void check_width(i64 vocab_size) const;
-  // Reads all tokens once, unless none can be wrong, and throws as read() does.
+  // Reads all tokens once, unless their type excludes wrong ones, and throws as read() does.
   void check(i64 vocab_size) const;
 
-  // Of every file that was read, the index of another too.
+  // Of every file that was read, index files included.
   std::vector<FileFingerprint> fingerprints() const;
-  // About the files, each of which names its file: for rank 0 to log.
+  // Each names its file. Rank 0 logs them.
   std::vector<Remark> remarks() const;
   // As DataIdentity holds it.
   const std::string& tokenizer() const noexcept { return tokenizer_; }
@@ -125,13 +124,14 @@ class TokenStream {
   i64 begin_ = 0, end_ = 0;
 };
 
-// The training tokens and, unless split is 0, the validation tokens: own files, or the end of the training files.
+// The training tokens and, unless split is 0, the validation tokens: files of their own, or the end of the training
+// files.
 struct Dataset {
   TokenStream train;
   std::optional<TokenStream> validation;
 };
 // Throws as TokenStream, and Errc::Config when a part is shorter than one sample.
-// `num_threads` encode text.
+// `num_threads` threads encode text.
 Dataset open_dataset(const DataConfig&, const Objective&, int num_threads = 1);
 
 // A permutation of [0, n) without a table: a balanced Feistel network over the smallest even number of bits that covers
@@ -148,24 +148,23 @@ class Permutation {
   int half_bits_;
 };
 
-// Who reads: micro-batch size, and the data-parallel ranks, of all workers side by side. A worker's samples of a step
-// follow each other, whatever it is made of.
+// How samples are shared: by the data-parallel ranks of all workers, in micro-batches. The samples of a worker in a
+// step are consecutive, however many ranks it has.
 struct BatchShape {
   i64 micro = 1;
   i64 num_ranks = 1;
   i64 seq_length = 0;
   i64 workers = 1;
-  i64 micro_batches = 1;  // of a rank in a step; where there are several workers
+  i64 micro_batches = 1;  // of a rank in a step; used if there are several workers
 };
 
 class Packing;
 
-// Cuts batches out of a stream. Stateless but for its inputs: the state of a run is the number of samples consumed,
-// which grows by micro * num_ranks * accumulation with every step, skipped steps too.
+// Makes batches of a stream. It has no state: that of a run is the number of samples consumed, which grows by micro *
+// num_ranks * accumulation with every step, including skipped ones.
 class BatchLoader {
  public:
-  // Requires: at least one sample in `stream`. Checks every token of it, so that a bad one is found before hours of
-  // training.
+  // Requires: at least one sample in `stream`. Checks every token of it, so that a bad one is found before training.
   // With `weights`, one for each file of the stream, a sample lies in one file, and file i with n samples gives
   // round(weights[i] * n), at least one, of every epoch: the next of a sequence that is a permutation of its n samples,
   // then another of them, and so on. Requires: at least one sample in each.
@@ -174,33 +173,39 @@ class BatchLoader {
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
   const BatchShape& shape() const noexcept { return shape_; }
-  // Whether samples may differ in how many targets count: by marks of the stream, or packed documents.
+  // Whether samples may have different numbers of targets: because of prompts or packed documents.
   bool has_uneven_targets() const noexcept;
   DataIdentity identity() const;
 
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
   //   consumed + micro_batch * (micro * num_ranks) + rank * micro + [0, micro)
-  // of the shuffled order, which goes on into the next epoch. inputs and targets are [micro, seq_length], row-major.
-  // What the objective draws for a sample is another in every epoch. Throws as TokenStream::read. Allocates: no.
+  // of the shuffled order, which continues into the next epoch. inputs and targets are [micro, seq_length], row-major.
+  // The objective draws differently in every epoch. Throws as TokenStream::read. Allocates: no.
   // Deterministic: yes.
   void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
-  // load() with the same numbers comes soon: the pages of its tokens are asked for at once (TokenStream::will_need).
+  // Every micro-batch of `rank` in that step, and of each sample the first `length` tokens. inputs and targets have
+  // room for whole samples; their first part is [micro_batches, micro, length] afterwards. Throws as load(). Allocates:
+  // no.
+  void load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs,
+                 std::span<i32> targets) const;
+
+  // Call this before load() with the same numbers: requests the pages of its tokens (TokenStream::will_need).
   void will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept;
 
   // Micro-batches per rank that cover every sample once.
   i64 num_sequential_batches() const noexcept;
-  // Micro-batch `batch` of `rank` in the order of the file, for evaluation: the same draws every time. Sample k belongs
-  // to worker k mod workers, whatever a worker is made of; its ranks take turns by micro-batches. Rows past the last
-  // sample are filled with id 0 and kIgnoredTarget, which no loss counts. Returns the number of real rows.
+  // Micro-batch `batch` of `rank` in the order of the files, for evaluation, with the same draws every time. Sample k
+  // belongs to worker k mod workers, whose ranks alternate by micro-batches. Rows after the last sample are filled with
+  // id 0 and kIgnoredTarget, which no loss counts. Returns the number of real rows.
   i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
  private:
-  // What samples are cut from: the stream, or with weights each of its files.
+  // A source of samples: the stream, or with weights each of its files.
   struct Part {
     TokenStream stream;
     i64 num_samples;
-    i64 in_epoch;  // samples of it in an epoch, which have the numbers from `first` on
+    i64 in_epoch;  // its samples in an epoch, which are numbered from `first` on
     i64 first;
     std::shared_ptr<const Packing> packing;  // null: samples follow each other
   };

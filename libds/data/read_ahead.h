@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Tokens of a step that is to come, on their way from the disk while another step is taken: a thread asks the system
-// for all their pages at once, since a disk that is asked for many together answers sooner than one that is asked for
-// each in turn. It is a thread because asking waits where the disk's queue is full. What fails is left to the step.
+// Requests the tokens of the next step from the disk during a step: a thread asks the system for all their pages at
+// once, since a disk serves many requests together faster than one after another. It is a thread because a request
+// waits if the disk's queue is full. Errors are ignored; the step will meet them.
 
 #include <condition_variable>
 #include <mutex>
@@ -17,9 +17,9 @@ class ReadAhead {
  public:
   // The micro-batches of a step of `rank`; `loader` outlives it.
   ReadAhead(const BatchLoader& loader, i64 micro_batches, i64 rank);
-  // The step that begins at `consumed` comes next; what was expected before and has not been begun no longer does.
+  // The step that begins at `consumed` comes next. This replaces an earlier expectation that was not begun.
   void expect(i64 consumed);
-  // Waits until the system was asked for all that is expected; for tests.
+  // Waits until all expected pages have been requested; for tests.
   void wait();
 
  private:
@@ -31,7 +31,7 @@ class ReadAhead {
   std::condition_variable_any changed_;
   std::optional<i64> expected_;
   bool busy_ = false;
-  std::jthread thread_;  // last: it works with all of that
+  std::jthread thread_;  // last: it uses the other members
 };
 
 }  // namespace ds

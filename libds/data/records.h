@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Records of text, whatever file they come from: what they are trained on, and how they become the ids of a file.
+// Records of text from files of any format: which of their parts are trained on, and how they become the ids of a file.
 
 #include <algorithm>
 #include <functional>
@@ -14,26 +14,26 @@
 
 namespace ds {
 
-// What a record is trained on, in pieces that are encoded each for itself.
+// A piece of a record, which is encoded separately.
 struct Segment {
   std::string text;
-  bool is_target;  // its tokens are to be predicted
+  bool is_target;  // its tokens are predicted
 };
 
-// Which members make a record's segments. All records of a file are of one form.
+// Which members make up a record. All records of a file have the same form.
 enum class RecordForm : u8 { Text, Prompt, Messages };
 std::string_view form_name(RecordForm form);  // "a prompt and its completion"
 
 struct Record {
   RecordForm form = RecordForm::Text;
   std::vector<Segment> segments;
-  i64 num_left_out = 0;  // messages, or the completion, that have weight 0
+  i64 num_left_out = 0;  // messages, or completions, with weight 0
 
   static Record of_text(std::string text) { return {.segments = {{std::move(text), true}}}; }
   static Record of_prompt(std::string prompt, std::string completion) {
     return {.form = RecordForm::Prompt, .segments = {{std::move(prompt), false}, {std::move(completion), true}}};
   }
-  // Nothing of it is to be predicted.
+  // Excludes all of it from training.
   void leave_out() {
     const auto is_target = [](const Segment& segment) { return segment.is_target; };
     num_left_out += std::ranges::count_if(segments, is_target);
@@ -45,12 +45,12 @@ struct Record {
   }
 };
 
-// Members of a record, or of one of its messages, beside those that make it.
+// Other members of a record or of one of its messages.
 enum class MemberMeaning : u8 {
   Other,        // does not change the text: an identifier, a source, a date
-  Weight,       // 0 or false: it is not trained on; 1 or true: it is
-  Mask,         // true: it is not trained on
-  Unsupported,  // changes the text of a template or the loss, in a way that libds does not have
+  Weight,       // 0 or false: not trained on; 1 or true: trained on
+  Mask,         // true: not trained on
+  Unsupported,  // changes the text of a template or the loss in a way that libds does not support
 };
 MemberMeaning meaning_in_record(std::string_view name);
 MemberMeaning meaning_in_message(std::string_view name);
@@ -58,16 +58,16 @@ MemberMeaning meaning_in_message(std::string_view name);
 inline constexpr std::string_view kTextIsTrainedOnWhole =
     "its weight is 0, and a text is trained on whole: leave the record out";
 
-// Whether a member of meaning Weight or Mask and this value says that its message is trained on. Nothing: the value is
-// neither 0 nor 1.
+// Whether a message with a member of meaning Weight or Mask and this value is trained on. Nothing: the value is neither
+// 0 nor 1.
 std::optional<bool> is_trained_on(MemberMeaning meaning, double value);
 
-// Messages, one behind the other. What the assistant says is predicted, with what ends it.
+// Makes a record of messages. Those of the assistant are predicted, including their end.
 class Conversation {
  public:
   explicit Conversation(const ChatTemplate& chat) : chat_(chat) {}
-  // Adds a message, which is trained on or not as `is_trained` says where it is given, else by its role. Returns why it
-  // cannot be added; empty: it is.
+  // Adds a message. `is_trained`: whether it is trained on; nothing: its role decides. Returns why it cannot be added;
+  // empty: it was.
   std::string add(std::string_view role, std::string_view content, std::optional<bool> is_trained = {});
   Record take() { return std::move(record_); }
 
@@ -76,19 +76,19 @@ class Conversation {
   Record record_{.form = RecordForm::Messages, .segments = {}};
 };
 
-// Records that wait for each other, and become the ids of a file by several threads.
+// Collects records and encodes them as the ids of a file, with several threads.
 class RecordIds {
  public:
   // `kind`: of the file, for its fingerprint ("JSONL, %s in a line", where %s is the form). `place`: what messages say
   // of a record by its number: "a.jsonl:7". `parse`: makes a record of a line, in one of the threads.
   RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm form, std::string_view kind,
             std::function<std::string(i64)> place, std::function<Record(std::string_view, i64)> parse = {});
-  // All are of the file's form. A line stays where it is until finish().
+  // All have the form of the file. A line must stay valid until finish().
   void add(Record record, i64 number);
   void add_line(std::string_view line, i64 number);
-  // Encodes all that wait. Throws what `parse` and the tokenizer do, of the first record that they refuse.
+  // Encodes the collected records. Throws what `parse` or the tokenizer throws for the first record that they refuse.
   void encode();
-  // No more is to come: the file is to be read. Throws likewise, and Errc::Config where nothing of it is learnt.
+  // Ends the file. Throws likewise, and Errc::Config if nothing in the file is trained on.
   void finish();
 
  private:
@@ -104,7 +104,7 @@ class RecordIds {
     }
   };
   void wait(Waiting record);
-  // Returns whether something of it is learnt.
+  // Returns whether anything in it is trained on.
   bool encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const;
   static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
@@ -114,7 +114,7 @@ class RecordIds {
   RecordForm form_;
   std::function<std::string(i64)> place_;
   std::function<Record(std::string_view, i64)> parse_;
-  std::optional<i32> end_;  // the token behind a record
+  std::optional<i32> end_;  // the token after a record
   bool end_is_target_, is_learnt_;
   i64 num_left_out_ = 0;
   std::vector<Waiting> waiting_;

@@ -109,6 +109,20 @@ void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> i
   });
 }
 
+void BatchLoader::load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs,
+                            std::span<i32> targets) const {
+  const i64 whole = shape_.seq_length, rows = shape_.micro * whole;
+  DS_ASSERT(length > 0 && length <= whole);
+  for (i64 m = 0; m < micro_batches; ++m) {
+    const auto at = static_cast<size_t>(m * rows), n = static_cast<size_t>(rows);
+    load(consumed, m, rank, inputs.subspan(at, n), targets.subspan(at, n));
+  }
+  for (const std::span<i32> tokens : {inputs, targets}) {
+    for (i64 sample = 1; sample < micro_batches * shape_.micro && length < whole; ++sample)
+      std::copy_n(tokens.begin() + sample * whole, length, tokens.begin() + sample * length);
+  }
+}
+
 void BatchLoader::will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept {
   for_each_sample(consumed, micro_batch, rank, [&](const Part& part, i64 sample, i64, RngKey) {
     if (part.packing)

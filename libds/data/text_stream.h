@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The text of tokens as they come, in time that does not grow with how many there were.
+// The text of tokens as they are generated, in time that does not depend on how many there are.
 
 #include <span>
 #include <string>
@@ -12,19 +12,19 @@ namespace ds {
 
 class TextStream {
  public:
-  // `tokenizer` outlives it; `prompt`: the tokens before, whose text is not given again.
+  // `tokenizer` outlives it. `prompt`: the tokens before, whose text is not returned.
   TextStream(const Tokenizer& tokenizer, std::span<const i32> prompt);
-  // What token `id` adds to the text, and what those before have held back: bytes of a character that was not whole.
+  // The text that token `id` adds, including bytes of an incomplete character that earlier tokens held back.
   std::string push(i32 id);
-  // What is still held back at the end.
+  // Bytes that are still held back at the end.
   std::string end();
 
  private:
   std::string take(bool all);
 
   const Tokenizer& tokenizer_;
-  // What a token adds depends on a few before it: blanks between words, bytes of one character. These, and how much of
-  // their text is known.
+  // The text of a token depends on a few tokens before it (blanks between words, bytes of a character): those, and how
+  // much of their text has been returned.
   std::vector<i32> window_;
   size_t known_ = 0;
 };

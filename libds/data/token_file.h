@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One data file, opened: a view of its tokens and what they stand in. A format is a function that makes one; all that
-// follows (reading, checking, naming a bad token) knows the view alone.
+// An open data file: a view of its tokens, and the memory behind it. A format is a function that opens one; reading,
+// checking and reporting a bad token use only the view.
 
 #include <cstring>
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace ds {
 
-// A file, mapped to be read: it costs address space, not memory.
+// A file mapped for reading, which takes address space and no memory.
 class MappedFile {
  public:
   // Throws Errc::Config (cannot be opened, not a file, empty), Errc::Io.
@@ -32,7 +32,7 @@ class MappedFile {
   const u8* data() const noexcept { return data_; }
   i64 bytes() const noexcept { return bytes_; }
   std::string_view text() const noexcept { return {reinterpret_cast<const char*>(data_), static_cast<size_t>(bytes_)}; }
-  // The T that begins at byte `offset`, wherever that is. Requires: it ends inside the file.
+  // The T at byte `offset`, aligned or not. Requires: it ends inside the file.
   template <class T>
   T at(i64 offset) const noexcept {
     T value;
@@ -40,8 +40,8 @@ class MappedFile {
     return value;
   }
 
-  // Touching a mapped page past the end of a file kills the process, so a file that was cut off is found first: throws
-  // Errc::Corrupt.
+  // Throws Errc::Corrupt if the file has been cut off since: touching a mapped page past its end would kill the
+  // process.
   void check_size() const;
   // Asks the system to read the pages of bytes [data, data + bytes) of any mapping, and does not wait for them.
   static void will_need(const u8* data, i64 bytes) noexcept;
@@ -56,43 +56,43 @@ class MappedFile {
   i64 bytes_ = 0;
 };
 
-// Ids one after the other, little-endian: integers of 8 to 64 bits.
+// Consecutive ids, little-endian integers of 8 to 64 bits.
 struct TokenView {
   const u8* data = nullptr;  // need not be aligned
   DType type = DType::U8;
   i64 count = 0;
-  bool has_marks = false;  // U32 whose highest bit says that the token is no target (TokenIds::kNoTarget)
+  bool has_marks = false;  // U32 whose highest bit marks a token that is not predicted (TokenIds::kNoTarget)
 };
 
 struct TokenFile {
   std::string name;  // for messages
   TokenView view;
-  // What the view depends on, all of it fingerprinted. Reading asks whether the first is still whole.
+  // The files that the view depends on, all in the fingerprint. Reading checks that the first one is still whole.
   std::vector<std::unique_ptr<const MappedFile>> mapped;
   std::unique_ptr<const MappedFile> decompressed;  // the text of a compressed file, while it is read
-  std::string reading;            // what it depends on besides, in words: part of the first file's fingerprint
-  std::string copied;             // the ids, where the file has them in a form that cannot be viewed
-  std::unique_ptr<TokenIds> ids;  // or where a tokenizer has made them
-  bool has_messages = false;      // conversations, which have a template
+  std::string reading;            // how the file is read, in words: part of the first file's fingerprint
+  std::string copied;             // the ids, if the file holds them in a form that cannot be viewed
+  std::unique_ptr<TokenIds> ids;  // the ids, if a tokenizer made them
+  bool has_messages = false;      // the file contains conversations, which are formatted by a template
   i64 first_token = 0;            // position in the stream
   std::string read_as;            // what messages of bad tokens add: "; the file is read as uint16"
-  bool width_is_assumed = false;  // ids are read as uint16, and nobody has said so
+  bool width_is_assumed = false;  // ids are read as uint16 although the type was not given
   std::vector<Remark> remarks;
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
   void warn(std::string text) { remarks.push_back({LogLevel::Warning, std::move(text)}); }
   void note(std::string text) { remarks.push_back({LogLevel::Info, std::move(text)}); }
-  // A file of text, decompressed if it is compressed by gzip or zstd. Throws Errc::Corrupt where that fails.
+  // Maps a file of text, decompressing gzip and zstd. Throws Errc::Corrupt if that fails.
   const MappedFile& map_text(const std::string& path);
   Compression compression() const noexcept { return compression_of(mapped.front()->text()); }
-  // The view is what the tokenizer has made of the file. Throws Errc::Config where that is nothing.
+  // Makes `ids` the view. Throws Errc::Config if there are none.
   void view_ids();
 
   // out = tokens [begin, begin + out.size()). Throws as TokenStream::read.
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const;
   // The same, with kIgnoredTarget for tokens that are no target. Throws as TokenStream::read.
   void read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const;
-  // They are read soon.
+  // As TokenStream::will_need.
   void will_need(i64 begin, i64 count) const noexcept;
   // Tokens [begin, end) are in the vocabulary: throws as read().
   void check(i64 begin, i64 end, i64 vocab_size) const;
@@ -115,19 +115,19 @@ struct TextEncoding {
 // Each throws as the constructor of TokenStream does.
 std::unique_ptr<TokenFile> open_text_file(const std::string& path, const TextEncoding&);
 std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEncoding&);
-// Apache Arrow's files and streams, and Parquet: tables whose columns are what the members of JSONL are.
-// Errc::Unavailable where the build has no Arrow.
+// Apache Arrow's files and streams, and Parquet: tables whose columns correspond to the members of JSONL.
+// Errc::Unavailable if the build lacks Arrow.
 std::unique_ptr<TokenFile> open_arrow_file(const std::string& path, DataFormat format, const TextEncoding&);
-// Ids without a header, as nanoGPT and numpy's tofile() write them. Throws Errc::Mismatch where the type is Auto and
-// the bytes do not look like uint16.
+// Ids without a header, as nanoGPT and numpy's tofile() write them. Throws Errc::Mismatch if the type is Auto and the
+// bytes do not look like uint16.
 std::unique_ptr<TokenFile> open_bin_file(const std::string& path, TokenDtype type);
 // Karpathy, "llm.c", dev/data: 256 int32 (magic number, version, number of tokens, zeros) and the tokens, uint16 of
 // GPT-2 or uint32 of Llama 3. The count is read as unsigned, so that it reaches 2^32 - 1.
 std::unique_ptr<TokenFile> open_llmc_file(const std::string& path);
 // Whether the file begins as llm.c's do: no file of GPT-2's or a smaller vocabulary in uint16 does so by chance.
 bool is_llmc_file(const std::string& path);
-// Megatron-LM's indexed dataset: PREFIX, PREFIX.bin or PREFIX.idx. The tokens are those of the .bin in its order; the
-// index says what they are, is held to cover the .bin without holes, and is not needed any more then.
+// Megatron-LM's indexed dataset: PREFIX, PREFIX.bin or PREFIX.idx. The tokens are those of the .bin in its order. The
+// index states their type, must cover the .bin without holes, and is not needed afterwards.
 std::unique_ptr<TokenFile> open_megatron_file(const std::string& name);
 // A dataset of integers, FILE or FILE:/path/to/dataset, in row-major order.
 std::unique_ptr<TokenFile> open_hdf5_file(const std::string& name);

@@ -18,7 +18,7 @@ struct XXH3_state_s;
 
 namespace ds {
 
-// Whether ids say of themselves that they are no target (kNoTarget): all have 4 bytes then.
+// Whether ids carry the mark kNoTarget; if so, all have 4 bytes.
 enum class TokenMarks : u8 { None, Some };
 
 class TokenIds {
@@ -45,7 +45,7 @@ class TokenIds {
   }
   // Appends what encode(part, ids) gives for part 0, 1, .., num_parts - 1, each in a thread of its own.
   void add_parts(size_t num_parts, const std::function<void(size_t part, std::vector<i32>& ids)>& encode);
-  // No more is to come: the ids can be read.
+  // Ends the ids, which can then be read.
   void map();
 
   int num_threads() const noexcept { return num_threads_; }

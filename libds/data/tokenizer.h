@@ -35,14 +35,14 @@ class Tokenizer {
 
   virtual i64 vocab_size() const noexcept = 0;  // one more than the largest id, added tokens included
   virtual std::optional<i32> special(SpecialToken) const noexcept { return std::nullopt; }
-  // Whether the reference puts Bos before a text that a model is to go on with.
+  // Whether the reference puts Bos before a prompt.
   virtual bool adds_bos() const noexcept { return false; }
   // Names the kind and all that the ids depend on, the version of a library last: runs with equal identities see equal
   // ids.
   virtual std::string identity() const = 0;
 
-  // The first place behind `from` where `text` can be cut so that the ids of the parts, one after the other, are those
-  // of the whole; text.size() where none is known.
+  // The first place after `from` where `text` can be cut so that the ids of the two parts are together those of the
+  // whole; text.size() if none is known.
   virtual size_t cut_after(std::string_view text, size_t from) const noexcept {
     static_cast<void>(from);
     return text.size();

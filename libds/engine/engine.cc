@@ -25,15 +25,15 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       ops_(device.ops()),
       stream_(device.stream()),
       planned_(parts.planned ? parts.planned
-                             : std::make_shared<plan::Planned>(config_, make_model(config_, mesh.coord()), mesh.shape(),
-                                                               mesh.rank(), device.kind())),
+                             : std::make_shared<plan::Planned>(config_, make_model(mesh.coord(), whole_sequences()),
+                                                               mesh.shape(), mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank(), parts.trace),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device,
              offload_.make_inputs(plan_.activations.inputs, device, ledger)),
-      laid_out_{plan_.sequence_length, 0},
+      laid_out_(whole_sequences()),
       step_length_(plan_.sequence_length),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
@@ -76,23 +76,19 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
   scaler_.restore({r.scale, r.scaler_iteration, r.last_overflow, r.hysteresis});
 }
 
-model::Model Engine::make_model(const Config& config, const MeshCoord& coord) const {
-  if (parts_.model) return parts_.model(config, mesh_.shape(), coord);
-  return model::make_model(config, model::shard_of(config, mesh_.shape(), coord.tp, coord.sp));
+model::Model Engine::make_model(const MeshCoord& coord, const model::PassLengths& lengths) const {
+  if (parts_.model) return parts_.model(config_, mesh_.shape(), coord);
+  return model::make_model(config_, model::shard_of(config_, mesh_.shape(), coord.tp, coord.sp), lengths);
 }
 
-// Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
-void Engine::shape_to(i64 length, i64 kept) {
-  if (kept >= length) kept = 0;
-  const plan::PassLengths wanted{length, kept};
+// Lays the stage out for passes of these lengths.
+void Engine::shape_to(model::PassLengths wanted) {
+  if (wanted.kept >= wanted.sequence) wanted.kept = 0;
   if (std::exchange(laid_out_, wanted) == wanted) return;
-  if (wanted == plan::PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
+  if (wanted == whole_sequences()) return stage_.reshape(model_, plan_);
   if (!shorter_ || shorter_->lengths != wanted) {
-    Config config = config_;
-    config.data.seq_length = length;
-    config.random_ltd.kept = kept;
-    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), plan::RunPlan());
-    shorter->plan = plan::plan_of_length(plan_, config, shorter->model);
+    auto shorter = std::make_unique<Shorter>(wanted, make_model(plan_.coord, wanted), plan::RunPlan());
+    shorter->plan = plan::plan_of_length(plan_, config_, shorter->model, wanted.sequence);
     stage_.reshape(shorter->model, shorter->plan);
     shorter_ = std::move(shorter);
   } else {
@@ -117,7 +113,7 @@ void Engine::make_update() {
   const auto slices_of = [this](int tp_rank) {
     MeshCoord coord = plan_.coord;
     coord.tp = tp_rank;
-    const model::Model model = make_model(config_, coord);
+    const model::Model model = make_model(coord, whole_sequences());
     std::vector<model::ParamSlice> slices;
     for (const model::ParamRow* row : model.params()) slices.push_back(row->slice);
     return slices;
@@ -208,7 +204,7 @@ std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
   finish_updates();
-  shape_to(plan_.sequence_length, 0);
+  shape_to(whole_sequences());
   const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.

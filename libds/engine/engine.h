@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Engine: one rank's model, states and memory, assembled from a RunPlan. It holds the parts; train_step.cc orders them.
+// Engine: one rank's model, states and memory, assembled from a RunPlan. It holds the parts; train_step.cc orders their
+// work.
 
 #include <exception>
 #include <functional>
@@ -29,20 +30,6 @@ struct StepBatch {
   std::span<const i32> ids, targets;
 };
 
-struct StepReport {
-  i64 step = 0;                        // from 1
-  double loss = 0;                     // mean over micro-batches and ranks of a worker ("token": over valid tokens)
-  double grad_norm = 0;                // global, unscaled, before clipping; infinite or NaN when skipped
-  double lr = 0;                       // of this step's update
-  double loss_scale = 1;               // used by this step
-  bool skipped = false;                // non-finite gradients: nothing was changed
-  i64 tokens = 0;                      // over all ranks
-  std::optional<double> outer_norm{};  // where DiLoCo's workers met: of their mean gradient
-  update::Update::NamedNorms compression{};  // StepRecord::compression
-  std::optional<i64> layer_tokens{};         // of a sample, that layers see which drop some (random-LTD)
-  std::optional<PhaseTimes> phases{};        // if time_phases() asks for them
-};
-
 struct Progress {
   i64 step = 0;            // steps taken, skipped ones included
   i64 optimizer_step = 0;  // updates applied
@@ -50,64 +37,67 @@ struct Progress {
   i64 consumed_samples = 0;
 };
 
-// What an engine may be given in place of what it makes of its configuration.
+// Parts that replace those which the engine would make from its configuration.
 struct EngineParts {
   std::shared_ptr<const plan::Planned> planned = {};  // this rank's plan, where it is known already
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
   zero::Tiers tiers = {};
-  int host_threads = 0;    // of updates on the host beside a GPU; 0: what the environment says
-  Trace* trace = nullptr;  // gets tiles of offloaded states; outlives the engine
+  int host_threads = 0;    // of updates on the host with a GPU; 0: as the environment says
+  Trace* trace = nullptr;  // records tiles of offloaded states; outlives the engine
 };
 
 class Engine {
  public:
-  // Collective over the mesh, whose shape is the configuration's. Takes all memory of the run; throws Errc::OutOfMemory
-  // naming what it was for.
-  // `parts`: what stands for the usual ones.
+  // Collective over the mesh, whose shape is the configuration's. Takes all memory of the run; throws
+  // Errc::OutOfMemory, naming its purpose.
   Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const EngineParts& parts = {});
   ~Engine();
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
   void init_weights();
-  // What it would give elements [begin, begin + count) of parameter number `param`, of the whole parameter.
+  // The values that init_weights() gives elements [begin, begin + count) of the whole parameter number `param`.
   void init_values(i64 param, i64 begin, i64 count, float* out) const;
-  // The same from given values: `values(param, begin, count, out)` fills fp32 elements of parameter number `param`.
+  // As init_weights(), from given values: `values(param, begin, count, out)` fills fp32 elements of parameter `param`.
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
   void set_weights(const ValueSource& values);
 
-  // Steps from now on are over sequences of so many tokens, no more than the plan's, which evaluations have.
+  // The following steps take sequences of this many tokens, at most those of the plan, which evaluations always take.
   void train_at(i64 sequence_length) noexcept { step_length_ = sequence_length; }
 
-  StepReport train_step(const StepBatch& batch);
-  // Whether the steps from now on time their phases, at whose borders the host then waits for the device.
+  // Fills in what the engine knows of a step: of times the phases, and neither samples, memory and messages nor
+  // compression(), since it does not allocate.
+  StepRecord train_step(const StepBatch& batch);
+  // StepRecord::compression of the last step; those without a name are none.
+  const update::Update::NamedNorms& compression() const noexcept { return compression_; }
+  // Whether the following steps time their phases; the host then waits for the device at the end of each phase.
   void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
-  // Gets what the steps from now on do, and outlives them; null: nobody does.
+  // Records the following steps; outlives them. Null: they are not recorded.
   void trace_to(Trace* trace) noexcept { trace_ = trace; }
 
-  // Mean loss over `batches` micro-batches per rank; NaN if one token's is not finite. next() fills ids and targets
-  // [B,T], or says false, alike on all ranks: then nothing is returned. Collective.
+  // Mean loss over `batches` micro-batches per rank; NaN if the loss of a token is not finite. next() fills ids and
+  // targets [B,T]. If it returns false, on all ranks alike, nothing is returned. Collective.
   std::optional<double> evaluate(
       i64 batches, const std::function<bool(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
 
-  // Batches that evaluate() asks next() for before it waits for other ranks.
+  // Batches for which evaluate() calls next() before it waits for other ranks.
   i64 batches_at_once() const noexcept { return plan_.mesh.pp > 1 ? plan_.micro_batches : 1; }
 
-  // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32, where the head is and not cut over ranks;
-  // nothing elsewhere. For tests.
+  // The fp32 logits [B,T,V] of the last micro-batch of evaluate(), on ranks with a head that is not split; nothing on
+  // others. For tests.
   void read_logits(std::vector<float>& out);
 
-  // Updates that are put off to run beside the next step are done, and published; evaluate() and is_finite() begin with
-  // that, and so do those who look at states. Collective.
+  // Finishes and publishes delayed updates. evaluate() and is_finite() do this first; call it before reading states.
+  // Collective.
   void finish_updates();
 
-  // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
+  // Whether all weights and moments of all ranks are finite, and the work dtype can represent the weights. Collective.
   bool is_finite();
 
-  // What of the state this rank saves: what it owns and no rank before it has, too; of DiLoCo's workers the first
-  // one's. And all that it holds.
+  // The pieces of the state that this rank saves: those that it owns and no rank before it saves; with DiLoCo, only
+  // those of the first worker. And all pieces that it holds.
   const std::vector<zero::Piece>& saved_pieces() const noexcept { return saved_; }
   const std::vector<zero::Piece>& held_pieces() const noexcept { return held_; }
-  // The row of a parameter on this rank.
+  // This rank's row of a parameter.
   const model::ParamRow& row_of(i64 param) const noexcept { return plan_.row_of(param); }
 
   // The state of a piece that this rank holds (StateStore::lease).
@@ -131,11 +121,12 @@ class Engine {
   std::span<zero::SavedState* const> saved_states() const noexcept {
     return update_ ? update_->saved_states() : std::span<zero::SavedState* const>();
   }
-  // Before the first update the workers of DiLoCo have in common what they begin with.
+  // With DiLoCo, makes the parameters the starting point of the first meeting, unless updates have been applied.
   void begin_outer() {
     if (update_ && update_->outer() != nullptr && progress_.optimizer_step == 0) update_->outer()->begin();
   }
-  // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
+  // Call this after the pieces of this rank were overwritten: ranks that hold whole parameters receive them.
+  // Collective.
   void publish_params() {
     zero::publish(shards_);
     if (update_) update_->states_were_set();
@@ -149,7 +140,7 @@ class Engine {
   offload::Offload& offload() noexcept { return offload_; }
   const offload::Offload& offload() const noexcept { return offload_; }
   offload::ServerLink* server() const noexcept { return offload_.server(); }
-  // Of a run whose states a server has: what it keeps of the run beside them, as it is now; and goes on from that.
+  // With a server of states: the progress that the server keeps with the states; and resumes from such a record.
   offload::ServedRecord served_record() const noexcept { return served_record(progress_, scaler_); }
   void go_on_from(const offload::ServedRecord& record);
   stage::Stage& stage() noexcept { return stage_; }
@@ -163,8 +154,9 @@ class Engine {
   }
 
  private:
-  model::Model make_model(const Config& config, const MeshCoord& coord) const;
-  void shape_to(i64 sequence_length, i64 kept);
+  model::PassLengths whole_sequences() const noexcept { return {.sequence = config_.data.seq_length}; }
+  model::Model make_model(const MeshCoord& coord, const model::PassLengths& lengths) const;
+  void shape_to(model::PassLengths lengths);
   offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
@@ -173,7 +165,7 @@ class Engine {
 
   std::span<const i32> part_of(std::span<const i32> tokens, i64 micro) const noexcept;  // of a step's micro-batches
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
-  void fill_in(StepReport& report, const GradVerdict& verdict) const;
+  void fill_in(StepRecord& report, const GradVerdict& verdict) const;
   Progress progress_after(const GradVerdict& verdict) const noexcept;
   offload::ServedRecord served_record(const Progress& progress, const LossScaler& scaler) const noexcept;
   offload::ServedRecord served_outcome(const GradVerdict& verdict) const;
@@ -199,12 +191,12 @@ class Engine {
   zero::AllShards shards_;
   stage::Stage stage_;
   struct Shorter {
-    plan::PassLengths lengths;
+    model::PassLengths lengths;
     model::Model model;
     plan::RunPlan plan;
   };
   std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
-  plan::PassLengths laid_out_;            // by what the stage is laid out
+  model::PassLengths laid_out_;           // by what the stage is laid out
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;
@@ -212,12 +204,13 @@ class Engine {
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  StepReport* ending_ = nullptr;   // of the step, when its gradients are final
+  StepRecord* ending_ = nullptr;   // of the step, when its gradients are final
   std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
   bool times_phases_ = false;
   Trace* trace_ = nullptr;
+  update::Update::NamedNorms compression_{};
 };
 
 }  // namespace ds::engine

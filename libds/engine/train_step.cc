@@ -55,11 +55,11 @@ class PhaseMeter {
 
 }  // namespace
 
-StepReport Engine::train_step(const StepBatch& batch) {
+StepRecord Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   const i64 kept = config_.random_ltd.on() ? random_ltd_kept(config_.random_ltd, progress_.step + 1) : 0;
-  shape_to(step_length_, kept);
-  StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
+  shape_to({step_length_, kept});
+  StepRecord report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
   if (config_.random_ltd.on()) report.layer_tokens = std::min(kept, step_length_);
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
@@ -103,15 +103,15 @@ StepReport Engine::train_step(const StepBatch& batch) {
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
-  if (verdict.finite) report.compression = update_->compression_norms(update_number);
-  if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
+  compression_ = verdict.finite ? update_->compression_norms(update_number) : update::Update::NamedNorms();
+  if (met) report.outer_grad_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
   stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
   return report;
 }
 
-void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
+void Engine::fill_in(StepRecord& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
   report.grad_norm = update_->grad_norm(verdict);
@@ -129,7 +129,7 @@ Progress Engine::progress_after(const GradVerdict& verdict) const noexcept {
 
 // A server's record of the step that ends.
 offload::ServedRecord Engine::served_outcome(const GradVerdict& verdict) const {
-  StepReport& report = *ending_;
+  StepRecord& report = *ending_;
   fill_in(report, verdict);
   LossScaler scaler = scaler_;
   try {
@@ -153,7 +153,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
     total += valid_tokens_[m];
   }
   global_valid_tokens_ = total;
-  if (config_.loss_norm == LossNorm::Token) {
+  if (config_.loss.norm == LossNorm::Token) {
     i64* const on_device = &results_.scalars().max_abs;
     device_.upload(on_device, &global_valid_tokens_, sizeof *on_device);
     mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, kStatsText).wait();
@@ -172,7 +172,7 @@ double Engine::grad_divisor() const noexcept {
 
 // "token": the mean over all micro-batches is then the mean over all valid tokens.
 double Engine::per_token(i64 micro) const noexcept {
-  if (config_.loss_norm == LossNorm::Token)
+  if (config_.loss.norm == LossNorm::Token)
     return num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
   return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[micro], 1));
 }

@@ -419,7 +419,7 @@ std::optional<Arrangement> Search::nearest_to_present() {
   const Config& present = source_.config.config;
   const Frame frame{present.tensor_parallel.tp_size,
                     present.pipeline.stages,
-                    present.sequence_parallel_size,
+                    present.sequence_parallel.size,
                     narrow<int>(present.zero.stage),
                     present.tensor_parallel.sequence_parallel,
                     {present.pipeline.schedule, present.pipeline.virtual_stages}};

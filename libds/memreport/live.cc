@@ -7,8 +7,8 @@
 #include <chrono>
 #include <tuple>
 
-#include "engine/live_counters.h"
-#include "engine/run_record.h"
+#include "run/live_counters.h"
+#include "run/run_record.h"
 
 namespace ds::memreport {
 namespace {
@@ -22,11 +22,11 @@ std::string text_of(const std::array<char, N>& text) {
 }  // namespace
 
 LiveRank read_live(i64 pid) {
-  const std::optional<engine::LiveView> view = engine::LiveView::open(pid);
+  const std::optional<run::LiveView> view = run::LiveView::open(pid);
   DS_CHECK(view, Errc::Config, "process {} is no ds-train that trains on this machine: there is no /dev/shm/{}", pid,
-           engine::live_name(pid));
-  const engine::LiveIdentity& who = view->identity();
-  const std::optional<engine::LiveRecord> r = view->read();
+           run::live_name(pid));
+  const run::LiveIdentity& who = view->identity();
+  const std::optional<run::LiveRecord> r = view->read();
   DS_CHECK(r, Errc::Timeout, "process {} was stopped while it wrote its counters", pid);
   plan::TagBounds bounds = who.bounds;
   for (Bound& b : bounds) b = std::min(b, Bound::AtLeast);  // whatever is written there
@@ -51,13 +51,13 @@ LiveRank read_live(i64 pid) {
       .resident_bytes = r->resident_bytes,
       .base_bytes = who.base_bytes,
       .age_s = std::chrono::duration<double>(now - std::chrono::nanoseconds(r->updated_ns)).count(),
-      .memory = engine::memory_table(who.predicted, r->peak, bounds)};
+      .memory = run::memory_table(who.predicted, r->peak, bounds)};
 }
 
 std::vector<LiveRank> find_live() {
   std::vector<LiveRank> ranks;
   remove_abandoned();
-  for (const i64 pid : engine::live_pids()) {
+  for (const i64 pid : run::live_pids()) {
     try {
       ranks.push_back(read_live(pid));
     } catch (const Error&) {  // it ends just now, or is of another version

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Ranks that train on this machine now, by what they show of themselves (engine/live_counters.h).
+// Ranks that train on this machine now, by what they show of themselves (run/live_counters.h).
 
 #include <string>
 #include <vector>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // metrics.jsonl read back: what a run was, what each of its ranks was predicted and took, how fast it went. The lines
-// are engine/run_record's.
+// are run/run_record's.
 
 #include <string>
 #include <vector>

@@ -7,19 +7,19 @@
 
 #include "base/check.h"
 #include "ds/memreport.h"
-#include "engine/plans.h"
 #include "memreport/models.h"
 #include "mesh/from_config.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
 #include "plan/planned.h"
+#include "run/plans.h"
 
 namespace ds::memreport {
 namespace {
 
 // `first`: rank 0 is among them.
 RankGroup group_of(const plan::RunPlan& plan, const plan::TagBytes& own, const plan::TagBounds& bounds,
-                   const engine::ProcessBytes& process, bool first) {
+                   const run::ProcessBytes& process, bool first) {
   RankGroup group;
   group.process_bytes = process.own;
   group.momentary_bytes = process.momentary_of(first ? 0 : 1);
@@ -180,8 +180,8 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
   const int per_node = world.ranks / world.nodes;
   const auto group_at = [&](const plan::RunPlan& plan) {
     const plan::TagBytes own = models.own_memory(config, world, plan);
-    return group_of(plan, own, engine::own_bounds(config, plan, per_node),
-                    engine::process_bytes(config, plan, own, per_node), rank_at(mesh, plan.coord) == 0);
+    return group_of(plan, own, run::own_bounds(config, plan, per_node), run::process_bytes(config, plan, own, per_node),
+                    rank_at(mesh, plan.coord) == 0);
   };
   const auto rows_of = [&](int tp) {
     const model::Shard shard{.tp = mesh.tp, .tp_rank = tp};
@@ -229,7 +229,7 @@ NodeBytes fullest_node(const Prediction& p) {
 }  // namespace
 
 plan::TagBytes Models::own_memory(const Config& config, const World& world, const plan::RunPlan& plan) {
-  return engine::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes);
+  return run::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes);
 }
 
 Prediction predict(const Config& config, const World& world, DeviceKind device) {

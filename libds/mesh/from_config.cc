@@ -11,7 +11,7 @@ MeshShape mesh_shape(const Config& config, int world_size) {
   return {.dp = narrow<int>(world_size / replica),
           .pp = narrow<int>(config.pipeline.stages),
           .tp = narrow<int>(config.tensor_parallel.tp_size),
-          .sp = narrow<int>(config.sequence_parallel_size),
+          .sp = narrow<int>(config.sequence_parallel.size),
           .workers = narrow<int>(workers)};
 }
 

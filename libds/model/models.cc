@@ -30,7 +30,7 @@ Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_
       .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
       .sp = mesh.sp,
       .sp_rank = sp_rank,
-      .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses};
+      .mode = config.sequence_parallel.mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses};
 }
 
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {
@@ -50,13 +50,17 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
 }
 
 Model make_model(const Config& config, const Shard& shard) {
-  Model m = make_model(config.model, config.data.seq_length, shard);
+  return make_model(config, shard, {.sequence = config.data.seq_length});
+}
+
+Model make_model(const Config& config, const Shard& shard, const PassLengths& lengths) {
+  Model m = make_model(config.model, lengths.sequence, shard);
   if (const RandomLtdConfig& ltd = config.random_ltd; ltd.on() && trains(config.use)) {
     for (const i64 block : ltd.layers) {
       std::unique_ptr<Layer>& layer = m.layers.at(static_cast<size_t>(block + 1));
       layer = drop_tokens(std::move(layer), {.number = block + 1,
                                              .hidden = m.hidden,
-                                             .kept = ltd.kept > 0 ? ltd.kept : config.data.seq_length,
+                                             .kept = lengths.kept > 0 ? lengths.kept : lengths.sequence,
                                              .most = ltd.max_value,
                                              .documents = config.data.document_token >= 0});
     }

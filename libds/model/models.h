@@ -16,7 +16,15 @@ Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
 // the model that a rank computes; it must pass check_shard.
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard = {});
-// The model of a run, with the layout of its attention; also throws like make_attention_layout.
+// The lengths of the passes of a training step, in tokens of each sample.
+struct PassLengths {
+  i64 sequence = 0;  // at most data.seq_length
+  i64 kept = 0;      // tokens that layers of random_ltd process; 0: all of them
+  bool operator==(const PassLengths&) const = default;
+};
+// The model of a run, with the layout of its attention (make_attention_layout, and what it throws), for passes of these
+// lengths or for whole sequences.
+Model make_model(const Config& config, const Shard& shard, const PassLengths& lengths);
 Model make_model(const Config& config, const Shard& shard = {});
 
 Model make_gpt2(const ModelConfig& config, const Shard& shard);

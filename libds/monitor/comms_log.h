@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// comms_logger: what rank 0 sent, operation by operation, when the run has ended, and at every printed step where it is
-// verbose.
+// comms_logger: a table of the operations of rank 0, printed at the end of the run and, if verbose, at every printed
+// step.
 
 #include <functional>
 #include <memory>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// DeepSpeed's csv_monitor: a file for each tag, with a line for each number.
+// DeepSpeed's csv_monitor: one file per tag, one line per number.
 
 #include <memory>
 #include <string>
@@ -14,12 +14,12 @@ namespace ds::monitor {
 // pipe, a table of something else.
 void check_csv_files(const std::string& directory, std::string_view key);
 
-// Whether a file of this name, in a directory of csv_monitor, may be one that a run writes.
+// Whether a run may write a file of this name in a directory of csv_monitor.
 bool is_csv_file(std::string_view name);
 
 // Adds to the files in `directory`, which exists, or makes them: TAG.csv with "/" and blanks as "_", the header
 // "step,LAST" (the last part of the tag), lines that end as those of Python's csv do. A file has one header, whatever
-// number of runs write it.
+// number of runs write to it.
 std::unique_ptr<Monitor> make_csv_files(const std::string& directory, bool has_loss_scale);
 
 }  // namespace ds::monitor

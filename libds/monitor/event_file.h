@@ -20,11 +20,11 @@ u32 crc32c(std::string_view bytes) noexcept;
 std::string version_record(double wall_time);  // the first one of a file
 std::string scalar_record(double wall_time, const Scalar& scalar);
 
-// Whether a file has the name of one that a run writes.
+// Whether a run writes files with names like this one.
 bool is_event_file(std::string_view name) noexcept;
 
-// Writes a new file in `directory`, which exists. Readers take all files of a directory in the order of their names, so
-// that a run that goes on has one more.
+// Writes a new file in `directory`, which exists. Readers read all files of a directory in the order of their names, so
+// a resumed run adds one.
 std::unique_ptr<Monitor> make_event_file(const std::string& directory, bool has_loss_scale);
 
 }  // namespace ds::monitor

@@ -16,7 +16,7 @@ using plan::Pass;
 
 class FlopsReport final : public Monitor {
  public:
-  FlopsReport(const Config& config, const Run& run) : config_(config.flops_profiler), run_(run) {
+  FlopsReport(const Config& config, const Run& run) : config_(config.monitors.flops_profiler), run_(run) {
     if (config_.profile_step <= run.step)
       log_message(LogLevel::Warning,
                   fmt::format("flops_profiler.profile_step: step {} was taken before this start: it is not reported",

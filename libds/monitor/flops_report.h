@@ -15,7 +15,7 @@ inline constexpr std::string_view kFlopsBegin = "work of rank 0 of ";  // of eve
 std::string flops_text(const StepRecord& record, const plan::StepWork& work, i64 num_params, int world_size,
                        bool detailed);
 
-// Of step flops_profiler.profile_step: into output_file, or told.
+// Reports step flops_profiler.profile_step to output_file, or to Run::tell.
 std::unique_ptr<Monitor> make_flops_report(const Config& config, const Run& run);
 
 }  // namespace ds::monitor

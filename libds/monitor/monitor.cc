@@ -110,8 +110,8 @@ std::vector<Kept> kept_directories(const Config& config, const Places& places) {
     if (monitor.enabled && is_known)
       all.push_back({name, place_of(directory_of(monitor, name, places.run_directory)), is_file});
   };
-  add(config.tensorboard, kTensorboard, is_event_file);
-  add(config.csv_monitor, kCsv, is_csv_file);
+  add(config.monitors.tensorboard, kTensorboard, is_event_file);
+  add(config.monitors.csv_monitor, kCsv, is_csv_file);
   return all;
 }
 
@@ -132,7 +132,7 @@ void check_not_of_run(const std::string& path, std::string_view key, const Place
   }
   DS_CHECK(resumed.empty() || !parse_step_name(resumed.filename().string()) ||
                way_inside(place, place_of(places.resumed)).empty(),
-           Errc::Config, "{}: {} is in the checkpoint that this run goes on from", key, path);
+           Errc::Config, "{}: {} is in the checkpoint that this run resumes from", key, path);
 }
 
 std::vector<NamedFile> inputs_of(const Config& config, const Places& places) {
@@ -195,8 +195,8 @@ void check_file(const std::string& file, std::string_view key, const Config& con
     DS_CHECK(way_inside(kept.directory, place).empty(), Errc::Config, "{}: {} is where {} makes its directory", key,
              file, kept.monitor);
   }
-  for (const auto& [other, of_key] :
-       {std::pair(config.prometheus.file, kPrometheus), {config.flops_profiler.output_file, kFlops}}) {
+  for (const auto& [other, of_key] : {std::pair(config.monitors.prometheus.file, kPrometheus),
+                                      {config.monitors.flops_profiler.output_file, kFlops}}) {
     DS_CHECK(other.empty() || of_key == key || place_of(other) != place, Errc::Config, "{}: {} is the file of {}, too",
              key, file, of_key);
   }
@@ -218,10 +218,10 @@ void Monitors::check(const Config& config, const Places& places) {
     check_directory(directory, key_of(name), true);
     check_not_of_run(directory, key_of(name), places);
   };
-  check_monitor(config.tensorboard, kTensorboard);
-  check_monitor(config.csv_monitor, kCsv);
-  if (config.csv_monitor.enabled)
-    check_csv_files(directory_of(config.csv_monitor, kCsv, places.run_directory), key_of(kCsv));
+  check_monitor(config.monitors.tensorboard, kTensorboard);
+  check_monitor(config.monitors.csv_monitor, kCsv);
+  if (config.monitors.csv_monitor.enabled)
+    check_csv_files(directory_of(config.monitors.csv_monitor, kCsv, places.run_directory), key_of(kCsv));
   for (const Kept& kept : kept_directories(config, places)) {
     for (const NamedFile& input : inputs_of(config, places))
       if (is_file_of(kept, place_of(input.path))) throw is_input(key_of(kept.monitor), input.path, input);
@@ -231,28 +231,31 @@ void Monitors::check(const Config& config, const Places& places) {
     check_file(file, key, config, places);
     check_link(file, key, begin);
   };
-  check_report(config.prometheus.file, kPrometheus, kPrometheusBegin);
-  if (config.flops_profiler.enabled) check_report(config.flops_profiler.output_file, kFlops, kFlopsBegin);
+  check_report(config.monitors.prometheus.file, kPrometheus, kPrometheusBegin);
+  if (config.monitors.flops_profiler.enabled)
+    check_report(config.monitors.flops_profiler.output_file, kFlops, kFlopsBegin);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {
-  return config.wall_clock_breakdown || (config.flops_profiler.enabled && config.flops_profiler.profile_step == step);
+  return config.monitors.wall_clock_breakdown ||
+         (config.monitors.flops_profiler.enabled && config.monitors.flops_profiler.profile_step == step);
 }
 
 Monitors::Monitors(const Config& config, const Run& run) {
   const bool has_scale = config.fp16.enabled;
   Directories directories(run.directory);
   std::string events, csv;
-  if (config.tensorboard.enabled) events = directories.make(config.tensorboard, kTensorboard);
-  if (config.csv_monitor.enabled) csv = directories.make(config.csv_monitor, kCsv);
+  if (config.monitors.tensorboard.enabled) events = directories.make(config.monitors.tensorboard, kTensorboard);
+  if (config.monitors.csv_monitor.enabled) csv = directories.make(config.monitors.csv_monitor, kCsv);
   directories.keep();
-  if (config.tensorboard.enabled) all_.push_back(make_event_file(events, has_scale));
-  if (config.csv_monitor.enabled) all_.push_back(make_csv_files(csv, has_scale));
-  if (!config.prometheus.file.empty()) all_.push_back(make_prometheus_file(config.prometheus, config.steps_per_print));
-  if (config.wall_clock_breakdown) all_.push_back(make_phase_log(config.steps_per_print, run.tell));
-  if (config.comms_logger.enabled)
-    all_.push_back(make_comms_log(config.comms_logger, config.steps_per_print, run.tell));
-  if (config.flops_profiler.enabled) all_.push_back(make_flops_report(config, run));
+  if (config.monitors.tensorboard.enabled) all_.push_back(make_event_file(events, has_scale));
+  if (config.monitors.csv_monitor.enabled) all_.push_back(make_csv_files(csv, has_scale));
+  if (!config.monitors.prometheus.file.empty())
+    all_.push_back(make_prometheus_file(config.monitors.prometheus, config.monitors.steps_per_print));
+  if (config.monitors.wall_clock_breakdown) all_.push_back(make_phase_log(config.monitors.steps_per_print, run.tell));
+  if (config.monitors.comms_logger.enabled)
+    all_.push_back(make_comms_log(config.monitors.comms_logger, config.monitors.steps_per_print, run.tell));
+  if (config.monitors.flops_profiler.enabled) all_.push_back(make_flops_report(config, run));
 }
 
 void Monitors::for_each(const std::function<void(Monitor&)>& call) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// wall_clock_breakdown: where the time of steps goes, as a line at every printed step.
+// wall_clock_breakdown: a line with the times of phases at every printed step.
 
 #include <functional>
 #include <memory>

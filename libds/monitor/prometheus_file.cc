@@ -25,7 +25,9 @@ std::string escaped(std::string_view text) {
   return out;
 }
 
-std::string sample_text(double x) {
+std::string number_text(const StepField::Number& number) {
+  if (const auto* const n = std::get_if<i64>(&number)) return fmt::format("{}", *n);
+  const double x = std::get<double>(number);
   if (std::isnan(x)) return "NaN";
   return std::isinf(x) ? x > 0 ? "+Inf" : "-Inf" : fmt::format("{}", x);
 }
@@ -34,25 +36,23 @@ class Text {
  public:
   explicit Text(const std::string& job) : job_(fmt::format("job=\"{}\"", escaped(job))) {}
 
-  void add(const char* name, const char* type, const char* help, double value) {
-    head(name, type, help);
-    text_ += fmt::format("{}{{{}}} {}\n", name, job_, sample_text(value));
+  // `metric`: without the prefix that all have.
+  void add(std::string_view metric, std::string_view help, const StepField::Number& value) {
+    head(metric, help);
+    text_ += fmt::format("ds_train_{}{{{}}} {}\n", metric, job_, number_text(value));
   }
-  static i64 sample(i64 value) { return value; }
-  static std::string sample(double value) { return sample_text(value); }
-  template <class Number>
-  void add(const char* name, const char* type, const char* help, const char* label,
-           const std::map<std::string, Number>& values) {
+  void add(std::string_view metric, std::string_view help, std::string_view label, const StepField::Named& values) {
     if (values.empty()) return;
-    head(name, type, help);
-    for (const auto& [key, value] : values)
-      text_ += fmt::format("{}{{{},{}=\"{}\"}} {}\n", name, job_, label, escaped(key), sample(value));
+    head(metric, help);
+    for (const auto& [name, value] : values)
+      text_ += fmt::format("ds_train_{}{{{},{}=\"{}\"}} {}\n", metric, job_, label, escaped(name), number_text(value));
   }
   std::string take() { return std::move(text_); }
 
  private:
-  void head(const char* name, const char* type, const char* help) {
-    text_ += fmt::format("# HELP {} {}\n# TYPE {} {}\n", name, help, name, type);
+  void head(std::string_view metric, std::string_view help) {
+    const std::string_view type = metric.ends_with("_total") ? "counter" : "gauge";
+    text_ += fmt::format("# HELP ds_train_{} {}\n# TYPE ds_train_{} {}\n", metric, help, metric, type);
   }
   const std::string job_;
   std::string text_;
@@ -98,25 +98,15 @@ class PrometheusFile final : public Monitor {
 std::string prometheus_text(const StepRecord& r, std::optional<double> validation_loss, const std::string& job,
                             double updated) {
   Text text(job);
-  const auto number = [](i64 n) { return static_cast<double>(n); };
-  text.add("ds_train_steps_total", "counter", "Steps of the run, skipped ones included.", number(r.step));
-  text.add("ds_train_samples_total", "counter", "Samples that the run has seen.", number(r.samples));
-  text.add("ds_train_loss", "gauge", "Training loss of the last step.", r.loss);
-  if (validation_loss) text.add("ds_train_validation_loss", "gauge", "Loss of the last evaluation.", *validation_loss);
-  text.add("ds_train_grad_norm", "gauge", "Norm of the gradient before clipping.", r.grad_norm);
-  if (r.outer_grad_norm)
-    text.add("ds_train_outer_grad_norm", "gauge", "Norm of what the steps of workers have made of parameters.",
-             *r.outer_grad_norm);
-  text.add("ds_train_compression_norm", "gauge", "Norms of what compression has lost, after the last step.", "of",
-           r.compression);
-  text.add("ds_train_learning_rate", "gauge", "Learning rate of the last step.", r.lr);
-  text.add("ds_train_loss_scale", "gauge", "Loss scale of the last step.", r.loss_scale);
-  text.add("ds_train_step_seconds", "gauge", "Duration of the last step.", r.step_ms / 1e3);
-  text.add("ds_train_tokens_per_second", "gauge", "Tokens of all ranks per second in the last step.", r.tokens_per_s);
-  text.add("ds_train_mfu_ratio", "gauge", "Model FLOP/s over the measured rate of a matrix product.", r.mfu);
-  text.add("ds_train_memory_bytes", "gauge", "Peak memory of rank 0 by tag.", "tag", r.memory_bytes);
-  text.add("ds_train_comm_bytes", "gauge", "Bytes that rank 0 sent in the last step.", "operation", r.comm_bytes);
-  text.add("ds_train_updated_timestamp_seconds", "gauge", "When this was written.", updated);
+  for (const StepField& f : step_fields()) {
+    if (f.metric == nullptr) continue;
+    const StepField::Value value = f.value(r);
+    if (const auto* const n = std::get_if<i64>(&value)) text.add(f.metric, f.help, *n);
+    if (const auto* const x = std::get_if<double>(&value)) text.add(f.metric, f.help, *x);
+    if (const auto* const named = std::get_if<StepField::Named>(&value)) text.add(f.metric, f.help, f.label, *named);
+  }
+  if (validation_loss) text.add("validation_loss", "Loss of the last evaluation.", *validation_loss);
+  text.add("updated_timestamp_seconds", "When this was written.", updated);
   return text.take();
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The last step as a file for the textfile collector of Prometheus's node exporter.
+// The last step, as a file for the textfile collector of Prometheus's node exporter.
 
 #include <memory>
 #include <optional>

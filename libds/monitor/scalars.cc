@@ -17,14 +17,15 @@ std::vector<Scalar> scalars_of(const StepRecord& r, bool has_loss_scale) {
     over_samples("Train/Samples/elapsed_time_ms_backward_allreduce", r.phases->reduce_ms);
     over_samples("Train/Samples/elapsed_time_ms_step", r.phases->update_ms);
   }
-  over_steps("train/loss", r.loss);
-  over_steps("train/grad_norm", r.grad_norm);
-  if (r.outer_grad_norm) over_steps("train/outer_grad_norm", *r.outer_grad_norm);
-  for (const auto& [name, norm] : r.compression) over_steps("compression/" + name, norm);
-  over_steps("train/tokens_per_s", r.tokens_per_s);
-  over_steps("train/mfu", r.mfu);
-  for (const auto& [tag, bytes] : r.memory_bytes) over_steps("memory/" + tag, static_cast<double>(bytes));
-  for (const auto& [name, bytes] : r.comm_bytes) over_steps("comm/" + name, static_cast<double>(bytes));
+  for (const StepField& f : step_fields()) {
+    if (f.curve == nullptr) continue;
+    const StepField::Value value = f.value(r);
+    if (const auto* const number = std::get_if<double>(&value)) over_steps(f.curve, *number);
+    if (const auto* const named = std::get_if<StepField::Named>(&value)) {
+      for (const auto& [name, number] : *named)
+        over_steps(f.curve + name, std::visit([](auto x) { return static_cast<double>(x); }, number));
+    }
+  }
   return all;
 }
 

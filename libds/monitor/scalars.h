@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A step as a list of named numbers, for monitors that draw curves.
+// A step as a list of numbers, for monitors that draw curves.
 
 #include <string>
 #include <vector>
@@ -12,15 +12,15 @@ namespace ds::monitor {
 struct Scalar {
   std::string tag;
   double value = 0;
-  i64 at = 0;  // the place on the curve
+  i64 at = 0;  // step or number of samples
 };
 
 inline constexpr const char* kTrainLossTag = "Train/Samples/train_loss";
-// How every tag of the two functions below begins.
+// The prefixes of all tags of the two functions below.
 inline constexpr const char* kTagFamilies[] = {"Train/Samples/", "train/", "compression/",
                                                "memory/",        "comm/",  "validation/"};
 
-// First those that DeepSpeed writes, under its names and over samples; behind them ours, over steps.
+// First DeepSpeed's, under its names and over samples; then the curves of step_fields(), over steps.
 std::vector<Scalar> scalars_of(const StepRecord& record, bool has_loss_scale);
 Scalar validation_scalar(i64 step, double loss);
 

@@ -9,7 +9,7 @@
 
 namespace ds::monitor {
 
-// What one rank has, as a text that travels.
+// The spans of one rank, as a text to be sent to another.
 std::string spans_text(std::span<const Trace::Span> spans);
 // The file: a process for each rank, in their order, a thread for each track; times from the first span on.
 std::string trace_text(std::span<const std::string> of_ranks);

@@ -14,11 +14,7 @@ i64 sequence_of_step(const Config& c, i64 step) {
   return c.curriculum.enabled ? std::min(whole, curriculum_length(c.curriculum, step)) : whole;
 }
 
-// random_ltd.kept is of one step, and then of all.
-i64 kept_of_step(const Config& c, i64 step) {
-  if (!c.random_ltd.on()) return 0;
-  return c.random_ltd.kept > 0 ? c.random_ltd.kept : random_ltd_kept(c.random_ltd, step);
-}
+i64 kept_of_step(const Config& c, i64 step) { return c.random_ltd.on() ? random_ltd_kept(c.random_ltd, step) : 0; }
 
 // The last step up to `last` that has the value of `step`; values do not shrink.
 template <class F>
@@ -73,7 +69,7 @@ StepLengths step_lengths(const Config& c, i64 steps) {
 
 Config of_whole_sequences(Config config) {
   config.curriculum.enabled = false;
-  if (config.random_ltd.on()) config.random_ltd.kept = config.data.seq_length;
+  config.random_ltd.require_steps = 0;
   return config;
 }
 

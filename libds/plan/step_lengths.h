@@ -6,14 +6,11 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "model/models.h"
 
 namespace ds::plan {
 
-struct PassLengths {
-  i64 sequence = 0;  // tokens of each sample, at most data.seq_length
-  i64 kept = 0;      // tokens of each sample that layers with random_ltd see; 0: all of them
-  bool operator==(const PassLengths&) const = default;
-};
+using model::PassLengths;
 
 // Step numbers begin at 1.
 PassLengths lengths_of_step(const Config& config, i64 step);

@@ -11,6 +11,7 @@
 
 #include "comm/message_tag.h"
 #include "plan/dry_run.h"
+#include "update/meetings.h"
 
 namespace ds::plan {
 namespace {
@@ -148,13 +149,6 @@ void count_most_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, const
   }
 }
 
-// How often a fragment of DiLoCo has met by the end of that step.
-i64 meetings_of(const DilocoConfig& d, i64 fragment, i64 step) {
-  const i64 first = fragment * d.sync_every / d.fragments;
-  if (first == 0) return step / d.sync_every;
-  return step < first ? 0 : (step - first) / d.sync_every + 1;
-}
-
 // The mean over steps that differ in kind, in length, or in which fragments of DiLoCo meet.
 void count_mean_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, i64 steps, const LayerTraffic& layers,
                         const std::vector<std::map<std::string, CommCount>>& meetings) {
@@ -165,7 +159,7 @@ void count_mean_traffic(RunPlan& plan, const std::vector<StepKind>& kinds, i64 s
     }
   };
   for (const StepKind& k : kinds) add(k.traffic, k.times);
-  for (i64 f = 0; f < std::ssize(meetings); ++f) add(meetings[f], meetings_of(plan.diloco, f, steps));
+  for (i64 f = 0; f < std::ssize(meetings); ++f) add(meetings[f], update::meetings_until(plan.diloco, f, steps));
   for (const auto& [name, sum] : bytes) {
     if (const i64 mean = std::llround(sum / static_cast<double>(steps)); mean > 0) plan.traffic.mean[name] = mean;
   }
@@ -177,14 +171,16 @@ std::vector<std::map<std::string, CommCount>> count_meetings(RunPlan& plan, Coun
   const DilocoConfig& d = plan.diloco;
   if (!d.enabled) return meetings;
   CountedUpdate all(plan, no_ops());
+  bool landed = false;
   for (i64 f = 0; f < d.fragments; ++f) {
     for (const auto& [name, count] : meetings.emplace_back(all.meeting(f))) {
       plan.traffic.meetings[name].calls += count.calls;
       plan.traffic.meetings[name].bytes += count.bytes;
     }
-    if (meetings_of(d, f, plan.update_number) > 0) update.meeting(f);
+    if (update::meetings_until(d, f, plan.update_number) > 0) update.meeting(f);
+    landed |= update::meetings_until(d, f, std::max<i64>(plan.update_number - d.overlap_steps, 0)) > 0;
   }
-  if (d.meetings_until(std::max<i64>(plan.update_number - d.overlap_steps, 0)) > 0) update.norm_of_meeting();
+  if (landed) update.norm_of_meeting();
   return meetings;
 }
 

@@ -29,8 +29,8 @@ Stage::Stage(const Config& config, const model::Model& model, const plan::RunPla
       memory_(plan.activations.pass),
       inputs_(std::move(inputs)),
       document_token_(config.data.document_token),
-      label_smoothing_(static_cast<float>(config.label_smoothing)),
-      z_loss_(static_cast<float>(config.z_loss)) {
+      label_smoothing_(static_cast<float>(config.loss.label_smoothing)),
+      z_loss_(static_cast<float>(config.loss.z_loss)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
   temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.temporary_bytes);
   if (plan_->use != ConfigUse::Generate) take_pass_memory();

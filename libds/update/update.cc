@@ -10,6 +10,8 @@
 #include <iterator>
 #include <limits>
 
+#include "update/meetings.h"
+
 namespace ds::update {
 
 // Sends an optimizer's passes to the stores of its parameters' states.
@@ -258,13 +260,13 @@ bool Update::outer_step(i64 step) {
   bool any = false;
   const auto land = [&] {
     for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
-      if (plan_.diloco.lands(f, step)) any |= outer_->land(f);
+      if (lands(plan_.diloco, f, step)) any |= outer_->land(f);
     }
   };
   if (!outer_) return any;
   if (plan_.diloco.overlap_steps > 0) land();  // before another one is sent
   for (i64 f = 0; f < plan_.diloco.fragments; ++f) {
-    if (plan_.diloco.meets(f, step)) outer_->send(f);
+    if (meets(plan_.diloco, f, step)) outer_->send(f);
   }
   if (plan_.diloco.overlap_steps == 0) land();
   return any;
@@ -348,7 +350,7 @@ Update::NamedNorms Update::compression_norms(i64 number) {
 double Update::outer_gradient_norm(i64 step) {
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const zero::Piece& p : plan_.outer_judged) {
-      if (!plan_.diloco.lands(plan_.fragment_of(p), step)) continue;
+      if (!lands(plan_.diloco, plan_.fragment_of(p), step)) continue;
       zero::for_each_part(p, combine_.most_leased(p), [&](const zero::Piece& part) {
         const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Read);
         visit(0, TensorView::of(lease.data(), DType::F32, {part.count}));

@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "ds/config.h"
-#include "engine/connect.h"
 #include "engine/engine.h"
 #include "mesh/from_config.h"
 #include "plan/planned.h"
+#include "run/connect.h"
 
 namespace ds::bench {
 
@@ -121,7 +121,7 @@ class Arrangement {
       Part& part = parts_[rank];
       try {
         part.mesh->reset_counts();
-        const engine::StepReport report = part.engine->train_step({part.ids, part.targets});
+        const StepRecord report = part.engine->train_step({part.ids, part.targets});
         if (rank == 0) last_ = report;
       } catch (const Error& e) {
         part.mesh->abort(e);
@@ -136,7 +136,7 @@ class Arrangement {
   const std::string& name() const noexcept { return name_; }
   const Config& config() const noexcept { return config_; }
   int num_ranks() const noexcept { return static_cast<int>(parts_.size()); }
-  const engine::StepReport& last() const noexcept { return last_; }
+  const StepRecord& last() const noexcept { return last_; }
   const engine::Engine& engine(int rank) const noexcept { return *parts_[rank].engine; }
   const MemoryLedger& ledger(int rank) const noexcept { return parts_[rank].ledger; }
   double wall() const { return median(wall_); }
@@ -170,7 +170,7 @@ class Arrangement {
   std::string name_;
   Config config_;
   std::vector<Part> parts_;
-  engine::StepReport last_;
+  StepRecord last_;
   std::vector<double> wall_, cpu_;
 };
 

@@ -30,10 +30,10 @@
 #include "bench/op_clock.h"
 #include "ds/config.h"
 #include "ds/log.h"
-#include "engine/connect.h"
 #include "engine/engine.h"
 #include "model/attention_pattern.h"
 #include "plan/op_tally.h"
+#include "run/connect.h"
 
 using namespace ds;
 
@@ -729,7 +729,7 @@ void Bench::step(const std::string& path, const Config& config, testing::OpClock
   i64 skipped = 0;
   const auto train = [&] {
     const double start = now();
-    const engine::StepReport r = engine.train_step({ids, targets});
+    const StepRecord r = engine.train_step({ids, targets});
     last_loss = r.loss;
     skipped += r.skipped;
     return now() - start;
@@ -836,7 +836,7 @@ int main(int argc, char** argv) {
       const ConfigResult read = steps ? load_config(part.substr(1), overrides, 1) : ConfigResult{};
       DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
       // As a run would open it, with what its configuration says of cuda.
-      const auto device = steps ? engine::open_device(read.config, {}) : make_cuda_device(0);
+      const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0);
       DS_CHECK(!by_op || !read.config.cuda.graphs, Errc::Config, "--by-op times no graphs: without cuda.graphs");
       std::optional<testing::OpClock> clock;
       if (steps && by_op) clock.emplace(*device);

@@ -21,12 +21,13 @@
 #include <sstream>
 #include <thread>
 
-#include "engine/connect.h"
 #include "engine/engine.h"
 #include "memreport/step_time.h"
 #include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "probe/host.h"
+#include "plan/planned.h"
+#include "run/connect.h"
 
 using namespace ds;
 

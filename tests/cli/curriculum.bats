@@ -70,7 +70,7 @@ PYTHON
 @test "what does not fit, or is not there, is refused before anything is written" {
   refused 2 'curriculum_learning.schedule_config.total_curriculum_step: is missing' --set curriculum_learning.enabled=true \
     --set curriculum_learning.schedule_type=fixed_linear
-  refused 4 '"custom" is not there yet' --set curriculum_learning="$grows" --set curriculum_learning.schedule_type=custom
+  refused 4 '"custom" is not supported yet' --set curriculum_learning="$grows" --set curriculum_learning.schedule_type=custom
   refused 4 'curriculum_learning.enabled: a layout of sparse attention' --set curriculum_learning="$grows" \
     --set sparse_attention.mode=local
 }

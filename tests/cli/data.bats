@@ -108,7 +108,7 @@ PY
   run -3 --separate-stderr ds-train cfg.json --out r --quiet --steps 6 --resume latest "${form[@]}" \
     --set 'data.chat_template.assistant="{content}</s>"'
   [[ $stderr == *chat.ndjson* ]] || fail "$stderr"
-  refused 2 'data.chat_template.assistant: must have {content} once' --set data.chat_template.assistant=x
+  refused 2 'data.chat_template.assistant: must contain {content} exactly once' --set data.chat_template.assistant=x
   refused 2 'data.chat_template: no data file has messages' --set 'data.chat_template.assistant="{content}"'
 }
 

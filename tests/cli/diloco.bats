@@ -145,7 +145,7 @@ setup() {
   refused 2 "diloco.workers: 2 does not divide the 1 ranks that see other samples"
   sed 's/"enabled": true, //' cfg.json >forgotten.json
   run -2 ds-launch -n 2 ds-train forgotten.json --out refused
-  assert_output --partial "diloco.workers: says nothing without diloco.enabled true"
+  assert_output --partial "diloco.workers: has no effect without diloco.enabled true"
   assert_output --partial "diloco.sync_every: says nothing"
   run -2 ds-train cfg.json --out refused --set diloco.enabled=1
   refute_output --partial "says nothing"
@@ -155,7 +155,7 @@ setup() {
   refused 2 "hides messages between workers, and there is one" "$@" --set diloco.overlap_steps=1
   refused 2 "5 is more than the 4 steps between the meetings of two fragments" "$@" --set diloco.overlap_steps=5
   refused 2 "are more than the 4 layers" "$@" --set diloco.fragments=5 --set diloco.sync_every=9
-  refused 2 "gives back what the steps between meetings have learned" "$@" --set diloco.outer_lr=0
+  refused 2 "discards what the steps between meetings have learned" "$@" --set diloco.outer_lr=0
   refused 2 "the 1-bit family averages by signs" "$@" --set optimizer.type=OneBitAdam --set zero_optimization.stage=1
   refused 4 "outer states stay on the device" "$@" --set zero_optimization.offload_optimizer.device=cpu
   refused 2 "did you mean diloco.sync_every" "$@" --set diloco.sync_evry=3

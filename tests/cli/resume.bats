@@ -280,7 +280,7 @@ END
   run ds-train cfg.json --out good --resume latest --set save.every=1 --set save.keep=1 --set optimizer.params.lr=1e30 \
     --set gradient_clipping=0
   assert_failure 1
-  assert_output --partial "go on from good/step-00000003, for good/step-00000004 is already lost"
+  assert_output --partial "resume from good/step-00000003, for good/step-00000004 is already lost"
   run ds-train cfg.json --eval --resume good/step-00000003
   assert_success
 

@@ -124,7 +124,7 @@ offset_of() { # step rank state
   assert_failure 3
   run ds-launch -n 4 ds-train cfg.json --out run --resume latest "${set[@]}"
   assert_success
-  assert_output --regexp 'warning: rank [0-3]: run/step-00000008/rank-00001.h5: checksum mismatch in /exp_avg_sq/.*; going on from the step before, run/step-00000004'
+  assert_output --regexp 'warning: rank [0-3]: run/step-00000008/rank-00001.h5: checksum mismatch in /exp_avg_sq/.*; resuming from the step before, run/step-00000004'
   diff <(losses whole) <(losses run)
   assert_equal "$(ls -A run)" "$(ls -A whole)"
   for step in 08 12; do

@@ -177,7 +177,7 @@ ordinary() { # optimizer where
   train 1 --steps 8
   # From another directory, where nothing is: said.
   run -0 --separate-stderr ds-train cfg.json --out other --steps 9 "${served[@]}"
-  [[ $stderr == *"going on from step 8 of server '$name'"* ]]
+  [[ $stderr == *"resuming from step 8 of server '$name'"* ]]
   ds-train cfg.json --out away --resume latest --steps 10 --quiet
   run -3 --separate-stderr ds-train cfg.json --out away --resume latest --steps 12 "${served[@]}"
   [[ $stderr == *"step-00000010 is "*"server '$name'"*"ds-offload rm $name"*"--resume "* ]]
@@ -189,7 +189,7 @@ ordinary() { # optimizer where
   # A step that is damaged does not say whose it is.
   truncate -s -1 away/step-00000012/rank-00000.h5
   run -0 --separate-stderr ds-train cfg.json --out away --resume latest "${served[@]}"
-  [[ $stderr == *"step-00000012"*"going on with the state of server '$name'"* ]] || fail "$stderr"
+  [[ $stderr == *"step-00000012"*"resuming from the state of server '$name'"* ]] || fail "$stderr"
 }
 
 @test "a server without descriptors refuses, and nobody waits for it" {
@@ -303,7 +303,7 @@ ordinary() { # optimizer where
   ds-train cfg.json --out memory --quiet
   cp -r saved away4
   run -0 --separate-stderr ds-train cfg.json --out away4 --resume away4/step-00000004 "${served[@]}"
-  [[ $stderr == *"gives way to"* ]]
+  [[ $stderr == *"discarding the state of step"* ]]
   assert_equal "$(losses away4)" "$(losses memory)"
   # A server that is behind a checkpoint is not taken for the truth.
   ds-train cfg.json --out away4 --resume latest --quiet --steps 14 --set steps=14

@@ -195,7 +195,7 @@ JSON
     --set zero_optimization.zero_quantized_gradients=true --set communication_data_type=int8
   refused 2 "communication_data_type \"int4\" is of all" --set zero_optimization.zero_quantized_gradients=true \
     --set zero_optimization.stage=1
-  refused 2 "says nothing without zero_optimization.zero_quantized_gradients true, or communication_data_type" \
+  refused 2 "so it needs zero_optimization.zero_quantized_gradients true, or communication_data_type" \
     --set zero_optimization.zeropp_loco_param={}
   refused 2 "communication_data_type: sums that are kept in bf16 travel in bf16, too" --set bf16.enabled=true --set data_types.grad_accum_dtype=bf16 \
     --set communication_data_type=int8

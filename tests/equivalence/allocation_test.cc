@@ -171,7 +171,7 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
     c.data.seq_length = 12;
     c.pipeline.stages = pp;
     c.tensor_parallel.tp_size = tp;
-    c.sequence_parallel_size = sp;
+    c.sequence_parallel.size = sp;
     return c;
   };
   Config c = config(4, 2, 2, 1);
@@ -193,7 +193,7 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   expect_no_allocation(c, 1, "breadth-first");
   c = config(2, 1, 1, 2);
   expect_no_allocation(c, 2, "sp2");
-  c.sequence_parallel_mode = SequenceParallelMode::Ring;
+  c.sequence_parallel.mode = SequenceParallelMode::Ring;
   expect_no_allocation(c, 2, "sp2 ring");
 }
 

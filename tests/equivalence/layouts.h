@@ -37,8 +37,8 @@ inline Config config_of(const ModelConfig& model, const Layout& l, i64 micro_bat
   c.reduce_order = ReduceOrder::Micro;
   c.pipeline = {.stages = l.pp, .schedule = l.schedule, .partition = "uniform", .virtual_stages = l.chunks};
   c.tensor_parallel = {.tp_size = l.tp, .sequence_parallel = l.sequence};
-  c.sequence_parallel_size = l.sp;
-  c.sequence_parallel_mode = l.mode;
+  c.sequence_parallel.size = l.sp;
+  c.sequence_parallel.mode = l.mode;
   c.activation_checkpointing.granularity = l.checkpoints;
   c.activation_checkpointing.interval = l.interval;
   c.activation_checkpointing.partition_activations = l.partition;

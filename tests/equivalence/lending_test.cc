@@ -126,7 +126,7 @@ Config config_of(const Lent& a) {
   c.bf16.enabled = a.type == DType::BF16;
   c.communication_data_type = wire_type_of(a.wire);
   c.reduce_order = a.order;
-  c.loss_norm = a.norm;
+  c.loss.norm = a.norm;
   c.zero.reduce_bucket_size = c.zero.allgather_bucket_size = a.bucket;
   c.activation_checkpointing.cpu_checkpointing = a.offload;
   return c;

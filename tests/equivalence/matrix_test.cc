@@ -181,7 +181,7 @@ Config config_of(const Case& a, const Layout& layout, i64 micro_batches) {
   c.fp16.initial_scale_power = 8;
   c.communication_data_type = wire_type_of(a.type);
   c.reduce_order = a.order;
-  c.loss_norm = a.norm;
+  c.loss.norm = a.norm;
   c.optimizer.lr = 1e-3;
   c.gradient_clipping = 0.5;
   c.data.seq_length = a.length;
@@ -204,8 +204,8 @@ std::string problem(const Case& a) {
     static const ConfigText text("{}", "case", against);
     Config c = config;
     Reader reader(config_keys(), &c, text, "", against);
-    resolve_parallel(c, l.ranks(), ConfigUse::Train, reader);
-    check_parallel(c, true, ConfigUse::Train, reader);
+    resolve_parallel(c, l.ranks(), reader);
+    check_parallel(c, reader);
   }
   if (against.empty()) against = parse_config(resolved_json(config), "case", {}, l.ranks()).diagnostics;
   return against.empty() ? "" : to_string(against.front());

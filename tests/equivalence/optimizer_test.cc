@@ -121,7 +121,7 @@ TEST(TermsOfTheLoss, TrainAlikeEverywhere) {
   for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     const auto train = [&](const Layout& l, double smoothing, double z_loss) {
       Config c = config_of(model, l, 4);
-      c.label_smoothing = smoothing, c.z_loss = z_loss;
+      c.loss.label_smoothing = smoothing, c.loss.z_loss = z_loss;
       return train_threads(c, l.ranks(), kSteps);
     };
     const Trace one = train({}, 0.1, 1e-3), plain = train({}, 0, 0);

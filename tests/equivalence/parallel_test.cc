@@ -265,7 +265,7 @@ TEST(Checkpointing, CutWhereTheLastRankHasNoRow) {
 TEST(TokenNorm, CountsASampleOnceHoweverManyRanksShareIt) {
   const auto config = [](const Layout& l) {
     Config c = config_of(gpt2_model(), l);
-    c.loss_norm = LossNorm::Token;
+    c.loss.norm = LossNorm::Token;
     return c;
   };
   const Trace one = train_threads(config({}), 1, kSteps);

@@ -82,12 +82,12 @@ void with_toy(plan::RunPlan& plan) {
   plan.shards.front().grads.reductions = {
       {.make = [](const zero::ReductionParts& parts) { return std::make_unique<ToyReduction>(parts); }}};
   const plan::TagBytes after = memory();
-  for (size_t t = 0; t < after.size(); ++t) plan.memory[t] += after[t] - before[t];
+  for (size_t t = 0; t < after.size(); ++t) plan.memory.by_tag[t] += after[t] - before[t];
   plan::CountedUpdate update(plan, no_ops());
   update.run([](std::optional<size_t>, i64) {}, 1);
   MeshCalls calls;
   for (const auto& [name, count] : update.traffic(calls)) {
-    if (name == "dp.toy" || name == "dp.reduce_scatter") plan.traffic[name] = count;
+    if (name == "dp.toy" || name == "dp.reduce_scatter") plan.traffic.last[name] = count;
   }
 }
 

@@ -10,15 +10,15 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/connect.h"
 #include "engine/engine.h"
 #include "engine/host_state.h"
 #include "engine/param_table.h"
-#include "engine/served.h"
 #include "formats/tensor_io.h"
 #include "infer/writer.h"
 #include "mesh/from_config.h"
 #include "plan/planned.h"
+#include "run/connect.h"
+#include "run/served.h"
 
 namespace ds::testing {
 
@@ -144,7 +144,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     CheckpointMeta meta;
     meta.work_dtype = engine.plan().work;
     meta.optimizer = table.optimizer;
-    engine::publish_states(engine, engine.served_record(), meta, table.params);
+    run::publish_states(engine, engine.served_record(), meta, table.params);
   }
   mesh.reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation;
@@ -166,7 +166,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     }
     if (hooks.before_step) hooks.before_step(engine, step);
     const size_t all = static_cast<size_t>(m * B * length);
-    const engine::StepReport r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all)});
+    const StepRecord r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all)});
     trace.losses.push_back(r.loss);
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);

@@ -119,7 +119,7 @@ TEST(Accumulation, BoundaryOrderIsCloseToMicroOrder) {
       const auto train = [&](i64 stage, ReduceOrder order) {
         Config c = with_precision(tiny_config(tiny_gpt2(), 2, 4, stage), precision);
         c.fp16.loss_scale = 256;
-        c.loss_norm = norm;
+        c.loss.norm = norm;
         c.reduce_order = order;
         return train_threads(c, 2, 20);
       };
@@ -145,7 +145,7 @@ TEST(Accumulation, BoundarySumsOverflowNoMoreThanOneMicroBatch) {
   for (const LossNorm norm : {LossNorm::Micro, LossNorm::Token}) {
     for (const i64 m : {1, 32}) {
       Config c = with_precision(tiny_config(tiny_gpt2(), 2, m, 1), {"fp16", false, true});
-      c.loss_norm = norm;
+      c.loss.norm = norm;
       c.fp16.loss_scale = 1 << 17;  // static
       const Trace t = train_threads(c, 2, 3);
       EXPECT_EQ(t.skipped, std::vector<bool>(3, false)) << m;
@@ -470,13 +470,13 @@ TEST(StepReport, CountsStepsSamplesAndTokens) {
   for (const auto& [ranks, sp, accumulation] : {std::tuple{1, 1, 3}, {2, 1, 3}, {4, 2, 2}}) {
     ModelConfig model = of_four_heads(tiny_gpt2());
     Config c = tiny_config(model, ranks / sp, accumulation, 1);
-    c.sequence_parallel_size = sp;
+    c.sequence_parallel.size = sp;
     c.data.seq_length = 14;
     const i64 B = c.batch.micro, T = c.data.seq_length, m = accumulation, P = ranks / sp;
     with_engines(c, ranks, [&](engine::Engine& engine) {
       const std::vector<i32> ids(static_cast<size_t>(m * B * T), 1), targets(ids.size(), 2);
       for (i64 step = 1; step <= 2; ++step) {
-        const engine::StepReport report = engine.train_step({ids, targets});
+        const StepRecord report = engine.train_step({ids, targets});
         EXPECT_EQ(report.step, step);
         EXPECT_EQ(report.tokens, B * T * m * P);
         EXPECT_EQ(engine.progress().step, step);
@@ -491,7 +491,7 @@ TEST(StepReport, CountsStepsSamplesAndTokens) {
 TEST(TokenNorm, OfOneTokenIsItsLoss) {
   for (const LossNorm norm : {LossNorm::Token, LossNorm::Micro}) {
     Config c = tiny_config(tiny_gpt2(), 1, 2, 0);
-    c.loss_norm = norm;
+    c.loss.norm = norm;
     with_engines(c, 1, [&](engine::Engine& engine) {
       const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
       std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
@@ -512,14 +512,14 @@ TEST(TokenNorm, OfOneTokenIsItsLoss) {
 
 TEST(TokenNorm, EqualsTheMeanOverAllValidTokens) {
   Config token = tiny_config(tiny_gpt2(), 2, 2, 1);
-  token.loss_norm = LossNorm::Token;
+  token.loss.norm = LossNorm::Token;
   token.reduce_order = ReduceOrder::Micro;
   Config one = tiny_config(tiny_gpt2(), 1, 4, 0);
-  one.loss_norm = LossNorm::Token;
+  one.loss.norm = LossNorm::Token;
   one.reduce_order = ReduceOrder::Micro;
   const Trace t = train_threads(token, 2, kSteps);
   expect_same_training(t, train_threads(one, 1, kSteps), "token norm");
-  one.loss_norm = LossNorm::Micro;
+  one.loss.norm = LossNorm::Micro;
   EXPECT_NE(t.losses.front(), train_threads(one, 1, 1).losses.front());  // micro-batches have unequal counts
 }
 

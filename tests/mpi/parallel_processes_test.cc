@@ -20,8 +20,8 @@ Config config_of(const ModelConfig& model, const Layout& l, int ranks) {
   c.pipeline = {.stages = l.pp, .schedule = l.schedule, .partition = "uniform"};
   if (l.schedule == PipelineSchedule::Interleaved) c.pipeline.virtual_stages = 2;
   c.tensor_parallel = {.tp_size = l.tp, .sequence_parallel = l.rows};
-  c.sequence_parallel_size = l.sp;
-  c.sequence_parallel_mode = l.ring ? SequenceParallelMode::Ring : SequenceParallelMode::Ulysses;
+  c.sequence_parallel.size = l.sp;
+  c.sequence_parallel.mode = l.ring ? SequenceParallelMode::Ring : SequenceParallelMode::Ulysses;
   if (l.cut_inputs) {
     c.activation_checkpointing.granularity = CheckpointGranularity::Layer;
     c.activation_checkpointing.partition_activations = true;

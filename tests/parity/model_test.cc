@@ -14,10 +14,10 @@
 #include "base/json.h"
 #include "engine/engine.h"
 #include "engine/host_state.h"
-#include "engine/weights.h"
 #include "formats/tensor_io.h"
 #include "model/models.h"
 #include "parity/device_ops.h"
+#include "run/weights.h"
 #include "test_data.h"
 
 namespace ds {
@@ -148,7 +148,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   Mesh mesh = testing::make_test_mesh(*device);
   MemoryLedger ledger;
   engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
-  engine::load_weights(engine, f.dir);
+  run::load_weights(engine, f.dir);
 
   std::vector<float> logits;
   engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets) {
@@ -164,7 +164,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
 
   // One number's error may be zero by luck, PyTorch's as well. The mean of n errors that fall independently is sqrt(n)
   // smaller than one of them: three of those standard deviations of PyTorch's.
-  const engine::StepReport r = engine.train_step({f.ids, f.targets});
+  const StepRecord r = engine.train_step({f.ids, f.targets});
   const auto n = static_cast<double>(std::count_if(f.targets.begin(), f.targets.end(), [](i32 t) { return t >= 0; }));
   const double loss = f.reference(dtype, "loss")[0];
   double sum = 0, squares = 0;
@@ -208,7 +208,7 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     Mesh mesh = testing::make_test_mesh(*device);
     MemoryLedger ledger;
     engine::Engine engine(config, mesh, ledger, *device);
-    engine::load_weights(engine, f.dir);
+    run::load_weights(engine, f.dir);
     engine.train_step({ids, targets});
 
     std::vector<std::string> names;
@@ -240,7 +240,7 @@ TEST_P(Models, TenAdamWSteps) {
   Mesh mesh = testing::make_test_mesh(*device);
   MemoryLedger ledger;
   engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
-  engine::load_weights(engine, f.dir);
+  run::load_weights(engine, f.dir);
   const auto fixture = [&](std::string_view of, std::string_view what) {
     return f.read<double>(fmt::format("train.{}.{}", of, what));
   };
@@ -250,7 +250,7 @@ TEST_P(Models, TenAdamWSteps) {
   const auto add = [](double& error, double got, double want) { error = std::max(error, std::abs(got / want - 1)); };
   ASSERT_EQ(losses.size(), norms.size() + 1);  // the last one is that of the weights after the tenth update
   for (size_t s = 0; s < losses.size(); ++s) {
-    const engine::StepReport r = engine.train_step({f.ids, f.targets});
+    const StepRecord r = engine.train_step({f.ids, f.targets});
     add(loss_error, r.loss, losses[s]);
     add(torch_loss_error, torch_losses[s], losses[s]);
     if (s == norms.size()) break;

@@ -13,12 +13,12 @@
 
 #include "ds/log.h"
 #include "engine/engine.h"
-#include "engine/weights.h"
+#include "run/weights.h"
 
 namespace ds {
 namespace {
 
-int run(char** argv) {
+int dump(char** argv) {
   set_log_sink([](LogLevel level, std::string_view text) {
     if (level == LogLevel::Warning) std::fprintf(stderr, "%.*s\n", static_cast<int>(text.size()), text.data());
   });
@@ -39,7 +39,7 @@ int run(char** argv) {
   Mesh mesh(make_self_communicator({}));
   MemoryLedger ledger;
   engine::Engine engine(c, mesh, ledger, *device);
-  engine::load_weights(engine, argv[2]);
+  run::load_weights(engine, argv[2]);
   engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets) {
     std::memcpy(ids.data(), bytes.data(), bytes.size());
     std::fill(targets.begin(), targets.end(), 0);
@@ -62,7 +62,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   try {
-    return ds::run(argv);
+    return ds::dump(argv);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "dump_logits: error: %s\n", e.what());
     return 1;

@@ -237,19 +237,19 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"offload_optimizer": 3})", kBad, "must be an object, not 3"},
     {R"("offload_optimizer": "auto")", kBad, "offload_optimizer"},
     {R"("zero_optimization": {"legacy_stage1": true})", kLater,
-     "true is not there yet (libds 0.1.0); false is accepted"},
+     "true is not supported yet (libds 0.1.0); false is accepted"},
     {R"("zero_optimization": {"stage": 3, "zeropp_loco_param": {}})", kBad,
-     "zero_optimization.zeropp_loco_param: is of what codes lose, and says nothing without "
+     "zero_optimization.zeropp_loco_param: compensates for quantisation errors, so it needs "
      "zero_optimization.zero_quantized_gradients true"},
     {R"("zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 1.5, "reset_T": 0}})", kBad,
      "err_beta: must be"},
     {R"("zero_optimization": {"stage": 3, "zero_quantized_gradients": true, "zeropp_loco_param": {"reset_t": 5}})",
      kBad, "did you mean"},
     {R"("zero_optimization": {"load_from_fp32_weights": false})", kLater, "true is accepted"},
-    {R"("optimizer": {"type": "MuAdam", "params": {"lr": 1e-3}})", kLater, "\"MuAdam\" is not there yet"},
+    {R"("optimizer": {"type": "MuAdam", "params": {"lr": 1e-3}})", kLater, "\"MuAdam\" is not supported yet"},
     {R"("optimizer": {"type": "MuAdam", "params": {"lr": 1e-3, "coeff_beta": 0.9}})", kLater,
-     "\"MuAdam\" is not there yet"},
-    {R"("optimizer": {"type": "muadam"})", kLater, "\"muadam\" is not there yet"},
+     "\"MuAdam\" is not supported yet"},
+    {R"("optimizer": {"type": "muadam"})", kLater, "\"muadam\" is not supported yet"},
     {R"("optimizer": {"type": "OneBitLamb", "params": {"factor_min": 2, "factor_max": 1, "min_coeff": 3,
         "max_coeff": 2}})",
      kBad, "optimizer.params.factor_min: is above factor_max, 1"},
@@ -283,12 +283,12 @@ const Wrong kWrong[] = {
     {R"("data": {"packing": "greedy"})", kBad, "data.packing"},
     {R"("data": {"packing": "best_fit", "document_token": 3}, "curriculum_learning": {"enabled": true,
         "max_difficulty": 9, "schedule_config": {"total_curriculum_step": 9}})",
-     kLater, "curriculum_learning.enabled: cuts samples"},
+     kLater, "curriculum_learning.enabled: cuts off the end of samples"},
     {R"("data": {"chat_template": {"user": "{content}"}})", kBad, "data.chat_template.assistant: is missing"},
-    {R"("data": {"chat_template": {"assistant": "a"}})", kBad, "assistant: must have {content} once"},
-    {R"("data": {"chat_template": {"assistant": "{content}{content}"}})", kBad, "must have {content} once"},
+    {R"("data": {"chat_template": {"assistant": "a"}})", kBad, "assistant: must contain {content} exactly once"},
+    {R"("data": {"chat_template": {"assistant": "{content}{content}"}})", kBad, "must contain {content} exactly once"},
     {R"("data": {"chat_template": {"assistant": "{content}", "begin": "{content}"}})", kBad,
-     "before the first message"},
+     "precedes the first message"},
     {R"("data": {"chat_template": {"assistant": "{content}", "asistant": "a"}})", kBad,
      "data.chat_template.assistant?"},
     {R"("data": {"chat_template": "llama"})", kBad, "data.chat_template"},
@@ -751,7 +751,7 @@ TEST(Config, MonitorsOfDeepSpeedPass) {
     "flops_profiler": {"enabled": true, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": true,
       "output_file": null, "recompute_fwd_factor": 0.0}, "wall_clock_breakdown": true})");
   EXPECT_TRUE(r.diagnostics.empty()) << to_string(r.diagnostics.at(0));
-  EXPECT_EQ(r.config.tensorboard.output_path, "output/ds_logs/");
+  EXPECT_EQ(r.config.monitors.tensorboard.output_path, "output/ds_logs/");
   EXPECT_TRUE(parse(R"({"train_batch_size": 1, "tensorboard": null, "csv_monitor": {}, "comms_logger": null})").ok());
 }
 

@@ -72,7 +72,7 @@ TEST(Curriculum, MistakesNameTheirKey) {
     Json section;
     std::string_view message;
   } cases[] = {
-      {linear({{"schedule_type", "custom"}}), "\"custom\" is not there yet"},
+      {linear({{"schedule_type", "custom"}}), "\"custom\" is not supported yet"},
       {linear({{"schedule_type", "linear"}}), "curriculum_learning.schedule_type"},
       {linear({{"curriculum_type", "vocab"}}), "curriculum_learning.curriculum_type"},
       {linear({{"max_difficulty", nullptr}}), "curriculum_learning.max_difficulty: is missing"},

@@ -205,6 +205,26 @@ std::vector<i32> global_batches(const std::string& file, i64 micro, i64 num_rank
   return all;
 }
 
+TEST_F(Data, AShorterStepTakesTheFirstTokensOfTheSameSamples) {
+  constexpr i64 kMicro = 2, kBatches = 3, T = 5;
+  const BatchLoader loader = loader_of(open({write_counting_bin("a.bin", 301)}),
+                                       {.micro = kMicro, .num_ranks = 1, .seq_length = T}, 42, 65536);
+  Batch whole(kBatches * kMicro * T), cut(kBatches * kMicro * T);
+  loader.load_step(6, kBatches, 0, T, whole.inputs, whole.targets);
+  Batch micro(kMicro * T);
+  loader.load(6, 1, 0, micro.inputs, micro.targets);
+  EXPECT_TRUE(std::equal(micro.inputs.begin(), micro.inputs.end(), whole.inputs.begin() + kMicro * T));
+  for (i64 length = 1; length <= T; ++length) {
+    loader.load_step(6, kBatches, 0, length, cut.inputs, cut.targets);
+    for (i64 sample = 0; sample < kBatches * kMicro; ++sample) {
+      for (i64 t = 0; t < length; ++t) {
+        EXPECT_EQ(cut.inputs[sample * length + t], whole.inputs[sample * T + t]) << length;
+        EXPECT_EQ(cut.targets[sample * length + t], whole.targets[sample * T + t]) << length;
+      }
+    }
+  }
+}
+
 TEST_F(Data, AnyCutOfTheGlobalBatchSeesTheSameSamples) {
   const std::string file = write_counting_bin("a.bin", 301);  // 100 samples; 12 a step: epochs end inside a step
   const std::vector<i32> want = global_batches(file, 1, 1, 12, 0, 30);

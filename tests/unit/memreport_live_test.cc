@@ -18,21 +18,21 @@
 
 #include "base/process_stat.h"
 #include "ds/log.h"
-#include "engine/live_counters.h"
+#include "run/live_counters.h"
 #include "temp_directory.h"
 
 namespace ds::memreport {
 namespace memreport_live_test {
 
-using engine::LiveCounters;
-using engine::LiveIdentity;
-using engine::LiveRecord;
-using engine::LiveSegment;
+using run::LiveCounters;
+using run::LiveIdentity;
+using run::LiveRecord;
+using run::LiveSegment;
 using namespace std::chrono_literals;
 
 const i64 kNobody = (i64{1} << 30) + getpid();  // above every pid_max; of this test alone
 
-std::string path_of(i64 pid) { return "/dev/shm/" + engine::live_name(pid); }
+std::string path_of(i64 pid) { return "/dev/shm/" + run::live_name(pid); }
 bool exists(i64 pid) { return access(path_of(pid).c_str(), F_OK) == 0; }
 
 LiveIdentity identity() {
@@ -43,9 +43,9 @@ LiveIdentity identity() {
                    .total_steps = 1000,
                    .base_bytes = 77};
   who.predicted[0] = 5;
-  engine::copy_text(who.job, "job-17");
-  engine::copy_text(who.directory, "/runs/a b");
-  engine::copy_text(who.device, "cpu.avx2");
+  run::copy_text(who.job, "job-17");
+  run::copy_text(who.directory, "/runs/a b");
+  run::copy_text(who.device, "cpu.avx2");
   return who;
 }
 
@@ -193,7 +193,7 @@ TEST(LiveCounters, TheyGoWithAnErrorToo) {
 
 TEST(LiveCounters, TextsThatAreTooLongAreCut) {
   LiveIdentity who = identity();
-  engine::copy_text(who.directory, std::string(10000, 'x'));
+  run::copy_text(who.directory, std::string(10000, 'x'));
   const LiveCounters counters(who, record_of(1));
   EXPECT_EQ(read_live(getpid()).directory, std::string(who.directory.size() - 1, 'x'));
 }
@@ -211,7 +211,7 @@ TEST(LiveCounters, WhoCannotShowThemGoesOn) {
 
 // Values of several words, so that a mixture of two would show.
 TEST(LiveCounters, ThreadsNeverReadHalfARecord) {
-  engine::Seqlock<LiveRecord> shared;
+  run::Seqlock<LiveRecord> shared;
   shared.store(record_of(0));
   std::atomic<bool> stop = false;
   std::atomic<i64> torn = 0, seen = 0, backwards = 0;
@@ -243,7 +243,7 @@ TEST(LiveCounters, AnotherProcessNeverReadsHalfARecord) {
   i64 n = 0;
   const Child writer([&] { counters = new LiveCounters(identity(), record_of(0)); },
                      [&] { counters->publish(record_of(++n)); });
-  const std::optional<engine::LiveView> view = engine::LiveView::open(writer.pid());
+  const std::optional<run::LiveView> view = run::LiveView::open(writer.pid());
   ASSERT_TRUE(view);
   const auto end = std::chrono::steady_clock::now() + 20s;
   i64 last = 0;
@@ -391,7 +391,7 @@ TEST(LiveCounters, JobsComeOneAfterTheOther) {
   for (const auto& [job, rank] : order) {
     children.push_back(std::make_unique<Child>([job = job, rank = rank] {
       LiveIdentity who = identity();
-      engine::copy_text(who.job, job);
+      run::copy_text(who.job, job);
       who.rank = rank;
       new LiveCounters(who, record_of(1));
     }));

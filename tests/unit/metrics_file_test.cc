@@ -10,8 +10,8 @@
 #include <random>
 
 #include "cpu_time.h"
-#include "engine/run_record.h"
 #include "fuzz/rounds.h"
+#include "run/run_record.h"
 #include "temp_directory.h"
 
 namespace ds::memreport {
@@ -35,7 +35,7 @@ std::string step_line(i64 step, double ms, double loss = 2.5) {
   StepRecord r{.step = step, .loss = loss, .tokens = 256, .step_ms = ms, .tokens_per_s = 256e3 / ms, .mfu = 0.5};
   r.memory_bytes = {{"data", 7}, {"params", 100}, {"scratch", 11}};
   r.comm_bytes = {{"dp.reduce_scatter", 1000}};
-  return engine::step_line(r).dump() + "\n";
+  return run::step_line(r).dump() + "\n";
 }
 
 std::string memory_line(i64 step) {

@@ -305,6 +305,30 @@ TEST(PrometheusFile, IsOfTheTextFormat) {
   }
 }
 
+// A field is reported under one name everywhere, and no other field has it.
+TEST(StepFields, HaveNamesOfTheirOwn) {
+  std::set<std::string> names, metrics, curves;
+  for (const StepField& f : step_fields()) {
+    EXPECT_TRUE(f.name == nullptr || names.insert(f.name).second) << f.name;
+    EXPECT_TRUE(f.metric == nullptr || metrics.insert(f.metric).second) << f.metric;
+    EXPECT_TRUE(f.curve == nullptr || curves.insert(f.curve).second) << f.curve;
+    EXPECT_EQ(f.metric == nullptr, f.help == nullptr);
+    EXPECT_TRUE(f.name != nullptr || f.metric != nullptr);
+    if (f.curve == nullptr) continue;
+    EXPECT_TRUE(std::ranges::any_of(kTagFamilies, [&](const char* family) {
+      return std::string_view(f.curve).starts_with(family);
+    })) << f.curve;
+  }
+  // A step without anything that is optional.
+  for (const StepField& f : step_fields()) {
+    const std::string_view name = f.name == nullptr ? "" : f.name;
+    const bool optional = name == step_field::kSeqLength || name == step_field::kLayerTokens ||
+                          name == step_field::kPhaseMs || name == step_field::kCompression ||
+                          name == step_field::kOuterGradNorm || name == step_field::kOffload;
+    EXPECT_EQ(std::holds_alternative<std::monostate>(f.value({})), optional) << name;
+  }
+}
+
 TEST(PrometheusFile, IsReplacedAtPrintedStepsAndAtTheEnd) {
   const TempDirectory dir;
   const std::string file = dir / "run.prom";
@@ -386,7 +410,7 @@ plan::StepWork some_work() {
 TEST(FlopsReport, IsWrittenAtItsStep) {
   const TempDirectory dir;
   Config config;
-  config.flops_profiler = {.enabled = true, .profile_step = 2, .output_file = dir / "flops"};
+  config.monitors.flops_profiler = {.enabled = true, .profile_step = 2, .output_file = dir / "flops"};
   std::vector<std::string> told;
   const monitor::Run run{.world_size = 4, .num_params = 1234, .work = some_work, .tell = [&](std::string_view text) {
                            told.emplace_back(text);
@@ -412,8 +436,8 @@ TEST(FlopsReport, IsWrittenAtItsStep) {
   EXPECT_EQ(lines[6], "  900.000 MFLOP/s in products; model FLOP/s utilization 25.0 %");
   EXPECT_THAT(text, HasSubstr("\n  backward:\n    gelu "));
   EXPECT_TRUE(told.empty());
-  config.flops_profiler.output_file.clear();
-  config.flops_profiler.detailed = false;
+  config.monitors.flops_profiler.output_file.clear();
+  config.monitors.flops_profiler.detailed = false;
   report = make_flops_report(config, run);
   report->step(r);
   ASSERT_EQ(told.size(), 1u);
@@ -448,19 +472,19 @@ TEST(TraceFile, HasAProcessForEachRankAndAThreadForEachTrack) {
 TEST(Monitors, AreThoseThatTheConfigurationAsksFor) {
   Config config;
   EXPECT_FALSE(Monitors::wants_phases(config, 1));
-  config.flops_profiler.enabled = true;
+  config.monitors.flops_profiler.enabled = true;
   EXPECT_TRUE(Monitors::wants_phases(config, 1));
   EXPECT_FALSE(Monitors::wants_phases(config, 2));
-  config.wall_clock_breakdown = true;
+  config.monitors.wall_clock_breakdown = true;
   EXPECT_TRUE(Monitors::wants_phases(config, 2));
 
   const TempDirectory dir;
   config = {};
   check_in(config, "");
   Monitors(config, {}).step(step_record(1));
-  config.tensorboard.enabled = config.csv_monitor.enabled = true;
-  config.csv_monitor.output_path = dir / "elsewhere/deep";
-  config.csv_monitor.job_name = "mine";
+  config.monitors.tensorboard.enabled = config.monitors.csv_monitor.enabled = true;
+  config.monitors.csv_monitor.output_path = dir / "elsewhere/deep";
+  config.monitors.csv_monitor.job_name = "mine";
   check_in(config, dir / "run");
   EXPECT_TRUE(names_in(dir.path()).empty());
   Monitors monitors(config, {.directory = dir / "run"});
@@ -473,33 +497,33 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   const TempDirectory dir;
   write_file(dir / "file", "");
   Config config;
-  config.tensorboard.enabled = true;
+  config.monitors.tensorboard.enabled = true;
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "tensorboard.output_path: is missing");
-  config.tensorboard.output_path = dir / "file";
+  config.monitors.tensorboard.output_path = dir / "file";
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "tensorboard.output_path: cannot write in");
   EXPECT_ERROR(Monitors(config, {}), Errc::Config, "tensorboard.output_path: cannot create");
   config = {};
-  config.prometheus.file = dir / "none/run.prom";
+  config.monitors.prometheus.file = dir / "none/run.prom";
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "prometheus.file: cannot write in");
   EXPECT_ERROR(Monitors(config, {}), Errc::Io, "none");
-  config.prometheus.file = dir.path();
+  config.monitors.prometheus.file = dir.path();
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a directory");
   for (const char* device : {"/dev/full", "/dev/null"}) {
-    config.prometheus.file = device;
+    config.monitors.prometheus.file = device;
     EXPECT_ERROR(check_in(config, ""), Errc::Config, "is not a regular file");
   }
   write_file(dir / "book.txt", "text");
   std::filesystem::create_symlink("book.txt", std::string(dir / "link"));
   config.data.train = {dir / "book.txt"};
-  config.prometheus.file = dir / "link";
+  config.monitors.prometheus.file = dir / "link";
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "is an input of this run");
   // A link leads only to what a run may have written.
   config.data.train.clear();
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "holds something else");
   write_file(dir / "book.txt", prometheus_text(step_record(1), {}, "job", 1));
   EXPECT_NO_THROW(check_in(config, ""));
-  config.flops_profiler = {.enabled = true, .output_file = dir / "link"};
-  config.prometheus.file.clear();
+  config.monitors.flops_profiler = {.enabled = true, .output_file = dir / "link"};
+  config.monitors.prometheus.file.clear();
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: ");
   const plan::StepWork work = some_work();
   write_file(dir / "book.txt", flops_text(step_record(1), work, 1, 1, false));
@@ -508,24 +532,24 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   for (const char* name : {"tokens.h5", "tokens.idx"}) {
     for (const char* file : {name, "tokens.bin"}) write_file(dir / file, "data");
     config.data.train = {dir / (std::string_view(name).ends_with("h5") ? "tokens.h5:/ids" : "tokens")};
-    config.prometheus.file = dir / name;
+    config.monitors.prometheus.file = dir / name;
     EXPECT_ERROR(check_in(config, ""), Errc::Config, "is an input of this run");
   }
   config = {};
-  config.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
+  config.monitors.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
   EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");
 }
 
 // Names in the directory of a monitor are ours to give, and nothing that has one of them already is written to.
 TEST(Monitors, WhatLiesInThePlaceOfTheirFilesIsKnownBefore) {
   Config config;
-  config.csv_monitor = {.enabled = true, .output_path = {}, .job_name = "job"};
+  config.monitors.csv_monitor = {.enabled = true, .output_path = {}, .job_name = "job"};
   const auto message = [&](const char* name, const std::function<void(const std::string&)>& make) -> std::string {
     const TempDirectory dir;
     write_file(dir / "data", "data");
     fs::create_directories(dir / "job");
     make(dir / fmt::format("job/{}", name));
-    config.csv_monitor.output_path = dir.path();
+    config.monitors.csv_monitor.output_path = dir.path();
     std::string what;
     try {
       check_in(config, "");
@@ -559,9 +583,9 @@ TEST(Monitors, AllAreCalledAndTheFirstErrorIsThrown) {
   fs::create_directories(dir / "csv/job");
   write_file(dir / "csv/job/train_loss.csv", "step,loss\r\n" + std::string(4000, '0') + "\n");
   Config config;
-  config.csv_monitor = {.enabled = true, .output_path = dir / "csv", .job_name = "job"};
-  config.prometheus.file = dir / "run.prom";
-  config.steps_per_print = 1;
+  config.monitors.csv_monitor = {.enabled = true, .output_path = dir / "csv", .job_name = "job"};
+  config.monitors.prometheus.file = dir / "run.prom";
+  config.monitors.steps_per_print = 1;
   Monitors monitors(config, {});
   const SmallFiles limit(4010);
   EXPECT_ERROR(monitors.step(step_record(1)), Errc::Io, "train_loss.csv: File too large");

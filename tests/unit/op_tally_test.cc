@@ -23,7 +23,7 @@ StepWork tally(const Config& c, const MeshCoord& coord = {}) {
   const MeshShape mesh{.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
                        .pp = narrow<int>(c.pipeline.stages),
                        .tp = narrow<int>(c.tensor_parallel.tp_size),
-                       .sp = narrow<int>(c.sequence_parallel_size)};
+                       .sp = narrow<int>(c.sequence_parallel.size)};
   const model::Model model =
       model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
   return plan::tally_step(model, plan::make_run_plan(c, model, mesh, coord));

@@ -35,7 +35,7 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
   c.batch = {.train = b * micro_batches * mesh.dp, .micro = b, .accumulation = micro_batches};
   c.pipeline = {.stages = mesh.pp, .partition = "type:Block"};
   c.tensor_parallel.tp_size = mesh.tp;
-  c.sequence_parallel_size = mesh.sp;
+  c.sequence_parallel.size = mesh.sp;
   return c;
 }
 

@@ -154,10 +154,10 @@ TEST(RandomLtd, ADroppingLayerCountsWhatItComputes) {
   c.random_ltd.data_efficiency = c.random_ltd.data_routing = c.random_ltd.enabled = true;
   c.random_ltd.layers = {1, 2};
   EXPECT_EQ(model::make_model(c).flops_per_token(8), whole);
-  c.random_ltd.kept = 2;
   // Of each of two layers 12 C^2 parameters and attention to T tokens: 6 N and 12 C T for each token.
   const double layer = 6 * 12 * 16, attention = 12 * 4 * 8;
-  EXPECT_DOUBLE_EQ(whole - model::make_model(c).flops_per_token(8), 2 * (layer * 3 / 4 + attention * 15 / 16));
+  EXPECT_DOUBLE_EQ(whole - model::make_model(c, {}, {.sequence = 8, .kept = 2}).flops_per_token(8),
+                   2 * (layer * 3 / 4 + attention * 15 / 16));
 }
 
 TEST(RandomLtd, WhatDoesNotFitIsRefused) {
@@ -178,7 +178,7 @@ TEST(RandomLtd, WhatDoesNotFitIsRefused) {
   EXPECT_THAT(message(R"(, "random_ltd_layer_id": [])"), HasSubstr("names no layer"));
   EXPECT_THAT(message(R"(, "random_ltd_layer_num": 3)"), HasSubstr("is 3, and there are 2 layers"));
   EXPECT_THAT(message(R"(, "total_layer_num": 3)"), HasSubstr("is 3, and the model has 4 layers"));
-  EXPECT_THAT(message(R"(, "layer_token_lr_schedule": {"enabled": true})"), HasSubstr("not there yet"));
+  EXPECT_THAT(message(R"(, "layer_token_lr_schedule": {"enabled": true})"), HasSubstr("not supported yet"));
   EXPECT_THAT(message("", R"(}, "sequence_parallel_size": 2)", 2), HasSubstr("share the tokens of a sequence"));
   EXPECT_THAT(message("", R"(}, "tensor_parallel": {"tp_size": 2, "sequence_parallel": true})", 2),
               HasSubstr("share the rows"));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The run directory has one run at a time.
 
-#include "engine/run_directory.h"
+#include "run/run_directory.h"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -16,7 +16,7 @@
 #include "checkpoint/run_lock.h"
 #include "ds/error.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace run_directory_test {
 
 TEST(RunDirectory, HasOneRunAtATimeHoweverTheyComeAndGo) {
@@ -97,4 +97,4 @@ TEST(RunDirectory, FollowsNoLinksAndWaitsForNoPipe) {
 }
 
 }  // namespace run_directory_test
-}  // namespace ds::engine
+}  // namespace ds::run

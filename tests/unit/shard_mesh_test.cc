@@ -61,7 +61,7 @@ std::string save_engine(const std::string& dir, const ModelConfig& model, const 
   config.pipeline.stages = c.mesh.pp;
   config.pipeline.partition = c.partition;
   config.tensor_parallel = {.tp_size = c.mesh.tp, .sequence_parallel = c.sequence};
-  config.sequence_parallel_size = c.mesh.sp;
+  config.sequence_parallel.size = c.mesh.sp;
   std::string step;
   auto comms = make_thread_communicators(c.mesh.world(), {.timeout_s = 60, .progress_thread = true});
   std::vector<std::thread> threads;

@@ -28,7 +28,7 @@ struct Predicted {
     mesh = {.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
             .pp = narrow<int>(c.pipeline.stages),
             .tp = narrow<int>(c.tensor_parallel.tp_size),
-            .sp = narrow<int>(c.sequence_parallel_size)};
+            .sp = narrow<int>(c.sequence_parallel.size)};
     for (int p = 0; p < mesh.pp; ++p)
       models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0)));
     for (int p = 0; p < mesh.pp; ++p) plans.push_back(plan::make_run_plan(c, models[p], mesh, {.pp = p}, device));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Initial weights: which names, types and directories are taken, and what is said about the others.
 
-#include "engine/weights.h"
+#include "run/weights.h"
 
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 #include "ds/log.h"
 #include "temp_directory.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace weights_test {
 
 using testing::TempDirectory;
@@ -95,7 +95,7 @@ class Weights : public ::testing::TestWithParam<Family> {
   Mesh mesh;
   std::unique_ptr<Device> device = make_cpu_device(*cpu_ops(), 1);
   MemoryLedger ledger;
-  Engine engine;
+  engine::Engine engine;
   std::vector<std::string> names;  // by parameter number
   Tensors tensors;                 // of a file that fits
 };
@@ -282,8 +282,8 @@ TEST_P(BertWeights, AModelWithoutItsHeadIsRefusedByName) {
 
 TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   Config c = config();
-  c.new_head = true;
-  Engine fresh(c, mesh, ledger, *device);
+  c.published.new_head = true;
+  engine::Engine fresh(c, mesh, ledger, *device);
   Tensors file = tensors;
   std::erase_if(file, [](const auto& t) { return t.first.starts_with("cls."); });
   write_safetensors(dir / "w.safetensors", file);
@@ -415,4 +415,4 @@ TEST(PublishedWeights, OfHuggingFacesTrainerAreInItsCheckpoints) {
 }
 
 }  // namespace weights_test
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdio>
+#include <type_traits>
+#include <variant>
 
 #include "common/internal.h"
 #include "common/tool.h"
@@ -55,6 +57,19 @@ std::string StepText::operator()(const StepRecord& r, i64 total) {
   return fmt::format("step {}/{}  ETA {}  loss {:.4f}{}  {:.0f} tok/s  lr {:.3g}  norm {:.3g}", r.step, total,
                      duration(static_cast<double>(total - r.step) * mean_ms_ / 1e3), r.loss,
                      r.skipped ? "  skipped" : "", static_cast<double>(r.tokens) / mean_ms_ * 1e3, r.lr, r.grad_norm);
+}
+
+nlohmann::ordered_json step_document(const StepRecord& step) {
+  nlohmann::ordered_json document = {{"type", "step"}};
+  for (const StepField& f : step_fields()) {
+    if (!f.progress) continue;
+    std::visit(
+        [&](const auto& x) {
+          if constexpr (std::is_arithmetic_v<std::decay_t<decltype(x)>>) document[f.name] = x;
+        },
+        f.value(step));
+  }
+  return document;
 }
 
 }  // namespace ds::tools

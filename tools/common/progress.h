@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include <nlohmann/json.hpp>
+
 #include "ds/train.h"
 
 namespace ds::tools {
@@ -41,5 +43,8 @@ class StepText {
  private:
   double mean_ms_ = 0;
 };
+
+// A line of ds-train --json.
+nlohmann::ordered_json step_document(const StepRecord& step);
 
 }  // namespace ds::tools

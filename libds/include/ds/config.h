@@ -76,41 +76,19 @@ struct ParamGroupConfig : UpdateConfig {  // members that the group does not set
   std::vector<std::string> params;
   bool frozen = false;  // never updated, and not part of the gradient norm
 };
-// DiLoCo (Douillard et al., 2023): an optimizer around the optimizer. Each worker trains alone. Every sync_every steps
-// the mean change of the workers' parameters is the gradient of an outer step with Nesterov momentum, and all workers
-// continue from its result. With Muon inside it is MuLoCo; with one worker it is Lookahead.
+// DiLoCo (Douillard et al., 2023): workers train independently for some steps and then meet. The mean difference that
+// their steps have made to the parameters is the gradient of an outer optimizer with Nesterov momentum, and all workers
+// continue from its result. With Muon as the inner optimizer this is MuLoCo; with one worker it is Lookahead.
 struct DilocoConfig {
   bool enabled = false;
-  i64 workers = 1;      // world size / workers ranks each
-  i64 sync_every = 30;  // steps
+  i64 workers = 1;      // each consists of world size / workers ranks
+  i64 sync_every = 30;  // steps between two meetings of a fragment
   double outer_lr = 0.7, outer_momentum = 0.9;
   bool nesterov = true;
-  i64 fragments = 1;  // parts of the layers, which synchronise in turn, at different steps ("Streaming DiLoCo", 2025)
-  i64 outer_gradient_bits = 32;  // of what workers send: 32 (fp32), or codes of 8 or 4 bits
-  i64 overlap_steps = 0;         // steps for which a fragment's exchange overlaps training
-  double local_share = 0.5;  // with overlap_steps: weight of the worker's own parameters when the exchanged ones arrive
-  // True if a fragment is sent at the end of this step (steps count from 1).
-  bool meets(i64 fragment, i64 step) const noexcept {
-    return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
-  }
-  // True if the result of a fragment's last exchange takes effect at the end of this step.
-  bool lands(i64 fragment, i64 step) const noexcept { return meets(fragment, step - overlap_steps); }
-  // True if that of any fragment does.
-  bool lands(i64 step) const noexcept {
-    for (i64 f = 0; enabled && f < fragments; ++f) {
-      if (lands(f, step)) return true;
-    }
-    return false;
-  }
-  // The number of exchanges up to this step, over all fragments.
-  i64 meetings_until(i64 step) const noexcept {
-    i64 all = 0;
-    for (i64 f = 0; enabled && f < fragments; ++f) {
-      const i64 first = f * sync_every / fragments;
-      all += first == 0 ? step / sync_every : step < first ? 0 : (step - first) / sync_every + 1;
-    }
-    return all;
-  }
+  i64 fragments = 1;             // groups of layers that meet in different steps (Streaming DiLoCo, 2025)
+  i64 outer_gradient_bits = 32;  // of an element that workers send: 32 is fp32; 8 and 4 are codes
+  i64 overlap_steps = 0;         // steps during which a fragment is in transit while workers train on
+  double local_share = 0.5;      // with overlap_steps: share of the worker's own parameters in the merged ones
 };
 
 struct OptimizerConfig : UpdateConfig {
@@ -140,9 +118,9 @@ struct SchedulerConfig {
   WarmupType warmup_type = WarmupType::Log;
   i64 warmup_num_steps = 1000;
   double warmup_min_lr = 0;
-  double warmup_max_lr = 0;     // resolved to the optimizer's lr when not given
-  i64 total_num_steps = 0;      // resolved to `steps` when not given
-  double warmup_min_ratio = 0;  // ratios to the optimizer's lr
+  double warmup_max_lr = 0;     // default: the optimizer's lr
+  i64 total_num_steps = 0;      // default: Config::steps
+  double warmup_min_ratio = 0;  // this ratio and the next are relative to the optimizer's lr
   double cos_min_ratio = 1e-4;
   // LRRangeTest: min_lr (1 + step_rate t / step_size).
   double lr_range_test_min_lr = 1e-3;
@@ -152,9 +130,9 @@ struct SchedulerConfig {
   // OneCycle: the rate rises in the first steps, falls in the second ones, then decays; momentum does the opposite.
   double cycle_min_lr = 0, cycle_max_lr = 0;
   i64 cycle_first_step_size = 2000;
-  i64 cycle_second_step_size = 0;    // resolved to the first when not given
-  i64 cycle_first_stair_count = 0;   // 0: without stairs
-  i64 cycle_second_stair_count = 0;  // resolved to the first when not given
+  i64 cycle_second_step_size = 0;    // default: cycle_first_step_size
+  i64 cycle_first_stair_count = 0;   // 0: no stairs
+  i64 cycle_second_stair_count = 0;  // default: cycle_first_stair_count
   double decay_lr_rate = 0;
   i64 decay_step_size = 0;  // 0: no decay
   bool cycle_momentum = true;
@@ -166,7 +144,7 @@ struct SchedulerConfig {
   // Wsd: the number of final steps that decay; resolved to a tenth of total_num_steps when not given.
   i64 decay_num_steps = 0;
   DecayType decay_type = DecayType::Linear;
-  i64 timescale = 0;  // InverseSqrt; resolved to warmup_num_steps when not given
+  i64 timescale = 0;  // InverseSqrt; default: warmup_num_steps
 };
 
 struct Fp16Config {
@@ -177,7 +155,7 @@ struct Fp16Config {
   i64 hysteresis = 2;
   bool consecutive_hysteresis = false;
   double min_loss_scale = 1;
-  bool fp16_master_weights_and_grads = false;  // masters and sums of gradients are fp16, too
+  bool fp16_master_weights_and_grads = false;  // master weights and gradient sums are fp16 too
 };
 
 struct Bf16Config {
@@ -190,7 +168,7 @@ struct Bf16Config {
 // Where data is kept between its uses: on the device (None), in host memory, in a file on a disk, or at a server of
 // states (ds-offload serve), which also runs the updates.
 enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
-struct OffloadOptimizerConfig {  // masters and states of optimizers
+struct OffloadOptimizerConfig {  // master weights and optimizer states
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};     // Nvme: a directory
   std::string name{};          // Server: its name
@@ -204,7 +182,7 @@ struct OffloadOptimizerConfig {  // masters and states of optimizers
   i64 delayed_update_start = 40;
   bool pin_memory = false;  // on GPUs: page-lock the host memory
 };
-struct OffloadParamConfig {  // slices of parameters
+struct OffloadParamConfig {  // this rank's slices of the parameters
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};  // Nvme: a directory
   i64 buffer_count = 5;     // Nvme: slices in memory, beside the one that is gathered
@@ -257,7 +235,6 @@ constexpr WireType wire_type_of(DType t) noexcept {
 // When gradients are summed over ranks: once per step (Boundary), or with every micro-batch (ARCHITECTURE.md, "Order of
 // sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
-enum class LossNorm : u8 { Micro, Token };
 enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
 enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA if there is a GPU
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
@@ -267,24 +244,33 @@ struct CommunicationConfig {
   double timeout_s = 300;
 };
 
-// Options for GPUs. Only autotune affects results.
+// GPUs only. Results do not depend on these keys, except for autotune.
 struct CudaConfig {
-  bool graphs = false;  // run the passes through layers as CUDA graphs, from the third step on
-  // Use the fastest algorithm for each matrix product, timed at first use; bits may differ between runs.
-  bool autotune = false;
-  std::string autotune_file;  // choices are stored here, and reused; empty: they are not stored
+  bool graphs = false;        // record the passes through layers as CUDA graphs, which run from the third step on
+  bool autotune = false;      // time matrix product algorithms at first use and take the fastest: bits may differ
+  std::string autotune_file;  // where choices are stored and looked up; empty: nowhere
 };
 
-// Text, Jsonl, Parquet and Arrow contain text for a tokenizer. The others contain tokens: nanoGPT's uint16 (Bin),
-// llm.c's, Megatron-LM's, and HDF5 datasets.
+// The mean that a step's loss is. Micro: of the means of its micro-batches; Token: over all of its targets.
+enum class LossNorm : u8 { Micro, Token };
+// The training loss. Evaluations report the plain cross-entropy.
+struct LossConfig {
+  LossNorm norm = LossNorm::Micro;
+  double label_smoothing = 0;  // share of a target's probability that is spread evenly over the vocabulary
+  double z_loss = 0;           // factor of the squared logarithm of the softmax denominator
+};
+
+// Formats of data files. Text, Jsonl, Parquet and Arrow hold text for the tokenizer; the others hold tokens: Bin as
+// nanoGPT writes them, Llmc as llm.c, Megatron as Megatron-LM, Hdf5 as datasets of integers.
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
-// The type of token ids in files without a header, little-endian. Auto: uint16; files that do not look like it are
-// refused.
+// The type of token ids in files without a header, which are little-endian. Auto: uint16; files that do not look like
+// uint16 are refused.
 enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
-// How samples are cut. None: from the stream of tokens, every seq_length; BestFit: whole documents, as many as fit.
+// How samples are formed. None: the token stream is cut every seq_length tokens. BestFit: a sample holds as many whole
+// documents as fit.
 enum class DataPacking : u8 { None, BestFit };
-// The text of a message in a conversation, by role; kChatContent stands for the message. Empty: messages of that role
-// are refused.
+// How a message of a conversation becomes text, by its role: kChatContent stands for the content. A message of a role
+// whose template is empty is an error.
 inline constexpr std::string_view kChatContent = "{content}";
 struct ChatTemplateConfig {
   std::string begin{};  // before the first message
@@ -299,7 +285,7 @@ struct MlmConfig {
 
 struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
-  std::vector<std::string> validation;  // empty: the last `split` of the training data
+  std::vector<std::string> validation;  // empty: the last part of the training data, a share of `split`
   double split = 0.05;
   // How often each sample of a file in `train` occurs per epoch, one number per file; empty: the files are one stream.
   std::vector<float> weights;
@@ -327,19 +313,18 @@ struct CurriculumConfig {
   i64 difficulty_step = 8;        // FixedLinear, FixedRoot: lengths are multiples of it
   i64 root_degree = 1;            // FixedRoot
   std::vector<i64> difficulty{};  // FixedDiscrete: the lengths
-  std::vector<i64> max_step{};    // FixedDiscrete: the last step of each length except the last
+  std::vector<i64> max_step{};    // FixedDiscrete: the last step of each length but the last
 };
-// Random-LTD: some layers process only a random part of each sample's tokens, which grows during training. DeepSpeed's
-// section data_efficiency.data_routing.random_ltd.
+// Random layerwise token dropping (random-LTD), DeepSpeed's section data_efficiency.data_routing.random_ltd: some
+// layers process a random subset of each sample's tokens, whose size grows.
 struct RandomLtdConfig {
-  bool data_efficiency = false, data_routing = false, enabled = false;  // switches of the three sections
+  bool data_efficiency = false, data_routing = false, enabled = false;  // the `enabled` of each of the three sections
   i64 total_layer_num = 0;                                              // of the model; 0: not given
   i64 random_ltd_layer_num = 0;                                         // length of `layers`; 0: not given
-  std::vector<i64> layers{};         // indices of the model's blocks, from 0; resolved: ascending
+  std::vector<i64> layers{};         // indices of blocks, from 0; resolved in ascending order
   i64 min_value = 0, max_value = 0;  // tokens
-  i64 require_steps = 0;             // steps until max_value
-  i64 seq_per_step = 0;              // token counts are multiples of it
-  i64 kept = 0;                      // set at run time, not a key: tokens of each sample in a step; 0: all
+  i64 require_steps = 0;             // steps until max_value; 0: no schedule, layers process all tokens
+  i64 seq_per_step = 0;              // numbers of tokens are multiples of it
 
   bool on() const noexcept { return data_efficiency && data_routing && enabled; }
 };
@@ -367,6 +352,10 @@ struct TensorParallelConfig {
 
 // How attention works when sequence_parallel_size ranks each hold a part of every sequence.
 enum class SequenceParallelMode : u8 { Ulysses, Ring };
+struct SequenceParallelConfig {
+  i64 size = 1;  // sequence_parallel_size
+  SequenceParallelMode mode = SequenceParallelMode::Ulysses;
+};
 
 // Which blocks of keys a block of queries attends to: DeepSpeed's kinds under its names, or the user's own file
 // (Layout). None: no layout.
@@ -431,12 +420,27 @@ struct FlopsProfilerConfig {
   bool detailed = true;       // lists each operation
   std::string output_file{};  // empty: the report is printed
 };
+// What a run reports about itself, besides metrics.jsonl.
+struct MonitorsConfig {
+  i64 steps_per_print = 10;
+  bool wall_clock_breakdown = false;
+  MonitorConfig tensorboard, csv_monitor;
+  PrometheusConfig prometheus;
+  CommsLoggerConfig comms_logger;
+  FlopsProfilerConfig flops_profiler;
+};
 
-// The purpose of the configuration, which decides the required keys. Train needs model, data.train, steps and batch
-// sizes; Evaluate needs the same without steps; Generate only the model. Generate ignores batch sizes, which would have
-// to fit the number of ranks, and resolves to one sample per rank. Inspect accepts what is there.
+// The model that a run starts from.
+struct PublishedModelConfig {
+  std::string path;       // model.path; empty: the configuration describes the model inline
+  bool new_head = false;  // model.new_head: parameters of the last layer that the weights lack are initialised randomly
+};
+
+// The purpose of a configuration, which determines the keys that it must give. Train: model, data.train, steps and
+// batch sizes. Evaluate: the same without steps. Generate: model; batch sizes, which would have to fit the number of
+// ranks, are ignored and resolved to one sample per rank. Inspect: none.
 enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
-// True if the run has gradients, masters and optimizer states; else it has only weights.
+// Whether the run has gradients, master weights and optimizer states, and not weights only.
 constexpr bool trains(ConfigUse use) noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
 
 struct Config {
@@ -451,45 +455,35 @@ struct Config {
   AioConfig aio;
   PipelineConfig pipeline;
   TensorParallelConfig tensor_parallel;
-  i64 sequence_parallel_size = 1;
-  SequenceParallelMode sequence_parallel_mode = SequenceParallelMode::Ulysses;
+  SequenceParallelConfig sequence_parallel;
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
-  double gradient_clipping = 1.0;                    // 0: off
-  DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work dtype
-  WireType communication_data_type = WireType::F32;  // of gradients on the wire; follows the work dtype when not given
-  bool sparse_gradients = false;                     // does not send the zeros in gradients of embeddings
-  ReduceOrder reduce_order = ReduceOrder::Boundary;  // resolved to Micro at stages 2 and 3 and when deterministic
-  LossNorm loss_norm = LossNorm::Micro;
-  GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: only with LossNorm::Micro
-  // For training only; evaluations use the plain loss.
-  double label_smoothing = 0;  // share of the target that is spread over all ids
-  double z_loss = 0;           // weight of the squared logarithm of the softmax denominator
+  double gradient_clipping = 1.0;                         // 0: off
+  DType grad_accum_dtype = DType::F32;                    // of gradient sums (data_types): fp32, or the work type
+  WireType communication_data_type = WireType::F32;       // default: the work type
+  bool sparse_gradients = false;                          // send only the nonzero blocks of embedding gradients
+  ReduceOrder reduce_order = ReduceOrder::Boundary;       // Micro at stages 2 and 3 and when deterministic
+  GradientReduce gradient_reduce = GradientReduce::Mean;  // gradient_allreduce_op; Sum requires LossNorm::Micro
+  LossConfig loss;
   bool deterministic = false;
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
-  i64 steps_per_print = 10;
   i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
   DeviceKind device = DeviceKind::Auto;
   CudaConfig cuda;
   CommunicationConfig communication;
-  std::string model_path;  // model.path; empty: inline
-  bool new_head = false;   // model.new_head: initialise at random what the initial weights lack of the last layer
-  ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
+  PublishedModelConfig published;
+  ModelConfig model;  // read from published.path or inline; layers == 0 if neither is given
   DataConfig data;
   CurriculumConfig curriculum;
   RandomLtdConfig random_ltd;
   EvalConfig eval;
   SaveConfig save;
-  MonitorConfig tensorboard, csv_monitor;
-  PrometheusConfig prometheus;
-  CommsLoggerConfig comms_logger;
-  FlopsProfilerConfig flops_profiler;
-  bool wall_clock_breakdown = false;
+  MonitorsConfig monitors;
 
-  // Ranks of one copy of the model, which process the same samples. A DiLoCo worker has one or more copies.
-  i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
-  // True if there are no separate masters: in fp32, and where 16-bit parameters are updated directly.
+  // Ranks that hold one copy of the model and process the same samples.
+  i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel.size; }
+  // Whether parameters are their own master weights: fp32 parameters, and 16-bit ones without an fp32 copy.
   bool own_masters() const noexcept {
     return work_dtype() == DType::F32 || (fp16.enabled && fp16.fp16_master_weights_and_grads) ||
            (bf16.enabled && bf16.bf16_master_weights_and_grads);
@@ -506,6 +500,7 @@ struct Config {
     }
     return work_dtype();
   }
+  // Bits of the codes in which gradients travel; 0: they travel as wire_dtype().
   int gradient_code_bits() const noexcept {
     if (zero.quantized_gradients || communication_data_type == WireType::Int4) return 4;
     return communication_data_type == WireType::Int8 ? 8 : 0;

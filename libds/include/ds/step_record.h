@@ -4,8 +4,13 @@
 
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
+#include "ds/error.h"
 #include "ds/kernels/dtype.h"
 
 namespace ds {
@@ -31,33 +36,34 @@ struct PhaseTimes {
   double update_ms = 0;    // verdict, optimizers, publication
 };
 
-// One line of metrics.jsonl and of the progress display.
 struct StepRecord {
-  i64 step = 0;
-  double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
-  bool skipped = false;
-  i64 tokens = 0;   // of this step, over all ranks
-  i64 samples = 0;  // of the run up to and including this step
+  i64 step = 0;           // from 1
+  double loss = 0;        // mean over micro-batches and ranks of a worker; loss_norm "token": over valid tokens
+  double grad_norm = 0;   // global, unscaled, before clipping; infinite or NaN if skipped
+  double lr = 0;          // of this step's update
+  double loss_scale = 1;  // used by this step
+  bool skipped = false;   // gradients were not finite, and nothing was changed
+  i64 tokens = 0;         // of this step, all ranks
+  i64 samples = 0;        // of the run, including this step
   double step_ms = 0;
-  double tokens_per_s = 0;  // over all ranks
-  double mfu = 0;  // model FLOP/s of one rank divided by the rate of a large matrix product, measured at the start
-  std::map<std::string, i64> memory_bytes{};  // rank 0, by tag
-  std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
-  std::map<std::string, i64> comm_calls{};    // likewise
-  std::map<std::string, double> comm_ms{};    // in flight; where times are requested and available
-  std::optional<PhaseTimes> phases{};         // where they are requested
-  std::optional<i64> seq_length{};            // tokens per sample, where sequence lengths grow
-  std::optional<i64> layer_tokens{};          // tokens per sample in the layers that drop some (random-LTD)
-  // Euclidean norms over all parameters of the compression error that is added to the next step, for updates that
-  // compress. Sign compression: "worker_error" (root mean square over ranks), "server_error" (error of the means) and,
-  // for comparison, "momentum". Gradient codes (LoCo): "gradient_error", and "gradient_error_across" for the second hop
-  // (root mean squares over ranks).
+  double tokens_per_s = 0;  // all ranks
+  double mfu = 0;           // model FLOP/s of one rank over the rate of a large matrix product measured at the start
+  std::map<std::string, i64> memory_bytes{};  // peak of rank 0, by tag
+  std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step, by "axis.collective"
+  std::map<std::string, i64> comm_calls{};    // likewise; with comms_logger
+  std::map<std::string, double> comm_ms{};    // in flight, with comms_logger, where times are known
+  std::optional<PhaseTimes> phases{};         // with wall_clock_breakdown or flops_profiler
+  std::optional<i64> seq_length{};            // tokens of a sample, with curriculum_learning
+  std::optional<i64> layer_tokens{};          // of these, the tokens that layers of random_ltd process
+  // Euclidean norms over all parameters of the errors that compression adds to the next step, in updates that compress.
+  // 1-bit optimizers: "worker_error", a root mean square over ranks, "server_error" of the means, and "momentum" beside
+  // them. LoCo: "gradient_error", and "gradient_error_across" of the second hop, root mean squares over ranks.
   std::map<std::string, double> compression{};
-  std::optional<double> outer_grad_norm{};  // where DiLoCo workers met: of their mean outer gradient
-  std::optional<OffloadTraffic> offload{};  // of rank 0, where it offloads to files or a server
+  std::optional<double> outer_grad_norm{};  // where workers of diloco met: of the mean of what their steps did
+  std::optional<OffloadTraffic> offload{};  // of rank 0, if it offloads
 };
 
-// Names of the fields in metrics.jsonl and in the output of ds-train --json.
+// Names of fields in metrics.jsonl and in the output of ds-train --json.
 namespace step_field {
 inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
                             *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
@@ -67,5 +73,24 @@ inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad
                             *kCompression = "compression", *kOuterGradNorm = "outer_grad_norm",
                             *kRecovered = "recovered";  // true for a step whose line was lost; without times and memory
 }  // namespace step_field
+
+// A row of the table of fields: metrics.jsonl, ds-train --json, the curves of TensorBoard and CSV files, and Prometheus
+// all print a step by looping over it.
+struct StepField {
+  using Number = std::variant<i64, double>;
+  using Named = std::vector<std::pair<std::string, Number>>;  // memory by tag, messages by operation, ...
+  // monostate: this step has no such field.
+  using Value = std::variant<std::monostate, bool, i64, double, Named>;
+
+  const char* name = nullptr;  // step_field; null: not in metrics.jsonl
+  Value (*value)(const StepRecord&) = nullptr;
+  bool progress = false;        // ds-train --json prints it
+  bool served = false;          // a server of states keeps it, for a step whose line was lost
+  const char* curve = nullptr;  // tag of a curve over steps; of Named, the prefix of its tags; null: none
+  // Prometheus: the metric without "ds_train_", its help text, and the label of Named; null: none.
+  const char *metric = nullptr, *help = nullptr, *label = nullptr;
+};
+// In the order in which metrics.jsonl has them.
+DS_API std::span<const StepField> step_fields() noexcept;
 
 }  // namespace ds

@@ -140,7 +140,7 @@ struct GenerateHooks {  // called on every rank
 // others, which then throw the same code and name that rank.
 class DS_API TrainingRun {
  public:
-  struct State;  // libds/engine/run_state.h
+  struct State;  // libds/run/run_state.h
   // Checks memory first (Errc::OutOfMemory, by tag), then connects the ranks, opens the data, builds the engine, loads
   // or initialises the weights, and finally creates or takes over the run directory, so a run that fails earlier has
   // written nothing. Throws Errc::Config (directory in use or not empty, data too short, ...).
@@ -161,7 +161,7 @@ class DS_API TrainingRun {
   void generate(const EncodedPrompts& prompts, const GenerateHooks& hooks);
 
   i64 step() const noexcept;
-  const std::string& backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"
+  std::string_view backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"
 
  private:
   std::unique_ptr<State> state_;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/served.h"
+#include "run/served.h"
 
 #include "checkpoint/manifest.h"
 
-namespace ds::engine {
+namespace ds::run {
 
-void publish_states(Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
+void publish_states(engine::Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
                     const std::vector<ParamEntry>& params) {
   FileRecord mine;
   for (const zero::Piece& piece : engine.saved_pieces())
@@ -13,4 +13,4 @@ void publish_states(Engine& engine, const offload::ServedRecord& record, const C
   engine.server()->publish(record, format_file_record(mine), format_meta(meta), format_params(params));
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

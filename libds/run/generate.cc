@@ -5,9 +5,9 @@
 
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
-#include "engine/run_state.h"
 #include "infer/prompts.h"
 #include "infer/writer.h"
+#include "run/run_state.h"
 
 namespace ds {
 
@@ -21,14 +21,14 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
   State& s = *state_;
   const SamplingOptions& o = prompts.sampling;
   s.collective([&] {
-    const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
+    const auto tokenizer = open_tokenizer(s.request.config.data.tokenizer);
     const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
     struct Text {
       TextStream stream;
       i64 left;
     };
     std::map<size_t, Text> under_way;
-    infer::write(s.engine->stage(), prompts.ids,
+    infer::write(s.engine().stage(), prompts.ids,
                  {.max_tokens = o.max_tokens,
                   .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
                   .at_once = o.at_once},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A run's plan, of all its ranks.
+// The plans of all ranks of a run.
 
 #include <map>
 #include <memory>
@@ -10,7 +10,7 @@
 #include "plan/own_memory.h"
 #include "plan/planned.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 // What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node;
 // nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
@@ -20,8 +20,8 @@ plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int 
 // What the process of a rank on a CPU has resident beside that and what `plan` counts. Measured, not exact; nothing of
 // a rank with a GPU.
 struct ProcessBytes {
-  i64 own = 0;  // all the time: what libraries and the heap have before the run takes anything
-  // At most, for a moment: while a checkpoint is written, or before the run takes its memory; rank 0 commits it, too.
+  i64 own = 0;  // throughout the run: libraries and the heap before the run takes anything
+  // At most, temporarily: while a checkpoint is written, or before the run takes its memory. Rank 0 also commits it.
   i64 momentary = 0, momentary_of_first = 0;
   i64 momentary_of(int rank) const noexcept { return rank == 0 ? momentary_of_first : momentary; }
 };
@@ -39,10 +39,10 @@ struct WholePlan : plan::Planned {
   i64 total_memory() const noexcept { return plan.total_memory() + plan::total_of(own) + plan::total_of(text); }
 };
 
-// The plans of a run's ranks, each made when somebody asks for it first: all that look at a run share them.
+// The plans of a run's ranks, each made at its first use and then shared.
 class Plans {
  public:
-  // `config` outlives it, and stays what it is, as does `writing`, what is to be written, or null.
+  // `config` outlives it and does not change; likewise `writing`, the prompts to be continued, or null.
   Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node,
         const EncodedPrompts* writing = nullptr)
       : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), writing_(writing) {}
@@ -50,7 +50,8 @@ class Plans {
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
   std::shared_ptr<const WholePlan> of(int rank);
-  // Of its first rank. Those of one stage differ by a row of the vocabulary, and in what RunPlan::fullest looks at.
+  // That of the first rank of a stage. The plans of one stage differ by a row of the vocabulary, and in what
+  // RunPlan::fullest() compares.
   const WholePlan& of_stage(int stage) { return *of(rank_at(mesh_, {.pp = stage})); }
 
  private:
@@ -74,4 +75,4 @@ struct NodeBytes {
 };
 NodeBytes plan_memory(Plans& plans, int first, int count, int step);
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/run_directory.h"
+#include "run/run_directory.h"
 
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 #include "base/file.h"
 #include "base/limits.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace fs = std::filesystem;
 namespace {
 
@@ -139,4 +139,4 @@ void RunDirectory::append_metrics(const Json& line) {
   metrics_->append(line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/plans.h"
+#include "run/plans.h"
 
 #include <algorithm>
 #include <map>
@@ -7,13 +7,15 @@
 #include "chart/pattern_chart.h"
 #include "chart/plan_chart.h"
 #include "checkpoint/step_writer.h"
-#include "engine/connect.h"
 #include "infer/writing_memory.h"
 #include "mesh/from_config.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
+#include "plan/pattern_chart.h"
+#include "plan/plan_chart.h"
+#include "run/connect.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 namespace {
 
@@ -202,19 +204,19 @@ NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   return sum;
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run
 
 namespace ds {
 
 std::string plan_text(const Config& config, int world_size, int width, bool colour) {
-  return chart::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
+  return chart::plan_text(run::chart_of(config, world_size), {.width = width, .colour = colour});
 }
 
 std::string pattern_text(const Config& config, int width) { return chart::pattern_text(config, {.width = width}); }
 std::string pattern_svg(const Config& config) { return chart::pattern_svg(config); }
 
 std::string plan_svg(const Config& config, int world_size) {
-  return chart::plan_svg(engine::chart_of(config, world_size));
+  return chart::plan_svg(run::chart_of(config, world_size));
 }
 
 }  // namespace ds

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a rank shows of itself while it trains: /dev/shm/ds-train.PID, 0600, for ds-memreport. Written by the rank
-// alone, once a step; readers never see half of a step, and neither side waits for the other.
+// Counters that a rank shows while it trains, for ds-memreport: /dev/shm/ds-train.PID, mode 0600. Only the rank writes,
+// once per step. Readers never see a part of a step, and neither side waits for the other.
 //
 //   LiveHeader | LiveIdentity | sequence | LiveRecord        header and identity stay as they were made
 //
-// The file goes with its maker. One that a killed process left is nobody's (comm/shared_file.h): it goes with the end
-// of its job, or with the next rank of the user that begins to train on the machine, or the next reader.
+// The process removes the file when it ends. A file of a killed process (comm/shared_file.h) is removed at the end of
+// its job, by the user's next rank that begins to train on the machine, or by the next reader.
 
 #include <array>
 #include <atomic>
@@ -20,7 +20,7 @@
 #include "device/memory.h"
 #include "ds/units.h"
 
-namespace ds::engine {
+namespace ds::run {
 
 inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;  // "dds-LVE1"
 inline constexpr u32 kLiveVersion = 3;                  // of what follows the header
@@ -44,7 +44,7 @@ struct LiveIdentity {
   i64 total_steps = 0;
   i64 base_bytes = 0;  // resident before the engine took its memory (probe/resident.h)
   LiveTags predicted{};
-  LiveBounds bounds{};                 // of the counts of a run that goes on
+  LiveBounds bounds{};                 // of the counts
   std::array<char, 136> job{};         // of RankInfo; empty: a rank alone
   std::array<char, 4096> directory{};  // of the run, absolute; empty: it keeps nothing
   std::array<char, 64> device{};
@@ -67,8 +67,8 @@ void copy_text(std::array<char, N>& to, std::string_view text) {
 }
 
 // A value that one thread or process writes and others read whole. The sequence is odd while it is being written.
-// Readers try again; there are no fences, which ThreadSanitizer does not know: each word is released and acquired,
-// so who has seen a word of a later value sees that its sequence has begun.
+// Readers retry. Each word is released and acquired instead of using fences, which ThreadSanitizer does not understand:
+// a reader that sees a word of a later value also sees that its sequence has begun.
 template <class T>
 class Seqlock {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(u64) == 0);
@@ -82,7 +82,7 @@ class Seqlock {
     for (size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
     sequence_.store(begun + 1, std::memory_order_release);
   }
-  // Nothing: it was being written.
+  // Nothing: it is being written.
   std::optional<T> load() const noexcept {
     std::array<u64, kWords> words;
     const u64 before = sequence_.load(std::memory_order_acquire);
@@ -108,8 +108,8 @@ std::string live_name(i64 pid);
 // The writer.
 class LiveCounters {
  public:
-  // Removes what killed processes left, and shows this one. Where that cannot be, or another run of this process shows
-  // itself already, there is a warning, and publish() does nothing.
+  // Removes files of killed processes, and shows this one. If that fails, or another run of this process is shown
+  // already, there is a warning, and publish() does nothing.
   LiveCounters(const LiveIdentity& identity, const LiveRecord& first);
   void publish(const LiveRecord& record) noexcept;
 
@@ -120,8 +120,8 @@ class LiveCounters {
 // Another process's counters.
 class LiveView {
  public:
-  // Nothing: this process shows none, or has ended; what it left is removed. Throws Errc::Io for another user's,
-  // Errc::Mismatch for those of another version of libds, and for what is none.
+  // Nothing: the process shows no counters, or has ended, and its file is removed. Throws Errc::Io for another user's
+  // process, Errc::Mismatch for a file of another version of libds or with other content.
   static std::optional<LiveView> open(i64 pid);
 
   const LiveHeader& header() const noexcept { return segment().header; }
@@ -135,7 +135,7 @@ class LiveView {
   SharedRecord memory_;
 };
 
-// Processes that show counters, or have; sorted.
+// Processes with such files, alive or not; sorted.
 std::vector<i64> live_pids();
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/connect.h"
+#include "run/connect.h"
 
 #include <fmt/format.h>
 
@@ -21,7 +21,7 @@
 #include "plan/run_plan.h"
 #include "probe/host.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace {
 
 // Bytes of shared memory that the run would take if all its ranks were on one node. Stages differ, and so do shares of
@@ -58,7 +58,7 @@ std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool 
   const Config& config = plans.config();
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
-                            .time_calls = config.comms_logger.enabled,
+                            .time_calls = config.monitors.comms_logger.enabled,
                             .trace = trace};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
@@ -192,7 +192,7 @@ Json shared_settings(Config config) {
   config.data.train.clear();
   config.data.validation.clear();
   config.data.tokenizer = "bytes";
-  config.model_path.clear();
+  config.published.path.clear();
   Json settings = Json::parse(resolved_json(config));
   if (config.model.layers > 0) settings["model"] = Json::parse(model_config_json(config.model));
   return settings.flatten();
@@ -228,7 +228,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
   std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told, trace);
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
-                            .time_calls = config.comms_logger.enabled,
+                            .time_calls = config.monitors.comms_logger.enabled,
                             .trace = trace,
                             .device = &device};
   Mesh::OverDevice over_device;
@@ -249,4 +249,4 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
                                 mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

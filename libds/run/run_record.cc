@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/run_record.h"
+#include "run/run_record.h"
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -9,16 +9,17 @@
 #include <chrono>
 #include <ctime>
 #include <filesystem>
+#include <type_traits>
 
 #include "checkpoint/together.h"
 #include "ds/version.h"
-#include "engine/plans.h"
 #include "launch/process.h"
 #include "model/attention_pattern.h"
 #include "plan/own_memory.h"
 #include "plan/planned.h"
+#include "run/plans.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace {
 
 Json bytes_json(const plan::TagBytes& bytes) {
@@ -100,49 +101,35 @@ Config with_absolute_paths(Config config) {
     if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
   };
   for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
-  complete(config.model_path);
+  complete(config.published.path);
   complete(config.sparse_attention.layout);
   complete(config.zero.offload_optimizer.nvme_path);
   complete(config.zero.offload_param.nvme_path);
   complete(config.activation_checkpointing.nvme_path);
-  for (std::string* file : {&config.tensorboard.output_path, &config.csv_monitor.output_path, &config.prometheus.file,
-                            &config.flops_profiler.output_file})
+  for (std::string* file : {&config.monitors.tensorboard.output_path, &config.monitors.csv_monitor.output_path,
+                            &config.monitors.prometheus.file, &config.monitors.flops_profiler.output_file})
     complete(*file);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;
 }
 
-Json step_line(const StepRecord& r) {
-  Json line = {{"type", "step"},
-               {step_field::kStep, r.step},
-               {step_field::kLoss, r.loss},
-               {step_field::kGradNorm, r.grad_norm},
-               {step_field::kLr, r.lr},
-               {step_field::kLossScale, r.loss_scale},
-               {step_field::kSkipped, r.skipped},
-               {step_field::kTokens, r.tokens},
-               {step_field::kTokensPerS, r.tokens_per_s},
-               {step_field::kStepMs, r.step_ms},
-               {step_field::kMfu, r.mfu},
-               {step_field::kMemoryBytes, r.memory_bytes},
-               {step_field::kCommBytes, r.comm_bytes}};
-  if (r.seq_length) line[step_field::kSeqLength] = *r.seq_length;
-  if (r.layer_tokens) line[step_field::kLayerTokens] = *r.layer_tokens;
-  if (r.phases)
-    line[step_field::kPhaseMs] = {{"forward", r.phases->forward_ms},
-                                  {"backward", r.phases->backward_ms},
-                                  {"reduce", r.phases->reduce_ms},
-                                  {"step", r.phases->update_ms}};
-  if (!r.compression.empty()) line[step_field::kCompression] = r.compression;
-  if (r.outer_grad_norm) line[step_field::kOuterGradNorm] = *r.outer_grad_norm;
-  if (r.offload) {
-    Json& moved = line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
-                                                {"written_bytes", r.offload->written_bytes},
-                                                {"wait_ms", r.offload->wait_ms}};
-    if (const std::optional<double> hidden = r.offload->hidden()) moved["hidden"] = *hidden;
-    if (r.offload->to_host_bytes) moved["to_host_bytes"] = *r.offload->to_host_bytes;
-    if (r.offload->to_device_bytes) moved["to_device_bytes"] = *r.offload->to_device_bytes;
+Json step_line(const StepRecord& record, bool recovered) {
+  Json line = {{"type", "step"}};
+  for (const StepField& f : step_fields()) {
+    if (f.name == nullptr || (recovered && !f.served)) continue;
+    const StepField::Value value = f.value(record);
+    if (const auto* const named = std::get_if<StepField::Named>(&value)) {
+      Json& object = line[f.name] = Json::object();
+      for (const auto& [name, number] : *named) std::visit([&](auto x) { object[name] = x; }, number);
+    } else if (!std::holds_alternative<std::monostate>(value)) {
+      std::visit(
+          [&](const auto& x) {
+            if constexpr (std::is_arithmetic_v<std::decay_t<decltype(x)>>) line[f.name] = x;
+          },
+          value);
+    }
   }
+  if (recovered) line[step_field::kRecovered] = true;
   return line;
 }
 
@@ -153,12 +140,12 @@ plan::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
   return bytes;
 }
 
-const plan::TagBytes& RunRecord::predicted(const Engine& engine) {
+const plan::TagBytes& RunRecord::predicted(const engine::Engine& engine) {
   if (!predicted_) predicted_ = predicted_bytes(engine.config(), engine.model(), engine.plan(), mesh_, device_);
   return *predicted_;
 }
 
-plan::TagBounds RunRecord::bounds(const Engine& engine, i64 step) const {
+plan::TagBounds RunRecord::bounds(const engine::Engine& engine, i64 step) const {
   const bool whole_run = first_step_ == 1 && step >= engine.config().steps;
   return bounds_of(engine.config(), engine.plan(), mesh_, device_, whole_run);
 }
@@ -168,7 +155,7 @@ void RunRecord::add_own(plan::TagBytes& bytes) const {
   bytes[static_cast<size_t>(Tag::Scratch)] += device_.scratch_bytes();
 }
 
-void RunRecord::show(const Engine& engine, const std::string& job, const std::string& directory, i64 step) {
+void RunRecord::show(const engine::Engine& engine, const std::string& job, const std::string& directory, i64 step) {
   const MeshShape& mesh = mesh_.shape();
   const MeshCoord& coord = mesh_.coord();
   LiveIdentity who{.rank = mesh_.rank(),
@@ -189,13 +176,13 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
   counters_.emplace(who, live_record(engine, {.step = step}, counted(engine.ledger())));
 }
 
-void RunRecord::show_step(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
+void RunRecord::show_step(const engine::Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
   // The first step has taken what steps take, and what comes after the last one is no training: both are read.
   if (step.step == first_step_ || step.step == engine.config().steps) resident_.read();
   if (counters_) counters_->publish(live_record(engine, step, peak));
 }
 
-LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
+LiveRecord RunRecord::live_record(const engine::Engine& engine, const StepRecord& step, const plan::TagBytes& peak) {
   LiveRecord r{.step = step.step,
                .loss = step.loss,
                .step_ms = step.step_ms,
@@ -210,14 +197,13 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
   return r;
 }
 
-Json RunRecord::stages_json(const Engine& engine) {
+void RunRecord::gather_stages(const engine::Engine& engine) {
   const plan::TagBytes& own = predicted(engine);
   const plan::TagBounds own_bounds = bounds_of(engine.config(), engine.plan(), mesh_, device_, false);
   Json mine = Json::array();
   for (size_t t = 0; t < own.size(); ++t) mine.push_back({own[t], static_cast<int>(own_bounds[t])});
   std::vector<Json> of_ranks;
   for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) of_ranks.push_back(Json::parse(rank));
-  Json stages = Json::array();
   for (int stage = 0; stage < mesh_.shape().pp; ++stage) {
     const std::vector<int> ranks = ranks_of_stage(mesh_.shape(), stage);
     plan::TagBytes bytes{};
@@ -232,14 +218,12 @@ Json RunRecord::stages_json(const Engine& engine) {
       bytes[t] = most.bytes;
       bounds[t] = most.bound;
     }
-    stages.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(bytes)}});
-    if (Json named = bounds_json(bounds); !named.empty()) stages.back()["bounds"] = std::move(named);
+    stages_.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(bytes)}});
+    if (Json named = bounds_json(bounds); !named.empty()) stages_.back()["bounds"] = std::move(named);
   }
-  return stages;
 }
 
-Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,
-                         const std::string& model_json, double peak_flops) const {
+Json RunRecord::run_line(const engine::Engine& engine, i64 step, const std::string& model_json) const {
   const MeshShape& m = mesh_.shape();
   Json mesh = {{"pp", m.pp}, {"dp", m.dp}, {"sp", m.sp}, {"tp", m.tp}};
   if (m.workers > 1) mesh["workers"] = m.workers;
@@ -250,16 +234,16 @@ Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std
           {"mesh", mesh},
           {"device", device_.is_host() ? "cpu" : "cuda"},
           {"device_name", device_.name()},
-          {"backend", backend},
+          {"backend", mesh_.dp().backend()},
           {"host", launch::host_name()},
           {"start", utc_now()},
-          {"peak_flops", peak_flops},
-          {"stages", stages},
+          {"peak_flops", peak_flops_},
+          {"stages", stages_},
           {"config", Json::parse(resolved_json(with_absolute_paths(engine.config())))},
           {"model", Json::parse(model_json)}};
 }
 
-Json RunRecord::memory_line(const Engine& engine, i64 step) {
+Json RunRecord::memory_line(const engine::Engine& engine, i64 step) {
   const probe::ResidentMeter::Peaks resident = resident_.peaks();
   Json mine = {{"rank", mesh_.rank()},
                {"counted_bytes", bytes_json(counted(engine.ledger()))},
@@ -273,4 +257,4 @@ Json RunRecord::memory_line(const Engine& engine, i64 step) {
   return {{"type", "memory"}, {"step", step}, {"ranks", ranks}};
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/live_counters.h"
+#include "run/live_counters.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 #include "ds/log.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace {
 
 // Of a file in /dev/shm, if it has one.
@@ -87,4 +87,4 @@ std::optional<LiveRecord> LiveView::read() const {
   return std::nullopt;
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/saver.h"
+#include "run/saver.h"
 
 #include "checkpoint/step_writer.h"
 #include "ds/log.h"
 
-namespace ds::engine {
+namespace ds::run {
 
-Saver::Saver(Engine& engine, std::string dir, const RunDirectory* directory, std::vector<ParamEntry> params,
+Saver::Saver(engine::Engine& engine, std::string dir, const RunDirectory* directory, std::vector<ParamEntry> params,
              std::function<void(const Json&)> event)
     : engine_(engine),
       dir_(std::move(dir)),
@@ -14,7 +14,7 @@ Saver::Saver(Engine& engine, std::string dir, const RunDirectory* directory, std
       params_(std::move(params)),
       event_(std::move(event)) {
   if (dir_.empty() || !engine_.config().save.async) return;
-  snapshot_.emplace(engine_, engine_.saved_pieces(), HostState::Memory::Copy);
+  snapshot_.emplace(engine_, engine_.saved_pieces(), engine::HostState::Memory::Copy);
   background_.emplace();
 }
 
@@ -37,9 +37,9 @@ void Saver::save(const CheckpointMeta& meta, When when) {
 
   started_ = Clock::now();
   if (background_) writer_cpu_before_ = background_->worker().cpu_seconds();
-  std::optional<HostState> state;
-  if (!snapshot_) state.emplace(engine_, engine_.saved_pieces(), HostState::Memory::InParts);
-  HostState& saved = snapshot_ ? *snapshot_ : *state;
+  std::optional<engine::HostState> state;
+  if (!snapshot_) state.emplace(engine_, engine_.saved_pieces(), engine::HostState::Memory::InParts);
+  engine::HostState& saved = snapshot_ ? *snapshot_ : *state;
   saved.download();
   auto save =
       std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world(), saved.rank_local());
@@ -120,4 +120,4 @@ void Saver::remove_old() {
   }
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

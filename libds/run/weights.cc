@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/weights.h"
+#include "run/weights.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 #include "ds/log.h"
 #include "formats/tensor_io.h"
 
-namespace ds::engine {
+namespace ds::run {
 namespace fs = std::filesystem;
 namespace {
 
@@ -137,8 +137,8 @@ void tell_removed(const Match& found) {
 
 }  // namespace
 
-void load_weights(Engine& engine, const std::string& path) {
-  const bool new_head = engine.config().new_head;
+void load_weights(engine::Engine& engine, const std::string& path) {
+  const bool new_head = engine.config().published.new_head;
   const Match found = match(engine.model(), path, new_head);
   if (engine.mesh().rank() == 0) tell_removed(found);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)
@@ -147,7 +147,7 @@ void load_weights(Engine& engine, const std::string& path) {
   if (new_head && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning,
                 found.anew.empty()
-                    ? fmt::format("model.new_head has no effect: {} has the whole head", found.source->path())
+                    ? fmt::format("model.new_head has no effect: {} contains the whole head", found.source->path())
                     : fmt::format("{} lacks the head: random values for {}", found.source->path(),
                                   fmt::join(found.anew, ", ")));
   std::vector<char> raw;
@@ -166,4 +166,4 @@ void check_weights(const model::Model& model, const std::string& path, bool new_
   if (warns) tell_removed(found);
 }
 
-}  // namespace ds::engine
+}  // namespace ds::run

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a run was asked for.
+
+#include "ds/train.h"
+#include "monitor/monitor.h"
+
+namespace ds::run {
+
+struct Request {
+  Config config;
+  RankInfo ranks;
+  RunOptions options;
+
+  bool is_root() const noexcept { return ranks.rank == 0; }
+  bool writes() const noexcept { return !options.out_dir.empty() && !options.read_only; }
+
+  // Where the run reads, and may not write.
+  monitor::Places places() const;
+
+  // Rank 0 and --check look for these; neither opens what it finds. Throw Errc::Config, Errc::Unavailable or Errc::Io,
+  // naming the option.
+  std::string find_step() const;     // the step directory to resume from; empty: none
+  std::string find_weights() const;  // the initial weights; empty: random ones
+};
+
+}  // namespace ds::run

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The samples of a run.
+
+#include <memory>
+
+#include "comm/communicator.h"
+#include "data/data.h"
+#include "run/request.h"
+
+namespace ds::run {
+
+struct RunData {
+  std::unique_ptr<BatchLoader> train, validation;  // null: there are none
+
+  std::string identity_json() const;  // CheckpointMeta::data_json. Requires: train
+};
+
+// Opens the files that the configuration names, for so many data-parallel ranks; none if it names none. Rank 0 reports
+// what is remarkable about them. Throws as open_dataset().
+RunData open_data(const Request& request, i64 num_ranks);
+
+// Throws Errc::Config if ranks read different files. Collective.
+void check_same_files(const RunData& data, Communicator& world);
+
+}  // namespace ds::run

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "run/start.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <optional>
+
+#include "base/file.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/run_names.h"
+#include "checkpoint/together.h"
+#include "config/model_config.h"
+#include "data/tokenizer.h"
+#include "ds/log.h"
+#include "run/run_record.h"
+#include "run/served.h"
+#include "run/weights.h"
+
+namespace ds::run {
+namespace {
+
+// Calls load(), which reads step_dir. Where that is damaged, a run that goes on from its own latest step takes the one
+// before; whoever asked for one step, or only reads, gets the error.
+void from_newest(const Request& request, Communicator* world, std::string& step_dir, FunctionRef<void()> load) {
+  for (;;) {
+    try {
+      return load();
+    } catch (const Error& e) {
+      if (e.code() != Errc::Corrupt || request.options.resume != "latest" || !request.writes()) throw;
+      const auto before = [&] {
+        return request.is_root() ? step_before(request.options.out_dir, step_dir) : std::string();
+      };
+      const std::string older = world != nullptr ? gather_text(*world, before()).front() : before();
+      if (older.empty()) throw;
+      if (request.is_root())
+        log_message(LogLevel::Warning, fmt::format("{}; resuming from the step before, {}", e.what(), older));
+      step_dir = older;
+    }
+  }
+}
+
+// A run goes on with the samples and the dropout that it began with.
+void check_same_run(const Request& request, const RunData& data, const CheckpointMeta& meta,
+                    const std::string& source) {
+  const Config& config = request.config;
+  const bool reads_only = request.options.read_only;
+  if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, source);
+  // A step that another program made says nothing of it.
+  if (const std::string now = attention_identity(config); meta.seed || !meta.attention_json.empty()) {
+    const auto said = [](const std::string& what) {
+      return what.empty() ? "no sparse_attention and no documents" : what;
+    };
+    DS_CHECK(meta.attention_json == now, Errc::Mismatch,
+             "{}: a checkpoint of another attention: {} there and {} here; --weights takes its weights alone", source,
+             said(meta.attention_json), said(now));
+  }
+  if (data.train && !reads_only && !meta.data_json.empty())
+    check_same_data(parse_data_identity(meta.data_json), data.train->identity());
+  if ((reads_only || !data.train) && config.model.causal() && !meta.data_json.empty()) {
+    const std::string saved = parse_data_identity(meta.data_json).tokenizer;
+    const std::string now =
+        data.train ? data.train->identity().tokenizer : open_tokenizer(config.data.tokenizer)->identity();
+    DS_CHECK(saved.empty() || is_same_tokenizer(saved, now), Errc::Mismatch,
+             "data.tokenizer is {}, but {} was trained with {}", now, source, saved);
+  }
+  if (reads_only) return;  // which has neither dropout nor samples that go on
+  DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
+           "{} was made with seed {}, this run has {}", source, *meta.seed, config.seed);
+  if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && request.is_root())
+    log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
+                                               "going on with those of this configuration",
+                                               source));
+}
+
+void publish_to_server(bool is_from_server, const RunData& data, Trained& trained) {
+  engine::Engine& engine = *trained.engine;
+  DS_CHECK(data.train != nullptr, Errc::Config, "data.train: there is nothing to train on");
+  // What is known of the last step is the server's; the loss scale is that of this run, which may have another dtype.
+  offload::ServedRecord now = engine.served_record();
+  if (is_from_server) {
+    const offload::ServedRecord own = now;
+    now = engine.server()->found().record;
+    now.scale = own.scale, now.scaler_iteration = own.scaler_iteration;
+    now.last_overflow = own.last_overflow, now.hysteresis = own.hysteresis;
+  }
+  publish_states(engine, now, trained.meta(data), trained.table.params);
+}
+
+}  // namespace
+
+void Start::load(const Request& request, const RunData& data, Trained& trained) {
+  engine::Engine& engine = *trained.engine;
+  Communicator& world = engine.mesh().world();
+  offload::ServerLink* const server = engine.server();
+  if (server == nullptr || !load_from_server(request, data, trained)) {
+    if (!step_dir.empty()) {
+      from_newest(request, &world, step_dir, [&] {
+        trained.load_step(step_dir,
+                          [&](const Manifest& there) { check_same_run(request, data, there.meta, step_dir); });
+      });
+      from = step_dir;
+    } else if (weights.empty()) {
+      engine.init_weights();
+    } else {
+      load_weights(engine, weights);
+    }
+  }
+  if (server == nullptr) return;
+  if (!is_from_server()) {
+    const std::optional<i64> began = parse_step_name(std::filesystem::path(from).filename().string());
+    trained.history =
+        fmt::format("{}@{}", gather_text(world, random_hex64()).front(), began ? std::to_string(*began) : "");
+  }
+  publish_to_server(is_from_server(), data, trained);
+}
+
+// Whether the run goes on with the state that the server has: that of its last whole step. A step that was asked for by
+// its name takes its place.
+bool Start::load_from_server(const Request& request, const RunData& data, Trained& trained) {
+  engine::Engine& engine = *trained.engine;
+  offload::ServerLink& server = *engine.server();
+  const RunOptions& options = request.options;
+  using Has = offload::ServerLink::Has;
+  const auto& [has, there, text, dir] = server.found();
+  if (has == Has::Nothing) return false;
+  const std::string name = fmt::format("server '{}'", server.name());
+  if (!options.resume.empty() && options.resume != "latest") {
+    if (request.is_root())
+      log_message(LogLevel::Warning,
+                  fmt::format("discarding the state of step {} on {}; resuming from {}", there.step, name, step_dir));
+    server.clear();
+    return false;
+  }
+  DS_CHECK(options.weights.empty(), Errc::Config,
+           "--weights {}: {} holds the state of step {}, from which the run would resume; remove it first (ds-offload "
+           "rm {})",
+           options.weights, name, there.step, server.name());
+  const std::optional<i64> saved = parse_step_name(std::filesystem::path(step_dir).filename().string());
+  DS_CHECK(!saved || *saved <= there.step, Errc::Mismatch,
+           "{} is newer than the state that {} has, which is of step {}: remove that (ds-offload rm {}), or say from "
+           "which step to go on with --resume {}",
+           step_dir, name, there.step, server.name(), step_dir);
+  const CheckpointMeta meta_there = parse_meta(text, name);
+  check_same_run(request, data, meta_there, name);
+  // A step that was trained meanwhile without the server is another continuation of what both began from.
+  if (saved) {
+    std::string of_step = meta_there.history;
+    try {
+      of_step = CheckpointReader(step_dir).meta().history;
+    } catch (const Error& e) {
+      if (e.code() != Errc::Corrupt) throw;
+      if (request.is_root())
+        log_message(LogLevel::Warning, fmt::format("{}; resuming from the state of {}", e.what(), name));
+    }
+    DS_CHECK(of_step == meta_there.history || meta_there.history.ends_with(fmt::format("@{}", *saved)), Errc::Mismatch,
+             "{} is not of the run whose state {} has: remove that state (ds-offload rm {}), or say from which step to "
+             "go on with --resume {}",
+             step_dir, name, server.name(), step_dir);
+  }
+  trained.history = meta_there.history;
+  DS_CHECK(meta_there.optimizer == trained.table.optimizer || there.optimizer_step == 0, Errc::Mismatch,
+           "{} has the state of {}, and this run updates by {}: set the optimizer to what it was, or remove that state "
+           "(ds-offload rm {})",
+           name, meta_there.optimizer, trained.table.optimizer, server.name());
+  if (has == Has::Same) {
+    engine.go_on_from(there);
+  } else {
+    trained.load_step(dir, [&](const Manifest& of_server) { check_same_run(request, data, of_server.meta, dir); });
+  }
+  from = name;
+  // Who did not ask to go on may have meant a new run.
+  if (request.is_root())
+    log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Verbose,
+                fmt::format("resuming from step {} of {}", there.step, name));
+  return true;
+}
+
+void Start::check_step(const Request& request, const RunData& data, const engine::ParamTable& table) {
+  CheckpointMeta meta;
+  from_newest(request, nullptr, step_dir, [&] { meta = check_checkpoint(step_dir, table.params, table.optimizers); });
+  check_same_run(request, data, meta, step_dir);
+}
+
+}  // namespace ds::run
