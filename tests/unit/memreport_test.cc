@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "ds/memreport.h"
-#include "engine/plans.h"
 #include "mesh/from_config.h"
 #include "run/plans.h"
 
