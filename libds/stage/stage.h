@@ -26,7 +26,7 @@ struct MicroBatch {
 
 class Stage {
  public:
-  // Takes its memory by the plan. All that is given outlives it. inputs: where ActivationPlan::inputs are kept, or null.
+  // Takes its memory by the plan. All that is given outlives it. inputs: where ActivationPlan::inputs are, or null.
   Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards, Mesh& mesh,
         MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
