@@ -692,7 +692,7 @@ PYTHON
   ds-train cfg.json --out memory --quiet
   assert_equal "$(losses away)" "$(losses memory)"
   run -2 --separate-stderr ds-train cfg.json --out weights --weights memory "${served[@]}"
-  [[ $stderr == *"has the state of step 12"* ]]
+  [[ $stderr == *"holds the state of step 12"* ]]
 }
 
 @test "a server that is busy while a run ends and another begins serves that" {
