@@ -37,8 +37,8 @@ Settings settings_of(const Config& config, DeviceKind device) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
   DS_CHECK(device == DeviceKind::Cpu || !s.states.delayed_update || s.states.ratio >= 1, Errc::Unavailable,
-           "zero_optimization.offload_optimizer.delayed_update: on a GPU, with ratio 1 alone: what the GPU updates "
-           "itself is not delayed");
+           "zero_optimization.offload_optimizer.delayed_update: on a GPU it needs ratio 1, since updates on the GPU "
+           "cannot be delayed");
   s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
   if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
   const auto any_is_muon = [&] {
@@ -46,8 +46,8 @@ Settings settings_of(const Config& config, DeviceKind device) {
     return is(config.optimizer) || std::ranges::any_of(config.optimizer.groups, is);
   };
   DS_CHECK(!s.states.gradients || !any_is_muon(), Errc::Unavailable,
-           "zero_optimization.offload_optimizer.gradients: Muon looks at all gradients of its matrices at once: they "
-           "stay in memory of the device");
+           "zero_optimization.offload_optimizer.gradients: Muon needs all gradients of a matrix at once, so they stay "
+           "in device memory");
   s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);
   return s;
 }
@@ -311,7 +311,7 @@ FileCounts sum_of(const std::vector<const BlockFile*>& files) {
 
 }  // namespace
 
-// Of updates that run beside a step, what is known when they have ended.
+// Transfers of delayed updates are known when these have ended.
 FileCounts Offload::moved_states() const noexcept {
   FileCounts sum = delayed_.empty() ? sum_of(of_states_) + by_server_ : FileCounts{};
   for (const DelayedStates* states : delayed_) sum = sum + states->moved();
@@ -350,7 +350,7 @@ std::string Offload::method() const {
 std::string Offload::caveat() const {
   const BlockFile* const file = any_file();
   if (file == nullptr || (file->refused_ring().empty() && file->is_direct())) return "";
-  return fmt::format("what is offloaded goes by {}{}{}", file->method(),
+  return fmt::format("offloading uses {}{}{}", file->method(),
                      file->refused_ring().empty() ? "" : fmt::format("; io_uring: {}", file->refused_ring()),
                      file->is_direct() ? "" : "; the file system has no direct transfers");
 }
