@@ -31,7 +31,7 @@ struct Arguments {
   bool csv = false;
 };
 
-// What else measures differently, for the record.
+// Environment variables that affect measurements, for the record.
 std::vector<std::string> relevant_environment() {
   std::vector<std::string> variables;
   for (char** v = environ; *v != nullptr; ++v) {
@@ -163,13 +163,13 @@ int main(int argc, char** argv) {
         ->type_name("NAME")
         ->delimiter(',')
         ->allow_extra_args(false);
-    app.add_flag("--matrix", o.matrix, "measure every pair of ranks, the others idle");
+    app.add_flag("--matrix", o.matrix, "measure every pair of ranks while the others are idle");
     add_size(app, "-b,--min-bytes,--minbytes", o.min_bytes, "smallest size (default 32M); K, M, G are powers of 1024");
     add_size(app, "-e,--max-bytes,--maxbytes", o.max_bytes, "largest size (default 32M)");
-    CLI::Option* factor =
-        add_number(app, "-f,--factor,--stepfactor", o.factor, 1, 1 << 20, "from size to size multiply (default 2)")
-            ->type_name("N");
-    add_size(app, "-i,--step,--stepbytes", o.step_bytes, "from size to size add")->excludes(factor);
+    CLI::Option* factor = add_number(app, "-f,--factor,--stepfactor", o.factor, 1, 1 << 20,
+                                     "multiply each size by N to get the next (default 2)")
+                              ->type_name("N");
+    add_size(app, "-i,--step,--stepbytes", o.step_bytes, "add SIZE to each size instead")->excludes(factor);
     app.add_option("-d,--dtype,--datatype", o.dtype, "type of the elements (default float)")
         ->type_name("TYPE")
         ->check(CLI::IsMember(commbench::types()));
@@ -177,30 +177,31 @@ int main(int argc, char** argv) {
         ->type_name("OP")
         ->check(CLI::IsMember({"sum", "max", "min"}));
     add_number(app, "-r,--root", o.root, 0, 1 << 20, "root of operations that have one (default 0)")->type_name("RANK");
-    app.add_option("--backend", a.backend, "what carries (default auto)")
+    app.add_option("--backend", a.backend, "communication backend (default auto)")
         ->type_name("NAME")
         ->check(CLI::IsMember(commbench::backends()));
     app.add_option("--compare", a.compare, "measure another backend too, in turns")
         ->type_name("NAME")
         ->check(CLI::IsMember(commbench::backends()));
-    app.add_flag("--in-place", o.only_in_place, "only in place (default: both forms)");
+    app.add_flag("--in-place", o.only_in_place, "measure in place only (default: both forms)");
     app.add_option("--memory", a.memory,
-                   "of the buffers: what ranks can reach directly, or the process's own (default shared)")
+                   "where buffers are allocated: where other ranks reach them, or in the process (default shared)")
         ->type_name("KIND")
         ->check(CLI::IsMember({"shared", "ordinary"}));
     add_size(app, "--bucket", o.bucket_bytes, "bucket of zero_step (default 64M)");
     add_number(app, "-n,--iters", o.iterations, 1, 1000000, "iterations (default 20)")
         ->type_name("N")
         ->group("Measuring");
-    add_number(app, "-w,--warmup,--warmup_iters", o.warmup, 0, 1000000, "iterations before (default 1)")
+    add_number(app, "-w,--warmup,--warmup_iters", o.warmup, 0, 1000000,
+               "iterations before those that are timed (default 1)")
         ->type_name("N")
         ->group("Measuring");
-    add_number(app, "-c,--check", a.check, 0, 1, "compare what arrives bit for bit; 0: do not (default 1)")
+    add_number(app, "-c,--check", a.check, 0, 1, "compare the data that arrives bit for bit; 0: do not (default 1)")
         ->type_name("N")
         ->group("Measuring");
     app.add_flag("--blocking", o.blocking, "wait for each iteration, and begin it at a barrier")->group("Measuring");
-    app.add_flag("-I,--stats", o.stats, "min, avg, max and p99 of single iterations")->group("Measuring");
-    app.add_option("-a,--average", a.average, "which time of the ranks counts (default mean)")
+    app.add_flag("-I,--stats", o.stats, "add min, avg, max and p99 of single iterations")->group("Measuring");
+    app.add_option("-a,--average", a.average, "the time of the ranks to print (default mean)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"rank0", "mean", "min", "max"}))
         ->transform(tools::named_average())
@@ -208,19 +209,17 @@ int main(int argc, char** argv) {
     add_number(app, "--timeout", o.timeout_s, 0.1, 1e6, "seconds to wait for a rank (default 300)")
         ->type_name("S")
         ->group("Measuring");
-    add_number(app, "--fault", o.fault_rank, 0, 1 << 20, "for tests: change a bit of what RANK received")
+    add_number(app, "--fault", o.fault_rank, 0, 1 << 20, "for tests: change a bit of the data that RANK received")
         ->type_name("RANK")
         ->group("Measuring");
     app.add_flag("--csv", a.csv, "print the result as CSV")->group("Result");
-    app.add_option("--save", a.save, "measure links, and write what ds-memreport predicts from")
+    app.add_option("--save", a.save, "measure links, and write them for ds-memreport")
         ->type_name("FILE")
         ->group("Result");
-    add_number(app, "--min-busbw", a.min_busbw, 1e-9, 1e9, "exit with 1 if the average busbw is below (GB/s)")
+    add_number(app, "--min-busbw", a.min_busbw, 1e-9, 1e9, "exit with status 1 if the average busbw is below X GB/s")
         ->type_name("X")
         ->group("Result");
-    add_number(app, "--ranks", a.ranks, 1, 4096, "start so many ranks, through ds-launch")
-        ->type_name("N")
-        ->group("Starting");
+    add_number(app, "--ranks", a.ranks, 1, 4096, "start N ranks through ds-launch")->type_name("N")->group("Starting");
     const auto hosts = [&](const char* name, std::string& value, const char* type, const char* what) {
       return app.add_option(name, value, what)->type_name(type)->group("Starting")->needs("--ranks");
     };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-launch: start N ranks of a program, on this machine or several, and watch over them.
+// ds-launch: starts N ranks of a program, on this machine or on several hosts, and watches over them.
 
 #include <filesystem>
 #include <span>
@@ -59,7 +59,7 @@ void print_report(const LaunchReport& report, tools::Output& out) {
     out.document({{"status", report.status}, {"culprit", report.culprit}, {"why", report.why}, {"ranks", ranks}});
 }
 
-// The reason, and what the rank that failed first said last: with several ranks it may have scrolled away.
+// The reason, and the last lines of the rank that failed first, which may have scrolled away with several ranks.
 void explain(const LaunchReport& report) {
   if (report.why.empty()) return;
   std::string text = report.why;
@@ -72,7 +72,7 @@ void explain(const LaunchReport& report) {
   tools::report_error(text);
 }
 
-// The report replaces no file that the program's command line names: the program, an argument, or a part of one behind
+// The report replaces no file that the program's command line names: the program, an argument, or the part of one after
 // an '='.
 void check_inputs(const std::string& program, std::span<const std::string> words, const tools::Output& out) {
   std::vector<std::string> names = {program};
@@ -99,33 +99,35 @@ int main(int argc, char** argv) {
   bool dry_run = false;
   const tools::ToolInfo tool = {
       .name = "ds-launch",
-      .purpose = "start ranks of a program and watch over them",
+      .purpose = "start the ranks of a program and watch over them",
       .usage = {"[options] PROG [ARG...]"},
       .examples = {{"ds-launch -n 2 ds-train gpt.json", "train on two ranks"},
                    {"ds-launch -n 4 --log-dir logs --tag-output ds-train gpt.json --out run",
-                    "with a log per rank and the rank before every line"},
-                   {"ds-launch --host node-a:4,node-b:4 ds-train gpt.json --out run", "on two nodes, eight ranks"},
-                   {"ds-launch -n 2 --dry-run ds-train gpt.json", "show what would be started"}},
+                    "keep a log for each rank, and print the rank before every line"},
+                   {"ds-launch --host node-a:4,node-b:4 ds-train gpt.json --out run",
+                    "train on two nodes with eight ranks"},
+                   {"ds-launch -n 2 --dry-run ds-train gpt.json", "print what would be started"}},
       .one_dash = true};
   return tools::run_main(argc, argv, tool, [&](CLI::App& app) -> tools::Body {
     app.prefix_command();  // what follows PROG belongs to PROG
-    tools::add_number(app, "-n,--ranks,--np,--num-processes,--num_processes", options.ranks, 1, 4096,
-                      "number of ranks (default 1, with hosts every slot); more than cores is possible, but slow")
+    tools::add_number(
+        app, "-n,--ranks,--np,--num-processes,--num_processes", options.ranks, 1, 4096,
+        "number of ranks (default 1, with hosts the number of slots); more than cores is possible, but slow")
         ->type_name("N");
     tools::add_ranks_per_node(app, per_node);
-    CLI::Option* file =
-        app.add_option("--hostfile,--machinefile", hostfile, "run on the hosts of FILE, a line 'NAME slots=N' for each")
-            ->type_name("FILE")
-            ->group("Hosts");
+    CLI::Option* file = app.add_option("--hostfile,--machinefile", hostfile,
+                                       "run on the hosts in FILE, one line 'NAME slots=N' for each")
+                            ->type_name("FILE")
+                            ->group("Hosts");
     app.add_option("--host", hosts, "run on these hosts: NAME:SLOTS,...")
         ->type_name("LIST")
         ->group("Hosts")
         ->excludes(file);
-    app.add_option("--agent", options.agent, "reach a host by 'PROG HOST COMMAND' (default ssh)")
+    app.add_option("--agent", options.agent, "reach a host with 'PROG HOST COMMAND' (default ssh)")
         ->type_name("PROG")
         ->group("Hosts");
     tools::add_number(app, "--host-timeout", options.host_timeout_s, 1, 86400,
-                      "a host that is silent for so many seconds is lost (default 20)")
+                      "a host that is silent for S seconds is lost (default 20)")
         ->type_name("S")
         ->group("Hosts");
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
@@ -146,7 +148,7 @@ int main(int argc, char** argv) {
       tools::apply(per_node, options);
       for (const char* option : {"--agent", "--host-timeout"})
         if (options.hosts.empty() && app.count(option) > 0)
-          throw Error(Errc::Config, fmt::format("{} is about other hosts: give --hostfile or --host", option));
+          throw Error(Errc::Config, fmt::format("{} applies to other hosts: give --hostfile or --host", option));
       options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
       options.environment = tools::own_environment();
       options.terminal_columns = tools::terminal_columns();

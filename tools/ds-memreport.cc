@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-memreport: what a run needs, what it took, and what would fit.
+// ds-memreport: predicts what a run needs, reports what a run took, and finds what would fit.
 
 #include <chrono>
 #include <thread>
@@ -14,22 +14,24 @@ using tools::MemreportOptions;
 using tools::Output;
 using Json = nlohmann::ordered_json;
 
-// Where results go beside the report: files are there whole, or not at all.
+// Files of results besides the report; each appears complete or not at all.
 struct Files {
   std::optional<Output> picture, config, machine;
-  bool drawn = false;  // in the report
-  i64 limit = 0;       // of the bars
+  bool drawn = false;  // the plot is part of the report
+  i64 limit = 0;       // drawn across the bars
 
   Files(const MemreportOptions& a, const CLI::App& app, const Output& out)
       : drawn(a.plot == "-"), limit(a.memory.empty() ? 0 : tools::parse_bytes("--memory", a.memory)) {
     const auto open = [&](std::optional<Output>& file, const std::string& name, const char* option) {
-      if (name == "-") throw Error(Errc::Config, fmt::format("{} writes a file; \"-\" is none", option));
+      if (name == "-")
+        throw Error(Errc::Config,
+                    fmt::format("{} writes a file, not to standard output: \"-\" is not accepted", option));
       if (!name.empty()) check_report(app, file.emplace(out.tool(), name, false, option));
     };
     if (drawn && out.json()) throw Error(Errc::Config, "--plot - excludes --json");
     if (!drawn) open(picture, a.plot, "--plot");
     if (picture && !a.plot.ends_with(".svg") && !a.plot.ends_with(".html"))
-      throw Error(Errc::Config, fmt::format("--plot {}: ends in neither .svg nor .html, and is not \"-\"", a.plot));
+      throw Error(Errc::Config, fmt::format("--plot {}: give a name that ends in .svg or .html, or \"-\"", a.plot));
     open(config, a.write, "--write");
     open(machine, a.measure, "--measure");
   }
@@ -46,7 +48,7 @@ struct Files {
     if (!config) return;
     put(config, resolved_json(c) + "\n");
     if (c.data.train.empty())
-      tools::report_warning(fmt::format("{}: ds-train wants data.train and steps in it too", name));
+      tools::report_warning(fmt::format("{}: ds-train also needs data.train and steps in it", name));
   }
   static void put(std::optional<Output>& file, const std::string& text) {
     file->data(text);
@@ -55,7 +57,7 @@ struct Files {
 };
 
 int of_params(const MemreportOptions& a, Output& out) {
-  // The paper's parameters are those of a rank, and its ranks those that share them.
+  // In the paper's formulas, parameters are those of a rank, and ranks those that share them.
   const int stage = std::max(a.stage, 0), ranks = std::max(a.ranks, 1);
   const i64 parts = std::max<i64>(a.tp, 1) * std::max<i64>(a.pp, 1);
   if (ranks % parts != 0)
@@ -66,7 +68,7 @@ int of_params(const MemreportOptions& a, Output& out) {
   const memreport::PaperStates s = memreport::paper_states(own, stage, dp);
   if (!out.json()) {
     if (parts > 1)
-      out.print("{:g} parameters in {} parts: {:g} for each {} ranks that share them\n\n", a.params, parts, own, dp);
+      out.print("{:g} parameters in {} parts: {:g} for every {} ranks, which share them\n\n", a.params, parts, own, dp);
     out.write(memreport::explain(own, stage, dp));
     return 0;
   }
@@ -94,8 +96,8 @@ int of_machine(const MemreportOptions& a, Files& files, Output& out) {
   if (out.json()) {
     out.document({{"machine", Json::parse(machine)}});
   } else {
-    out.print("{}: what {} rank{} of {} thread{} do at once on this machine\n", a.measure, ranks, ranks > 1 ? "s" : "",
-              threads, threads > 1 ? "s" : "");
+    out.print("{}: rates of {} rank{} of {} thread{} running at once on this machine\n", a.measure, ranks,
+              ranks > 1 ? "s" : "", threads, threads > 1 ? "s" : "");
   }
   return 0;
 }
@@ -118,7 +120,7 @@ int of_running(const MemreportOptions& a, Output& out) {
     if (runs.empty() && !first) return 0;
     if (runs.empty())
       throw Error(Errc::Config,
-                  "no run of yours trains " + (a.source.empty() ? "on this machine now" : "in " + a.source));
+                  "you have no run in progress " + (a.source.empty() ? "on this machine" : "in " + a.source));
     if (out.json()) {
       Json all = Json::array();
       for (const auto& m : runs) all.push_back(Json::parse(memreport::json(m)));
@@ -133,7 +135,7 @@ int of_running(const MemreportOptions& a, Output& out) {
   }
 }
 
-// What is drawn, explained and written is the first of what fits.
+// --plot, --explain and --write are about the first arrangement that fits.
 int of_fit(const MemreportOptions& a, const memreport::Source& source, const memreport::World& world, DeviceKind device,
            const std::optional<memreport::Hardware>& hardware, Files& files, Output& out) {
   const auto bytes = [](const char* option, const std::string& text) {
@@ -147,7 +149,7 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
                                       .most = static_cast<size_t>(a.most),
                                       .disk = hardware ? hardware->disk() : "",
                                       .on_progress = line.hook()};
-  if (!hardware) throw Error(Errc::Config, "--fit ranks by time: give --machine, --gpu or --peak");
+  if (!hardware) throw Error(Errc::Config, "--fit compares times: give --machine, --gpu or --peak");
   const memreport::FitResult fit = memreport::fit(source, options, *hardware);
   const bool shows = files.config || files.picture || files.drawn || a.explain;
   if (shows && fit.fitting.empty())
@@ -238,11 +240,12 @@ int main(int argc, char** argv) {
        .purpose = "predict the memory, messages and time of a training run, and report what a run took",
        .usage = {"[options] CONFIG|MODEL|CHECKPOINT", "[options] METRICS.jsonl", "--running [--watch S] [RUN]",
                  "--params N [options]", "--measure FILE [-n N]"},
-       .examples = {{"ds-memreport cfg.json -n 64 --nodes 8", "a configuration on 64 GPUs of 8 nodes"},
-                    {"ds-memreport cfg.json -n 64 --nodes 8 --gpu h100 --fit 80GiB", "what fits, the fastest first"},
-                    {"ds-memreport llama-7b/ -n 16 --stage 3 --seq 4096", "a Hugging Face model"},
-                    {"ds-memreport run/metrics.jsonl", "predicted and counted"},
-                    {"ds-memreport --params 7.5e9 -n 64 --stage 2", "the ZeRO paper's accounting"}}},
+       .examples = {{"ds-memreport cfg.json -n 64 --nodes 8", "predict a configuration on 64 GPUs of 8 nodes"},
+                    {"ds-memreport cfg.json -n 64 --nodes 8 --gpu h100 --fit 80GiB",
+                     "find what fits, the fastest first"},
+                    {"ds-memreport llama-7b/ -n 16 --stage 3 --seq 4096", "predict a Hugging Face model"},
+                    {"ds-memreport run/metrics.jsonl", "compare the prediction with what the run took"},
+                    {"ds-memreport --params 7.5e9 -n 64 --stage 2", "print the ZeRO paper's numbers"}}},
       [&](CLI::App& app) -> tools::Body {
         tools::add_memreport_options(app, a);
         return [&](Output& out) { return run(a, app, out); };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-offload: measures where state can stay outside of the memory that trains, and serves it to runs.
+// ds-offload: keeps optimizer states for runs, and measures disks and updates for offloading.
 
 #include <csignal>
 
@@ -20,7 +20,7 @@ volatile std::sig_atomic_t stop_signal = 0;
 extern "C" void on_signal(int signal) { stop_signal = signal; }
 
 int serve(offload::ServeOptions& o, bool memory, const std::string& capacity) {
-  if (memory == !o.path.empty()) throw Error(Errc::Config, "serve wants either --shm or --path DIR");
+  if (memory == !o.path.empty()) throw Error(Errc::Config, "serve needs either --shm or --path DIR");
   if (!capacity.empty()) o.capacity = tools::parse_bytes("--capacity", capacity);
   for (const int s : {SIGTERM, SIGINT, SIGHUP}) {
     if (std::signal(s, on_signal) == SIG_IGN && s == SIGHUP) std::signal(s, SIG_IGN);  // nohup(1)
@@ -29,7 +29,7 @@ int serve(offload::ServeOptions& o, bool memory, const std::string& capacity) {
       o, [&](const std::string& what) { tools::report_note(fmt::format("server '{}': {}", o.name, what)); },
       [] { return stop_signal != 0; });
   tools::report_note(
-      fmt::format("server '{}' has ended; what it has is there until ds-offload rm {} removes it", o.name, o.name));
+      fmt::format("server '{}' has ended; its states stay until ds-offload rm {} removes them", o.name, o.name));
   return 0;
 }
 
@@ -67,7 +67,7 @@ int remove(const std::vector<std::string>& names) {
   for (const std::string& name : names) {
     try {
       offload::remove_server(name);
-    } catch (const Error& e) {  // the others go
+    } catch (const Error& e) {  // continue with the others
       tools::report_error(e.what());
       if (status == 0) status = exit_code(e.code());
     }
@@ -88,7 +88,7 @@ int verify(const std::string& name, Output& out) {
   const std::vector<std::string> problems = offload::verify_server(name);
   if (out.json()) out.document({{"server", name}, {"problems", problems}});
   for (const std::string& p : problems) tools::report_error(fmt::format("server '{}': {}", name, p));
-  if (problems.empty() && !out.json()) out.print("the states of server '{}' are whole\n", name);
+  if (problems.empty() && !out.json()) out.print("the states of server '{}' are complete and undamaged\n", name);
   return problems.empty() ? 0 : exit_code(Errc::Corrupt);
 }
 
@@ -103,41 +103,42 @@ int main(int argc, char** argv) {
   return tools::run_main(
       argc, argv,
       {.name = "ds-offload",
-       .purpose = "keep optimizer states for runs in a server, and measure disks and updates for offloading",
+       .purpose = "keep optimizer states of runs in a server, and time disks and updates for offloading",
        .usage = {"serve NAME (--shm | --path DIR) [options]", "ls [options]", "rm NAME...", "dump NAME DIR",
                  "verify NAME", "bench [options]"},
        .examples = {{"ds-offload serve states --shm --capacity 100GiB &",
-                     "a server; a run has offload_optimizer "
+                     "keep states for a run with offload_optimizer "
                      "{\"device\": \"server\", \"name\": \"states\"}"},
-                    {"ds-offload dump states out", "its state as a checkpoint"},
-                    {"ds-offload bench --path /mnt/nvme", "a disk, and updates in memory; prints an aio section"},
-                    {"ds-offload bench --params 10000000 --optimizer AdamW,Lion", "updates alone"}}},
+                    {"ds-offload dump states out", "write its state as a checkpoint"},
+                    {"ds-offload bench --path /mnt/nvme", "time a disk, and updates in memory; prints an aio section"},
+                    {"ds-offload bench --params 10000000 --optimizer AdamW,Lion", "time updates only"}}},
       [&](CLI::App& app) -> tools::Body {
-        CLI::App* const serving = app.add_subcommand("serve", "own the states of a run, which outlive it");
-        CLI::App* const listing = app.add_subcommand("ls", "list servers and what they have left");
-        CLI::App* const removing = app.add_subcommand("rm", "end servers, and remove what they have");
-        CLI::App* const dumping = app.add_subcommand("dump", "write a server's state as a checkpoint");
-        CLI::App* const verifying = app.add_subcommand("verify", "read all of a server's state");
+        CLI::App* const serving = app.add_subcommand("serve", "keep the states of a run beyond its end");
+        CLI::App* const listing = app.add_subcommand("ls", "list servers, and states that ended servers have left");
+        CLI::App* const removing = app.add_subcommand("rm", "end servers, and remove their states");
+        CLI::App* const dumping = app.add_subcommand("dump", "write the state of a server as a checkpoint");
+        CLI::App* const verifying = app.add_subcommand("verify", "read and check the whole state of a server");
         CLI::App* const command = app.add_subcommand("bench", "time files of a disk, and updates in memory");
-        serving->add_option("NAME", server.name, "of the server")->required();
+        serving->add_option("NAME", server.name, "name of the server")->required();
         serving->add_flag("--shm", memory, "keep the states in shared memory");
         serving->add_option("--path", server.path, "keep the states in a file in this directory")->type_name("DIR");
-        serving->add_option("--capacity", capacity, "bytes that states may take (default: what is there)")
+        serving->add_option("--capacity", capacity, "the most bytes that states may take (default: all space)")
             ->type_name("SIZE");
-        serving->add_flag("--checksum", server.checksum, "hold what is read of the states to what was written");
-        tools::add_number(*serving, "--threads", server.threads, 1, 4096, "of updates (default: the cores)")
+        serving->add_flag("--checksum", server.checksum, "store and compare a checksum of each tile of the states");
+        tools::add_number(*serving, "--threads", server.threads, 1, 4096,
+                          "threads of updates (default: the number of cores)")
             ->type_name("N");
-        serving->add_option("--method", server.way.method, "of a disk: io_uring or threads (default io_uring)")
+        serving->add_option("--method", server.way.method, "with --path: io_uring or threads (default io_uring)")
             ->type_name("NAME");
-        serving->add_option("--block-size", block_size, "of a disk: size of a request (default 1MiB)")
+        serving->add_option("--block-size", block_size, "with --path: size of a request (default 1MiB)")
             ->type_name("SIZE");
         tools::add_number(*serving, "--queue-depth", server.way.depth, 1, 4096,
-                          "of a disk: requests under way, or threads (default 8)")
+                          "with --path: requests in flight, or threads (default 8)")
             ->type_name("N");
-        removing->add_option("NAME", names, "of servers")->required();
-        dumping->add_option("NAME", server.name, "of the server")->required();
-        dumping->add_option("DIR", dir, "run directory that gets a step")->required();
-        verifying->add_option("NAME", server.name, "of the server")->required();
+        removing->add_option("NAME", names, "names of servers")->required();
+        dumping->add_option("NAME", server.name, "name of the server")->required();
+        dumping->add_option("DIR", dir, "run directory in which to write the step")->required();
+        verifying->add_option("NAME", server.name, "name of the server")->required();
         tools::add_bench_options(*command, a);
         return [&, serving, listing, removing, dumping, verifying, command](Output& out) {
           if (serving->parsed()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-shard: any model or checkpoint as the run directory of a layout; and who owns what in one.
+// ds-shard: writes any model or checkpoint as a run directory of a layout, and shows which rank owns what in one.
 
 #include <algorithm>
 #include <limits>
@@ -65,7 +65,7 @@ Json owners_json(const ds::CheckpointSummary::Param& p) {
   return owners;
 }
 
-// Those of AdamW always, others where the step has them.
+// The states of AdamW, and others that the step contains.
 std::vector<ds::State> shown_states(const ds::CheckpointSummary& s) {
   std::vector<ds::State> shown;
   for (const ds::State state : ds::kStates) {
@@ -136,19 +136,21 @@ int main(int argc, char** argv) {
   return ds::tools::run_main(
       argc, argv,
       {.name = "ds-shard",
-       .purpose = "shard a model or checkpoint for a layout of ranks",
+       .purpose = "shard a model or checkpoint for a layout of ranks, and show which rank owns what",
        .usage = {"[options] SRC -o DIR --dp N --tp T --pp P", "show [options] DIR"},
-       .examples = {{"ds-shard model-dir -o run --dp 8 --stage 3", "a Hugging Face model for 8 ranks at ZeRO stage 3"},
-                    {"ds-shard model-dir -o run --dp 2 --tp 2 --pp 2", "for 8 ranks, 2 to each axis"},
-                    {"ds-shard run -o run64 --dp 64 --stage 3", "from one layout to another, with optimizer state"},
-                    {"ds-shard show run", "who owns how much"}}},
+       .examples = {{"ds-shard model-dir -o run --dp 8 --stage 3",
+                     "shard a Hugging Face model for 8 ranks at ZeRO stage 3"},
+                    {"ds-shard model-dir -o run --dp 2 --tp 2 --pp 2", "shard it for 8 ranks, 2 along each axis"},
+                    {"ds-shard run -o run64 --dp 64 --stage 3", "convert a checkpoint to another layout"},
+                    {"ds-shard show run", "show what each rank holds"}}},
       [&](CLI::App& app) -> ds::tools::Body {
-        CLI::App* show_command = app.add_subcommand("show", "print who owns what in a checkpoint of ours");
-        show_command->add_option("DIR", shown, "run directory (its latest step) or one step")
+        CLI::App* show_command = app.add_subcommand("show", "print what each rank of a checkpoint holds");
+        show_command->add_option("DIR", shown, "run directory (its newest step) or one step")
             ->required()
             ->type_name("DIR");
-        show_command->add_flag("--parameters", parameters, "also every parameter with the ranks that own its elements");
-        show_command->add_option("--tag", options.tag, "the step to take (default: the latest)")->type_name("STEP");
+        show_command->add_flag("--parameters", parameters,
+                               "also print every parameter with the ranks that own its elements");
+        show_command->add_option("--tag", options.tag, "the step to show (default: the newest)")->type_name("STEP");
         app.add_option("SRC", source,
                        "safetensors, HDF5 or PyTorch file, model directory, run directory, DeepSpeed checkpoint")
             ->type_name("FILE");
@@ -168,18 +170,18 @@ int main(int argc, char** argv) {
                                              "type:REGEX")
                                   ->type_name("HOW"));
         of_sharding.push_back(app.add_option("--config", options.config,
-                                             "with --tp, --pp or --positions, the model's config.json, or the "
-                                             "directory that has it (default: the source's)")
+                                             "with --tp, --pp or --positions, the model's config.json, or a "
+                                             "directory that contains it (default: the source's)")
                                   ->type_name("FILE"));
         of_sharding.push_back(ds::tools::add_number(app, "--positions", options.positions, 1, ds::kMostPositions,
                                                     "repeat a learned position embedding to N rows")
                                   ->type_name("N"));
-        app.add_option("--tag", options.tag, "the step of SRC to take (default: the latest)")->type_name("STEP");
+        app.add_option("--tag", options.tag, "the step of SRC to read (default: the newest)")->type_name("STEP");
         return [&, show_command, of_sharding](ds::tools::Output& out) {
           if (show_command->parsed()) {
             const auto given = [](const CLI::Option* o) { return o->count() > 0; };
             if (!source.empty() || !dir.empty() || std::ranges::any_of(of_sharding, given))
-              throw ds::Error(ds::Errc::Config, "show takes a directory, --tag and --parameters, and nothing else");
+              throw ds::Error(ds::Errc::Config, "show accepts a directory, --tag and --parameters, and nothing else");
             show(out, ds::describe_checkpoint(shown, options.tag), parameters);
             return 0;
           }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-train: trains a model as a DeepSpeed configuration says; evaluates it; writes text with it.
+// ds-train: trains a model as a DeepSpeed configuration describes, evaluates it, and samples from it.
 
 #include <unistd.h>
 
@@ -28,7 +28,7 @@ struct Options {
   std::string config, out, resume, weights, trace;
   ds::tools::Pictures pictures;
   std::vector<std::string> set;
-  ds::i64 steps = 0;  // 0: as the configuration says
+  ds::i64 steps = 0;  // 0: the configuration's
   ds::tools::Writing writing;
   bool check = false, eval = false;
 };
@@ -126,8 +126,8 @@ int run(Options& o, const CLI::App& app, Output& out) {
                             : o.eval  ? ds::ConfigUse::Evaluate
                                       : ds::ConfigUse::Train;
   const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size, use);
-  // Most often every rank reads the same text, and rank 0 speaks for all. Who has a mistake of its own waits until it
-  // is clear that rank 0 has none.
+  // Most often every rank reads the same text, and rank 0 reports its mistakes for all. A rank with a mistake of its
+  // own waits until it is clear that rank 0 has none.
   const bool speaks = ranks.rank == 0 || (!loaded.ok() && !ds::has_failed_within(ranks, 0, 3));
   for (const ds::Diagnostic& d : loaded.diagnostics) {
     if (!speaks) break;
@@ -137,7 +137,7 @@ int run(Options& o, const CLI::App& app, Output& out) {
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
   if (o.writing) config.data.train.clear();
-  // Before anything is waited for.
+  // Before waiting for other ranks.
   std::vector<ds::Prompt> prompts;
   ds::EncodedPrompts encoded;
   try {
@@ -151,7 +151,7 @@ int run(Options& o, const CLI::App& app, Output& out) {
   ds::RunOptions options{o.out, o.resume, o.weights, o.trace, o.config == "-" ? "" : o.config};
   options.read_only = o.eval || o.writing;
   options.writing = writing;
-  // Against what the configuration names, also where this run does not read it.
+  // Compared with every file that the configuration names, even if this run does not read it.
   if (ranks.rank == 0) o.pictures.check(out, loaded.config, options);
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out, writing);
@@ -187,16 +187,16 @@ int main(int argc, char** argv) {
        .purpose = "train, evaluate and sample a transformer model",
        .usage = {"[options] CFG.json"},
        .examples = {{"ds-launch -n 2 ds-train cfg.json --out runs/a", "train on two ranks"},
-                    {"ds-train cfg.json --check", "validate, show the resolved configuration and the memory it needs"},
+                    {"ds-train cfg.json --check",
+                     "validate, and print the complete configuration and the memory it needs"},
                     {"ds-launch -n 4 ds-train cfg.json --out runs/a --resume latest",
-                     "go on, here with another number of ranks"},
-                    {"ds-train cfg.json --resume runs/a --generate 'In the beginning'",
-                     "write text with a checkpoint"}},
+                     "resume, here on another number of ranks"},
+                    {"ds-train cfg.json --resume runs/a --generate 'In the beginning'", "sample from a checkpoint"}},
        .show_info = true},
       [&](CLI::App& app) -> ds::tools::Body {
         app.add_option("CFG", o.config, "configuration file; - reads standard input")->required()->type_name("FILE");
         app.add_option("--out", o.out, "run directory: metrics.jsonl and checkpoints")->type_name("DIR");
-        app.add_option("--resume", o.resume, "go on from a checkpoint: latest (of --out), or a step or run directory")
+        app.add_option("--resume", o.resume, "resume from a checkpoint: latest (of --out), or a step or run directory")
             ->type_name("DIR");
         app.add_option("--weights", o.weights,
                        "initial weights: a safetensors, HDF5 or PyTorch file, a model directory, a checkpoint")
@@ -212,8 +212,8 @@ int main(int argc, char** argv) {
             ->type_name("KEY=VALUE")
             ->allow_extra_args(false);
         CLI::Option* check =
-            app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
-        CLI::Option* trace = app.add_option("--trace", o.trace, "what ranks do in the first 5 steps, for Perfetto");
+            app.add_flag("--check", o.check, "validate, print the complete configuration and the prediction, and stop");
+        CLI::Option* trace = app.add_option("--trace", o.trace, "write a timeline of the first 5 steps, for Perfetto");
         trace->type_name("FILE")->excludes(check);
         o.pictures.add_options(app, check);
         CLI::Option* eval =

@@ -6,12 +6,12 @@
 //
 //   DIR/latest                    the name of the newest committed step; moves last
 //   DIR/step-00000100/
-//     manifest.json               everything but the bulk: parameters, who holds which range, checksums
+//     manifest.json               everything but the bulk: parameters, ranges of each rank, checksums
 //     rank-00000.h5 ...           /<state>/<parameter>@<first element>, one-dimensional datasets
 //     model.h5                    virtual datasets: every parameter whole under its name and shape
 //
-// Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
-// before.
+// Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the previous
+// step intact.
 
 #include <functional>
 #include <map>
@@ -31,12 +31,12 @@ namespace ds {
 struct ParamEntry {
   std::string name;  // Hugging Face's
   std::vector<i64> shape;
-  std::string tied_to;              // empty, or the entry whose elements these are
-  std::optional<DType> dtype = {};  // as it is stored, where that is not the checkpoint's work_dtype
-  // Which states of optimizers it has, where parameters differ in that (Muon beside AdamW, frozen ones); else it has
-  // those of the checkpoint.
+  std::string tied_to;              // empty, or the name of the entry that owns the elements
+  std::optional<DType> dtype = {};  // stored dtype, if it is not the checkpoint's work_dtype
+  // The optimizer states that it has, if parameters differ in that (Muon with AdamW, frozen parameters); else those of
+  // the checkpoint.
   std::optional<StateSet> optimizer_states = {};
-  std::string optimizer = {};  // whose they are, where that is not CheckpointMeta::optimizer
+  std::string optimizer = {};  // the optimizer of these states, if it is not CheckpointMeta::optimizer
   bool may_have(State s) const noexcept {
     return !is_optimizer_state(s) || !optimizer_states || (*optimizer_states)[s];
   }
@@ -46,24 +46,25 @@ struct ParamEntry {
 // Elements [begin, begin + count) of a flattened parameter, or of a flattened slice of it, owned by this rank. Tied
 // entries have no pieces.
 struct StatePiece {
-  // Elements of what has no place in memory as a whole, that are there at once: no more than these.
+  // The most elements that open() brings at once.
   static constexpr i64 kMostOpen = i64{1} << 20;
   i64 param;  // index into the parameter table
   i64 begin, count;
-  // Param in the work dtype, all else in fp32. Null: state that the run does not have (save; Master when the work dtype
-  // is fp32), or does not want (load).
+  // Param in the work dtype, all other states in fp32. Null: the run does not have this state (save; Master if the work
+  // dtype is fp32), or does not want it (load).
   PerState<void*> data;
   const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
-  // Of states that are not fp32 here; codes have their blocks from `begin` on. Files have all of them in fp32.
+  // For states that are not fp32 in memory; blocks of codes are counted from `begin`. Files contain all of them in
+  // fp32.
   PerState<KeptAs> kept = {};
-  // Where the state is nowhere in memory as a whole: brings elements [first, first + n) of it, until the next call or
-  // the end of all; the piece that is returned has them. `fill`: what was there is of no use, and what is put there is
-  // kept. `data` is null then, and `opens` says which states there are.
+  // For state that is not in memory as a whole: brings elements [first, first + n) into memory, valid until the next
+  // call, and returns a piece with them. `fill`: the old contents are not needed, and new contents are kept. `data` is
+  // null in this case, and `opens` names the states.
   std::function<StatePiece(i64 first, i64 n, bool fill)> open = {};
   StateSet opens = {};
   bool has(State s) const noexcept { return data[s] != nullptr || opens[s]; }
   float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
-  // Of a state of an optimizer, which is there.
+  // View of an optimizer state, which must be present.
   TensorView state(State s) const noexcept {
     TensorView v = TensorView::of(data[s], kept[s].dtype, {count});
     v.scale = kept[s].scales;
@@ -71,18 +72,18 @@ struct StatePiece {
   }
 };
 
-// Numbers of one rank, which mean something to the same rank of the same layout alone (what 1-bit Adam's signs have
-// lost): saved beside its pieces, and left out wherever steps become others.
+// Numbers of one rank that are valid only for the same rank of the same layout (for example the error feedback of 1-bit
+// Adam). They are saved in the rank's file, and dropped when a step is converted.
 struct RankLocal {
   std::string name;
-  const float* values = nullptr;  // they stay until the save has ended
+  const float* values = nullptr;  // valid until the save has ended
   i64 count = 0;
 };
 
-// The optimizer of steps that name none; and what those name that train nothing.
+// The optimizer of steps that name none; and the name in steps that train nothing.
 inline constexpr std::string_view kUsualOptimizer = "AdamW", kNoOptimizer = "none";
 
-// What a run keeps of a parameter, beside its weights.
+// The optimizer state of a parameter in a run.
 struct ParamOptimizer {
   std::string name;
   StateSet states;
@@ -106,22 +107,23 @@ struct Manifest;
 struct CheckpointMeta {
   i64 step = 0;
   DType work_dtype = DType::F32;  // F32, BF16 or F16
-  std::string layout_id;          // equal ids: loading is bit-exact without moving a range
+  std::string layout_id;          // equal ids: loading moves no range to another rank
   i64 world_size = 1;             // filled in by save_checkpoint
-  std::optional<MeshShape> mesh;  // of these ranks; unknown in steps that do not say it
+  std::optional<MeshShape> mesh;  // of these ranks; missing in steps of older versions
   int zero_stage = 0;
   i64 consumed_samples = 0;
-  std::optional<u32> seed;  // unknown where another program made the step
+  std::optional<u32> seed;  // unknown if another program made the step
   LossScalerState loss_scaler;
   i64 skipped_steps = 0;
   i64 optimizer_step = 0;
-  std::string optimizer = std::string(kUsualOptimizer);  // whose states are stored: its name in configurations
-  // Of a run whose states a server had: one word for all that is trained without a break, "@", and the number of the
-  // step that it began from, if any.
+  std::string optimizer =
+      std::string(kUsualOptimizer);  // name of the optimizer whose states are stored, as in configurations
+  // For a run whose states a server keeps: one word that identifies uninterrupted training, "@", and the number of the
+  // step from which it started, if any.
   std::string history = {};
-  std::string isa;                  // instruction set that the bits were made with
+  std::string isa;                  // instruction set that computed the step
   std::string data_json;            // identity of the training data; empty or a JSON document
-  std::string attention_json = {};  // what attention hides beside the model's own masks; empty or a JSON document
+  std::string attention_json = {};  // attention masks in addition to the model's own; empty or a JSON document
   // By key, one of kParamNumbers, and by name of the parameter.
   std::map<std::string, std::map<std::string, std::vector<double>>> numbers = {};
   i64 num_numbers(std::string_view key, const std::string& param) const {
@@ -132,43 +134,43 @@ struct CheckpointMeta {
   }
   std::string config_json;        // the resolved configuration; empty or a JSON document
   std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
-  // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
+  // Metadata of the file of whole tensors from which the step was made; it is copied to files made of the step.
   std::optional<std::map<std::string, std::string>> metadata;
   bool operator==(const CheckpointMeta&) const = default;
 };
 
 // Collective over all ranks; every rank passes the same meta and params. The pieces of all ranks cover every untied
-// parameter exactly once: those of one slice that slice, and the slices of a parameter, all of one dim, that dim. A
-// replica of a slice is saved by one of those who have it. A failure on any rank fails all of them with the same error,
-// which names the rank; what was there before stays as it was. Returns the step directory. Throws Errc::Io,
-// Errc::Internal (pieces that do not cover), Errc::Comm, Errc::Timeout.
+// parameter exactly once: the pieces of a slice cover the slice, and the slices of a parameter, all of one dim, cover
+// that dim. One rank saves each replicated slice. A failure on any rank fails all of them with the same error, which
+// names the rank, and leaves existing files unchanged. Returns the step directory. Throws Errc::Io, Errc::Internal
+// (pieces that do not cover), Errc::Comm, Errc::Timeout.
 std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
                             std::span<const StatePiece> pieces, Communicator& comm);
 
-// Numbers of the steps of `dir`, highest first. A directory that cannot be read is a warning.
+// The numbers of the steps in `dir`, highest first. A directory that cannot be read gives a warning.
 std::vector<i64> list_steps(const std::string& dir);
-// Of the steps of `dir` before `newest`, the keep - 1 >= 0 with the highest numbers stay. Higher ones, and those that
-// are `passed_over`, are not of this run, which came back to an older step because they are damaged: they neither count
-// nor go. A step that cannot be removed is a warning. One rank's work.
+// Removes old steps of `dir`: of those before `newest`, the keep - 1 >= 0 highest are kept. Higher steps, and those in
+// `passed_over`, were damaged when the run resumed from an older one: they neither count nor are removed. A step that
+// cannot be removed gives a warning. To be called on one rank.
 void remove_old_steps(const std::string& dir, i64 newest, i64 keep, std::span<const i64> passed_over = {});
 
-// The newest complete step of `dir` that is older than `step_dir`: for whom that one is damaged. Empty: there is none.
-// A warning names each incomplete one between them.
+// The newest complete step of `dir` that is older than the damaged `step_dir`; empty if there is none. A warning names
+// each incomplete step between them.
 std::string step_before(const std::string& dir, const std::string& step_dir);
 
-// Throws what load_checkpoint would throw for a model with these parameters before it reads the bulk.
+// Throws what load_checkpoint would throw for a model with these parameters before reading the bulk.
 CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params,
                                 std::span<const ParamOptimizer> optimizers = {});
 
-// Collective. Fills every non-null pointer of `pieces`, for any ranges and slices and any world size; each rank reads
-// what it needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where
-// that is not the checkpoint's, it is rounded from the fp32 master weights. All that can be known without the bulk
-// (names, shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later
-// error the pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch
-// (another model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
-// `optimizers`: by entry of params, or empty; after the first update a parameter that is trained must have the states
-// of the same optimizer there, no less and no more. `accept` is called on every rank when all that has been checked,
-// and throws, on all of them, if the checkpoint is another one than the caller wants.
+// Collective. Fills every non-null pointer of `pieces`, for any ranges, slices and world size; each rank reads what it
+// needs from any file, and verifies the checksums of the data read. param_data is in work_dtype; if that is not the
+// checkpoint's, it is rounded from the fp32 master weights. Everything but the bulk (names, shapes, ranges, files and
+// their structure) is checked on all ranks before anything is filled; after a later error the contents of the pieces
+// are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch (another model, or state
+// that the checkpoint does not have), Errc::Io; the same error on all ranks. `optimizers`: by entry of params, or
+// empty; after the first update the checkpoint must contain, for a trained parameter, exactly the states of the same
+// optimizer. `accept` is called on every rank after these checks; it must throw on all ranks if the caller does not
+// want this checkpoint.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
                                std::span<const ParamOptimizer> optimizers = {},

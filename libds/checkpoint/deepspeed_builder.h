@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How a DeepspeedTable comes about. One builder per tag: first what the model states say (names, shapes, counters),
-// then where the optimizer's state stands, by kind of checkpoint, then what the optimizer does not know.
+// Builds a DeepspeedTable. One builder per tag: first the model states (names, shapes, counters), then the places of
+// the optimizer states, by kind of checkpoint, then the parameters without optimizer state.
 //   deepspeed_table.cc   model states, weights, frozen parameters, buffers, ties
 //   deepspeed_zero.cc    the optimizer's state of stages 1 to 3
 //   deepspeed_whole.cc   whole states: the universal format, and stage 0
@@ -19,7 +19,7 @@ namespace ds {
 inline constexpr State kMoments[] = {State::ExpAvg, State::ExpAvgSq};
 
 inline i64 numel(const PickleTensor& t) { return *checked_product(t.shape); }
-// The values of a dict by their keys, those that are whole numbers.
+// The integer values of a dict by their keys.
 using NumberIndex = std::unordered_map<i64, const PickleValue*>;
 NumberIndex index_numbers(const PickleValue& dict);
 
@@ -32,20 +32,20 @@ class DeepspeedBuilder {
   using Value = PickleValue;
   using Kind = PickleValue::Kind;
   using Segments = std::vector<DeepspeedSegment>;
-  using Index = std::unordered_map<std::string_view, const Value*>;  // a dict by name
+  using Index = std::unordered_map<std::string_view, const Value*>;  // the values of a dict by name
 
   struct Parameter {
     std::string name;
     std::vector<i64> shape;
     i64 elems = 0;
   };
-  // What one rank holds, by flat tensor; null: the optimizer keeps no such state.
+  // The flat tensors of one rank; null: the optimizer keeps no such state.
   struct RankState {
     size_t file;
     std::vector<const PickleTensor*> master;
     std::array<std::vector<const PickleTensor*>, 2> moments;
   };
-  // A tensor of the module that an optimizer without names may have stepped.
+  // A tensor of the module that an optimizer without names may have updated.
   struct Candidate {
     std::string name;
     const PickleTensor* tensor;
@@ -53,7 +53,7 @@ class DeepspeedBuilder {
 
   // --- files and values
   size_t open(const std::string& path);
-  // The data-parallel rank that wrote file f, where it is one of several.
+  // The data-parallel rank that wrote file f, if there are several.
   int rank_of(size_t f) const;
   const TorchFile& file(size_t f) const { return *table_.files[f]; }
   // Throws with the path of file f and the rank that wrote it.
@@ -78,7 +78,7 @@ class DeepspeedBuilder {
   const Value& need(const Value& dict, std::string_view key, Kind kind, size_t f) const;
   std::vector<i64> shape_of(const Value& v, const std::string& name, size_t f) const;
   const PickleTensor& tensor_of(const Value& v, std::string_view what, size_t f) const;
-  // A tensor of fp32 state; 16-bit states are widened when they are read.
+  // A tensor of fp32 state; 16-bit states are converted when they are read.
   const PickleTensor& state_of(const Value& v, std::string_view what, size_t f) const;
 
   // --- model states
@@ -98,7 +98,7 @@ class DeepspeedBuilder {
   }
   void set_dtype(size_t param, DType dtype);
   void place_weights();
-  // A frozen parameter of stage 3, of which every rank holds a chunk.
+  // A frozen parameter of stage 3, of which every rank has a chunk.
   Segments frozen_chunks(const std::string& name, i64 elems) const;
   void add_untrained();
   void add_as_it_is(const std::string& name, const std::vector<i64>& shape, DType dtype, Segments at);
@@ -107,10 +107,10 @@ class DeepspeedBuilder {
 
   // --- the optimizer's state of ZeRO 1 to 3
   const Value& optimizer_of(size_t f) const;
-  // The optimizer's own states of the flat tensors; null where one has none.
+  // The optimizer's own states of the flat tensors; null if there is none.
   static std::vector<const Value*> flat_states(const Value* base);
   std::optional<i64> scalar(const Value* v, size_t f) const;
-  // Adam's count of steps: with the state of the first flat tensor, or beside the states.
+  // Adam's step count: with the state of the first flat tensor, or next to the states.
   std::optional<i64> adam_step(const Value& optimizer, const Value* base, size_t f) const;
   static std::optional<i64> stage_of(const Value& optimizer);
   void set_stage(i64 stage);
@@ -124,8 +124,8 @@ class DeepspeedBuilder {
   void place_groups(const std::vector<RankState>& ranks);
   // The parameters of group g in the order of the ranks' own notes.
   std::vector<size_t> noted_order(size_t g) const;
-  // Every rank also noted which part of each parameter it holds ("param_slice_mappings"): so a shard in the place of
-  // another one shows.
+  // Every rank also noted which part of each parameter it holds ("param_slice_mappings"), so swapped shards are
+  // detected.
   void check_mappings(size_t g, const std::vector<i64>& partitions) const;
   // Stage 3.
   void place_chunks(const std::vector<RankState>& ranks);
@@ -134,10 +134,10 @@ class DeepspeedBuilder {
   void place_universal();
   void list_unread();
   void place_whole();
-  // Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
-  // assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
+  // Assigns each optimizer state to the only candidate to which it can belong: for each group the first and the last
+  // assignment that keeps the order and fits the shapes must be the same, or nothing is assigned.
   void attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f);
-  // Names of the module that are views of the same elements are tied.
+  // Ties names of the module that are views of the same elements.
   void find_shared_storage();
 
   const DeepspeedFiles& files_;

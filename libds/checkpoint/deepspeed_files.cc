@@ -31,7 +31,7 @@ bool eat(std::string_view& s, std::string_view prefix) noexcept {
   return true;
 }
 
-// What a file is, from its name: engine.py's _get_ckpt_name, _get_rank_zero_ckpt_name and their kin.
+// The role of a file, from its name: engine.py's _get_ckpt_name, _get_rank_zero_ckpt_name and their kin.
 FileName parse_name(std::string_view name) noexcept {
   constexpr std::string_view kModel = "_model_states.pt", kOptim = "_optim_states.pt";
   if (name.starts_with("layer_") && name.ends_with("-model_states.pt")) return {Role::Pipeline, 0, {}, {}};
@@ -64,10 +64,9 @@ std::vector<std::string> by_rank(const std::map<i64, std::string>& files, std::s
   for (const auto& [rank, path] : files) {
     const i64 expected = narrow<i64>(paths.size());
     if (rank != expected) {
-      throw Error(
-          Errc::Corrupt,
-          fmt::format("{}: the {} of rank {} are missing (those of rank {} are there)", dir, what, expected, rank),
-          static_cast<int>(expected));
+      throw Error(Errc::Corrupt,
+                  fmt::format("{}: the {} of rank {} are missing (those of rank {} exist)", dir, what, expected, rank),
+                  static_cast<int>(expected));
     }
     paths.push_back(path);
   }
@@ -91,7 +90,7 @@ std::optional<std::string> read_pointer(const std::string& dir, std::string_view
   if (!fs::exists(path)) return std::nullopt;
   std::string name = read_text_file(path, 4096);
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r' || name.back() == ' ')) name.pop_back();
-  DS_CHECK(is_plain(name), Errc::Corrupt, "{}: names '{}', which is not a directory beside it ({})", path,
+  DS_CHECK(is_plain(name), Errc::Corrupt, "{}: names '{}', which is not a directory next to it ({})", path,
            name.substr(0, 64), tags_of(dir));
   return name;
 }
@@ -125,7 +124,7 @@ std::vector<std::string> list_deepspeed_tags(const std::string& dir) {
 
 std::string find_deepspeed_tag(const std::string& dir, const std::string& tag) {
   if (!tag.empty()) {
-    DS_CHECK(is_plain(tag), Errc::Config, "'{}' is no tag: the name of a directory in {}", tag, dir);
+    DS_CHECK(is_plain(tag), Errc::Config, "'{}' is not a tag, that is a directory in {}", tag, dir);
     const std::string path = fmt::format("{}/{}", dir, tag);
     DS_CHECK(fs::is_directory(path), Errc::Io, "{}: there is no tag '{}' ({})", dir, tag, tags_of(dir));
     return path;
@@ -136,10 +135,11 @@ std::string find_deepspeed_tag(const std::string& dir, const std::string& tag) {
     if (!name) continue;
     const std::string path = fmt::format("{}/{}", dir, *name);
     DS_CHECK(is_deepspeed_tag(path), Errc::Corrupt,
-             "{}/{}: names '{}', which is not there or holds no model states ({})", dir, pointer, *name, tags_of(dir));
+             "{}/{}: names '{}', which does not exist or contains no model states ({})", dir, pointer, *name,
+             tags_of(dir));
     return path;
   }
-  throw Error(Errc::Config, fmt::format("{}: no file 'latest' says which tag is meant ({})", dir, tags_of(dir)));
+  throw Error(Errc::Config, fmt::format("{}: there is no file 'latest' to choose a tag ({})", dir, tags_of(dir)));
 }
 
 DeepspeedFiles list_deepspeed_files(const std::string& tag_dir) {
@@ -155,27 +155,28 @@ DeepspeedFiles list_deepspeed_files(const std::string& tag_dir) {
   for (const std::string& name : names) {
     const FileName f = parse_name(name);
     const std::string path = fmt::format("{}/{}", tag_dir, name);
-    DS_CHECK(f.role != Role::Expert, Errc::Unavailable, "{}: a file of experts (MoE), which are not read", path);
+    DS_CHECK(f.role != Role::Expert, Errc::Unavailable, "{}: a file of experts (MoE), which are not supported", path);
     DS_CHECK(f.role != Role::Pipeline, Errc::Unavailable,
-             "{}: a layer of a pipeline-parallel run, which is not read; convert it with ds_to_universal.py", path);
+             "{}: a layer of a pipeline-parallel run, which is not supported; convert it with ds_to_universal.py",
+             path);
     if (f.role == Role::Other) continue;
     DS_CHECK(f.mp == "00", Errc::Unavailable,
-             "{}: a part of a tensor- or pipeline-parallel run, which is not read (one mp_rank_00 alone is)", path);
+             "{}: a part of a tensor- or pipeline-parallel run, which is not supported (only mp_rank_00 is)", path);
     if (f.role == Role::Model) {
       model = path;
     } else if (f.role == Role::ZeroModel) {
       zero_model[f.rank] = path;
     } else {
-      DS_CHECK(optim.empty() || family == f.family, Errc::Corrupt, "{}: beside {}: two checkpoints in one directory",
-               path, first_optim);
+      DS_CHECK(optim.empty() || family == f.family, Errc::Corrupt, "{} and {}: two checkpoints in one directory", path,
+               first_optim);
       if (optim.empty()) first_optim = name;
       family = f.family;
       optim[f.rank] = path;
     }
   }
   DS_CHECK(!names.contains("offloaded_tensors"), Errc::Unavailable,
-           "{}/offloaded_tensors: states that were swapped to NVMe, which are not read", tag_dir);
-  DS_CHECK(model.empty() || zero_model.empty(), Errc::Corrupt, "{}: beside {}: two checkpoints in one directory", model,
+           "{}/offloaded_tensors: states that were swapped to NVMe, which are not supported", tag_dir);
+  DS_CHECK(model.empty() || zero_model.empty(), Errc::Corrupt, "{} and {}: two checkpoints in one directory", model,
            fs::path(zero_model.begin()->second).filename().string());
   files.model = model.empty() ? by_rank(zero_model, "model states", tag_dir) : std::vector<std::string>{model};
   files.optim = by_rank(optim, "optimizer states", tag_dir);

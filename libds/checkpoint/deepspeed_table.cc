@@ -76,13 +76,14 @@ std::vector<i64> DeepspeedBuilder::shape_of(const Value& v, const std::string& n
     ok = ok && d->is(Kind::Int);
     shape.push_back(d->integer);
   }
-  check(ok && checked_product(shape, 8).has_value(), Errc::Corrupt, f, "the shape of '{}' is none", name);
+  check(ok && checked_product(shape, 8).has_value(), Errc::Corrupt, f, "the shape of '{}' is invalid", name);
   return shape;
 }
 
 const PickleTensor& DeepspeedBuilder::tensor_of(const Value& v, std::string_view what, size_t f) const {
   check(v.is(Kind::Tensor), Errc::Corrupt, f, "{} is a {}, not a tensor", what, kind_name(v.kind));
-  check(v.tensor->dtype.has_value(), Errc::Unavailable, f, "{} is of {}, which is not read", what, v.tensor->type);
+  check(v.tensor->dtype.has_value(), Errc::Unavailable, f, "{} is of type {}, which is not supported", what,
+        v.tensor->type);
   while (budgets_.size() <= f) budgets_.emplace_back(file(budgets_.size()));
   budgets_[f].take(*v.tensor, what);
   return *v.tensor;
@@ -92,7 +93,7 @@ const PickleTensor& DeepspeedBuilder::tensor_of(const Value& v, std::string_view
 const PickleTensor& DeepspeedBuilder::state_of(const Value& v, std::string_view what, size_t f) const {
   const PickleTensor& t = tensor_of(v, what, f);
   check(*t.dtype == DType::F32 || *t.dtype == DType::BF16 || *t.dtype == DType::F16, Errc::Unavailable, f,
-        "{} is of {}, which is not read", what, t.type);
+        "{} is of type {}, which is not supported", what, t.type);
   check(numel(t) <= t.storage->integer, Errc::Corrupt, f, "{} has more elements than its storage", what);
   return t;
 }
@@ -104,17 +105,18 @@ void DeepspeedBuilder::read_model_states() {
   const Value* module = root.find("module");
   check(module != nullptr, Errc::Corrupt, f, "'module' is missing: not a checkpoint of DeepSpeed");
   check(!module->is(Kind::None), Errc::Unavailable, f,
-        "its module is elsewhere: a pipeline-parallel run, which is not read");
+        "its module is elsewhere: a pipeline-parallel run, which is not supported");
   module_ = &need(root, "module", Kind::Dict, f);
-  check(has_string_keys(*module_), Errc::Corrupt, f, "'module' has keys that are no names");
+  check(has_string_keys(*module_), Errc::Corrupt, f, "'module' has keys that are not names");
   module_index_ = index_of(module_);
   for (const size_t m : model_) fragments_.push_back(index_of(file(m).root().find("frozen_param_fragments")));
   for (const char* key : {"ds_autoep_layers", "autoep_layers"}) {
     const Value* experts = root.find(key);
-    check(experts == nullptr || experts->is(Kind::None), Errc::Unavailable, f, "experts (AutoEP), which are not read");
+    check(experts == nullptr || experts->is(Kind::None), Errc::Unavailable, f,
+          "experts (AutoEP), which are not supported");
   }
   check(integer(root, "mp_world_size", 1) == 1, Errc::Unavailable, f,
-        "a part of a tensor-parallel run of {} ranks, which is not read", integer(root, "mp_world_size", 1));
+        "a part of a tensor-parallel run of {} ranks, which is not supported", integer(root, "mp_world_size", 1));
 
   table_.meta.step = integer(root, "global_steps", 0);
   table_.meta.skipped_steps = integer(root, "skipped_steps", 0);
@@ -131,7 +133,7 @@ void DeepspeedBuilder::read_model_states() {
   if (const Value* shared = root.find("shared_params"); shared != nullptr && shared->is(Kind::Dict)) {
     for (size_t i = 0; i < shared->items.size(); i += 2) {
       const Value &alias = *shared->items[i], &target = *shared->items[i + 1];
-      check(alias.is(Kind::String) && target.is(Kind::String), Errc::Corrupt, f, "'shared_params' are no names");
+      check(alias.is(Kind::String) && target.is(Kind::String), Errc::Corrupt, f, "'shared_params' are not names");
       tie(alias.text, target.text);
     }
   }
@@ -147,7 +149,7 @@ std::vector<std::vector<DeepspeedBuilder::Parameter>> DeepspeedBuilder::read_gro
   std::vector<std::vector<Parameter>> groups;
   for (const Value* group : shapes.items) {
     check(group->is(Kind::Dict) && has_string_keys(*group), Errc::Corrupt, f,
-          "'param_shapes' holds something else than dicts of names");
+          "'param_shapes' contains something other than dicts of names");
     auto& list = groups.emplace_back();
     for (size_t i = 0; i < group->items.size(); i += 2) {
       const std::string& name = group->items[i]->text;
@@ -260,7 +262,7 @@ void DeepspeedBuilder::add_untrained() {
       continue;
     }
     check(!stage_3 || buffers.contains(name) || numel(t) > 0, Errc::Corrupt, f,
-          "'{}' is named in 'module', but its elements are nowhere", name);
+          "'{}' is named in 'module', but its elements are missing", name);
     add_as_it_is(name, t.shape, *t.dtype, whole(t, f));
   }
 }
@@ -285,7 +287,7 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
 void DeepspeedBuilder::add_ties() {
   for (const auto& [alias, target] : ties_) {
     const auto it = number_.find(target);
-    if (it == number_.end() || number_.contains(alias)) continue;  // as zero_to_fp32: what is shared is not there
+    if (it == number_.end() || number_.contains(alias)) continue;  // as in zero_to_fp32: the owner is missing
     const ParamEntry owner = table_.params[it->second];
     const size_t param = add_param(alias, owner.shape, model_[0]);
     table_.params[param].tied_to = target;
@@ -295,7 +297,7 @@ void DeepspeedBuilder::add_ties() {
   check(!table_.params.empty(), Errc::Corrupt, model_[0], "there is no parameter");
   const DType work = table_.meta.work_dtype;
   check(work == DType::F32 || work == DType::BF16 || work == DType::F16, Errc::Unavailable, model_[0],
-        "weights of {}, which are not read", dtype_name(work));
+        "weights of {}, which are not supported", dtype_name(work));
 }
 
 void DeepspeedBuilder::read_config() {
@@ -303,7 +305,7 @@ void DeepspeedBuilder::read_config() {
   if (config == nullptr || !config->is(Kind::Dict)) return;
   const Value* zero = config->find("zero_optimization");
   check(zero == nullptr || integer(*zero, "mics_shard_size", -1) <= 0, Errc::Unavailable, model_[0],
-        "shards of MiCS (mics_shard_size), which are not read");
+        "shards of MiCS (mics_shard_size), which are not supported");
   if (const std::optional<Json> json = pickle_json(*config)) table_.meta.config_json = json->dump();
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a tag of DeepSpeed holds, as a table: for each state of each parameter, which elements stand where in which
-// file. Built from the headers of all files, which must agree with one another.
+// The contents of a DeepSpeed tag as a table: for each state of each parameter, the files and offsets of its elements.
+// Built from the headers of all files, which must agree with one another.
 
 #include <memory>
 #include <string>
@@ -13,7 +13,7 @@
 
 namespace ds {
 
-// Elements [begin, begin + count) of a flattened parameter are those from `offset` on of a tensor of a file.
+// Elements [begin, begin + count) of a flattened parameter are those of a tensor in a file from `offset` on.
 struct DeepspeedSegment {
   i64 begin, count;
   size_t file;
@@ -27,7 +27,7 @@ struct DeepspeedTable {
   StateSet has;
   PerState<std::vector<std::vector<DeepspeedSegment>>> segments;  // by parameter; none: zeros
   std::vector<std::unique_ptr<TorchFile>> files;                  // all of them closed
-  std::vector<std::string> unread;  // files of the universal format that hold nothing of the above
+  std::vector<std::string> unread;  // files of the universal format without any of these states
 };
 
 DeepspeedTable read_deepspeed_table(const DeepspeedFiles& files);

@@ -150,7 +150,7 @@ void DeepspeedBuilder::place_partitions() {
 void DeepspeedBuilder::check_rank(const Value& optimizer, size_t f, i64 num_ranks, bool chunked) const {
   check_version(file(f).root(), f);
   check(optimizer.find("ds_zero_partition_groups") == nullptr, Errc::Unavailable, f,
-        "experts (AutoEP), which are not read");
+        "experts (AutoEP), which are not supported");
   check((optimizer.find("fp32_flat_groups") != nullptr) == chunked, Errc::Mismatch, f,
         "of another ZeRO stage than the model states");
   i64 count = num_ranks;
@@ -160,7 +160,7 @@ void DeepspeedBuilder::check_rank(const Value& optimizer, size_t f, i64 num_rank
   }
   check(count <= num_ranks, Errc::Corrupt, f, "one of {} shards, but the optimizer states of rank {} are missing",
         count, num_ranks);
-  check(count == num_ranks, Errc::Mismatch, f, "one of {} shards, {} are there: a shard of another save", count,
+  check(count == num_ranks, Errc::Mismatch, f, "one of {} shards, but there are {}: a shard of another save", count,
         num_ranks);
   check(!chunked || narrow<i64>(model_.size()) == num_ranks, Errc::Corrupt, f,
         "one of {} ranks, but the model states of rank {} are missing", num_ranks,
@@ -259,8 +259,7 @@ std::vector<size_t> DeepspeedBuilder::noted_order(size_t g) const {
   return order;
 }
 
-// Every rank also noted which part of each parameter it holds ("param_slice_mappings"): so a shard in the place of
-// another one shows.
+// Every rank also noted which part of each parameter it holds ("param_slice_mappings"), so swapped shards are detected.
 void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& partitions) const {
   std::vector<std::vector<FlatPiece>> pieces(groups_[g].size());
   i64 offset = 0;

@@ -33,7 +33,7 @@ constexpr Learned kLearned[] = {
 const Learned& learned_by(const Json& config, const std::string& path) {
   const auto type = config.find("model_type");
   DS_CHECK(type != config.end() && type->is_string(), Errc::Config,
-           "{}: --positions finds the position embedding by the model_type of config.json, which has none", path);
+           "{}: --positions needs model_type in config.json to find the position embedding", path);
   const std::string name = type->get<std::string>();
   for (const Learned& l : kLearned) {
     if (name == family_name(l.family)) return l;
@@ -45,10 +45,9 @@ const Learned& learned_by(const Json& config, const std::string& path) {
              "config.json",
              path, name);
   }
-  throw Error(Errc::Unavailable,
-              fmt::format("{}: --positions knows the position embeddings of models of type \"gpt2\" and \"bert\", not "
-                          "of \"{}\"",
-                          path, name));
+  throw Error(Errc::Unavailable, fmt::format("{}: --positions supports models of type \"gpt2\" and \"bert\", not "
+                                             "of \"{}\"",
+                                             path, name));
 }
 
 void set_length(Json& config, const Learned& learned, i64 positions) {
@@ -62,7 +61,7 @@ void set_length(Json& config, const Learned& learned, i64 positions) {
   if (config.contains(kOldKey)) config[kOldKey] = positions;
 }
 
-// What the extended state shows, and where it has it from.
+// The contents of the extended state, and their origin.
 struct View {
   CheckpointMeta meta;
   std::vector<ParamEntry> params;
@@ -147,7 +146,7 @@ std::unique_ptr<StateSource> extend_positions(std::unique_ptr<StateSource> state
   }
   const auto kind = config.find("position_embedding_type");
   DS_CHECK(kind == config.end() || *kind == "absolute", Errc::Unavailable,
-           "{}: --positions does not know positions of type {}", state->path(), kind->dump());
+           "{}: --positions does not support positions of type {}", state->path(), kind->dump());
   DS_CHECK(positions >= before, Errc::Config,
            "{}: --positions {} is fewer than the {} that the model has: an embedding is repeated, never cut",
            state->path(), positions, before);
@@ -174,8 +173,8 @@ std::unique_ptr<StateSource> extend_positions(std::unique_ptr<StateSource> state
     if (owner == p.name) view.params.back().shape[0] = positions;
   }
   if (!left_out.empty())
-    log_message(LogLevel::Warning, fmt::format("{}: left out, as made of the old length alone:\n  {}", state->path(),
-                                               first_lines(left_out)));
+    log_message(LogLevel::Warning, fmt::format("{}: left out, because they are computed from the old length:\n  {}",
+                                               state->path(), first_lines(left_out)));
   return std::make_unique<ExtendedState>(std::move(state), std::move(view));
 }
 

@@ -53,7 +53,7 @@ std::string read_hf_config(const std::string& dir) {
   const std::string path = dir + "/config.json";
   if (!fs::exists(path)) return "";
   const Json json = parse_json(read_text_file(path, kMaxConfig), path, {.error = Errc::Corrupt, .places = false}).root;
-  DS_CHECK(json.is_object(), Errc::Corrupt, "{}: is no JSON object", path);
+  DS_CHECK(json.is_object(), Errc::Corrupt, "{}: is not a JSON object", path);
   return json.dump();
 }
 
@@ -71,7 +71,7 @@ std::string find_model_config(const StateSource& state, const std::string& named
     std::error_code ignored;
     const std::string path = fs::is_directory(named, ignored) ? named + "/config.json" : named;
     const Json config = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
-    DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
+    DS_CHECK(config.is_object(), Errc::Config, "{}: is not a JSON object", path);
     return config.dump();
   }
   std::string config = state.meta().model_config_json;
@@ -83,7 +83,7 @@ std::string find_model_config(const StateSource& state, const std::string& named
 
 std::string model_config_of(const StateSource& state, const std::string& named) {
   std::string config = find_model_config(state, named);
-  DS_CHECK(!config.empty(), Errc::Config, "{}: does not know the model's config.json: name one with --config",
+  DS_CHECK(!config.empty(), Errc::Config, "{}: does not contain the model's config.json: name one with --config",
            state.path());
   return config;
 }

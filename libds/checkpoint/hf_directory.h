@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What makes a directory of weights one that transformers loads: config.json, generation_config.json, the tokenizer.
+// The files besides weights that transformers needs: config.json, generation_config.json, the tokenizer.
 
 #include <optional>
 #include <string>
@@ -14,21 +14,22 @@ class StateSource;
 
 // config.json of a directory, on one line; empty if there is none. Throws Errc::Corrupt unless it is a JSON object.
 std::string read_hf_config(const std::string& dir);
-// The same of a directory that may hold other things: empty unless it is one of a model, with a `model_type`.
+// The same for a directory that may contain something else: empty unless config.json is that of a model, with a
+// `model_type`.
 std::string find_hf_config(const std::string& dir);
 
-// The config.json of the model that `state` is one of: the file `named`, or that of the directory `named`; without one,
-// what the state knows, or what stands beside its file. Throws Errc::Config where there is none, or it is no object.
+// The config.json of the model of `state`: the file `named`, or that in the directory `named`; if empty, the one in the
+// state or in the directory of its file. Throws Errc::Config if there is none, or it is not an object.
 std::string model_config_of(const StateSource& state, const std::string& named);
-// The same, but empty where there is none.
+// The same, but empty if there is none.
 std::string find_model_config(const StateSource& state, const std::string& named);
 
-// Writes config.json: `config` (a JSON document) with the dtype of the weights; and, where `config` names begin and end
-// tokens and the directory has none yet, generation_config.json.
+// Writes config.json: `config` (a JSON document) with the dtype of the weights. Also writes generation_config.json if
+// `config` names begin and end tokens and the directory does not contain that file yet.
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype);
 
-// Copies the tokenizer's files out of the first of `from` that has some (a directory, or a file of it). Returns that
-// directory; empty if none has. Throws Errc::Io.
+// Copies the tokenizer's files from the first of `from` (directories, or files in them) that contains some. Returns
+// that directory; empty if there is none. Throws Errc::Io.
 std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir);
 // The same for generation_config.json.
 void copy_generation_config(const std::vector<std::string>& from, const std::string& dir);

@@ -38,13 +38,13 @@ std::string newest_complete_step(const std::string& dir, i64 before) {
       return path;
     } catch (const Error& e) {
       if (e.code() == Errc::Io) throw;  // what the system refuses is no damage
-      log_message(LogLevel::Warning, fmt::format("{} is passed over: {}", path, e.what()));
+      log_message(LogLevel::Warning, fmt::format("skipping {}: {}", path, e.what()));
     }
   }
   return {};
 }
 
-// What is wrong with DIR/latest; nothing if it names a step, which is then in `step`.
+// The problem with DIR/latest; nothing if it names a step, which is stored in `step`.
 std::optional<std::string> read_latest(const std::string& dir, std::string& step) {
   const std::string path = fmt::format("{}/{}", dir, kLatestName);
   if (!fs::exists(fs::symlink_status(path))) return fmt::format("{} is missing", path);
@@ -60,7 +60,7 @@ std::optional<std::string> read_latest(const std::string& dir, std::string& step
   if (name.ends_with('\n')) name.pop_back();
   if (!parse_step_name(name)) return fmt::format("{}: names '{}', which is not a step", path, name.substr(0, 64));
   step = dir + "/" + name;
-  if (!is_step_directory(step)) return fmt::format("{}: names {}, which is not there or not complete", path, name);
+  if (!is_step_directory(step)) return fmt::format("{}: names {}, which does not exist or is not complete", path, name);
   return std::nullopt;
 }
 
@@ -71,8 +71,8 @@ std::string latest_step(const std::string& dir) {
   step = newest_complete_step(dir, std::numeric_limits<i64>::max());
   if (step.empty() && !fs::exists(fmt::format("{}/{}", dir, kLatestName)))
     throw Error(Errc::Io, fmt::format("{}: no checkpoint in this directory{}", dir, trainer_hint(dir)));
-  DS_CHECK(!step.empty(), Errc::Corrupt, "{}; there is no complete step beside it", *problem);
-  log_message(LogLevel::Warning, fmt::format("{}; taking the newest complete step, {}", *problem, step));
+  DS_CHECK(!step.empty(), Errc::Corrupt, "{}; there is no other complete step", *problem);
+  log_message(LogLevel::Warning, fmt::format("{}; using the newest complete step, {}", *problem, step));
   return step;
 }
 
@@ -86,7 +86,7 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
   for (const ParamEntry& p : params) {
     const auto it = stored.find(p.name);
     if (it == stored.end()) {
-      differences.push_back(fmt::format("it has no '{}'", p.name));
+      differences.push_back(fmt::format("it does not contain '{}'", p.name));
       continue;
     }
     const ParamEntry& s = m.params[it->second];
@@ -101,14 +101,15 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
     index.push_back(it->second);
     stored.erase(it);
   }
-  for (const auto& [name, i] : stored) differences.push_back(fmt::format("it has '{}', this model has not", name));
+  for (const auto& [name, i] : stored)
+    differences.push_back(fmt::format("it contains '{}', which this model does not have", name));
   DS_CHECK(differences.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}{}{}", dir, differences.front(),
            differences.size() == 1 ? "" : fmt::format(" (and {} more differences)", differences.size() - 1),
            m.meta.optimizer_step == 0 ? "; weights without optimizer state can be given to --weights" : "");
   return index;
 }
 
-// What one optimizer keeps means nothing to another. index: by entry of the run, its entry in the manifest.
+// States of one optimizer mean nothing to another. index: for each entry of the run, its entry in the manifest.
 void check_optimizers(const Manifest& m, const std::string& dir, std::span<const i64> index,
                       std::span<const ParamOptimizer> optimizers) {
   if (m.meta.optimizer_step == 0) return;
@@ -167,7 +168,7 @@ void check_request(const Manifest& m, const std::string& dir, std::span<const St
               p.begin <= model::SliceMap(slice_of(p), entry.shape).numel() - p.count);
     for (const State s : kOptimizerStates) {
       DS_CHECK(!p.has(s) || (m.has(s) && entry.may_have(s)) || m.meta.optimizer_step == 0, Errc::Mismatch,
-               "{}: holds no {}{}; it was saved without that optimizer state", dir, state_name(s),
+               "{}: contains no {}{}; it was saved without that optimizer state", dir, state_name(s),
                m.has(s) ? fmt::format(" of '{}'", entry.name) : "");
     }
   }

@@ -24,9 +24,9 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr int kVersion = 1;
-// Of a manifest in which a piece has a slice: who knows only version 1 would take its elements for others.
+// For manifests in which a piece has a slice: readers of version 1 would misplace its elements.
 constexpr int kVersionOfSlices = 2;
-// With states that only some parameters have, or that no version before knew.
+// For states that only some parameters have, or that earlier versions do not know.
 constexpr int kVersionOfStates = 3;
 constexpr size_t kMaxSliceRanges = 1024;  // an attribute of HDF5 holds them
 constexpr int kMaxDepth = 64;
@@ -48,10 +48,10 @@ i64 whole(const Json& j) {
   return j.get<i64>();
 }
 
-// What is counted: no run comes near the bound, and sums of two stay far from the end of the type.
+// A counter: no run comes near the bound, and the sum of two cannot overflow.
 i64 counter(const Json& j) {
   const i64 n = whole(j);
-  DS_CHECK(n >= 0 && n <= i64{1} << 53, Errc::Corrupt, "{} is no count", n);
+  DS_CHECK(n >= 0 && n <= i64{1} << 53, Errc::Corrupt, "{} is not a count", n);
   return n;
 }
 
@@ -98,7 +98,7 @@ Json rank_local_to_json(const std::vector<RankLocalRecord>& records) {
 model::ParamSlice slice_from_json(const Json& j) {
   model::ParamSlice slice{narrow<int>(whole_at(j, "dim")), {}};
   for (const Json& range : j.at("ranges")) {
-    DS_CHECK(range.is_array() && range.size() == 2, Errc::Corrupt, "{} is no range", range.dump().substr(0, 64));
+    DS_CHECK(range.is_array() && range.size() == 2, Errc::Corrupt, "{} is not a range", range.dump().substr(0, 64));
     slice.ranges.emplace_back(whole(range[0]), whole(range[1]));
   }
   DS_CHECK(!slice.whole(), Errc::Corrupt, "a slice without ranges");
@@ -127,7 +127,7 @@ Json names_of(const StateSet& states) {
 }
 StateSet states_from(const Json& names) {
   StateSet states;
-  DS_CHECK(names.is_array(), Errc::Corrupt, "states that are no list");
+  DS_CHECK(names.is_array(), Errc::Corrupt, "states that are not a list");
   for (const Json& name : names) {
     const auto* const found = std::ranges::find(kOptimizerStates, name.get<std::string>(), state_name);
     DS_CHECK(found != kOptimizerStates.end(), Errc::Unavailable, "there is no state '{}' here",
@@ -241,7 +241,7 @@ CheckpointMeta meta_from_json(const Json& j) {
     j.at(std::string(key)).get_to(of_params);
     for (const auto& [name, numbers] : of_params) {
       DS_CHECK(std::ranges::all_of(numbers, [](double x) { return std::isfinite(x) && x >= 0; }), Errc::Corrupt,
-               "{} of '{}' are not at least 0", key, name);
+               "{} of '{}' must not be negative", key, name);
     }
   }
   meta.isa = j.at("isa").get<std::string>();
@@ -249,7 +249,7 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
   DS_CHECK(j.at("model_config").is_null() || j.at("model_config").is_object(), Errc::Corrupt,
-           "'model_config' is no object");
+           "'model_config' is not an object");
   if (j.contains("metadata")) {
     const auto pairs = j.at("metadata").get<std::vector<std::pair<std::string, std::string>>>();
     meta.metadata.emplace(pairs.begin(), pairs.end());
@@ -316,7 +316,7 @@ Manifest from_json(const Json& j) {
              m.files.size());
     m.files[file].pieces.push_back(piece_from_json(p));
   }
-  DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {}, but what it holds is of version {}", version,
+  DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {}, but its contents are of version {}", version,
            version_of(m));
   m.view_bytes = whole_at(j.at("view"), "bytes");
   m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
@@ -462,7 +462,7 @@ std::string format_optimizers(const std::vector<ParamEntry>& params) {
 
 void parse_optimizers(std::string_view text, const std::string& path, std::vector<ParamEntry>& params) {
   const Json of = parse_bounded(text, path);
-  DS_CHECK(of.is_object(), Errc::Corrupt, "{}: the optimizers of its parameters are no object", path);
+  DS_CHECK(of.is_object(), Errc::Corrupt, "{}: the optimizers of its parameters are not an object", path);
   try {
     for (ParamEntry& p : params) {
       if (const auto it = of.find(p.name); it != of.end()) optimizer_from_json(*it, p);
@@ -517,7 +517,7 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
   DS_CHECK(text.size() > kSealBytes, Errc::Corrupt, "{}: {} bytes are too few for a manifest", path, text.size());
   const std::string_view body = text.substr(0, text.size() - kSealBytes), seal = text.substr(body.size());
   DS_CHECK(seal.starts_with(kSealBegin) && seal.ends_with(kSealEnd), Errc::Corrupt,
-           "{}: does not end as a manifest does (truncated?)", path);
+           "{}: does not end like a manifest (truncated?)", path);
   DS_CHECK(seal.substr(kSealBegin.size(), 16) == hex(XXH3_64bits(body.data(), body.size())), Errc::Corrupt,
            "{}: checksum mismatch: the manifest is damaged or was edited", path);
   Manifest m;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// manifest.json: the one description of a saved step. It is complete: with it the rank files are read at plain offsets,
-// and the HDF5 structure around the data is only hashed, never parsed.
+// manifest.json, the complete description of a saved step: with it the rank files are read at plain offsets, and the
+// HDF5 structure around the data is only hashed, never parsed.
 
 #include <optional>
 #include <set>
@@ -13,7 +13,7 @@
 
 namespace ds {
 
-// Data is hashed (XXH3-64) in blocks, so that a range is checked by reading little more than itself.
+// Data is hashed (XXH3-64) in blocks, so checking a range reads little more than the range.
 inline constexpr i64 kChecksumBlock = i64{4} << 20;
 
 struct DatasetRecord {
@@ -45,7 +45,7 @@ struct FileRecord {
 };
 
 struct Manifest {
-  std::string id;  // 16 hexadecimal digits, also in every rank file: shards of different saves do not mix
+  std::string id;  // 16 hexadecimal digits, also in every rank file, so shards of different saves are not mixed
   CheckpointMeta meta;
   std::vector<ParamEntry> params;
   std::vector<FileRecord> files;  // by rank
@@ -53,14 +53,14 @@ struct Manifest {
   u64 view_checksum = 0;
 
   bool has(State) const noexcept;
-  // Names of what ranks have of their own, of any rank.
+  // The names of rank-local arrays of all ranks.
   std::set<std::string> rank_local_names() const;
   DType stored_dtype(State s, i64 param) const noexcept {
     return s == State::Param ? params[param].dtype.value_or(meta.work_dtype) : DType::F32;
   }
 };
 
-// Where the first element of a piece stands in the flattened parameter: no other piece has it. The piece is valid.
+// The position of the first element of a valid piece in the flattened parameter; no other piece has the same.
 i64 first_element(const Manifest&, const PieceRange&);
 
 inline constexpr std::string_view kManifestName = "manifest.json";
@@ -68,26 +68,26 @@ inline constexpr std::string_view kViewName = "model.h5";
 std::string rank_file_name(i64 rank);  // rank-00000.h5
 
 std::string format_manifest(const Manifest&);
-// Throws Errc::Corrupt (damaged, or contradicts itself; `path` is named), Errc::Unavailable (a newer version).
+// Throws Errc::Corrupt naming `path` (damaged or inconsistent), Errc::Unavailable (a newer version).
 Manifest parse_manifest(std::string_view text, const std::string& path);
-// Every rule that a manifest obeys: names, ties, slices and ranges inside parameters and files, each element covered
-// exactly once. Time and memory are of the order of the manifest's text.
+// Checks every rule of a manifest: names, ties, slices and ranges inside parameters and files, each element covered
+// exactly once. Time and memory are proportional to the manifest's text.
 void validate_manifest(const Manifest&, const std::string& path, Errc code);
 
-// The meta alone, on one line: as files of whole tensors keep it beside optimizer state.
+// The meta only, on one line, as files of whole tensors with optimizer states contain it.
 std::string format_meta(const CheckpointMeta&);
 CheckpointMeta parse_meta(std::string_view text, const std::string& path);
 
-// The table of parameters alone.
+// The table of parameters only.
 std::string format_params(const std::vector<ParamEntry>& params);
 std::vector<ParamEntry> parse_params(std::string_view text, const std::string& path);
 
-// What the entries say of their optimizers, on one line; empty: nothing.
+// The optimizers of the entries, on one line; empty: none is named.
 std::string format_optimizers(const std::vector<ParamEntry>& params);
-// Sets it. Throws Errc::Corrupt, Errc::Unavailable (a state that is unknown here).
+// Sets the optimizers of the entries. Throws Errc::Corrupt, Errc::Unavailable (an unknown state).
 void parse_optimizers(std::string_view text, const std::string& path, std::vector<ParamEntry>& params);
 
-// One rank's part, as it travels to rank 0.
+// One rank's part, in the form sent to rank 0.
 std::string format_file_record(const FileRecord&);
 FileRecord parse_file_record(std::string_view text);
 

@@ -101,7 +101,7 @@ std::string_view shared_prefix(const std::vector<std::string>& names) {
   return shared.substr(0, shared.rfind('.') + 1);
 }
 
-// The part of what all names share behind which most parameters are found: the shortest, and so most often none.
+// The part of the common prefix of all names after which most parameters are found; the shortest one, so usually empty.
 std::string_view foreign_prefix(const model::Model& model, const std::vector<std::string>& names) {
   const std::unordered_set<std::string_view> there(names.begin(), names.end());
   const std::vector<const model::ParamRow*> rows = model.params();
@@ -146,8 +146,7 @@ ModelNames names_of_model(const model::Model& model, const std::vector<std::stri
 }
 
 std::string removed_text(const std::string& path, const std::string& removed) {
-  return fmt::format("{}: names of its tensors are read without {}, which a wrapper of the model has put there", path,
-                     removed);
+  return fmt::format("{}: tensor names are read without {}, which a wrapper of the model has added", path, removed);
 }
 
 std::string WeightMatch::misfits(bool with_extra) const {
@@ -164,8 +163,8 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
   for (const ForeignTensor& f : source.foreign()) names.push_back(f.name);
   for (const std::string_view name : names) {
     DS_CHECK(std::ranges::none_of(parts_of(name), is_of_adapter), Errc::Unavailable,
-             "{}: '{}' belongs to an adapter of PEFT beside the weights, and is not added to them here: merge it "
-             "(merge_and_unload) and save the model that results",
+             "{}: '{}' belongs to an adapter of PEFT, which is not applied to the weights: merge it (merge_and_unload) "
+             "and save the model that results",
              source.path(), name);
   }
   const ModelNames of_model = names_of_model(model, names);
@@ -216,7 +215,7 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
     used.insert(t->name);
     check_type(*t);
     if (t->shape != row.whole_shape()) {
-      match.unfit.push_back(fmt::format("{} has shape [{}], the model wants [{}]", t->name, fmt::join(t->shape, ","),
+      match.unfit.push_back(fmt::format("{} has shape [{}], the model needs [{}]", t->name, fmt::join(t->shape, ","),
                                         fmt::join(row.whole_shape(), ",")));
     }
   }

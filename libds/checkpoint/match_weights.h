@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which tensor of published weights is which parameter of a model.
+// Matches tensors of published weights with the parameters of a model.
 
 #include <string>
 #include <vector>
@@ -11,42 +11,41 @@
 namespace ds {
 
 struct WeightMatch {
-  std::vector<const TensorInfo*> tensors;  // by parameter number; null: not there
-  std::vector<std::string> anew;           // with new_head: parameters of the last layer that are not there
+  std::vector<const TensorInfo*> tensors;  // by parameter number; null: missing
+  std::vector<std::string> anew;           // with new_head: missing parameters of the last layer
   std::vector<std::string> left_out;       // names of tensors of other tasks: BERT's pooler and next-sentence head
-  // Names under which a tied parameter stands twice, with values that may differ.
+  // Names under which the file contains a tied parameter twice, with values that may differ.
   struct Both {
     const TensorInfo *own, *alias;
     const model::Tie* tie;
   };
   std::vector<Both> both_of_tie;
-  // A line each. unfit: missing, or of another shape; extra: not a parameter; unreadable: neither fp64, fp32, bf16 nor
-  // fp16.
+  // One line for each. unfit: missing, or of another shape; extra: not a parameter; unreadable: neither fp64, fp32,
+  // bf16 nor fp16.
   std::vector<std::string> unfit, extra, unreadable;
   std::string removed;  // as in ModelNames
 
-  // The lines of `unfit`, and with them those of `extra`, and names of the file where parameters are missing.
+  // The lines of `unfit`, those of `extra`, and names of the file if parameters are missing.
   std::string misfits(bool with_extra) const;
-  std::vector<std::string> examples;  // two names of the file, of tensors that no parameter has taken if there are such
+  std::vector<std::string> examples;  // two names of the file, if possible of tensors that match no parameter
 };
 
-// Names of tensors without what wrappers of a module put into all of them: torch.compile (_orig_mod), FSDP
+// Names of tensors without the parts that wrappers of a module add: torch.compile (_orig_mod), FSDP
 // (_fsdp_wrapped_module, _checkpoint_wrapped_module), Lightning (_forward_module) and multimodal models
-// (language_model) anywhere in a name; and in front of all names whatever they share, if the model's parameters are
-// found behind it.
+// (language_model) anywhere in a name; and a prefix common to all names, if the model's parameters are found after it.
 struct ModelNames {
   std::vector<std::string> names;  // of each tensor
-  std::string removed;             // in quotes, for messages; empty: every name is as it was
+  std::string removed;             // in quotes, for messages; empty: no name has changed
 };
-// The line that says so of a file.
+// The warning about removed parts for a file.
 std::string removed_text(const std::string& path, const std::string& removed);
 ModelNames names_of_model(const model::Model& model, const std::vector<std::string_view>& names);
 
-// Names match without what wrappers have put into them (names_of_model), and with or without their first part,
-// "transformer.", "model." or "bert.", which files of the bare model lack; LayerNorm's parameters may be "gamma" and
-// "beta"; known non-parameters (GPT-2's attention masks, Llama's old inv_freq, BERT's position_ids) are passed over.
-// Reads no elements. The result points into `model` and `source`. Throws Errc::Unavailable where the file holds an
-// adapter of PEFT, which would have to be added to the weights.
+// Names match without the parts that wrappers have added (names_of_model), and with or without their first part,
+// "transformer.", "model." or "bert.", which files of the bare model lack. LayerNorm's parameters may be "gamma" and
+// "beta". Known tensors that are not parameters (GPT-2's attention masks, Llama's old inv_freq, BERT's position_ids)
+// are ignored. Reads no elements. The result points into `model` and `source`. Throws Errc::Unavailable if the file
+// contains an adapter of PEFT, which would have to be merged into the weights.
 WeightMatch match_weights(const model::Model& model, const TensorSource& source, bool new_head = false);
 
 }  // namespace ds

@@ -64,7 +64,7 @@ Format output_format(const std::string& output, const MergeOptions& o) {
   if (output == "-") return Format::Safetensors;
   const std::optional<FileFormat> by_suffix = format_of(output);
   DS_CHECK(by_suffix.has_value(), Errc::Config,
-           "{}: the suffix says no format; use .safetensors, .h5 or .hdf5, or name the format", output);
+           "{}: the suffix does not choose a format; use .safetensors, .h5 or .hdf5, or name the format", output);
   return *by_suffix == FileFormat::Hdf5 ? Format::Hdf5 : Format::Safetensors;
 }
 
@@ -91,21 +91,21 @@ void check_options(Format format, const std::string& output, const MergeOptions&
   if (format == Format::Hdf5) excludes(o.max_shard_bytes > 0, "size of shards: it is one file");
   if (format == Format::Checkpoint) {
     excludes(o.max_shard_bytes > 0, "size of shards: it has one file per rank");
-    excludes(o.dtype.has_value(), "dtype: it keeps what a run goes on with");
-    excludes(!o.only.empty(), "selection of parameters: no run could go on with it");
+    excludes(o.dtype.has_value(), "dtype: it keeps the data from which a run resumes");
+    excludes(!o.only.empty(), "selection of parameters: no run could resume from it");
   }
   if (output == "-") {
     DS_CHECK(format == Format::Safetensors && o.max_shard_bytes == 0, Errc::Config,
              "only one safetensors file can go to standard output");
-    DS_CHECK(!o.verify, Errc::Config, "what went to standard output cannot be read back to verify it");
+    DS_CHECK(!o.verify, Errc::Config, "a model on standard output cannot be read back to verify it");
   }
 }
 
-// Where the output goes, through links: to a new file or in place of a regular one, never of a part of a run.
+// The place of the output after following links: a new file or an existing regular one, never a part of a run.
 std::string output_target(const std::string& output) {
   const bool is_stream =
       output.starts_with("/dev/std") || output.starts_with("/dev/fd/") || output.starts_with("/proc/");
-  DS_CHECK(!is_stream, Errc::Config, "{}: only standard output can take a stream, as -", output);
+  DS_CHECK(!is_stream, Errc::Config, "{}: a stream can only go to standard output, as -", output);
   const std::string target = follow_links(output);
   std::error_code error;
   const fs::file_status status = fs::status(target, error);
@@ -116,7 +116,7 @@ std::string output_target(const std::string& output) {
   return target;
 }
 
-// Where the files beside the weights may be: in the source, or where its run found them.
+// Directories that may contain the files besides weights: the source, and those of its run.
 std::vector<std::string> model_places(const std::string& source, const StateSource& state) {
   std::vector<std::string> places;
   if (fs::is_directory(source) && !is_checkpoint(source)) places.push_back(source);
@@ -161,7 +161,7 @@ std::vector<std::string> tokenizer_places(const std::string& source, const State
     std::erase_if(places, [&](const std::string& place) {
       const bool is_other = !holds_tokenizer(place, identity);
       if (is_other && identity != "bytes")
-        log_message(LogLevel::Warning, fmt::format("{}: {} is not there, or not the tokenizer that the run had; name "
+        log_message(LogLevel::Warning, fmt::format("{}: {} does not exist, or is not the tokenizer of the run; name "
                                                    "its directory to have its files copied",
                                                    output, place));
       return is_other;
@@ -178,18 +178,19 @@ void check_fit(const TensorSource& tensors, const std::string& config) {
   if (!why.empty())
     log_message(
         LogLevel::Warning,
-        fmt::format("{}: whether the weights fit the config.json of the output is not known: {}", tensors.path(), why));
+        fmt::format("{}: cannot check whether the weights fit the config.json of the output: {}", tensors.path(), why));
   if (!known) return;
   const model::Model model = model::make_model(*known, 1);
   const WeightMatch match = match_weights(model, tensors);
   DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit the config.json of the output:\n  {}", tensors.path(),
            match.misfits(false));
   if (!match.extra.empty())
-    log_message(LogLevel::Warning, fmt::format("{} holds what the config.json of the output does not know:\n  {}",
-                                               tensors.path(), first_lines(match.extra, "\n  ")));
+    log_message(LogLevel::Warning,
+                fmt::format("{} contains weights that the config.json of the output does not have:\n  {}",
+                            tensors.path(), first_lines(match.extra, "\n  ")));
 }
 
-// Of a source of several files none is replaced: what has been written would not be what is read next time.
+// No file of a source of several files may be replaced, since later reads would see the output.
 void check_not_source(const std::string& source, std::vector<std::string> files, const std::string& target) {
   if (files.size() < 2 && !fs::is_directory(source)) return;
   std::error_code ignored;
@@ -198,12 +199,12 @@ void check_not_source(const std::string& source, std::vector<std::string> files,
     DS_CHECK(!fs::equivalent(file, target, ignored), Errc::Config, "{}: is a file of the source {}", target, source);
 }
 
-// Whole tensors do not depend on who held what, nor on the machine and the knobs of the run: nor does what stands
-// beside them.
+// Whole tensors do not depend on the layout, the machine and the configuration of the run, so neither does their
+// metadata.
 CheckpointMeta without_layout(CheckpointMeta meta) {
   for (std::string* part : {&meta.layout_id, &meta.history, &meta.isa, &meta.config_json}) part->clear();
   meta.mesh.reset();
-  meta.metadata.reset();  // the file says that itself
+  meta.metadata.reset();  // the file has its own metadata
   meta.world_size = 1;
   meta.zero_stage = 0;
   return meta;
@@ -220,7 +221,7 @@ void count_files(const std::string& dir, MergeResult& result) {
   }
 }
 
-// What a merge writes to; a directory appears when it is committed.
+// The output of a merge; a directory appears when it is committed.
 struct Output {
   Output(const std::string& output, const MergeOptions& o)
       : name(output), format(output_format(output, o)), is_stream(output == "-") {
@@ -372,7 +373,7 @@ class Merge {
                   fmt::format("{}: no files of a tokenizer in {}", output_.name, fmt::join(places, ", ")));
     write_hf_config(dir, config_, result_.dtype);
     if (!state_->meta().attention_json.empty())
-      log_message(LogLevel::Warning, fmt::format("{}: a config.json does not say what the run's attention hid: {}",
+      log_message(LogLevel::Warning, fmt::format("{}: a config.json cannot describe the run's attention pattern: {}",
                                                  output_.name, state_->meta().attention_json));
   }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A state whose parameters have the names that its model gives them.
+// A state with the parameter names of its model.
 
 #include <memory>
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace ds {
 
-// `state` without what wrappers have put into the names of its parameters (names_of_model), which a warning says; as it
-// is where no config.json of a model of the zoo is known (find_model_config), or nothing is to be removed.
+// `state` without the parts that wrappers have added to parameter names (names_of_model), with a warning; unchanged if
+// no config.json of a supported model is found (find_model_config), or there is nothing to remove.
 std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> state, const std::string& named);
 
 }  // namespace ds

@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What runs, and DeepSpeed's, keep beside their steps.
+// Files that runs, and those of DeepSpeed, keep next to their steps.
 constexpr std::array<std::string_view, 4> kOwnNames = {kLatestName, kLatestUniversalName, kMetricsName, kLockName};
 
 // A saved step, or what a save that was cut off left of one; a tag of DeepSpeed's.
@@ -53,20 +53,20 @@ void check_place(const std::string& path) {
   const fs::path folder = fs::canonical(parent, error);
   if (error) return;  // a way there that we may not look at
   for (fs::path dir = folder; dir != dir.root_path(); dir = dir.parent_path()) {
-    DS_CHECK(!is_step(dir), Errc::Config, "{}: lies inside a checkpoint step, which must stay as it was saved", path);
+    DS_CHECK(!is_step(dir), Errc::Config, "{}: is inside a checkpoint step, which must not be changed", path);
   }
   const fs::path name = target.filename();
   const bool is_own = parse_step_name(name.string()) || std::ranges::find(kOwnNames, name.string()) != kOwnNames.end();
   DS_CHECK(!is_own || !(is_run(folder, name) || is_deepspeed(folder)), Errc::Config,
-           "{}: is the run's own name; choose another", path);
+           "{}: is a name that runs use themselves; choose another", path);
 }
 
 void check_room(const std::string& dir, i64 bytes) {
   struct statvfs fs = {};
   if (::statvfs(dir.c_str(), &fs) != 0 || fs.f_blocks == 0) return;  // one that does not say: writing will tell
   const double room = static_cast<double>(fs.f_bavail) * static_cast<double>(fs.f_frsize);
-  DS_CHECK(static_cast<double>(bytes) <= room, Errc::Io, "{}: the output has {} bytes, and there is room for {:.0f}",
-           dir, bytes, room);
+  DS_CHECK(static_cast<double>(bytes) <= room, Errc::Io, "{}: the output has {} bytes, but only {:.0f} are free", dir,
+           bytes, room);
 }
 
 }  // namespace ds

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where an output may go.
+// Checks of the place of an output.
 
 #include <string>
 
@@ -8,7 +8,7 @@
 
 namespace ds {
 
-// Throws Errc::Io unless the file system of `dir` says that it has room for `bytes`: a refusal before the work.
+// Throws Errc::Io, before any work, unless the file system of `dir` reports room for `bytes`.
 void check_room(const std::string& dir, i64 bytes);
 
 }  // namespace ds

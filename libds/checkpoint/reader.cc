@@ -117,7 +117,8 @@ Manifest read_manifest(const std::string& step_dir) {
   std::error_code ignored;
   const auto type = std::filesystem::status(path, ignored).type();
   const bool unknown = type == std::filesystem::file_type::none;  // the system will say why
-  DS_CHECK(unknown || type == std::filesystem::file_type::regular, Errc::Corrupt, "{}: is missing, or no file", path);
+  DS_CHECK(unknown || type == std::filesystem::file_type::regular, Errc::Corrupt, "{}: is missing, or not a file",
+           path);
   return parse_manifest(read_text_file(path, kMaxManifest), path);
 }
 
@@ -204,7 +205,7 @@ CheckpointReader::Block& CheckpointReader::cached_block(const StoredPiece& p, St
   return *it;
 }
 
-// Of elements [begin, end), which stand in this block, those that are wanted.
+// Reads the wanted ones of elements [begin, end), which are in this block.
 void CheckpointReader::read_block_part(const StoredPiece& p, const model::SliceMap& stored, State s, i64 block,
                                        i64 begin, i64 end, const Wanted& wanted) {
   const i64 size = dtype_bytes(manifest_.stored_dtype(s, p.record->param)), elems = kChecksumBlock / size;

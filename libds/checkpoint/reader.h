@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Reads ranges of state out of a saved step, wherever they stand, and never hands out a byte whose checksum it has not
-// checked.
+// Reads ranges of state from any file of a saved step, and returns no byte whose checksum it has not verified.
 
 #include <memory>
 #include <span>
@@ -22,15 +21,15 @@ constexpr i64 block_bytes(i64 dataset_bytes, i64 block) noexcept {
 // The name of a piece's dataset in its rank file: state/parameter@<its first element>.
 std::string dataset_name(const Manifest&, State, const PieceRange&);
 
-// XXH3-64 of all bytes of the file that belong to none of the pieces' datasets.
+// XXH3-64 of all bytes of the file outside the pieces' datasets.
 u64 structure_checksum(const File& file, const Manifest&, std::span<const PieceRecord> pieces);
-// Reads every byte of a rank file; throws Errc::Corrupt unless it is as its record says.
+// Reads every byte of a rank file; throws Errc::Corrupt if it differs from its record.
 void verify_file(const File& file, const Manifest&, const FileRecord&, const Tick& tick = {});
 
-// One of our saved steps.
+// A saved step.
 class CheckpointReader : public StateSource {
  public:
-  // Reads and validates the manifest, and checks that every file is there with its size.
+  // Reads and validates the manifest, and checks that every file exists and has its size.
   explicit CheckpointReader(std::string step_dir);
 
   const Manifest& manifest() const noexcept { return manifest_; }
@@ -43,8 +42,8 @@ class CheckpointReader : public StateSource {
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
   void check_structure(i64 rank);
 
-  // Whether a rank has a RankLocal of that name and of so many numbers; and these. They belong to the file's structure,
-  // which has been checked.
+  // Whether a rank has a RankLocal of this name and count; and its numbers, which belong to the file's structure, which
+  // must have been checked.
   bool has_rank_local(i64 rank, std::string_view name, i64 count) const noexcept;
   void read_rank_local(i64 rank, std::string_view name, std::span<float> out);
 
@@ -61,7 +60,7 @@ class CheckpointReader : public StateSource {
     i64 begin, end, file;
     const PieceRecord* record;
   };
-  // The pieces that stand in one slice of a parameter, in order.
+  // The pieces of one slice of a parameter, in order.
   struct Slice {
     const model::ParamSlice* slice;
     model::SliceMap map;
@@ -71,7 +70,7 @@ class CheckpointReader : public StateSource {
   void read_stored(State state, i64 param, i64 first, i64 count, char* out) override;
   void read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
                          char* out) override;
-  // Those of elements [first, first + count) of `wanted` that stand in `pieces`, which are numbered by `stored`.
+  // Reads the elements [first, first + count) of `wanted` that are in `pieces`, which are numbered by `stored`.
   struct Wanted {
     const model::SliceMap& map;
     i64 first, count;
@@ -90,13 +89,13 @@ class CheckpointReader : public StateSource {
   std::vector<std::unique_ptr<File>> files_;
   i64 num_open_ = 0, max_open_ = open_files_share();
   PageBuffer pages_;
-  // Blocks of which only a part was wanted. Who reads a parameter from its begin to its end is in one block of each of
-  // its slices at a time: so many are kept, and each is read once.
+  // Blocks of which only a part was requested. Reading a parameter from beginning to end uses one block of each of its
+  // slices at a time: so many are kept, and each is read once.
   struct Block {
     const PieceRecord* piece = nullptr;
     State state = State::Param;
     i64 block = 0;
-    i64 last_use = 0;  // 0: its end has been read, so it goes first
+    i64 last_use = 0;  // 0: its end has been read, so it is replaced first
     std::vector<char> data = {};
   };
   std::vector<Block> blocks_;

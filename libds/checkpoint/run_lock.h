@@ -7,18 +7,18 @@
 
 namespace ds {
 
-// The lock of an existing run directory, and its file there. Move-only.
+// The lock of an existing run directory, and its file in it. Move-only.
 class RunLock {
  public:
-  // Throws Errc::Config if another process holds it, naming that, or the file cannot be opened; Errc::Io.
+  // Throws Errc::Config if another process holds the lock, naming it, or if the file cannot be opened; Errc::Io.
   explicit RunLock(const std::string& directory);
   RunLock(RunLock&& other) noexcept : directory_(std::move(other.directory_)), fd_(std::exchange(other.fd_, -1)) {}
   RunLock& operator=(RunLock&&) = delete;
   ~RunLock();  // removes the file
-  // Throws Errc::Config if another process holds it now. Leaves it to others, and makes no file.
+  // Throws Errc::Config if another process holds the lock now. Takes no lock and makes no file.
   static void check_free(const std::string& directory);
 
-  // False: somebody has removed or replaced the directory or the file.
+  // False if the directory or the file has been removed or replaced.
   bool is_held() const noexcept;
 
  private:

@@ -39,7 +39,7 @@ std::string_view block_of(std::string_view name) {
 }  // namespace
 
 std::vector<std::vector<model::ParamRow>> units_of(const std::vector<ParamEntry>& params) {
-  // What the first and the last layer share is a unit of its own.
+  // Parameters shared by the first and the last layer are a unit of their own.
   std::unordered_set<std::string_view> tied;
   for (const ParamEntry& p : params) tied.insert(p.tied_to);
   const auto is_shared = [&](const ParamEntry& p) { return p.shape.size() > 1 && tied.contains(p.name); };
@@ -140,9 +140,8 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   const bool by_names = mesh.tp == 1 && mesh.pp == 1;
   const bool is_extended = options.positions != 0;
   DS_CHECK(options.config.empty() || !by_names || is_extended, Errc::Config,
-           "--config is for --tp and --pp, which cut by it, and for --positions");
-  DS_CHECK(options.partition == ShardOptions().partition || mesh.pp > 1, Errc::Config,
-           "--partition is for --pp, whose stages it makes");
+           "--config needs --tp, --pp or --positions");
+  DS_CHECK(options.partition == ShardOptions().partition || mesh.pp > 1, Errc::Config, "--partition needs --pp");
   DS_CHECK(options.stage >= 0 && options.stage <= 3, Errc::Config, "ZeRO stage {}", options.stage);
   check_place(dir);
   PendingDirectory target(dir);

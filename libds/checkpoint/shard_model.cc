@@ -23,12 +23,14 @@ ModelConfig model_to_cut(const StateSource& state, const std::string& named) {
   if (const std::optional<ModelConfig> model = known_model(config, why)) return *model;
   if (why.empty()) {
     why = config.contains("architectures")
-              ? fmt::format("the architecture {} is not one that is known here", config["architectures"].dump())
-              : "it names no architecture";
+              ? fmt::format("the architecture {} is not supported", config["architectures"].dump())
+              : "it does not name an architecture";
   }
-  throw Error(Errc::Unavailable, fmt::format("{}: --tp and --pp cut a model by what its config.json says of it, but "
-                                             "{}; --dp and --sp cut any",
-                                             state.path(), why));
+  throw Error(
+      Errc::Unavailable,
+      fmt::format(
+          "{}: --tp and --pp need a config.json of a supported model, but {}; --dp and --sp work with any model",
+          state.path(), why));
 }
 
 Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshShape& mesh, std::string_view partition,
@@ -45,8 +47,8 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
   const WeightMatch match = match_weights(whole, *tensors);
   DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit its config.json:\n  {}", state.path(),
            match.misfits(false));
-  DS_CHECK(match.extra.empty(), Errc::Mismatch, "{} holds what its config.json does not know:\n  {}", state.path(),
-           first_lines(match.extra, "\n  "));
+  DS_CHECK(match.extra.empty(), Errc::Mismatch, "{} contains weights that its config.json does not have:\n  {}",
+           state.path(), first_lines(match.extra, "\n  "));
   std::unordered_map<std::string_view, i64> numbers;
   for (size_t i = 0; i < state.params().size(); ++i) numbers.emplace(state.params()[i].name, narrow<i64>(i));
   const auto number_of = [&](const TensorInfo* t) { return numbers.at(t->name); };
@@ -54,7 +56,7 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
   for (const TensorInfo* t : match.tensors) params_of.push_back({number_of(t)});
   for (const WeightMatch::Both& both : match.both_of_tie) {
     const auto own = std::ranges::find(match.tensors, both.own);
-    DS_CHECK(both.alias->shape == both.own->shape, Errc::Mismatch, "{}: {} and {} are tied, but have other shapes",
+    DS_CHECK(both.alias->shape == both.own->shape, Errc::Mismatch, "{}: {} and {} are tied, but have different shapes",
              state.path(), both.alias->name, both.own->name);
     params_of[own - match.tensors.begin()].push_back(number_of(both.alias));
   }
@@ -77,7 +79,7 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
       }
     }
   }
-  // What files hold beside the model's parameters (masks, the head of another task) is the first rank's.
+  // Tensors that are not parameters of the model (masks, the head of another task) go to the first rank.
   for (size_t i = 0; i < is_cut.size(); ++i) {
     const ParamEntry& p = state.params()[i];
     const i64 numel = p.tied_to.empty() && !is_cut[i] ? *checked_product(p.shape) : 0;

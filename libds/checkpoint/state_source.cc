@@ -121,9 +121,9 @@ void warn_of_overflow(std::initializer_list<const StateSource*> readers, const s
     elems += s->overflow().elems;
   }
   if (elems == 0) return;
-  log_message(LogLevel::Warning, fmt::format("{}: {} weights are beyond the range of the type, and infinite now, "
-                                             "among them some of '{}'",
-                                             output, elems, first));
+  log_message(LogLevel::Warning,
+              fmt::format("{}: {} weights exceed the range of the type and are now infinite, among them some of '{}'",
+                          output, elems, first));
 }
 
 void check_readable(const StateSource& state, const std::vector<std::string>& only) {
@@ -143,7 +143,7 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   const bool is_directory = fs::is_directory(path);
   if (is_directory && is_ours(path)) return open_ours(path, tag);
   if (is_directory && is_deepspeed(path)) return open_deepspeed(path, tag);
-  DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of several steps, so there is no '{}' to choose", path, tag);
+  DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of steps, so '{}' cannot be chosen", path, tag);
   DS_CHECK(!is_directory || !published_weights_in(path).empty(), Errc::Io,
            "{}: no checkpoint and no model in this directory (step-*, {}){}", path, fmt::join(kPublishedWeights, ", "),
            trainer_hint(path));

@@ -19,8 +19,8 @@ StepSave::StepSave(std::string dir, CheckpointMeta meta, const std::vector<Param
 }
 
 StepSave::~StepSave() {
-  // Whoever leaves last leaves nothing. But once all have written, the step is rank 0's alone: it may be on its way to
-  // its name.
+  // The last rank to leave removes everything. But once all have written, the step belongs to rank 0, which may be
+  // renaming it.
   if (phase_ == Phase::Write || (phase_ != Phase::Ended && comm_.rank() == 0)) abandon_step(dir_, manifest_);
 }
 
@@ -68,11 +68,11 @@ void StepSave::write() {
   contents.rank_local = rank_local_;
   std::vector<float> decoded;
   std::vector<char> brought;
-  // What is open: other states of the same elements are asked for next.
+  // The open part: other states of the same elements are requested next.
   StatePiece here;
   std::tuple<size_t, i64, i64> open;
   contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
-    DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
+    DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was abandoned", step_name(step()));
     const StatePiece& p = pieces_[piece];
     if (p.open) {
       const i64 width = dtype_bytes(manifest_.stored_dtype(s, p.param));

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One save of a step by all ranks, cut where they must meet. Between two meetings each rank works for itself and says
-// nothing to the others, so that its work can be another thread's:
+// A save of a step by all ranks, cut into parts at the points where they must meet. Between two meetings a rank does
+// not communicate, so its work can run in another thread:
 //
 //   work: rank 0 makes the unfinished step     meet
 //   work: every rank writes its file           meet: the files' records go to rank 0
-//   work: rank 0 commits                       meet: all know
+//   work: rank 0 commits                       meet: all learn the result
 //
-// A rank that fails still comes to the meeting; there the save fails on all ranks, and rank 0 removes what was written:
-// nobody writes any more then.
+// A rank that fails still comes to the meeting; there the save fails on all ranks, and rank 0 removes the unfinished
+// step, to which no rank writes any more.
 
 #include <atomic>
 
@@ -19,23 +19,23 @@ namespace ds {
 
 class StepSave {
  public:
-  // `pieces` and what they point to stay as they are until the save has ended. The communicator outlives it.
+  // `pieces` and their data must not change until the save has ended. The communicator outlives it.
   StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
            std::span<const StatePiece> pieces, Communicator& comm, std::vector<RankLocal> rank_local = {});
-  // One that has not ended is abandoned. No thread is in work().
+  // Abandons a save that has not ended. No thread may be in work().
   ~StepSave();
   StepSave(const StepSave&) = delete;
   StepSave& operator=(const StepSave&) = delete;
 
-  // This rank's part up to the next meeting.
+  // Does this rank's part up to the next meeting.
   void work() noexcept;
-  // Collective, after work() has returned everywhere. False: the save has ended. Throws what the communicator throws.
+  // Collective, after work() has returned on all ranks. False: the save has ended. Throws what the communicator throws.
   bool meet();
-  // Makes work() fail soon; from any thread.
+  // Makes work() fail soon; thread-safe.
   void cancel() noexcept { cancelled_ = true; }
 
   i64 step() const noexcept { return manifest_.meta.step; }
-  // Once it has ended: the error of the lowest failing rank; nothing if the step is committed.
+  // After the end: the error of the lowest failing rank; nothing if the step is committed.
   const std::optional<Error>& error() const noexcept { return error_; }
   std::string step_dir() const { return fmt::format("{}/{}", dir_, step_name(step())); }
 
@@ -54,7 +54,7 @@ class StepSave {
   std::atomic<bool> cancelled_ = false;
   FileRecord mine_;
   std::vector<std::string> records_;  // of all ranks
-  std::optional<Error> error_;        // until it has ended: of our own work
+  std::optional<Error> error_;        // before the end: of this rank's work
 };
 
 }  // namespace ds

@@ -21,8 +21,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the HDF5 library takes while it makes a file, in all, for a dataset, and for a dataset that is a view; and what
-// the texts and tables of a manifest take for a dataset. Measured.
+// Memory of the HDF5 library while it makes a file: in total, for each dataset, and for each dataset of a view; and
+// memory of the texts and tables of a manifest for each dataset. Measured.
 constexpr i64 kHdf5Bytes = 512 << 10, kDatasetBytes = 8 << 10, kViewBytes = 11 << 10, kManifestBytes = 3500;
 
 // A state of a piece on its way to a file.
@@ -32,8 +32,8 @@ struct Dataset {
   DatasetRecord* record;
 };
 
-// Writes and hashes block by block, the blocks of all states side by side: each is in the processor's cache when it is
-// written, and who brings elements from elsewhere brings them once for all states of one size.
+// Writes and hashes block by block, for all states in turn: a block is in the processor's cache when it is written, and
+// elements that have to be fetched are fetched once for all states of one size.
 template <class Elements>
 void write_piece(DirectWriter& writer, i64 count, std::span<const Dataset> datasets, Elements&& elements) {
   bool more = true;
@@ -88,7 +88,7 @@ void prepare_run_directory(const std::string& dir) {
   sync_directory(parent_directory(dir));
 }
 
-// Where a step waits that is to be replaced, on a file system that cannot exchange names.
+// The name of a step that is being replaced, on a file system that cannot exchange names.
 std::string set_aside(const std::string& temp) { return temp + ".old"; }
 
 // Moves `temp` to `target`. A step that is already there (the same step saved again) changes places with it in one
@@ -121,13 +121,13 @@ void put_back(const std::string& path, const std::optional<std::string>& text) n
   std::error_code ignored;
   try {
     if (text) return replace_text_file(path, *text);
-  } catch (const Error&) {  // what failed before may fail again, behind the rename
+  } catch (const Error&) {  // an error from before may occur again after the rename
     return;
   }
   fs::remove(path, ignored);
 }
 
-// Where the piece belongs, for who looks into a rank file with tools of HDF5.
+// The place of the piece, for users of HDF5 tools on a rank file.
 std::vector<Hdf5Attribute> attributes_of(const Manifest& m, const PieceRange& p) {
   std::vector<Hdf5Attribute> attributes = {{"begin", {}, {first_element(m, p)}}};
   if (p.slice.whole()) return attributes;
@@ -252,7 +252,7 @@ std::string commit_step(const std::string& dir, Manifest& m, const Tick& tick) {
   const std::string manifest = fmt::format("{}/{}", temp, kManifestName);
   replace_text_file(manifest, format_manifest(m));
   CheckpointReader written(temp);
-  DS_CHECK(written.manifest().meta == m.meta, Errc::Corrupt, "{}: reads back differently", manifest);
+  DS_CHECK(written.manifest().meta == m.meta, Errc::Corrupt, "{}: was not read back as it was written", manifest);
 
   const std::string target = fmt::format("{}/{}", dir, step_name(m.meta.step));
   const std::string latest = fmt::format("{}/{}", dir, kLatestName), name = step_name(m.meta.step) + "\n";

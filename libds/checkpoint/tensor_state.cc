@@ -39,7 +39,7 @@ DType work_dtype_of(const std::vector<TensorInfo>& tensors) {
 class TensorState : public StateSource {
  public:
   TensorState(std::unique_ptr<TensorSource> tensors, std::string model_config_json) : tensors_(std::move(tensors)) {
-    DS_CHECK(!tensors_->list().empty() || !tensors_->foreign().empty(), Errc::Mismatch, "{}: there is no tensor in it",
+    DS_CHECK(!tensors_->list().empty() || !tensors_->foreign().empty(), Errc::Mismatch, "{}: contains no tensor",
              path());
     const auto& metadata = tensors_->metadata();
     if (const auto it = metadata.find(std::string(kMetaKey)); it != metadata.end()) {
@@ -66,7 +66,7 @@ class TensorState : public StateSource {
     for (size_t i = 0; i < params_.size(); ++i) check_states(i);
     if (has_optimizer_state() && !metadata.contains(std::string(kMetaKey))) {
       log_message(LogLevel::Warning, fmt::format("{}: holds moments of an optimizer, but not its step (metadata '{}'): "
-                                                 "they count as those of step 0",
+                                                 "step 0 is assumed",
                                                  path(), kMetaKey));
     }
     for (const auto& [name, owner] : metadata) {
@@ -91,8 +91,7 @@ class TensorState : public StateSource {
     const auto state = parse_state_name(t.name);
     if (!state) return;
     const auto it = index.find(state->second);
-    DS_CHECK(it != index.end(), Errc::Mismatch, "{}: '{}' is the state of a parameter that is not there", path(),
-             t.name);
+    DS_CHECK(it != index.end(), Errc::Mismatch, "{}: '{}' is the state of a parameter that is missing", path(), t.name);
     DS_CHECK(t.dtype == DType::F32 && t.shape == params_[it->second].shape, Errc::Mismatch,
              "{}: '{}' is not fp32 in the shape of its parameter", path(), t.name);
     states_[it->second][state->first] = t.name;

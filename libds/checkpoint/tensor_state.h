@@ -1,38 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A file or directory of whole tensors as training state, and the other way round.
+// A file or directory of whole tensors as a training state, and the reverse.
 
 #include "checkpoint/state_source.h"
 #include "formats/tensor_io.h"
 
 namespace ds {
 
-// Under this name the metadata of a file keeps the meta of the step whose optimizer state it holds.
+// The metadata key under which a file with optimizer states contains the meta of their step.
 inline constexpr std::string_view kMetaKey = "libds";
-// And under this one, where parameters differ in it, whose states they have, and which.
+// The metadata key for the optimizer and states of each parameter, if parameters differ in them.
 inline constexpr std::string_view kOptimizersKey = "libds.optimizers";
 
-// "optimizer.exp_avg.<name>": where files of whole tensors keep the states of a parameter.
+// "optimizer.exp_avg.<name>": the name of a parameter's state in a file of whole tensors.
 std::string state_tensor_name(State state, std::string_view param);
 
-// Tensors are parameters, in the order of the source; those named as states are states. Metadata that maps a name to a
-// tensor makes it a tied parameter. Throws Errc::Mismatch (no tensors; states that fit no parameter, or not all of
-// them).
+// Tensors become parameters in the order of the source, and those named like states become states. A metadata key that
+// maps a name to a tensor makes a tied parameter. Throws Errc::Mismatch (no tensors; states that fit no parameter, or
+// are missing for some).
 std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> tensors, std::string model_config_json);
 
-// What of a state is shown as whole tensors, and how.
+// Selects the parts of a state to show as whole tensors.
 struct StateView {
-  std::optional<DType> dtype = {};     // of the weights of float types; empty: as they are stored
-  bool optimizer = false;              // also the states, named as above, in fp32
+  std::optional<DType> dtype = {};     // of weights of float types; empty: as stored
+  bool optimizer = false;              // also the states in fp32, with the names above
   std::vector<std::string> only = {};  // glob patterns of parameter names; empty: all
 };
-// `state` outlives it. Tied parameters are left out. Throws Errc::Mismatch where a pattern matches nothing, or there is
-// no optimizer state; Errc::Unavailable where a tensor cannot be read, or not be shown in that type.
+// `state` outlives it. Tied parameters are left out. Throws Errc::Mismatch if a pattern matches nothing, or there is no
+// optimizer state; Errc::Unavailable if a tensor cannot be read, or cannot be converted to that type.
 std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view);
 
-// The weights of `path` as whole tensors: of a file or model directory as they stand; of one that holds the
-// optimizer's state too, and of a checkpoint, ours or DeepSpeed's, in fp32, from the masters where there are any.
-// Throws as open_state and StateSource::check.
+// The weights of `path` as whole tensors: as stored for a file or model directory; in fp32, from the masters if there
+// are any, for a file with optimizer states and for a checkpoint, ours or DeepSpeed's. Throws like open_state and
+// StateSource::check.
 std::unique_ptr<TensorSource> open_weights(const std::string& path);
 
 }  // namespace ds

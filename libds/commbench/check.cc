@@ -66,7 +66,7 @@ Checker::Verdict Checker::check(const Operation& operation, const Task& task) {
   const Pattern p = pattern(operation, task);
   const std::vector<Region> outputs = operation.outputs(task);
   if (options_.fault_rank == task.rank()) {
-    DS_CHECK(!outputs.empty(), Errc::Config, "rank {} receives nothing in {}, where a fault could be", task.rank(),
+    DS_CHECK(!outputs.empty(), Errc::Config, "rank {} receives nothing in {}, so no fault can be injected", task.rank(),
              operation.name);
     std::byte byte{};
     endpoint_.device->download(&byte, outputs.front().data, 1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A round of an operation on data that is known, compared bit for bit.
+// Runs an operation on known data and compares the results bit for bit.
 
 #include "commbench/endpoint.h"
 #include "commbench/operation.h"
@@ -11,10 +11,10 @@ class Checker {
  public:
   Checker(const Endpoint& endpoint, const Options& options) : endpoint_(endpoint), options_(options) {}
 
-  // Fills the inputs of a task with new data, and what it will write with other bits.
+  // Fills the inputs of a task with new data, and its outputs with other bits.
   void prepare(const Operation& operation, const Task& task);
   struct Verdict {
-    i64 num_wrong = 0;  // elements, of all ranks
+    i64 num_wrong = 0;  // wrong elements of all ranks
     std::optional<WrongElement> first{};
   };
   // Runs it once on new data. Collective; every rank returns the same.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What programs read: JSON by nccl-tests' schema, CSV, and the links that predictions are made from.
+// Output for programs: JSON by nccl-tests' schema, CSV, and links for predictions.
 
 #include <fmt/format.h>
 

@@ -78,7 +78,7 @@ void check_own_gpus(Communicator& world, const Device& device) {
   const AllGatherSegment all{ids.data(), sizeof(u64)};
   world.all_gather({&all, 1}, "bench").wait();
   const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();
-  DS_CHECK(gpus == ids.size(), Errc::Unavailable, "backend nccl wants a GPU for each rank: {} ranks share {} GPU{}",
+  DS_CHECK(gpus == ids.size(), Errc::Unavailable, "backend nccl needs a GPU for each rank: {} ranks share {} GPU{}",
            ids.size(), gpus, gpus == 1 ? "" : "s");
 }
 
@@ -102,10 +102,10 @@ void check_backend(const std::string& name, const RankInfo& ranks) {
     throw Error(Errc::Config, fmt::format("there is no backend '{}'; there are {}{}", name, fmt::join(names, ", "),
                                           near.empty() ? "" : fmt::format("; did you mean '{}'?", near)));
   }
-  DS_CHECK(name != "self" || ranks.world_size == 1, Errc::Config, "backend self serves one rank, not {}",
+  DS_CHECK(name != "self" || ranks.world_size == 1, Errc::Config, "backend self works with one rank, not {}",
            ranks.world_size);
   DS_CHECK(name != "shm" || one_node(ranks), Errc::Config,
-           "backend shm serves one node; {} of {} ranks are on this one", ranks.local_world_size, ranks.world_size);
+           "backend shm works on one node; {} of {} ranks are on this one", ranks.local_world_size, ranks.world_size);
   DS_CHECK(!name.starts_with("shm") || !ranks.job.empty(), Errc::Config,
            "backend {} needs a job name: start with ds-launch, or with --ranks", name);
 }
@@ -116,10 +116,10 @@ void check_gpus(const std::string& backend, const RankInfo& ranks) {
   if (!is_over_device(backend)) return;
   std::string why;
   const int gpus = num_cuda_devices(why);
-  DS_CHECK(gpus > 0, Errc::Unavailable, "backend {} talks between GPUs: {}", backend, why);
-  // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know.
+  DS_CHECK(gpus > 0, Errc::Unavailable, "backend {} needs GPUs: {}", backend, why);
+  // If no variable hides GPUs from a rank, it sees those of the node; else only all ranks together know them.
   DS_CHECK(backend != "nccl" || ranks.local_world_size <= gpus || variables::gpus_are_chosen(), Errc::Unavailable,
-           "backend nccl wants a GPU for each rank: this node has {} ranks and {} GPU{}", ranks.local_world_size, gpus,
+           "backend nccl needs a GPU for each rank: this node has {} ranks and {} GPU{}", ranks.local_world_size, gpus,
            gpus == 1 ? "" : "s");
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What is measured: a communicator, the device whose memory it is over, and the world behind it.
+// The subject of a measurement: a communicator, the device with its buffers, and the communicator of all ranks.
 
 #include <map>
 #include <memory>
@@ -16,18 +16,18 @@ struct Endpoint {
   std::string backend;
   std::unique_ptr<Device> device;             // over host memory: the CPU
   Communicator* world = nullptr;              // over host memory
-  std::unique_ptr<Communicator> over_device;  // null: what is measured is `world`
+  std::unique_ptr<Communicator> over_device;  // null: `world` is measured
   Communicator& comm() const noexcept { return over_device ? *over_device : *world; }
 };
 
-// The communicators over host memory that endpoints need, each made once.
+// The communicators over host memory for endpoints, each made once.
 class Worlds {
  public:
   Worlds(const RankInfo& ranks, const CommOptions& options) : ranks_(ranks), options_(options) {}
-  // Collective; a name of backends(). On several nodes "auto" is mpi where these have unequal numbers of ranks. Throws
-  // Errc::Config for a backend that does not serve these ranks.
+  // Collective; takes a name of backends(). On several nodes with unequal numbers of ranks "auto" is mpi. Throws
+  // Errc::Config for a backend that does not work with these ranks.
   Communicator& get(const std::string& backend);
-  // All that were made: tells their ranks that this one gives up.
+  // Tells the ranks of all communicators that this rank gives up.
   void abort(const Error& why) noexcept;
 
  private:
@@ -36,17 +36,17 @@ class Worlds {
   std::map<std::string, std::unique_ptr<Communicator>> made_{};
 };
 
-// The name that stands for "auto" with these ranks.
+// The backend that "auto" means for these ranks.
 std::string resolve_backend(const std::string& backend, const RankInfo& ranks);
-// Throws Errc::Config for names that are none and for ranks that a backend does not serve.
+// Throws Errc::Config for unknown names, and for backends that do not work with these ranks.
 void check_backend(const std::string& backend, const RankInfo& ranks);
-// Throws Errc::Unavailable where a backend wants GPUs that are not there.
+// Throws Errc::Unavailable if a backend needs GPUs that do not exist.
 void check_gpus(const std::string& backend, const RankInfo& ranks);
-bool is_over_device(const std::string& backend);  // one that check_backend() takes
-// Collective. Throws Errc::Unavailable where NCCL cannot be loaded, or ranks would share a GPU.
+bool is_over_device(const std::string& backend);  // for a backend that check_backend() accepts
+// Collective. Throws Errc::Unavailable if NCCL cannot be loaded, or ranks would share a GPU.
 Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worlds, const Options& options);
 
-// This rank's place, and those of all ranks. Collective.
+// The place of this rank, and those of all ranks. Collective.
 std::vector<RankPlace> gather_places(Communicator& world, const Endpoint& endpoint);
 
 }  // namespace ds::commbench

@@ -37,7 +37,7 @@ class Bench {
     if (std::ranges::any_of(selection.operations, &Operation::measures_overlap)) computation_.emplace(*endpoint.device);
   }
 
-  ~Bench() { endpoint_.comm().drain(); }  // an exception may have left operations behind
+  ~Bench() { endpoint_.comm().drain(); }  // an exception may have left operations in the queue
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 

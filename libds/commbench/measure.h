@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Measures endpoints that are connected: what run() does once it has them. Tests call it over threads.
+// Measures connected endpoints: the part of run() after connecting. Tests call it over threads.
 
 #include <span>
 
@@ -8,7 +8,7 @@
 
 namespace ds::commbench {
 
-// Collective over all endpoints, which have the same ranks. Every rank returns the same.
+// Collective over all endpoints, which must have the same ranks. Every rank returns the same.
 Result measure(const Options& options, std::span<Endpoint> endpoints, const Hooks& hooks);
 
 }  // namespace ds::commbench

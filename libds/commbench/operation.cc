@@ -34,7 +34,7 @@ std::vector<Region> slices(const Task& t, std::byte* data, First&& first) {
 std::vector<Region> nothing(const Task&) { return {}; }
 std::vector<Region> own_source(const Task& t) { return {sent(t, t.source, t.count, t.rank(), 0)}; }
 std::vector<Region> own_source_slices(const Task& t) { return {sent(t, t.source, t.ranks() * t.count, t.rank(), 0)}; }
-// Where a call in place has its data.
+// The buffer of a call in place.
 std::vector<Region> own_data(const Task& t) {
   return {sent(t, t.in_place ? t.target : t.source, t.count, t.rank(), 0)};
 }
@@ -190,7 +190,7 @@ void zero_step(const Task& t, Tickets& tickets) {
     tickets.push_back(t.comm.all_gather({&s, 1}, kTag));
   });
 }
-// Parameters stand behind the gradients in the pattern.
+// Parameters follow the gradients in the pattern.
 Region parameters(const Task& t, i64 at, i64 elems, int q) {
   const i64 begin = t.ranks() * at + q * elems;
   return sent(t, t.target + t.bytes(begin), elems, q, t.ranks() * t.count + begin);
@@ -209,7 +209,7 @@ std::vector<Region> step_outputs(const Task& t) {
   return regions;
 }
 
-// What each link carries of a byte, by nccl-tests.
+// The factor from algbw to busbw, as in nccl-tests.
 double once(int) { return 1; }
 double less_own(int P) { return static_cast<double>(P - 1) / P; }
 double twice_less_own(int P) { return 2 * less_own(P); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The operations: one list of what each is called, which forms and types it has, what it costs on a link, what it runs
-// and what must come out. Everything else reads this list.
+// The table of operations: the name of each one, its forms and types, its cost on a link, the code that it runs, and
+// its expected results. Everything else reads this table.
 
 #include <functional>
 #include <span>
@@ -12,7 +12,7 @@
 
 namespace ds::commbench {
 
-// One operation with a size, on buffers of a rank.
+// An operation of one size on the buffers of a rank.
 struct Task {
   Communicator& comm;
   Device& device;
@@ -20,22 +20,22 @@ struct Task {
   DType dtype;
   ReduceOp redop;
   int root;
-  i64 count;  // elements of the whole, or of a rank's slice
+  i64 count;  // elements of the whole buffer, or of a rank's slice
   bool in_place;
-  i64 bucket_elems;  // of a slice, zero_step
+  i64 bucket_elems;  // of a slice, for zero_step
 
   int rank() const noexcept { return comm.rank(); }
   int ranks() const noexcept { return comm.size(); }
   i64 bytes(i64 elems) const noexcept { return elems * dtype_bytes(dtype); }
 };
 
-// Elements in a buffer: what `rank` sends (Pattern::send), or the reduction over all ranks.
+// Elements in a buffer: the data that `rank` sends (Pattern::send), or the reduction over all ranks.
 struct Region {
   std::byte* data;
   i64 count;
   DType type;
   bool reduced;
-  int rank;   // where not reduced
+  int rank;   // if not reduced
   i64 first;  // index in the pattern
 };
 
@@ -46,10 +46,10 @@ struct Operation {
   bool has_slices;  // each rank owns one: Task::count is a slice's
   bool reduces, has_root, has_data;
   int fewest_ranks;
-  // Messages of the size that an iteration sends one after the other; a time is that of one.
+  // Messages of the size that an iteration sends one after the other; times are those of one message.
   int messages;
-  bool copies;       // out of place begins with a copy, since the communicator's call is in place
-  bool is_exchange;  // an iteration answers, so that it ends before the next begins
+  bool copies;       // the out-of-place form begins with a copy, since the communicator works in place
+  bool is_exchange;  // an iteration contains an answer, so it ends before the next begins
   bool measures_overlap;
   double (*bus_factor)(int ranks);
   bool (*offers)(DType, ReduceOp);
@@ -58,7 +58,7 @@ struct Operation {
   std::vector<Region> (*inputs)(const Task&);
   std::vector<Region> (*outputs)(const Task&);
 
-  // Whether iterations cannot be enqueued behind each other.
+  // Whether iterations cannot be enqueued one after the other.
   bool is_serial(bool in_place) const noexcept { return is_exchange || (copies && !in_place); }
   i64 count(i64 bytes, DType dtype, int ranks) const noexcept;
   i64 size(i64 count, DType dtype, int ranks) const noexcept;
@@ -66,11 +66,11 @@ struct Operation {
 
 std::span<const Operation> operation_table();
 
-// Of the buffers of a task with these numbers.
+// The sizes of the buffers of a task with these numbers.
 i64 source_bytes(i64 size) noexcept;
 i64 target_bytes(i64 size, int ranks) noexcept;
 
-// Where the ranks of an operation on pairs have a partner: all but the last of an odd number; the others idle.
+// Whether a rank takes part: in operations on pairs the last of an odd number has no partner and is idle.
 bool takes_part(const Operation& operation, int rank, int ranks) noexcept;
 
 }  // namespace ds::commbench

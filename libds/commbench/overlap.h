@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How much of an operation's time disappears behind computation.
+// Measures how much of an operation's time computation hides.
 
 #include "commbench/timing.h"
 
 namespace ds::commbench {
 
-// Products of small matrices on the endpoint's device: work that shares nothing with an operation but the machine.
+// Products of small matrices on the endpoint's device: work that shares only the machine with an operation.
 class Computation {
  public:
   explicit Computation(Device& device);
@@ -19,12 +19,12 @@ class Computation {
   Buffer memory_;
 };
 
-// An operation and about as much computation: each alone, and both at once. Collective.
+// Times an operation and about as much computation: each alone, and both at once. Collective.
 Overlap measure_overlap(const Endpoint& endpoint, const Timer& timer, const Computation& computation,
                         const Operation& operation, const Task& task);
 
-// Of the shorter of the two, the part that both at once did not add, in percent: 0 where they took as long as one after
-// the other or longer, at most 100.
+// The hidden fraction of the shorter of the two, in percent: 0 if both at once took at least as long as one after the
+// other, at most 100.
 double overlap_percent(double comm_s, double compute_s, double both_s) noexcept;
 
 }  // namespace ds::commbench

@@ -62,9 +62,9 @@ std::string obstacle(const Operation& o, const Selection& selection, const Optio
       !(o.has_slices ? folds : combines))
     return fmt::format("Open MPI does not {} {}", o.has_slices ? "reduce-scatter" : "reduce", selection.type);
   if (options.backends.size() == 2 && o.measures_overlap)
-    return fmt::format("{} is not compared: a line has no room for what it measures", o.name);
+    return fmt::format("{} cannot be compared: a line has no room for its columns", o.name);
   if (options.only_in_place && !o.has_form(true, selection.dtype))
-    return fmt::format("{} has no form in place{}", o.name,
+    return fmt::format("{} does not work in place{}", o.name,
                        o.has_form(true, DType::F32) ? " in " + selection.type : "");
   if (o.has_data && selection.counts(o, options, ranks).empty())
     return fmt::format("{}: {} bytes leave no {} for each of {} ranks", o.name, options.max_bytes,
@@ -99,17 +99,17 @@ Selection select_operations(const Options& o, int ranks) {
                       .redop = value_of("reduction", o.redop, kReductions),
                       .type = o.dtype,
                       .reduction = o.redop};
-  DS_CHECK(o.min_bytes >= 1 && o.min_bytes <= o.max_bytes, Errc::Config, "sizes from {} to {} bytes are none",
+  DS_CHECK(o.min_bytes >= 1 && o.min_bytes <= o.max_bytes, Errc::Config, "there are no sizes from {} to {} bytes",
            o.min_bytes, o.max_bytes);
   DS_CHECK(o.step_bytes > 0 || o.factor >= 2 || o.min_bytes == o.max_bytes, Errc::Config,
            "sizes that grow by a factor of {} do not grow: give a larger one, or --step", o.factor);
   DS_CHECK(o.iterations >= 1 && o.warmup >= 0, Errc::Config, "{} iterations after {} to warm up", o.iterations,
            o.warmup);
   DS_CHECK(o.backends.size() < 2 || !o.stats, Errc::Config,
-           "a comparison has no room for --stats: measure the backends one after the other");
+           "--stats has no room in a comparison: measure the backends one after the other");
   DS_CHECK(o.root >= 0 && o.root < ranks, Errc::Config, "root {} is not one of {} ranks", o.root, ranks);
   DS_CHECK(o.fault_rank < ranks, Errc::Config, "rank {} for a fault is not one of {} ranks", o.fault_rank, ranks);
-  DS_CHECK(o.fault_rank < 0 || o.check, Errc::Config, "a fault is only found where elements are checked");
+  DS_CHECK(o.fault_rank < 0 || o.check, Errc::Config, "a fault is found only if elements are checked");
   DS_CHECK(!o.ops.empty() || o.matrix || o.links, Errc::Config,
            "nothing to measure: name an operation, or ask for the matrix of pairs");
   DS_CHECK((!o.matrix && !o.links) || ranks >= 2, Errc::Config, "pairs need 2 ranks or more");
@@ -137,13 +137,14 @@ Selection select_operations(const Options& o, int ranks) {
 
 void validate(const Options& o, const RankInfo& ranks) {
   select_operations(o, ranks.world_size);
-  DS_CHECK(o.backends.size() == 1 || o.backends.size() == 2, Errc::Config, "one backend is measured, or two compared");
+  DS_CHECK(o.backends.size() == 1 || o.backends.size() == 2, Errc::Config,
+           "give one backend to measure, or two to compare");
   std::vector<std::string> resolved;
   for (const std::string& b : o.backends) {
     resolved.push_back(resolve_backend(b, ranks));
     check_backend(resolved.back(), ranks);
     DS_CHECK(o.memory == Memory::Shared || !is_over_device(resolved.back()), Errc::Config,
-             "ordinary memory is no choice for backend {}, which works on that of GPUs", resolved.back());
+             "--memory ordinary is not available for backend {}, which uses GPU memory", resolved.back());
   }
   DS_CHECK(resolved.size() == 1 || resolved[0] != resolved[1], Errc::Config, "backend {} is compared with itself",
            resolved[0]);

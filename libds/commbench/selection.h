@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What options mean with so many ranks: operations, types and sizes, or a refusal that names what is offered.
+// Resolves the options for a number of ranks to operations, types and sizes, or refuses them and names what is
+// available.
 
 #include <string>
 #include <utility>
@@ -13,12 +14,12 @@ namespace ds::commbench {
 
 struct Selection {
   std::vector<const Operation*> operations;
-  std::vector<std::string> left_out;  // of "all"
+  std::vector<std::string> left_out;  // operations of "all" that cannot run
   DType dtype;
   ReduceOp redop;
   std::string type, reduction;  // their names
 
-  // The bytes asked for that leave different, not empty counts; one for an operation without data.
+  // The requested sizes in bytes that give different, non-empty counts; one for an operation without data.
   std::vector<i64> counts(const Operation& operation, const Options& options, int ranks) const;
 };
 

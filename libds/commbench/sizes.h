@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Sizes of messages: the list, and what remains of a size when it is cut into elements and slices.
+// Sizes of messages: the list, and the rounding of a size to elements and slices.
 
 #include <vector>
 
@@ -8,10 +8,10 @@
 
 namespace ds::commbench {
 
-// min, min + step, ... or min, min * factor, ..., up to max. Throws Errc::Config for more than anybody means.
+// min, min + step, ... or min, min * factor, ..., up to max. Throws Errc::Config if there are too many.
 std::vector<i64> list_sizes(const Options& options);
 
-// nccl-tests rounds down: to whole elements, and where each rank owns a slice, slices to 16 bytes.
+// As in nccl-tests, sizes are rounded down to whole elements, and slices of ranks to 16 bytes.
 i64 whole_count(i64 bytes, i64 element_bytes) noexcept;
 i64 slice_count(i64 bytes, i64 element_bytes, int ranks) noexcept;
 

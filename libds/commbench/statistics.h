@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Of times.
+// Statistics of times.
 
 #include <span>
 
@@ -8,12 +8,13 @@
 
 namespace ds::commbench {
 
-// Percentiles are by nearest rank, the deviation is that of the whole, as in nccl-tests. `times` is not empty.
+// Percentiles are by nearest rank, and the deviation is that of the population, as in nccl-tests. `times` must not be
+// empty.
 Statistics statistics_of(std::vector<double> times);
 double median(std::vector<double> values);
 
-// The least of sum ((alpha + beta * bytes - seconds) / seconds)^2 with neither below zero; bytes and seconds have the
-// same length, at least two, not all bytes equal.
+// Minimises sum ((alpha + beta * bytes - seconds) / seconds)^2 with alpha and beta not negative. bytes and seconds have
+// the same length, at least two, and bytes are not all equal.
 struct LineFit {
   double alpha = 0, beta = 0;
   double error = 0;  // root mean square of the relative error

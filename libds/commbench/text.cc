@@ -12,7 +12,7 @@
 namespace ds::commbench {
 namespace {
 
-// As many digits behind the point as fit the width, two at most; then an exponent.
+// As many decimals as fit the width, at most two; else with an exponent.
 std::string number(double x, size_t width) {
   for (const int digits : {2, 1, 0}) {
     std::string text = fmt::format("{:.{}f}", x, digits);

@@ -70,7 +70,7 @@ std::vector<double> Timer::one_by_one(const std::function<void()>& body) const {
 
 std::vector<double> Timer::over_ranks(const Operation& operation, std::vector<double> seconds) const {
   const Communicator& world = *endpoint_.world;
-  // Who answers does not see when the question was asked.
+  // The rank that answers does not know when the message was sent.
   const bool asked = operation.is_exchange && operation.has_data;
   const auto counts = [&](int rank) { return takes_part(operation, rank, world.size()) && !(asked && rank % 2 == 1); };
   int num_active = 0;

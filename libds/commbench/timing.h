@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The clock: iterations in a row or one by one, and what the ranks' times are together.
+// Times iterations in a row or one by one, and combines the times of the ranks.
 
 #include <functional>
 #include <vector>
@@ -15,18 +15,18 @@ class Timer {
   Timer(const Endpoint& endpoint, const Options& options) : endpoint_(endpoint), options_(options) {}
 
   void warm_up(const Operation& operation, const Task& task) const;
-  // Seconds of one message of one iteration, of the ranks together.
-  // In a row: as many iterations are under way as there are, as in nccl-tests.
+  // Seconds of one message of one iteration, combined over ranks. In a row: all iterations are enqueued, as in
+  // nccl-tests.
   double in_a_row(const Operation& operation, const Task& task) const;
-  // Each begins at a barrier and is waited for: OSU's method.
+  // Single: each begins at a barrier and is waited for, as in the OSU benchmarks.
   std::vector<double> one_by_one(const Operation& operation, const Task& task) const;
-  // The same of anything; every rank takes part.
+  // The same for any function; every rank takes part.
   std::vector<double> one_by_one(const std::function<void()>& body) const;
 
  private:
   void finish(Tickets& tickets) const;
   std::vector<double> time_each(const std::function<void()>& body) const;
-  // num_active: of ranks that take part, of which this rank is one or not.
+  // num_active: the number of ranks that take part; this rank need not be one of them.
   std::vector<double> over_ranks(std::vector<double> seconds, bool active, int num_active) const;
   std::vector<double> over_ranks(const Operation& operation, std::vector<double> seconds) const;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Files compressed by gzip (RFC 1952) and zstd (RFC 8878), decompressed by their own libraries. Corpora are published
-// in both, often in several members or frames one after the other, as pigz, bgzip and pzstd write them.
+// Decompresses files of gzip (RFC 1952) and zstd (RFC 8878) with their own libraries. Files may have several members or
+// frames one after the other, as pigz, bgzip and pzstd write them.
 
 #include <functional>
 #include <string_view>
@@ -16,10 +16,10 @@ std::string_view compression_name(Compression);  // "gzip"
 // By the first bytes; a zstd file may begin with a skippable frame.
 Compression compression_of(std::string_view first_bytes) noexcept;
 
-// Decompresses all members of `compressed`, in order, and hands over the result in pieces of at most 1 MiB. Zero bytes
-// after the last member are padding. write() may throw, which ends the work.
-// Memory: of zstd the window that a frame asks for, at most 2 GiB (zstd --long=31).
-// Throws Errc::Corrupt with a reason that does not name the file: "ends inside a compressed stream", "is damaged: ...".
+// Decompresses all members of `compressed` in order, and calls write() with pieces of at most 1 MiB. Zero bytes after
+// the last member are padding. write() may throw, which ends the work. Memory: for zstd the window that a frame
+// requests, at most 2 GiB (zstd --long=31). Throws Errc::Corrupt with a reason that does not name the file: "ends
+// inside a compressed stream", "is damaged: ...".
 void decompress(Compression, std::string_view compressed, const std::function<void(std::string_view)>& write);
 
 }  // namespace ds

@@ -109,8 +109,8 @@ void close_all_but(int a, int b) {
   close_between(high + 1, std::numeric_limits<u32>::max());
 }
 
-// What is shared with other processes (the memory that ranks exchange data through, a device's) is not the child's. One
-// line of the table of mappings after another: "begin-end rwxs ...".
+// Unmaps memory shared with other processes (that through which ranks exchange data, a device's). Reads the table of
+// mappings line by line: "begin-end rwxs ...".
 bool drop_shared_memory() {
   const int fd = ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return false;
@@ -142,7 +142,7 @@ bool drop_shared_memory() {
 bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& limits) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);  // it died before it could take us along
-  // What a handler of this program would do, tell its other threads say, the child must not.
+  // The child must not run this program's handlers, which may notify other threads.
   for (int s = 1; s < NSIG; ++s) ::signal(s, SIG_DFL);
   sigset_t none;
   ::sigemptyset(&none);
@@ -195,8 +195,8 @@ ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, 
       limits_(limits),
       deadline_(std::chrono::steady_clock::now() + std::chrono::seconds(limits.seconds)) {
   std::array<int, 2> ends{};
-  DS_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, Errc::Io, "{}: no pipe to a process of its own for {}: {}", path_,
-           who_, system_reason(errno));
+  DS_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, Errc::Io, "{}: no pipe to a separate process for {}: {}", path_, who_,
+           system_reason(errno));
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program runs in the child
@@ -231,19 +231,19 @@ std::string ConfinedChild::answer() {
   if (text.size() < 2) refuse("gave no answer");
   if (text[0] == 0) {
     log_message(LogLevel::Verbose,
-                fmt::format("{}: no seccomp filters here, or no /proc; limits alone confine {}", path_, who_));
+                fmt::format("{}: there are no seccomp filters or no /proc; only limits confine {}", path_, who_));
   }
   switch (text[1]) {
     case kAnswer: return text.substr(2);
     case kNoMemory: {
-      // What this process itself may have is no fault of the file's.
+      // The limit of this process itself is not the file's fault.
       const std::optional<u64> own = limit_of(RLIMIT_AS);
       DS_CHECK(
           !own || *own >= address_space_bytes() + static_cast<u64>(limits_.memory_bytes), Errc::OutOfMemory,
           "{}: out of memory: the limit of address space (ulimit -v) is {} KiB, and {} may take {} KiB to read this "
           "file",
           path_, *own >> 10, who_, limits_.memory_bytes >> 10);
-      refuse(fmt::format("wanted more than {} MiB of memory", limits_.memory_bytes >> 20));
+      refuse(fmt::format("needed more than {} MiB of memory", limits_.memory_bytes >> 20));
     }
     case kError: {
       const auto code = text.size() > 2 ? static_cast<Errc>(text[2]) : Errc::Internal;
@@ -252,7 +252,7 @@ std::string ConfinedChild::answer() {
     }
     default: break;
   }
-  refuse("gave no proper answer");
+  refuse("gave an invalid answer");
 }
 
 std::string ConfinedChild::receive() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A function that runs where it can do no harm: in a child process that computes, reads one open file and answers. For
-// parsers of other people's making that must see other people's files.
+// Runs a function where it can do no harm: in a child process that can only compute, read one open file and answer. For
+// third-party parsers of untrusted files.
 
 #include <chrono>
 #include <functional>
@@ -13,35 +13,35 @@
 
 namespace ds {
 
-// What the child may use up; beyond it, the child is killed.
+// Limits of the child, which is killed when it exceeds them.
 struct ConfinedLimits {
-  i64 seconds = 30;                   // of wall-clock time, and of processor time
-  i64 memory_bytes = i64{256} << 20;  // address space, beside what this process has
+  i64 seconds = 30;                   // of elapsed time, and of processor time
+  i64 memory_bytes = i64{256} << 20;  // of address space, in addition to that of this process
   i64 answer_bytes = i64{256} << 20;
 };
 
 class ConfinedChild {
  public:
   // Forks, and runs work() in the child, in a copy of this process's memory with this thread alone. The child
-  //   - has no memory that is shared with anybody: mappings of that kind are gone,
-  //   - has no descriptors but `descriptor` (-1: none), of which it can read; its standard streams are closed,
-  //   - can open, create, lock, map and write nothing, start and signal nobody, reach no network: a seccomp filter
+  //   - has no shared memory: such mappings are removed,
+  //   - has no descriptors but `descriptor` (-1: none), which it can read; its standard streams are closed,
+  //   - cannot open, create, lock, map or write files, start or signal processes, or use a network: a seccomp filter
   //     refuses every call (EPERM) but those for memory, reading, answering and ending,
   //   - dies with the thread that made it, has default signal handlers, and leaves no core file.
-  // Where the kernel has no seccomp filters, limits and closed descriptors are all there is, and without /proc what is
-  // shared stays: a verbose message says so.
-  // A lock that work() needs is held by the caller while this constructor runs, and counts as held in work().
-  //   path, who: the file and what is run, for messages: "x.h5", "HDF5's parser"
-  // Throws Errc::Io if there can be no child.
+  // If the kernel has no seccomp filters, only limits and closed descriptors confine it, and without /proc shared
+  // memory stays mapped; a verbose message says so. The caller must hold locks that work() needs while this constructor
+  // runs; they count as held in work().
+  //   path, who: the file and the function, for messages: "x.h5", "HDF5's parser"
+  // Throws Errc::Io if no child can be started.
   ConfinedChild(std::string path, std::string who, int descriptor, const ConfinedLimits& limits,
                 const std::function<std::string()>& work);
   ~ConfinedChild();  // kills it
   ConfinedChild(const ConfinedChild&) = delete;
   ConfinedChild& operator=(const ConfinedChild&) = delete;
 
-  // Waits for what work() returned. It comes from a process that a hostile file may have taken over: check it.
-  // Throws Errc::Corrupt when the child was killed, ended or went over a limit; what work() threw, where that is a
-  // ds::Error of cause Corrupt, Unavailable or Io. Called once.
+  // Waits for the result of work(). A hostile file may have taken over the child, so the caller must check the result.
+  // Throws Errc::Corrupt if the child was killed, ended or exceeded a limit; the error of work() if that is a ds::Error
+  // of code Corrupt, Unavailable or Io. To be called once.
   std::string answer();
 
  private:

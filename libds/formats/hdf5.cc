@@ -49,7 +49,7 @@ Id create_file(const Context& c, const std::string& opened_as) {
   const Id access = c.id(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "make a property list");
   c.ok(H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_V110), "set the format version");
   c.ok(H5Pset_alignment(access, 65536, 4096), "set the alignment");  // large datasets begin on a page
-  // The default driver asks for the real path behind a link, which a file without a name does not have.
+  // The default driver resolves the real path of a link, which a file without a name does not have.
   if (opened_as != c.path) c.ok(H5Pset_fapl_stdio(access), "choose the driver");
   const Id creation = c.id(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list");
   // Thousands of tensors in the root group: members in the order of creation, indexed.
@@ -119,8 +119,8 @@ struct Mapping {
   i64 numel;
 };
 
-// What a part shows: some of a first row, whole rows, part of a last row, where a row is all indices of the part's
-// dim and the dims behind it. However many rows there are, these are a few boxes.
+// The elements of a part: some of a first row, whole rows, part of a last row, where a row is all indices of the part's
+// dim and the following dims. For any number of rows these are a few boxes.
 std::vector<Mapping> map_part(const std::vector<i64>& shape, const Hdf5View::Part& part) {
   const auto dim = static_cast<size_t>(part.dim);
   const std::vector<i64> outer(shape.begin(), shape.begin() + part.dim);

@@ -48,7 +48,7 @@ class Reader {
     check(n >= 0 && n <= most, "a text of {} bytes", n);
     return take(static_cast<size_t>(n));
   }
-  // Of a list whose members take eight bytes or more, so that a length alone makes nobody allocate.
+  // The length of a list whose members take at least eight bytes, so that a large length alone allocates nothing.
   i64 length(i64 most) {
     const i64 n = integer();
     check(n >= 0 && n <= most && n <= static_cast<i64>(left_.size() / 8), "a list of {}", n);
@@ -56,7 +56,7 @@ class Reader {
   }
   std::string name() {
     const std::string_view s = text(kMaxName);
-    check(!s.empty() && s.find('\0') == std::string_view::npos && is_utf8(s), "a name that is empty or no text");
+    check(!s.empty() && s.find('\0') == std::string_view::npos && is_utf8(s), "a name that is empty or not text");
     return std::string(s);
   }
   void end() const { check(left_.empty(), "{} bytes too many", left_.size()); }
@@ -65,7 +65,7 @@ class Reader {
   void check(bool good, fmt::format_string<Args...> what, Args&&... args) const {
     if (good) [[likely]]
       return;
-    throw Error(Errc::Corrupt, fmt::format("{}: what was read of this file does not add up: {}", path_,
+    throw Error(Errc::Corrupt, fmt::format("{}: the contents of this file are inconsistent: {}", path_,
                                            fmt::format(what, std::forward<Args>(args)...)));
   }
 

@@ -10,7 +10,7 @@
 namespace ds::hdf5 {
 namespace {
 
-// What the driver finds in the property list of a file that is to be opened.
+// The driver's entry in the property list of a file to open.
 struct Access {
   ReadOnlyFile::State* state;
 };

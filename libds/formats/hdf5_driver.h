@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A file driver for HDF5 that knows one file, already open, and only reads. Through it the library opens no path,
-// whatever a file says: not those of external links, of views, of locks.
+// A read-only file driver for HDF5 with one open file. Through it the library opens no other path, whatever a file
+// contains: no external links, views or locks.
 
 #include <functional>
 
@@ -16,10 +16,10 @@ struct Bytes {
   std::function<void(i64 offset, void* out, i64 bytes)> read;
 };
 
-// An HDF5 file that stands in `bytes`. Not movable: the library points to it.
+// An HDF5 file in `bytes`. Not movable: the library points to it.
 class ReadOnlyFile {
  public:
-  ReadOnlyFile(const Context& c, Bytes bytes);  // throws what `c` makes of the library's refusal
+  ReadOnlyFile(const Context& c, Bytes bytes);  // throws the library's error as reported by `c`
   ReadOnlyFile(const ReadOnlyFile&) = delete;
   ReadOnlyFile& operator=(const ReadOnlyFile&) = delete;
   hid_t id() const noexcept { return file_; }

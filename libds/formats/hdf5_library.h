@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What writing and reading HDF5 share: the lock of the library, identifiers that close themselves, errors that name the
+// Shared by writing and reading HDF5: the lock of the library, identifiers that close themselves, errors that name the
 // file, element types.
 
 #include <hdf5.h>
@@ -14,8 +14,8 @@
 
 namespace ds::hdf5 {
 
-// The library may be built without locks of its own, and a checkpoint may be written beside whatever else reads: who
-// calls it holds this.
+// To be held during every call of the library, which may be built without locks, since a checkpoint may be written
+// while other threads read.
 std::mutex& library() noexcept;
 
 using Closer = herr_t (*)(hid_t);
@@ -34,7 +34,7 @@ class Id {
     if (id_ >= 0) close_(id_);
   }
   operator hid_t() const noexcept { return id_; }  // NOLINT: used as the library's own type
-  // Closes now; for files, where closing is what writes.
+  // Closes now; for files, which are written by closing.
   bool close() noexcept { return close_(std::exchange(id_, -1)) >= 0; }
 
  private:
@@ -55,10 +55,10 @@ class Quiet {
   void* data_ = nullptr;
 };
 
-// One file being written or read: has the library for itself, and wraps its results into errors that name the file.
+// One file being written or read: holds the lock of the library, and turns its results into errors that name the file.
 struct Context {
   const std::string& path;
-  Errc code;                                     // what a refusal means here
+  Errc code;                                     // the code of an error of the library
   std::unique_lock<std::mutex> lock{library()};  // {}: the caller holds it
   Quiet quiet{};
 

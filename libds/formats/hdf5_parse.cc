@@ -128,7 +128,7 @@ class Walk {
     DS_CHECK(name.size() <= size_t{kMaxName}, Errc::Corrupt, "{}: a name of more than {} bytes", c_.path, kMaxName);
     H5L_info_t info;
     c_.ok(H5Lget_info(group, link, &info, H5P_DEFAULT), "read link /" + name);
-    DS_CHECK(info.type != H5L_TYPE_EXTERNAL, Errc::Unavailable, "{}: /{} links to another file; this is not followed",
+    DS_CHECK(info.type != H5L_TYPE_EXTERNAL, Errc::Unavailable, "{}: /{} links to another file, which is not supported",
              c_.path, name);
     if (info.type != H5L_TYPE_HARD) return;  // a soft link is a second name of what is listed elsewhere
     const Id object = c_.id(H5Oopen(group, link, H5P_DEFAULT), H5Oclose, "open /" + name);
@@ -174,7 +174,7 @@ class Walk {
              "{}: /{} is a view of other files, whose damage it would hide; give the directory that holds them",
              c_.path, name);
     DS_CHECK(layout == H5D_COMPACT || (layout == H5D_CONTIGUOUS && H5Pget_external_count(creation) == 0),
-             Errc::Unavailable, "{}: /{} is not stored contiguous; 'h5repack -f NONE -l CONTI' makes it so", c_.path,
+             Errc::Unavailable, "{}: /{} is not stored contiguously; 'h5repack -f NONE -l CONTI' makes it so", c_.path,
              name);
     return layout;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Walks an HDF5 file with the library, which is not safe against hostile files: to be called in a child process
-// (read_hdf5), or in tests on good files.
+// Lists the contents of an HDF5 file with the library, which is not safe against hostile files: to be called in a child
+// process (read_hdf5), or in tests on valid files.
 
 #include "formats/hdf5_driver.h"
 #include "formats/safetensors.h"

@@ -15,8 +15,8 @@
 namespace ds {
 namespace {
 
-// The superblock stands at byte 0, or behind a block of the user's at 512, 1024, 2048, ... Versions 0 to 3 are all
-// there are, and no program writes offsets of other than eight bytes unless told to.
+// The superblock is at byte 0 or, after a user block, at 512, 1024, 2048, ... Only versions 0 to 3 exist, and programs
+// write offsets of eight bytes unless told otherwise.
 void check_superblock(const File& file) {
   constexpr std::string_view kSignature = "\x89HDF\r\n\x1a\n";
   const i64 size = file.size();
@@ -25,11 +25,11 @@ void check_superblock(const File& file) {
     file.read_at(at, b.data(), b.size());
     if (std::memcmp(b.data(), kSignature.data(), kSignature.size()) != 0) continue;
     const int version = static_cast<unsigned char>(b[8]);
-    DS_CHECK(version <= 3, Errc::Unavailable, "{}: HDF5 with a superblock of version {}; 0 to 3 are read", file.path(),
-             version);
+    DS_CHECK(version <= 3, Errc::Unavailable, "{}: HDF5 with a superblock of version {}; 0 to 3 are supported",
+             file.path(), version);
     const size_t sizes = version < 2 ? 13 : 9;
     DS_CHECK(b[sizes] == 8 && b[sizes + 1] == 8, Errc::Unavailable,
-             "{}: HDF5 whose offsets and lengths have {} and {} bytes; 8 are read", file.path(), int{b[sizes]},
+             "{}: HDF5 whose offsets and lengths have {} and {} bytes; 8 are supported", file.path(), int{b[sizes]},
              int{b[sizes + 1]});
     return;
   }

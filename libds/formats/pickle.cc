@@ -62,7 +62,7 @@ class Unpickler {
       execute(op);
     }
     check(marks_.empty() && stack_.size() == 1, "STOP with {} values on the stack", stack_.size());
-    check(at_ == bytes_.size(), "{} bytes behind the end of the pickle", bytes_.size() - at_);
+    check(at_ == bytes_.size(), "{} bytes after the end of the pickle", bytes_.size() - at_);
     return stack_.front();
   }
 
@@ -167,7 +167,7 @@ class Unpickler {
     append_to(*stack_[from - 1], kind, stride, from, stride);
   }
   void append_to(Value& target, Kind kind, size_t stride, size_t from, size_t count) {
-    check(target.is(kind), "items for a {}, which is no {}", kind_name(target.kind), kind_name(kind));
+    check(target.is(kind), "items for a {}, which is not a {}", kind_name(target.kind), kind_name(kind));
     check(count % stride == 0, "a key without a value");
     target.items.insert(target.items.end(), stack_.begin() + static_cast<std::ptrdiff_t>(from), stack_.end());
     stack_.resize(from);
@@ -199,11 +199,11 @@ class Unpickler {
         Value& v = make(Kind::Dict);
         v.text = what.text;
         if (what.text == "collections.OrderedDict" && !a.empty()) {
-          check(a.size() == 1 && a[0]->is(Kind::List), "an OrderedDict of something else than a list of pairs");
+          check(a.size() == 1 && a[0]->is(Kind::List), "an OrderedDict of something other than a list of pairs");
           charge(2 * a[0]->items.size());
           for (const Value* pair : a[0]->items) {
             const bool is_pair = (pair->is(Kind::Tuple) || pair->is(Kind::List)) && pair->items.size() == 2;
-            check(is_pair, "an OrderedDict of something else than a list of pairs");
+            check(is_pair, "an OrderedDict of something other than a list of pairs");
             v.items.insert(v.items.end(), pair->items.begin(), pair->items.end());
           }
         }
@@ -211,12 +211,12 @@ class Unpickler {
       }
       case PickleRole::Set: {
         Value& v = make(Kind::Set);
-        check(a.empty() || (a.size() == 1 && a[0]->is(Kind::List)), "a set of something else than a list");
+        check(a.empty() || (a.size() == 1 && a[0]->is(Kind::List)), "a set of something other than a list");
         if (!a.empty()) copy_items(v, *a[0]);
         return v;
       }
       case PickleRole::Size: {
-        check(a.size() == 1 && a[0]->is(Kind::Tuple), "a torch.Size of something else than a tuple");
+        check(a.size() == 1 && a[0]->is(Kind::Tuple), "a torch.Size of something other than a tuple");
         Value& v = make(Kind::Tuple);
         copy_items(v, *a[0]);
         return v;
@@ -224,7 +224,7 @@ class Unpickler {
       case PickleRole::Tensor2: return tensor(args, false);
       case PickleRole::Tensor3: return tensor(args, true);
       case PickleRole::Wrapper:
-        check(!a.empty() && a[0]->is(Kind::Tensor), "a parameter of something else than a tensor");
+        check(!a.empty() && a[0]->is(Kind::Tensor), "a parameter of something other than a tensor");
         return copy_of(*a[0]);
       case PickleRole::FromType:
         check(a.size() == 4 && a[0]->is(Kind::Global) && a[2]->is(Kind::Tuple), "a tensor of unknown arguments");
@@ -256,7 +256,7 @@ class Unpickler {
     check(v.items.size() <= kMaxDims, "a tensor of {} dims", v.items.size());
     std::vector<i64> out;
     for (const Value* item : v.items) {
-      check(item->is(Kind::Int) && item->integer >= 0, "a tensor whose {} is no list of sizes", what);
+      check(item->is(Kind::Int) && item->integer >= 0, "a tensor whose {} is not a list of sizes", what);
       out.push_back(item->integer);
     }
     return out;
@@ -308,7 +308,7 @@ class Unpickler {
       fits = fits && !__builtin_mul_overflow(std::max<i64>(t.shape[d] - 1, 0), t.stride[d], &span) &&
              !__builtin_add_overflow(last, span, &last);
     }
-    check(empty || (fits && last < elems), "a tensor that reaches out of its storage of {} elements", elems);
+    check(empty || (fits && last < elems), "a tensor that exceeds its storage of {} elements", elems);
     i64 numel = 1;
     for (i64 d : t.shape) check(empty || !__builtin_mul_overflow(numel, d, &numel), "a tensor whose size overflows");
     i64 size;
@@ -328,7 +328,7 @@ class Unpickler {
     const bool known = id.is(Kind::Tuple) && a.size() == 5 && a[0]->is(Kind::String) && a[0]->text == "storage" &&
                        a[1]->is(Kind::Global) && torch_storage_bytes(a[1]->text) > 0 && a[2]->is(Kind::String) &&
                        a[3]->is(Kind::String) && a[4]->is(Kind::Int) && a[4]->integer >= 0;
-    check(known, "a persistent id that is no storage of torch");
+    check(known, "a persistent id that is not a storage of torch");
     // Each use of the id copies it: torch numbers its storages.
     check(a[2]->text.size() <= kMaxStorageKey, "a storage with a key of {} bytes", a[2]->text.size());
     Value& v = make(Kind::Storage);
@@ -366,7 +366,7 @@ class Unpickler {
 
   void execute(u8 op) {
     switch (op) {
-      case 0x95: check(get<u64>() <= bytes_.size() - at_, "a FRAME behind the end"); return;
+      case 0x95: check(get<u64>() <= bytes_.size() - at_, "a FRAME after the end"); return;
       case '(':
         check(marks_.size() < kMaxMarks, "nested deeper than {}", kMaxMarks);
         marks_.push_back(stack_.size());
@@ -408,7 +408,7 @@ class Unpickler {
       }
       case 0x93: {
         const Value &name = pop(), &module = pop();
-        check(module.is(Kind::String) && name.is(Kind::String), "STACK_GLOBAL of something else than two strings");
+        check(module.is(Kind::String) && name.is(Kind::String), "STACK_GLOBAL of something other than two strings");
         return push_global(module.text, name.text);
       }
       case 'R':

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Python pickles as data. The stack machine of pickle builds values and never runs anything: what a pickle would import
-// is looked up in a short list of names, what it would call becomes a record of the name and the arguments. Names
-// outside the list are refused. Format: Python's pickletools, protocols 2 to 5 as far as torch.save writes them.
+// Python pickles as data. The stack machine builds values and never runs anything: names to import must be in a short
+// list, and a call becomes a record of the name and its arguments. Other names are refused. Format: Python's
+// pickletools, protocols 2 to 5 as far as torch.save writes them.
 
 #include <deque>
 #include <memory>
@@ -18,11 +18,11 @@ namespace ds {
 
 struct PickleValue;
 
-// What torch._utils._rebuild_tensor_v2 is called with: a strided view of a storage. Sound: no element of it lies
-// outside the elements that the storage claims to have.
+// The arguments of torch._utils._rebuild_tensor_v2: a strided view of a storage. Checked: all its elements are inside
+// the declared size of the storage.
 struct PickleTensor {
   const PickleValue* storage = nullptr;
-  std::optional<DType> dtype;  // nothing: a type that DType cannot name, `type`
+  std::optional<DType> dtype;  // nothing: DType does not have it; see `type`
   std::string type;            // "torch.FloatStorage", "torch.float8_e4m3fnuz"
   i64 offset = 0;              // in elements of the storage
   std::vector<i64> shape, stride;
@@ -44,7 +44,7 @@ struct PickleValue {
     Global,   // text: "module.name"
     Storage,  // text: its key; integer: its elements; state: the Global of its type
     Tensor,   // tensor
-    Record,   // text: "module.name" of what would be called; items: the arguments; state: what BUILD gives it, or null
+    Record,   // text: "module.name" of the function; items: the arguments; state: set by BUILD, or null
   };
   Kind kind = Kind::None;
   i64 integer = 0;
@@ -55,20 +55,20 @@ struct PickleValue {
   std::unique_ptr<const PickleTensor> tensor;
 
   bool is(Kind k) const noexcept { return kind == k; }
-  // The value of a string key in a Dict, the last one where there are several; null where there is none or this is no
+  // The value of a string key in a Dict, the last one if there are several; null if there is none or this is not a
   // Dict.
   const PickleValue* find(std::string_view key) const noexcept;
 };
 
 std::string_view kind_name(PickleValue::Kind) noexcept;
 
-// One pickle. Owns all of its values; they refer to one another as Python's do, so one may be reached on many ways, and
-// a list may hold itself: who walks must count.
+// One pickle, which owns all its values. They refer to one another like Python's, so a value may be shared, and a list
+// may contain itself: code that traverses values must bound its work.
 class Pickle {
  public:
-  // `path` stands for the pickle in messages. Memory stays within some hundred times bytes.size(), and below a fixed
-  // bound. Throws Errc::Unavailable for a name outside the list or an opcode that is not read (each by its name),
-  // Errc::Corrupt for whatever no pickle of torch.save can be.
+  // `path` names the pickle in messages. Memory is at most some hundred times bytes.size(), and below a fixed bound.
+  // Throws Errc::Unavailable naming a name outside the list or an unsupported opcode, Errc::Corrupt if torch.save
+  // cannot have written the pickle.
   Pickle(std::string_view bytes, const std::string& path);
 
   const PickleValue& root() const noexcept { return *root_; }

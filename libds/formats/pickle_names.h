@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The names that a pickle may use, and what the unpickler makes of each. They are words to it: what they stand for is
-// never looked up in any Python.
+// The names that a pickle may use, and the kind of value that each makes. They are only words: no Python object is ever
+// looked up.
 
 #include <optional>
 #include <string>
@@ -11,7 +11,7 @@
 
 namespace ds {
 
-// What a call of the name makes.
+// The result of calling a name.
 enum class PickleRole : u8 {
   Inert,        // a record of the call
   OrderedDict,  // a dict
@@ -23,18 +23,18 @@ enum class PickleRole : u8 {
   FromType,  // a tensor, by the function that is its first argument
 };
 
-// Nothing: "module.name" is not in the list.
+// Nothing if "module.name" is not in the list.
 std::optional<PickleRole> pickle_role(std::string_view global) noexcept;
 
-// The element type of a torch dtype or storage type, "torch.bfloat16", "torch.HalfStorage". Nothing where DType has no
-// name for it.
+// The element type of a torch dtype or storage type, "torch.bfloat16", "torch.HalfStorage". Nothing if DType does not
+// have it.
 std::optional<DType> torch_dtype(std::string_view global) noexcept;
 // Bytes per element of a dtype or a typed storage; 0: neither.
 i64 torch_element_bytes(std::string_view global) noexcept;
 // Bytes per element of a storage type, typed or not; 0: not a storage type.
 i64 torch_storage_bytes(std::string_view global) noexcept;
 
-// Of an opcode that is not read, for messages.
+// The name of an unsupported opcode, for messages.
 std::string pickle_opcode_name(u8 opcode);
 
 }  // namespace ds

@@ -287,7 +287,7 @@ std::string make_safetensors_header(const std::vector<TensorInfo>& tensors,
   json += '}';
   const i64 length = align_up(narrow<i64>(json.size()), 8);
   DS_CHECK(length <= kMaxSafetensorsHeader, Errc::Unavailable,
-           "a safetensors header of {} bytes for {} tensors is more than readers accept; write HDF5 instead", length,
+           "a safetensors header of {} bytes for {} tensors exceeds the limit of readers; write HDF5 instead", length,
            tensors.size());
   json.resize(static_cast<size_t>(length), ' ');
   for (i64& o : *offsets) o += 8 + length;
@@ -312,7 +312,7 @@ std::map<std::string, std::string> read_weight_index(const std::string& path) {
   for (const auto& [name, file] : files) {
     const bool plain = file.find_first_of("/\\:") == std::string::npos && !file.starts_with('.') &&
                        file.find('\0') == std::string::npos && file.ends_with(fmt::format(".{}", kind));
-    DS_CHECK(plain, Errc::Corrupt, "{}: weight '{}' names '{}': only a plain *.{} file beside the index is read", path,
+    DS_CHECK(plain, Errc::Corrupt, "{}: weight '{}' names '{}': only a plain *.{} file next to the index is read", path,
              name.substr(0, 200), file.substr(0, 200), kind);
   }
   return files;

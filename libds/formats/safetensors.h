@@ -6,8 +6,8 @@
 
 namespace ds {
 
-// What a format's header says: offsets[i] is where tensors[i] begins, counted from the start of the file; -1 - k where
-// it begins at byte k of `inlined`, its elements being a part of the header.
+// The contents of a header: offsets[i] is the position of tensors[i] from the start of the file, or -1 - k if its
+// elements are part of the header, at byte k of `inlined`.
 struct TensorTable {
   std::vector<TensorInfo> tensors;
   std::vector<i64> offsets;
@@ -16,23 +16,23 @@ struct TensorTable {
   std::map<std::string, std::string> metadata;
 };
 
-// Longest JSON header that is read or written.
+// The longest JSON header that is read or written.
 inline constexpr i64 kMaxSafetensorsHeader = 100'000'000;
 
 // Reads and validates a header: well-formed, no unknown fields, no duplicate names, sizes that agree with shapes, and
-// tensors that cover the file's data exactly once. Memory stays within a small multiple of the header.
-// Throws Errc::Corrupt naming the file, the tensor and the contradiction.
+// tensors that cover the file's data exactly once. Memory is a small multiple of the header. Throws Errc::Corrupt
+// naming the file, the tensor and the contradiction.
 TensorTable read_safetensors(const File& file);
-// The same on the header's JSON text alone, for a file of 8 + json.size() + data_bytes bytes called `path`.
+// The same for the JSON text of a header of a file of 8 + json.size() + data_bytes bytes named `path`.
 TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::string& path);
 
-// The first bytes of a file that holds `tensors` in this order (length, JSON, spaces up to a multiple of 8); fills
-// `offsets`. Throws Errc::Unavailable when the header would be longer than readers accept.
+// The first bytes of a file that contains `tensors` in this order (length, JSON, spaces up to a multiple of 8); fills
+// `offsets`. Throws Errc::Unavailable if the header would be longer than readers accept.
 std::string make_safetensors_header(const std::vector<TensorInfo>& tensors,
                                     const std::map<std::string, std::string>& metadata, std::vector<i64>* offsets);
 
 // model.safetensors.index.json or pytorch_model.bin.index.json: tensor name -> file name, every file name plain and
-// with the suffix that the index has in front of .index.json.
+// with the suffix that the index has before .index.json.
 std::map<std::string, std::string> read_weight_index(const std::string& path);
 
 }  // namespace ds

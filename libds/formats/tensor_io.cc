@@ -89,7 +89,7 @@ class FileSource : public TensorSource {
   const File& file() const {
     if (!file_) {
       file_ = File::open_read(path());
-      DS_CHECK(file_->size() == file_bytes_, Errc::Corrupt, "{}: has changed while it was read", path());
+      DS_CHECK(file_->size() == file_bytes_, Errc::Corrupt, "{}: changed while it was read", path());
     }
     return *file_;
   }
@@ -115,7 +115,7 @@ std::unique_ptr<TensorSource> open_single(const std::string& path) {
     if (is_torch_name(path) || is_zip(path)) return open_torch(path);
     const std::string kind = kind_of_content(File::open_read(path));
     throw Error(Errc::Unavailable,
-                fmt::format("{}: {}not a kind of file that is read here (.safetensors, .h5, .hdf5, .pt, .pth, .bin, "
+                fmt::format("{}: {}not a supported kind of file (.safetensors, .h5, .hdf5, .pt, .pth, .bin, "
                             ".ckpt, or a .safetensors.index.json or .bin.index.json)",
                             path, kind.empty() ? "" : fmt::format("is {}; by its name ", kind)));
   }
@@ -219,10 +219,11 @@ std::vector<std::string> published_weights_in(const std::string& dir) {
     return std::filesystem::exists(status) && !std::filesystem::is_directory(status);
   };
   for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
-    DS_CHECK(!is_file(name), Errc::Unavailable,
-             "{}/{}: belongs to an adapter of PEFT, which is not read: merge it into the weights (merge_and_unload), "
-             "or move its files elsewhere to use the weights without it",
-             dir, name);
+    DS_CHECK(
+        !is_file(name), Errc::Unavailable,
+        "{}/{}: belongs to an adapter of PEFT, which is not supported: merge it into the weights (merge_and_unload), "
+        "or move its files elsewhere to use the weights without it",
+        dir, name);
   std::vector<std::string> found;
   for (const std::string_view name : kPublishedWeights) {
     if (is_file(name)) found.emplace_back(name);
@@ -233,7 +234,7 @@ std::vector<std::string> published_weights_in(const std::string& dir) {
 void warn_of_several_weights(const std::string& dir) {
   const std::vector<std::string> files = published_weights_in(dir);
   if (files.size() > 1)
-    log_message(LogLevel::Warning, fmt::format("{} holds {}: {} is read, as transformers reads it", dir,
+    log_message(LogLevel::Warning, fmt::format("{} contains {}: {} is read, as transformers does", dir,
                                                fmt::join(files, " and "), files.front()));
 }
 

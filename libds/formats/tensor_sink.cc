@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where tensors go: one file, several beside an index, or a stream.
+// Sinks of tensors: one file, several files with an index, or a stream.
 
 #include <poll.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@
 namespace ds {
 namespace {
 
-// What all sinks check: tensors come whole, each front to back.
+// Checked by all sinks: tensors are complete, each written from front to back.
 class CheckedSink : public TensorSink {
  public:
   void write(std::string_view name, i64 first_elem, i64 count, const void* data) final {

@@ -27,7 +27,7 @@ std::string read_entry(const File& file, const ZipEntry& entry, i64 max_bytes) {
   return text;
 }
 
-// What it is, where it is not a zip archive.
+// The kind of file, if it is not a zip archive.
 void check_is_zip(const File& file) {
   char head[16] = {};
   const i64 bytes = std::min<i64>(file.size(), sizeof head);
@@ -74,7 +74,7 @@ TorchFile::TorchFile(const std::string& path) : path_(path), file_(File::open_re
              "{}: a TorchScript archive, which is a program; save the state_dict() of the module instead", path);
     if (name == "byteorder") {
       DS_CHECK(read_entry(*file_, e, 64) == "little", Errc::Unavailable,
-               "{}: its data are not little-endian (entry '{}'); save it on a little-endian machine", path, e.name);
+               "{}: its data is not little-endian (entry '{}'); save it on a little-endian machine", path, e.name);
     }
     if (name.starts_with("data/")) storages_.emplace(name.substr(5), &e);
   }
@@ -96,7 +96,7 @@ TorchFile::TorchFile(const std::string& path) : path_(path), file_(File::open_re
 const File& TorchFile::file() const {
   if (!file_) {
     file_ = File::open_read(path_);
-    DS_CHECK(file_->size() == file_bytes_, Errc::Corrupt, "{}: has changed while it was read", path_);
+    DS_CHECK(file_->size() == file_bytes_, Errc::Corrupt, "{}: changed while it was read", path_);
   }
   return *file_;
 }
@@ -228,7 +228,7 @@ class Flattener {
   }
 
  private:
-  // What it is to cost: a value may be reached on many ways, and each has a name.
+  // Bounds the cost of names: a value may be shared, and every path to it has a name.
   std::string join(const std::string& prefix, const std::string& key) {
     const size_t bytes = prefix.size() + 1 + key.size();
     name_bytes_ += bytes;
@@ -314,7 +314,7 @@ void UnfoldingBudget::take(const PickleTensor& tensor, std::string_view name) {
   const std::optional<i64> bytes = tensor.dtype ? checked_product(tensor.shape, dtype_bytes(*tensor.dtype)) : 0;
   DS_CHECK(bytes && *bytes <= left_, Errc::Unavailable,
            "{}: with tensor '{}' of shape [{}] it unfolds to more than 16 times its {} bytes; save tensors that repeat "
-           "their elements without that, or leave them out",
+           "their elements as copies, or leave them out",
            path_, name, fmt::join(tensor.shape, ", "), file_bytes_);
   left_ -= *bytes;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The directory stands at the end: [entries] [central directory] [Zip64 end, its locator] [end]. Nothing is searched
-// for: every record is where the one behind it says, or the file is refused.
+// The directory is at the end: [entries] [central directory] [Zip64 end, its locator] [end]. Nothing is searched for:
+// every record is where the following one says, or the file is refused.
 
 #include "formats/zip.h"
 
@@ -116,7 +116,7 @@ class ZipReader {
       DS_CHECK(end64_disk == 0 && disks == 1, Errc::Unavailable,
                "{}: a part of an archive on several disks; join the parts", file_.path());
       check(end64_at >= 0 && end64_offset == static_cast<u64>(end64_at),
-            "its Zip64 end record is not in front of the locator");
+            "its Zip64 end record is not before the locator");
       const std::string end64 = read(end64_at, kEnd64Bytes);
       Fields e(end64);
       check(e.get<u32>() == kEnd64 && e.get<u64>() == kEnd64Bytes - 12, "its Zip64 end record is damaged");
@@ -226,7 +226,7 @@ class ZipReader {
     for (const Header& h : headers) check(seen.insert(h.name).second, "entry '{}' appears twice", h.name);
   }
 
-  // Where the data begin, after a local header that says what the directory says.
+  // The start of the data, after a local header that agrees with the directory.
   i64 data_offset(const Header& h) const {
     const i64 at = static_cast<i64>(h.local);
     const std::string fixed = read(at, kLocalBytes);
@@ -283,7 +283,7 @@ class ZipReader {
       check(begin == expected, "entry '{}' begins at byte {}, where {} is expected ({})", h.name, begin, expected,
             begin < expected ? "overlap" : "bytes that belong to nothing");
       expected = e.offset + e.bytes;
-      check(expected <= next, "entry '{}' ends at byte {}, behind byte {} where the next record begins (overlap)",
+      check(expected <= next, "entry '{}' ends at byte {}, after byte {} where the next record begins (overlap)",
             h.name, expected, next);
       if ((h.flags & kHasDescriptor) == 0) continue;
       const std::optional<i64> descriptor = descriptor_bytes(h, expected, next);
@@ -314,8 +314,8 @@ void check_crc32(const File& file, const ZipEntry& entry, const Tick& tick) {
     crc = ::crc32(crc, chunk.data(), static_cast<uInt>(n));
   }
   DS_CHECK(crc == entry.crc32, Errc::Corrupt,
-           "{}: entry '{}' is damaged: its CRC-32 differs from the directory's (torch can be told to write none; save "
-           "it with)",
+           "{}: entry '{}' is damaged: its CRC-32 differs from the directory's (torch can be told not to write one; "
+           "save it with)",
            file.path(), entry.name);
 }
 

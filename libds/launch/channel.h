@@ -38,36 +38,36 @@ enum class Message : u8 {
   Challenge,  // Nonce
   Answer,     // AnswerPayload
   Proof,      // u64
-  // shim of a rank -> launcher
-  Hello,       // rank, pid of the shim, host, place of the host in the job
+  // from the shim of a rank to the launcher
+  Hello,       // rank, pid of the shim, host, index of the host in the job
   Started,     // pid
   Stdout,      // bytes
   Stderr,      // bytes
-  StdinTaken,  // the last Stdin was written: send more
+  StdinTaken,  // the last Stdin has been written: send more
   Aborted,     // mpirun wants the job to end
   Ended,       // EndedPayload, after the last byte of output
-  // shim of a host, or of its agent -> launcher
+  // from the shim of a host, or of its agent, to the launcher
   HostUp,        // HostUpPayload
   OrtedEnded,    // wait status
-  AgentStarted,  // place of the host
-  AgentEnded,    // place of the host, how the agent ended
-  // both ways between launcher and the shim of a host
+  AgentStarted,  // index of the host
+  AgentEnded,    // index of the host, how the agent ended
+  // between the launcher and the shim of a host, both ways
   Heartbeat,
-  // launcher -> shim of a host
-  Pause,  // expect nothing before the next message: the launcher was told to stop for a while
-  // launcher -> shim of a rank
+  // from the launcher to the shim of a host
+  Pause,  // expect no heartbeat until the next message: the launcher is being suspended
+  // from the launcher to the shim of a rank
   Environment,  // NAME=value strings
-  Bind,         // our share of the cores: index, number of shares
+  Bind,         // the rank's share of the cores: index, number of shares
   Start,        // working directory, path of the program, argv
   Stdin,        // bytes; none: end of file
   Signal,       // SignalPayload
-  Bye,          // everybody has ended (to shims of hosts as well)
+  Bye,          // all ranks have ended (also to shims of hosts)
 };
 
 struct EndedPayload {
   i64 time_ns;      // CLOCK_MONOTONIC of the rank's host
   i32 wait_status;  // as of waitpid
-  i32 stopped;      // by the launcher, or because it or mpirun is gone
+  i32 stopped;      // by the launcher, or because it or mpirun has ended
 };
 
 struct SignalPayload {
@@ -76,9 +76,9 @@ struct SignalPayload {
 };
 
 struct HostUpPayload {
-  i32 host;  // its place in the job
+  i32 host;  // its index in the job
   i32 cores;
-  i32 port;  // nobody listened on it just now
+  i32 port;  // was free a moment ago
 };
 
 struct Frame {
@@ -92,12 +92,12 @@ class Channel {
 
   int fd() const noexcept { return socket_.get(); }
   short events() const noexcept;   // to poll for
-  void pump(short revents);        // reads and writes what is possible
+  void pump(short revents);        // reads and writes as much as possible
   std::optional<Frame> receive();  // the next complete frame
   void send(Message type, std::string_view payload = {});
   void limit(u32 payload_bytes) noexcept { limit_ = payload_bytes; }  // a longer frame closes the channel
   std::size_t queued() const noexcept { return out_.size() - sent_; }
-  bool closed() const noexcept { return closed_; }  // the other end is gone; received frames are still there
+  bool closed() const noexcept { return closed_; }  // the other end has closed; frames already received stay available
 
  private:
   void flush();
@@ -109,7 +109,7 @@ class Channel {
   bool closed_ = false;
 };
 
-std::string to_bytes(Message type, std::string_view payload = {});  // of a frame
+std::string to_bytes(Message type, std::string_view payload = {});  // the bytes of a frame
 std::string pack(const std::vector<std::string>& strings);
 std::vector<std::string> unpack(std::string_view payload);
 

@@ -31,7 +31,7 @@ void Ending::expect_start() { deadline_ns_ = job_.start_ns + kStartTimeout; }
 
 void Ending::rank_ended(Rank& rank, int status, i64 time_ns, bool stopped) {
   job_.finish(rank, status, time_ns, stopped);
-  // On several hosts who waits does so until its time limit.
+  // On several hosts a waiting rank waits until its time limit.
   if (job_.hosts.empty() && !job_.all_ended()) ended_ranks_.add(rank.end.rank, status == 0);
   if (status == 0 || failed_ || gave_up() || phase_ > Phase::Ending) return;
   failed_ = status != kCheckpointed;
@@ -41,7 +41,8 @@ void Ending::rank_ended(Rank& rank, int status, i64 time_ns, bool stopped) {
 void Ending::stop(int signal) {
   const bool again = std::exchange(stop_signal_, signal) != 0;
   if (again || !job_.all_started()) return enter(Phase::Killing, kEndGrace);
-  if (signal == SIGINT) log_message(LogLevel::Warning, "interrupted: told the ranks; once more ends them by force");
+  if (signal == SIGINT)
+    log_message(LogLevel::Warning, "interrupted: waiting for the ranks to end; interrupt again to end them by force");
   job_.signal(signal, false);
   job_.signal(SIGCONT, false);  // a rank that is stopped could not end
 }

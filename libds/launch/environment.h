@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Environments of jobs: what is taken out of them, and what goes to other hosts.
+// Environments of jobs: which variables are removed, and which are sent to other hosts.
 
 #include <map>
 #include <string>
@@ -9,18 +9,19 @@
 namespace ds::launch {
 
 using Environment = std::map<std::string, std::string>;
-// Which signals Open MPI prints a stack trace for, in a handler that may wait for ever for what the interrupted code
-// held (malloc's lock, say). Empty for mpirun, so that the signal ends it; ranks do not see that.
+// The signals for which Open MPI prints a stack trace, in a handler that may wait for ever for a lock of the
+// interrupted code (malloc's, for example). Set to empty for mpirun, so that the signal ends it; ranks do not get this
+// setting.
 inline constexpr const char* kTracedSignals = "OMPI_MCA_opal_signal";
 Environment parse_environment(const std::vector<std::string>& strings);
 void add(Environment& environment, const std::vector<std::string>& strings);
 std::string value_or(const Environment& environment, const std::string& name, std::string fallback);
 
-// Removes what another launcher of MPI programs told this process: it would confuse mpirun.
+// Removes variables that another MPI launcher has set for this process: they would confuse mpirun.
 void forget_other_jobs(Environment& environment);
 
-// What other hosts get of an environment. What describes this machine, this login or this session stays: the host's own
-// holds there.
+// The variables that are sent to other hosts. Those that describe this machine, login or session are left out: a host
+// uses its own.
 std::vector<std::string> portable_environment(const std::vector<std::string>& environment);
 
 }  // namespace ds::launch

@@ -27,9 +27,9 @@ namespace {
 
 constexpr int kConnectMs = 3000;
 constexpr int kProofMs = 15'000;           // the launcher may be busy with many hosts
-constexpr i64 kPatience = 20'000'000'000;  // ns; who says nothing is called again for so long
+constexpr i64 kPatience = 20'000'000'000;  // ns; a silent address is tried again for so long
 constexpr u32 kLongestGreeting = 64;       // bytes
-constexpr std::string_view kSilence = "nobody speaks there";
+constexpr std::string_view kSilence = "nothing listens there";
 
 struct Address {
   sockaddr_storage storage{};
@@ -83,7 +83,7 @@ std::string_view greet(Channel& channel, const Home& home) {
   const std::optional<Frame> proof = receive_within(channel, kProofMs);
   if (!proof || proof->type != Message::Proof) return "the launcher of another job answers there";
   if (value_of<u64>(proof->payload) != proof_of(home.secret, Side::Launcher, theirs, ours))
-    return "who answers there does not know the job's secret";
+    return "the process that answers there does not know the job's secret";
   channel.limit(~u32{0});
   return "";
 }
@@ -109,7 +109,7 @@ std::vector<std::string> to_fields(const Home& home) {
 Home home_of(std::span<const std::string>& fields) {
   const auto number = [&](std::size_t i) { return std::strtoll(fields[i].c_str(), nullptr, 10); };
   DS_CHECK(fields.size() >= 4 && std::cmp_greater_equal(fields.size() - 4, number(3)), Errc::Internal,
-           "what a launcher wrote for its shims is cut off");
+           "the launcher's message for its shims is incomplete");
   Home home{.secret = fields[0], .port = static_cast<int>(number(1)), .timeout_ms = number(2), .addresses = {}};
   const std::size_t end = 4 + static_cast<std::size_t>(number(3));
   home.addresses.assign(fields.begin() + 4, fields.begin() + static_cast<std::ptrdiff_t>(end));
@@ -209,7 +209,7 @@ Channel call_home(Home& home) {
     again = false;
     tried.clear();
     for (std::string& address : home.addresses) {
-      std::string why = "is no address";
+      std::string why = "is not an address";
       if (const std::optional<Address> there = address_of(address, home.port)) {
         Fd fd = connect_within(*there, kConnectMs);
         why = system_reason(errno);

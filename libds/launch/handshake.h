@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The way home from other hosts: a TCP connection on which launcher and shim prove to each other that they belong to
-// the same job, before either believes a word of the other:
+// The connection from other hosts to the launcher: TCP, on which launcher and shim first prove to each other that they
+// belong to the same job:
 //
 //   launcher --Challenge: nonce a-------------------------------> shim
 //            <-Answer: nonce b, MAC(secret, "shim", a, b), clock--
 //            --Proof: MAC(secret, "launcher", a, b)------------->
 //
-// The secret is random, of one job, and never on this wire or a command line. What follows is neither encrypted nor
-// signed, like MPI's own messages.
+// The secret is random, belongs to one job, and is never sent over this connection or put on a command line. Later
+// messages are neither encrypted nor signed, like MPI's own.
 
 #include <algorithm>
 #include <array>
@@ -22,21 +22,21 @@
 
 namespace ds::launch {
 
-// SipHash-2-4 (Aumasson, Bernstein 2012), a keyed hash made to authenticate short messages: libsodium's.
+// SipHash-2-4 (Aumasson, Bernstein 2012), a keyed hash that authenticates short messages; libsodium's implementation.
 u64 siphash(std::string_view key16, std::string_view message);
 
-// Where the launcher listens, and what to say there.
+// Where the launcher listens, and the secret of the job.
 struct Home {
   std::string secret;  // 32 hexadecimal digits
   int port = 0;
-  i64 timeout_ms = 0;  // silence after which launcher and shim of a host take each other for lost
+  i64 timeout_ms = 0;  // after so much silence, launcher and shim of a host consider each other lost
   std::vector<std::string> addresses;
 };
 constexpr i64 beat_ns(i64 timeout_ns) { return std::min<i64>(1'000'000'000, timeout_ns / 5); }  // between heartbeats
 std::vector<std::string> to_fields(const Home& home);
 Home home_of(std::span<const std::string>& fields);  // takes them from the front; throws Errc::Internal
 
-// What the shim of a host leaves in the environment of the shims of its ranks.
+// Passed by the shim of a host to the shims of its ranks, in the environment.
 struct HostHome {
   int host = 0;
   Home home;
@@ -59,15 +59,15 @@ u64 proof_of(const std::string& secret, Side side, const Nonce& challenge, const
 
 // Listens on a free port of every address of this machine, IPv6 and IPv4.
 Fd listen_everywhere(int* port);
-// Of interfaces that are up: those that other machines may know us by, the loopback's behind.
+// The addresses of interfaces that are up: first those that other machines may use, then those of the loopback.
 std::vector<std::string> own_addresses();
-void tune_socket(int fd);  // small messages at once; a peer that is silently gone is found
+void tune_socket(int fd);  // sends small messages at once, and detects a peer that vanished
 
-// Forgets addresses that are this machine's own, unless all are: on another host who listens there is somebody else.
+// Removes addresses that this machine has too, unless all are: at such an address another process listens here.
 void leave_out(const std::vector<std::string>& own, Home& home);
 
-// Goes through home's addresses until the launcher has proved itself at one; moves that to the front. Throws Errc::Comm
-// with what was tried.
+// Tries home's addresses until the launcher has proved itself at one, and moves that one to the front. Throws
+// Errc::Comm naming the addresses tried.
 Channel call_home(Home& home);
 
 }  // namespace ds::launch

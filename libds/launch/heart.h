@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The launcher's heartbeat, in a thread of its own: output to a file system that hangs holds up the launcher, and the
-// ranks that write, but it is no reason for hosts to end their part.
+// The launcher's heartbeat, in a thread of its own: a file system that blocks output delays the launcher and the ranks
+// that write, but must not make hosts end their ranks.
 
 #include <condition_variable>
 #include <mutex>
@@ -15,10 +15,10 @@ namespace ds::launch {
 class Heart {
  public:
   void start(i64 beat_ns);
-  void beat_for(const Channel& host);  // the channel outlives us
+  void beat_for(const Channel& host);  // the channel must outlive it, or forget() is called
   void forget(const Channel& host);
 
-  // Runs what no heartbeat may come into.
+  // Calls run() while no heartbeat is being sent.
   template <class Run>
   void between_beats(Run&& run) {
     const std::lock_guard lock(mutex_);

@@ -34,9 +34,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr i64 kOrtedGrace = 2 * kSecond;  // for orted to leave after its last shim, for shims to leave after orted
-constexpr std::size_t kKeptText = 4096;   // of what an agent said last
+constexpr std::size_t kKeptText = 4096;   // of an agent's last output
 
-// Where Open MPI and its libraries are: orted needs these of our variables before any rank gets its environment.
+// Variables that locate Open MPI and its libraries: orted needs them before any rank gets its environment.
 constexpr std::array kOrtedVariables = {"LD_LIBRARY_PATH", "OPAL_PREFIX", "OPAL_LIBDIR"};
 
 // mpirun writes its words for a shell, by double quotes around values and nothing more: without them they are
@@ -60,7 +60,7 @@ std::string host_input(const AgentSettings& settings, const OrtedCall& call, con
 void write_all(int fd, std::string_view text) {
   while (!text.empty()) {
     const ssize_t n = ::write(fd, text.data(), text.size());
-    if (n < 0 && errno != EINTR) return;  // who does not read will say why
+    if (n < 0 && errno != EINTR) return;  // an agent that does not read reports the reason itself
     if (n > 0) text.remove_prefix(static_cast<std::size_t>(n));
   }
 }
@@ -135,7 +135,7 @@ int run_agent(const AgentSettings& settings, const OrtedCall& call, const Enviro
         ended = reap(agent, &wait_status);
       }
     }
-    if (ended || dismissed) kill_descendants();  // who still holds the pipe
+    if (ended || dismissed) kill_descendants();  // processes that still hold the pipe
     if (dismissed) return 1;
   }
   const std::string why =
@@ -202,11 +202,12 @@ class HostShim {
 // mpirun tells orted to work in the launcher's folder; here it has one of its own.
 void move_to(const std::string& folder, std::vector<std::string>& orted_arguments) {
   const auto name = std::find(orted_arguments.begin(), orted_arguments.end(), "orte_tmpdir_base");
-  DS_CHECK(orted_arguments.end() - name > 1, Errc::Internal, "mpirun did not tell orted where to work");
+  DS_CHECK(orted_arguments.end() - name > 1, Errc::Internal, "mpirun did not pass a working directory to orted");
   *(name + 1) = folder;
 }
 
-// What a host's orted gets: where its files go, how many ranks share the cores, and the way home for their shims.
+// The environment of a host's orted: the directory of its files, the number of ranks that share the cores, and the
+// launcher's addresses for their shims.
 Environment orted_environment(Environment environment, const HostHome& way, const std::string& folder, int ranks) {
   forget_other_jobs(environment);
   // A shell that finds itself started by sshd reads what is meant for people's sessions.
@@ -219,21 +220,22 @@ Environment orted_environment(Environment environment, const HostHome& way, cons
 
 int serve_host(std::span<const std::string> fields, Environment environment, SignalInbox& inbox) {
   DS_CHECK(fields.size() > 3, Errc::Internal,
-           "nothing came on standard input: an agent passes its own on to the command that it runs");
-  DS_CHECK(fields[0] == version(), Errc::Config, "this is version {}, and the job was started by {}", version(),
+           "nothing arrived on standard input: the agent must pass its own to the command that it runs");
+  DS_CHECK(fields[0] == version(), Errc::Config, "this is version {}, but the job was started by version {}", version(),
            fields[0]);
   HostHome way{.host = std::atoi(fields[1].c_str()), .home = {}};
   const int ranks = std::atoi(fields[2].c_str());
   fields = fields.subspan(3);
   way.home = home_of(fields);
-  DS_CHECK(fields.size() > kOrtedVariables.size(), Errc::Internal, "what a launcher wrote for its shims is cut off");
+  DS_CHECK(fields.size() > kOrtedVariables.size(), Errc::Internal,
+           "the launcher's message for its shims is incomplete");
   for (std::size_t i = 0; i < kOrtedVariables.size(); ++i)
     if (!fields[i].empty()) environment.insert_or_assign(kOrtedVariables[i], fields[i]);
   fields = fields.subspan(kOrtedVariables.size());
   const std::string& orted = fields[0];
   std::vector<std::string> argv(fields.begin(), fields.end());
   DS_CHECK(::access(orted.c_str(), X_OK) == 0, Errc::Unavailable,
-           "there is no '{}': Open MPI has to be where it is on the host of ds-launch", orted);
+           "'{}' does not exist: Open MPI must be at the same path as on the host of ds-launch", orted);
 
   check_limits(ranks);
   leave_out(own_addresses(), way.home);
@@ -319,7 +321,7 @@ OrtedCall orted_call_of(std::span<const std::string> words) {
   };
   const auto name = std::find_if(words.begin(), words.end(), names_host);
   const auto orted = std::find_if(name, words.end(), is_orted);
-  DS_CHECK(orted != words.end(), Errc::Internal, "mpirun gave no host or no orted: {}", fmt::join(words, " "));
+  DS_CHECK(orted != words.end(), Errc::Internal, "mpirun named no host or no orted: {}", fmt::join(words, " "));
   OrtedCall call{.host = std::strtoul(name->c_str() + kHostAlias.size(), nullptr, 10),
                  .arguments = {orted + 1, words.end()}};
   if (!call.arguments.empty() && call.arguments.back() == ")") call.arguments.pop_back();

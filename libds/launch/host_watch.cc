@@ -66,7 +66,7 @@ void HostWatch::listen(Host& host, short revents) {
 void HostWatch::serve(Host& host, short revents) {
   if (host.channel == nullptr && host.called_ns != 0 && monotonic_ns() - host.called_ns > limit_ns())
     ending_.give_up(exit_code(Errc::Unavailable),
-                    fmt::format("{} cannot be used: nothing came from it within {} s of starting its agent "
+                    fmt::format("{} cannot be used: nothing arrived from it within {} s after its agent was started "
                                 "(--host-timeout){}",
                                 host.text(), job_.options.host_timeout_s, mpirun_.quoted()));
   if (host.channel == nullptr || host.lost) return;
@@ -76,8 +76,8 @@ void HostWatch::serve(Host& host, short revents) {
   if (host.channel->closed() && !mpirun_is_ending()) {  // without mpirun, hosts end their part
     lose(host, "its part of ds-launch has ended or the connection was reset");
   } else if (is_silent(host)) {
-    lose(host,
-         fmt::format("nothing was heard from it for {} s; is it up, and its network?", job_.options.host_timeout_s));
+    lose(host, fmt::format("nothing was heard from it for {} s; check that it and its network are up",
+                           job_.options.host_timeout_s));
   }
 }
 
@@ -163,7 +163,7 @@ void HostWatch::tell_of_silent_hosts() const {
   for (const Host& host : job_.hosts)
     if (host.connected())
       log_message(LogLevel::Warning,
-                  fmt::format("host {} does not answer: what runs there ends when it has heard nothing for {} s",
+                  fmt::format("host {} does not answer: its ranks end when they have heard nothing for {} s",
                               host.planned.name, job_.options.host_timeout_s));
 }
 

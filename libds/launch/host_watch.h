@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Watches the hosts of a job: which of them come, and whether they are still there. A host that is silent for too long
-// is lost, and with it what runs there.
+// Watches the hosts of a job: which have connected, and whether they are still alive. A host that is silent for too
+// long is lost, with its ranks.
 
 #include <poll.h>
 
@@ -19,23 +19,24 @@ namespace ds::launch {
 
 class HostWatch {
  public:
-  HostWatch(Job& job, Mpirun& mpirun, Ending& ending);  // which outlive us
+  HostWatch(Job& job, Mpirun& mpirun, Ending& ending);  // which outlive it
 
-  // The way home for shims on hosts, and what mpirun and our agents read in `folder`: both know hosts by place.
+  // Opens the port for shims on hosts, and writes the files that mpirun and the agents read in `folder`; both know
+  // hosts by index.
   void prepare(Reception& reception, const std::filesystem::path& folder);
 
   i64 beat_ns() const noexcept { return launch::beat_ns(limit_ns()); }
   static pollfd polled_for(const Host& host);
   void serve(Host& host, short revents);   // in each turn of the loop
-  void listen(Host& host, short revents);  // hears what the host says, and does not judge its silence
+  void listen(Host& host, short revents);  // reads messages of the host, without checking for silence
 
-  // What is said at the reception.
+  // Messages that arrive at the reception.
   void agent_started(Host& host) { host.called_ns = monotonic_ns(); }
   void agent_ended(const Host& host, const std::string& how);
   void host_up(Host& host, const HostUpPayload& up, Guest& guest);
 
-  void pause(const std::function<void()>& run);  // expects and sends nothing while it runs
-  void tell_of_silent_hosts() const;             // at the end
+  void pause(const std::function<void()>& run);  // neither expects nor sends heartbeats during run()
+  void tell_of_silent_hosts() const;             // at the end of the job
 
  private:
   i64 limit_ns() const noexcept { return home_.timeout_ms * 1'000'000; }
@@ -49,7 +50,7 @@ class HostWatch {
   Mpirun& mpirun_;
   Ending& ending_;
   Home home_;
-  Heart heart_;  // stops before the channels that it beats for are gone
+  Heart heart_;  // destroyed before the channels that it sends to
 };
 
 }  // namespace ds::launch

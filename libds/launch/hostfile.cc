@@ -44,7 +44,7 @@ std::string what_no_text_has(std::string_view line) {
   return "";
 }
 
-// What keeps an address from being one of a host; "": nothing, and it has its usual spelling.
+// The reason why an address is not one of a host; "": it is one, and `name` is set to its usual spelling.
 std::string what_is_wrong_with_ipv4(std::string& name) {
   in_addr address{};
   if (::inet_pton(AF_INET, name.c_str(), &address) != 1) return fmt::format("{} is not an IPv4 address", shown(name));
@@ -75,25 +75,25 @@ bool is_number(std::string_view label) {
 // The same of a name.
 std::string what_is_wrong_with(std::string& whole) {
   const std::string_view name = whole;
-  if (name.find(':') != std::string_view::npos)
-    return fmt::format("{}: an IPv6 address stands in brackets", shown(name));
+  if (name.find(':') != std::string_view::npos) return fmt::format("{}: put an IPv6 address in brackets", shown(name));
   if (name.find('@') != std::string_view::npos)
-    return fmt::format("{}: a user belongs into ssh's configuration (~/.ssh/config), not here", shown(name));
-  if (name.starts_with('-')) return fmt::format("{}: a host name does not begin with '-'", shown(name));
+    return fmt::format("{}: set the user name in ~/.ssh/config, not here", shown(name));
+  if (name.starts_with('-')) return fmt::format("{}: a host name may not begin with '-'", shown(name));
   const auto fits = [](char c) { return is_letter(c) || is_digit(c) || c == '-' || c == '_' || c == '.'; };
   if (!std::all_of(name.begin(), name.end(), fits))
-    return fmt::format("{}: a host name has letters, digits, '-', '_' and '.'", shown(name));
+    return fmt::format("{}: a host name may contain only letters, digits, '-', '_' and '.'", shown(name));
   if (name.size() > kLongestName)
-    return fmt::format("{}: a host name has at most {} characters", shown(name), kLongestName);
+    return fmt::format("{}: a host name may have at most {} characters", shown(name), kLongestName);
   for (std::string_view rest = name;;) {
     const std::size_t dot = rest.find('.');
     const std::string_view label = rest.substr(0, dot);
     if (label.empty() || label.size() > kLongestLabel || label.starts_with('-'))
-      return fmt::format("{}: between dots stand 1 to {} characters, no '-' first", shown(name), kLongestLabel);
+      return fmt::format("{}: each part between dots must have 1 to {} characters and not begin with '-'", shown(name),
+                         kLongestLabel);
     if (dot == std::string_view::npos) break;
     rest.remove_prefix(dot + 1);
   }
-  // What ends in a number is an address (as in URLs), and is not left to a resolver's idea of "10.1".
+  // A name that ends in a number must be an address (as in URLs), since resolvers disagree about "10.1".
   return is_number(name.substr(name.rfind('.') + 1)) ? what_is_wrong_with_ipv4(whole) : "";
 }
 
@@ -103,7 +103,7 @@ int slots_of(std::string_view digits, std::string& why) {
   const auto [end, error] = std::from_chars(digits.begin(), digits.end(), slots);
   const bool number = !digits.empty() && std::all_of(digits.begin(), digits.end(), is_digit);
   if (!number || error != std::errc{} || end != digits.end() || slots < 1 || slots > kMaxSlots)
-    why = fmt::format("slots are a whole number from 1 to {}, not {}", kMaxSlots, shown(digits));
+    why = fmt::format("slots must be a whole number from 1 to {}, not {}", kMaxSlots, shown(digits));
   return slots;
 }
 
@@ -122,7 +122,7 @@ class Hosts {
     std::string key = host.name;
     std::transform(key.begin(), key.end(), key.begin(), lower);
     const auto [first, fresh] = numbers_.try_emplace(std::move(key), number);
-    if (!fresh) return mistake(number, fmt::format("host {} stands at {} already", shown(name), where(first->second)));
+    if (!fresh) return mistake(number, fmt::format("host {} is already at {}", shown(name), where(first->second)));
     hosts_.push_back(std::move(host));
   }
 
@@ -132,7 +132,7 @@ class Hosts {
     mistakes_ += where(number) + ": " + why;
   }
 
-  // What was read, if nothing was wrong with it.
+  // The hosts, or an error with all mistakes.
   std::vector<LaunchHost> take() {
     if (num_mistakes_ > kShownMistakes)
       mistakes_ += fmt::format("\n  and {} more mistakes", num_mistakes_ - kShownMistakes);
@@ -166,8 +166,9 @@ void parse_line(std::string_view line, i64 number, Hosts& hosts) {
   if (name.empty()) return;
   if (slots.empty()) return hosts.add(name, std::nullopt, number);
   if (!slots.starts_with(kSlots))
-    return hosts.mistake(number, fmt::format("a line is 'NAME' or 'NAME slots=N'; what is {}?", shown(slots)));
-  if (!rest.empty()) return hosts.mistake(number, fmt::format("nothing follows the slots; what is {}?", shown(rest)));
+    return hosts.mistake(number, fmt::format("a line must be 'NAME' or 'NAME slots=N'; unexpected {}", shown(slots)));
+  if (!rest.empty())
+    return hosts.mistake(number, fmt::format("nothing may follow the slots; unexpected {}", shown(rest)));
   hosts.add(name, slots.substr(kSlots.size()), number);
 }
 
@@ -193,7 +194,7 @@ std::vector<LaunchHost> parse_hostfile(std::string_view text, const std::string&
     parse_line(line, number, hosts);
   }
   std::vector<LaunchHost> read = hosts.take();
-  DS_CHECK(!read.empty(), Errc::Config, "{}: there is no host in it", file);
+  DS_CHECK(!read.empty(), Errc::Config, "{}: contains no host", file);
   return read;
 }
 

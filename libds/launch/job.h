@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The job that is running: its ranks, and the hosts that they are on.
+// The running job: its ranks and their hosts.
 
 #include <memory>
 #include <span>
@@ -14,15 +14,15 @@
 
 namespace ds::launch {
 
-// A host that was given; without hosts there is none.
+// A host given by the user; without --host and --hostfile there is none.
 struct Host {
   explicit Host(const PlannedHost& host) : planned(host) {}
 
   const PlannedHost& planned;
   std::unique_ptr<Channel> channel;  // to its shim
   HostUpPayload up{};
-  i64 clock_ahead_ns = 0;  // ours beside its
-  i64 called_ns = 0;       // when its agent started
+  i64 clock_ahead_ns = 0;  // the launcher's clock minus the host's
+  i64 called_ns = 0;       // time at which its agent started
   i64 heard_ns = 0;
   bool orted_ended = false, lost = false;
 
@@ -39,9 +39,9 @@ struct Rank : RankCourse {
 
 class Job {
  public:
-  // Opens the logs of ranks. What is given outlives us.
+  // Opens the logs of ranks. The arguments must outlive the job.
   Job(const LaunchOptions& options, const LaunchPlan& plan, Sink& out, Sink& err);
-  Job(Job&&) = delete;  // ranks know their hosts
+  Job(Job&&) = delete;  // ranks point to their hosts
 
   const LaunchOptions& options;
   const LaunchPlan& plan;
@@ -54,10 +54,10 @@ class Job {
   bool any_started() const;
   bool all_started() const;
 
-  void start(Rank& rank);              // its shim has come
-  void signal(int signal, bool stop);  // to all ranks; stop: we end the job
-  void dismiss();                      // every shim may leave
-  // The rank has ended; `stopped`: as it was told to.
+  void start(Rank& rank);              // its shim has connected
+  void signal(int signal, bool stop);  // to all ranks; stop: the launcher ends the job
+  void dismiss();                      // lets every shim exit
+  // The rank has ended; `stopped`: because it was told to.
   void finish(Rank& rank, int status, i64 time_ns, bool stopped);
 };
 

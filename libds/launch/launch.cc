@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launcher: one event loop over signals, shims, streams and mpirun. What it hears goes to the parts of the launch:
-// the reception takes in who connects, the watch looks after hosts, and the ending says what comes next.
+// The launcher: one event loop over signals, shims, streams and mpirun. It passes events to the parts of the launch:
+// the reception accepts connections, the watch monitors hosts, and the ending decides the phases of the end.
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -119,8 +119,8 @@ class Launcher {
 
   // ---- shims ----------------------------------------------------------------------------------------------------
 
-  // When every shim has said who it is, they get their ranks to run: all together, so that one that fails at once does
-  // not keep another from saying why.
+  // When every shim has identified itself, all get their ranks to run together, so a rank that fails at once does not
+  // keep another from reporting.
   void greet() {
     reception_.hear([&](Guest& guest, const Frame& frame) { introduce(guest, frame); });
     const auto waits = [](const Rank& r) { return r.channel != nullptr && !r.started && !r.ended; };
@@ -182,7 +182,7 @@ class Launcher {
           ending_.rank_ended(rank, exit_status(end.wait_status), end.time_ns + ahead_ns, end.stopped != 0);
           break;
         }
-        default: throw Error(Errc::Internal, "message from a shim that only the launcher sends");
+        default: throw Error(Errc::Internal, "a shim sent a message that only the launcher sends");
       }
     if (rank.channel->closed() && !rank.ended) {  // the shim was killed, and its rank with it
       rank.vanished = true;

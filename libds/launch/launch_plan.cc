@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch will do, decided before anything starts.
+// The plan of a launch, made before anything starts.
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -46,7 +46,7 @@ int ranks_of(const LaunchOptions& options) {
            "{} ranks, but the {} host{} given {} {} slot{}: ask for fewer ranks (-n) or give more slots", ranks,
            options.hosts.size(), options.hosts.size() == 1 ? "" : "s", options.hosts.size() == 1 ? "has" : "have",
            slots, slots == 1 ? "" : "s");
-  DS_CHECK(ranks <= kMaxRanks, Errc::Config, "{} slots: a job has at most {} ranks; say how many with -n", slots,
+  DS_CHECK(ranks <= kMaxRanks, Errc::Config, "{} slots: a job has at most {} ranks; give a number with -n", slots,
            kMaxRanks);
   return ranks;
 }
@@ -67,7 +67,7 @@ std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
   }
   for (const PlannedHost& host : hosts)
     DS_CHECK(hosts.size() == 1 || !is_loopback(host.name), Errc::Config,
-             "host '{}' is another machine on each of several: give the name that the others know it by", host.name);
+             "host '{}' means a different machine on each host: give the name by which the others know it", host.name);
   const std::vector<std::string> first =
       hosts[0].reached_by.empty() ? addresses_of(hosts[0].name) : std::vector<std::string>();
   if (hosts.size() > 1 && !first.empty() && std::all_of(first.begin(), first.end(), loops_back))
@@ -83,7 +83,7 @@ std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
 std::string working_directory(const Environment& inherited) {
   std::error_code error;
   const std::string real = std::filesystem::current_path(error).string();
-  DS_CHECK(!error, Errc::Config, "the working directory is gone or cannot be read: {}; change to another",
+  DS_CHECK(!error, Errc::Config, "the working directory no longer exists or cannot be read: {}; change to another",
            error.message());
   const std::string named = value_or(inherited, "PWD", "");
   return named.starts_with('/') && std::filesystem::equivalent(named, real, error) ? named : real;
@@ -111,7 +111,7 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
            other->name, other->variable);
   // mpirun refuses to run where another mpirun has left this.
   DS_CHECK(!inherited.contains("OMPI_UNIVERSE_SIZE"), Errc::Config,
-           "this is a rank of a job already: mpirun starts no job inside a job");
+           "this process is a rank of a job: mpirun cannot start a job inside a job");
 
   const std::string path = value_or(inherited, "PATH", std::string(kDefaultPath));
   const Program program = find_program(options.command.front(), path);
@@ -126,17 +126,17 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
   DS_CHECK(mpirun.status == 0, Errc::Unavailable, "Open MPI's mpirun is not in PATH (Debian: openmpi-bin)");
   if (!here) {
     DS_CHECK(own_executable().string().find_first_of(" \t:\"'\\") == std::string::npos, Errc::Config,
-             "mpirun starts nothing on hosts whose path has spaces, colons or quotes in it: '{}'",
+             "mpirun cannot start programs on hosts if their path contains spaces, colons or quotes: '{}'",
              own_executable().string());
     plan.hosts = place(options, plan.ranks);
     for (const PlannedHost& host : plan.hosts) {
       if (host.reached_by.empty()) continue;
       const Program agent = find_program(host.reached_by[0], path);
-      DS_CHECK(agent.status == 0, Errc::Unavailable, "nothing reaches host {}: {}", host.name, agent.why);
+      DS_CHECK(agent.status == 0, Errc::Unavailable, "there is no way to reach host {}: {}", host.name, agent.why);
     }
     plan.orted = (std::filesystem::path(mpirun.path).parent_path() / "orted").string();
     DS_CHECK(::access(plan.orted.c_str(), X_OK) == 0, Errc::Unavailable,
-             "Open MPI's orted is not beside its mpirun, {}", mpirun.path);
+             "Open MPI's orted is not in the directory of its mpirun, {}", mpirun.path);
   }
   const i64 folder_bytes = open_mpi_bytes(plan.ranks);
   const std::string folder =

@@ -12,14 +12,15 @@
 
 namespace ds::launch {
 
-// Open MPI's own settings: no binding, everything it writes inside our private folder, and time between its SIGTERM and
-// its SIGKILL: how a job ends is our affair. With hosts, one daemon for each, started from here by our own agent.
+// The settings of Open MPI: no binding; all its files inside the private folder; and a long time between its SIGTERM
+// and its SIGKILL, because the launcher ends jobs itself. With hosts, one daemon for each, started from this machine by
+// our own agent.
 std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchPlan& plan, bool oversubscribed,
                                         const std::string& folder);
 
 class Mpirun {
  public:
-  explicit Mpirun(const LaunchPlan& plan) : plan_(plan) {}  // which outlives us
+  explicit Mpirun(const LaunchPlan& plan) : plan_(plan) {}  // which outlives it
 
   // Throws Errc::Unavailable if it cannot be executed. inherited, added: "NAME=value".
   void start(const std::vector<std::string>& command, const std::vector<std::string>& inherited,
@@ -29,15 +30,15 @@ class Mpirun {
 
   pid_t pid() const noexcept { return pid_; }
   bool is_running() const noexcept { return pid_ > 0; }
-  bool is_exiting() const;                              // it runs still, and others can see that it ends
-  bool was_killed() const noexcept { return killed_; }  // by us
+  bool is_exiting() const;                              // it still runs, but has begun to exit
+  bool was_killed() const noexcept { return killed_; }  // by the launcher
   int wait_status() const noexcept { return end_; }     // once it has ended
 
-  // What it says itself; of interest only if it fails or somebody wants to know.
-  int chatter_fd() const noexcept { return chatter_.get(); }  // to poll for; -1: it has closed its end
-  bool read_chatter();                                        // false: nothing came
-  bool gave_up() const noexcept { return gave_up_; }          // it said that it has aborted the job
-  std::string quoted() const;  // what it said last, as the end of a message, with hosts by the names that we were given
+  // Its own output, shown only if it fails or with --verbose.
+  int chatter_fd() const noexcept { return chatter_.get(); }  // for poll(); -1: it has closed its end
+  bool read_chatter();                                        // false: there was nothing to read
+  bool gave_up() const noexcept { return gave_up_; }          // it printed that it has aborted the job
+  std::string quoted() const;  // its last output, for the end of a message, with hosts by the names that the user gave
 
  private:
   const LaunchPlan& plan_;

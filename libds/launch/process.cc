@@ -37,13 +37,13 @@ namespace ds::launch {
 namespace fs = std::filesystem;
 namespace {
 
-// What Open MPI 4.1 puts into its folder: 8 MiB of PMIx's in steps of 4 MiB, and 4 MiB of messages for every rank.
+// Files of Open MPI 4.1 in its folder: 8 MiB of PMIx in steps of 4 MiB, and 4 MiB of messages for every rank.
 constexpr i64 kOpenMpiBytes = i64{16} << 20;
 constexpr i64 kOpenMpiRankBytes = i64{4} << 20;
 
 constexpr const char* kMemory = "/dev/shm";
 
-// Of a folder that others still use, or remove too.
+// Attempts to remove a folder that other processes still use, or remove too.
 constexpr int kRemovals = 40;
 constexpr std::chrono::milliseconds kBetweenRemovals{25};
 
@@ -126,8 +126,9 @@ Program find_program(const std::string& name, std::string_view path_variable) {
       begin = end + 1;
     }
   }
-  Program found{
-      .path = "", .status = 127, .why = fmt::format("'{}' is not a program beside ds-launch or in PATH", name)};
+  Program found{.path = "",
+                .status = 127,
+                .why = fmt::format("'{}' is neither a program in the directory of ds-launch nor in PATH", name)};
   if (name.find('/') != std::string::npos) found.why = fmt::format("'{}' does not exist", name);
   for (const fs::path& candidate : candidates) {
     std::error_code ignored;
@@ -137,7 +138,7 @@ Program find_program(const std::string& name, std::string_view path_variable) {
     found = {.path = "",
              .status = 126,
              .why = fmt::format("'{}' cannot be executed: {}", candidate.string(),
-                                fs::is_directory(candidate, ignored) ? "it is a folder" : "no execute permission")};
+                                fs::is_directory(candidate, ignored) ? "it is a directory" : "no execute permission")};
   }
   return found;
 }
@@ -354,7 +355,7 @@ void stop_until_told(std::span<const int> waking) {
   const std::string status_file = fmt::format("/proc/{}/status", self);
   u64 wakes = 0;
   for (const int signal : waking) wakes |= u64{1} << (signal - 1);
-  const pid_t watch = ::fork();  // if it cannot be, who continues us has to do so
+  const pid_t watch = ::fork();  // if it fails, only an explicit SIGCONT continues this process
   if (watch == 0) {
     ::setpgid(0, 0);  // what the terminal sends to us is not for it
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What launcher and shim need from the operating system.
+// The operating system's services for launcher and shim.
 
 #include <sys/types.h>
 
@@ -20,12 +20,13 @@ inline constexpr i64 kSecond = 1'000'000'000;
 i64 monotonic_ns() noexcept;
 std::string host_name();
 std::string signal_name(int signal);  // "SIGKILL"
-int exit_status(int wait_status);     // as of waitpid; 128 + signal for who was killed
+int exit_status(int wait_status);     // of a wait status; 128 + signal if it was killed
 int exit_signal(int wait_status);     // 0: it exited
 std::string how_ended(int status, int signal);
 std::filesystem::path own_executable();
 
-// Where `name` is: beside this executable, then in PATH. status 127: nowhere, 126: there, but it cannot be executed.
+// Finds `name` in the directory of this executable, then in PATH. status 127: not found; 126: found, but it cannot be
+// executed.
 struct Program {
   std::string path;
   int status = 0;
@@ -40,10 +41,10 @@ std::vector<int> usable_cpus();
 std::span<const int> share_of(std::span<const int> cpus, int index, int shares);
 
 std::string random_hex(int bytes);
-int free_port();  // a TCP port nobody listened on just now
+int free_port();  // a TCP port that was free a moment ago
 
-// A private folder (0700) in memory where there is /dev/shm; gone with its owner, and with it what ranks that have
-// ended left in /dev/shm. What owners left that were killed together with all their helpers is removed by the next one.
+// A private folder (0700), in memory if there is /dev/shm. The destructor removes it, and files that ended ranks left
+// in /dev/shm. If an owner was killed together with all its helpers, the next owner removes its files.
 class PrivateFolder {
  public:
   explicit PrivateFolder(const std::filesystem::path& base);
@@ -55,11 +56,11 @@ class PrivateFolder {
   std::filesystem::path path_;
   Fd lock_;
 };
-// What the owner would remove at its end, for its helpers, when it was killed.
+// Removes what the owner's destructor would remove; helpers call it when the owner was killed.
 void remove_job_files(const std::filesystem::path& folder);
-// /dev/shm if it can be written and has so many bytes free; else tmpdir, else /tmp.
+// /dev/shm if it is writable and has `bytes` free; else tmpdir, else /tmp.
 std::filesystem::path private_folder_base(std::string_view tmpdir, i64 bytes);
-i64 open_mpi_bytes(int ranks);  // that Open MPI may need there
+i64 open_mpi_bytes(int ranks);  // bytes that Open MPI may need in the folder
 inline constexpr std::string_view kPrivatePrefix = "ds-launch.";
 
 struct Pipe {
@@ -67,17 +68,16 @@ struct Pipe {
 };
 Pipe make_pipe();
 
-// A local socket that never blocks, and waits for connections. Throws Errc::Io, or Errc::Config where TMPDIR is too
-// long.
+// A non-blocking local socket that listens. Throws Errc::Io, or Errc::Config if TMPDIR is too long.
 Fd listen_at(const std::string& path);
-// Connects to one; no descriptor if nobody listens there.
+// Connects to such a socket; no descriptor if none listens there.
 Fd connect_to(const std::string& path);
 
 // The process at the other end of a local socket.
 class Peer {
  public:
   explicit Peer(const Fd& socket);  // connected
-  // True from the moment at which others can see that it has closed anything, though it may still listen then.
+  // True as soon as it has begun to exit, even if it still listens.
   bool is_ending() const;
 
  private:
@@ -85,28 +85,29 @@ class Peer {
   u64 start_ = 0;
 };
 
-// fork and exec in a process group of its own, all signals at their defaults, the three streams as given; the child
-// gets `death_signal` when we die. Returns its pid. If exec fails the child's status is 127 or 126 and *error is set.
+// Forks and executes in a new process group, with all signals at their defaults and the three streams as given. The
+// child gets `death_signal` when this process dies. Returns its pid. If exec fails, the child's status is 127 or 126
+// and *error is set.
 struct Spawn {
   std::string program;
   std::vector<std::string> argv;
   Environment environment;
   int stdin_fd, stdout_fd, stderr_fd;
   int death_signal;
-  std::vector<int> cpus = {};  // to run on; none: all
+  std::vector<int> cpus = {};  // on which it may run; empty: all
 };
 pid_t spawn(const Spawn& what, int* error);
 
-// Stops this process as SIGSTOP does, until somebody continues it. A signal of `waking` that this process blocks
-// continues it too: it would otherwise wait, unread, for as long as the process is stopped.
+// Stops this process like SIGSTOP, until it gets SIGCONT. A blocked signal of `waking` continues it too, since
+// otherwise it would stay pending for as long as the process is stopped.
 void stop_until_told(std::span<const int> waking);
 
-// Ends every descendant of this process, which must be a subreaper: descendants come back to us as children, level by
+// Kills every descendant of this process, which must be a subreaper: orphaned descendants become its children, level by
 // level.
 void kill_descendants();
 
-// Blocks the signals of the list that are not ignored and returns a descriptor to read them from; the destructor drops
-// what nobody has read, and restores.
+// Blocks the given signals, except ignored ones, and offers a descriptor to read them from. The destructor drops unread
+// ones and restores the mask.
 class SignalInbox {
  public:
   explicit SignalInbox(const std::vector<int>& signals);
@@ -118,7 +119,7 @@ class SignalInbox {
     pid_t sender = 0;
     explicit operator bool() const noexcept { return number != 0; }
   };
-  Signal next();  // false: no more now
+  Signal next();  // number 0: none is pending
 
  private:
   sigset_t before_;

@@ -56,7 +56,7 @@ void Reception::accept_guests(const Fd& listener, bool trusted) {
   }
 }
 
-// Of too many connections that prove nothing the oldest makes room: nobody keeps our own shims out.
+// If there are too many unproved connections, closes the oldest: strangers cannot keep our own shims out.
 void Reception::make_room() {
   const auto stranger = [](const Guest& guest) { return !guest.trusted; };
   if (std::cmp_less(std::count_if(guests_.begin(), guests_.end(), stranger), expected_ + kStrangers)) return;

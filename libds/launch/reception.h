@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where shims come in: who has connected stays here until it has proved, over TCP, that it knows the job's secret, and
-// has said who it is. A socket in our folder is proof enough.
+// Accepts connections of shims. A connection stays here until it has proved, over TCP, that it knows the job's secret,
+// and has identified itself. A connection over the socket in the private folder is trusted.
 
 #include <poll.h>
 
@@ -15,28 +15,30 @@
 
 namespace ds::launch {
 
-// Who has connected and not yet said who it is.
+// A connection that has not yet identified itself.
 struct Guest {
   std::unique_ptr<Channel> channel;
   bool trusted = false;
   Nonce challenge{};
   i64 since_ns = monotonic_ns();
-  i64 clock_ahead_ns = 0;  // ours beside theirs
+  i64 clock_ahead_ns = 0;  // the launcher's clock minus theirs
 };
 
 class Reception {
  public:
-  // expected: how many shims the job has at most.
+  // expected: the most shims that the job can have.
   Reception(const std::string& socket, std::size_t expected);
 
-  int open_to_hosts(std::string secret);  // listens on every address, too; the port
+  int open_to_hosts(std::string secret);  // also listens on every address; returns the port
   void close_to_hosts() { remote_listener_.reset(); }
 
-  // In each turn of the loop: what to poll for, then with the answers what came, then the guests' frames.
+  // Called in this order in each turn of the loop: descriptors to poll; input of guests and new connections; frames of
+  // guests.
   void poll_for(std::vector<pollfd>& polled) const;
   void pump(std::span<const pollfd> polled);
   void accept(std::span<const pollfd> polled);
-  // Calls introduce(guest, frame) for each frame of who is trusted; it takes the channel for whom it belongs to.
+  // Calls introduce(guest, frame) for each frame of a trusted guest; introduce() takes the channel for its rank or
+  // host.
   template <class Introduce>
   void hear(Introduce&& introduce) {
     for (Guest& guest : guests_) {

@@ -92,7 +92,7 @@ class Shim {
         break;
       }
       case Message::Bye: bye_ = true; break;
-      default: throw Error(Errc::Internal, "message from the launcher that only shims send");
+      default: throw Error(Errc::Internal, "the launcher sent a message that only shims send");
     }
   }
 
@@ -141,7 +141,7 @@ class Shim {
     if (n == 0 || (n < 0 && errno != EINTR)) stream.reset();
   }
 
-  // A rank that closed its stdin gets no more: we ask for none, and who writes to the launcher waits.
+  // A rank that closed its stdin gets no more input: the shim requests none, and the writer to the launcher waits.
   void feed() {
     const ssize_t n = ::write(stdin_.get(), stdin_bytes_.data(), stdin_bytes_.size());
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;

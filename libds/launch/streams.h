@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Output of many ranks on one stream, unmixed: whole lines, except that on a terminal, and with one rank, an unfinished
-// line (a progress display, a prompt) appears at once. A line of more than 1 MiB is shown in pieces, so that a rank
-// that never ends its line takes bounded memory and keeps nobody waiting: another rank's line that comes between two
-// pieces begins on a line of its own, and so does the next piece.
+// Merges the output of many ranks into one stream by whole lines. On a terminal, and with one rank, an unfinished line
+// (a progress display, a prompt) appears at once. A line of more than 1 MiB is shown in pieces, so a rank that never
+// ends its line takes bounded memory and does not block the others. If a line of another rank comes between two pieces,
+// both the line and the next piece start on a new line.
 
 #include <deque>
 #include <string>
@@ -14,39 +14,39 @@
 
 namespace ds::launch {
 
-// One of our output streams. Writes never block for long: what the reader does not take is queued, and the launcher
-// stops reading from ranks while a queue is full.
+// One output stream of the launcher. Writes never block for long: data that the reader does not accept is queued, and
+// the launcher stops reading from ranks while a queue is full.
 class Sink {
  public:
   Sink(int fd, bool partial_lines) : fd_(fd), partial_lines_(partial_lines) {}
 
-  // What a rank has of its current line: `text` from where it was shown last; `complete`: the line ends here. Every
-  // line of ours begins with the tag.
+  // Shows more of a rank's current line: `text` since the last call; `complete`: the line ends here. Every line begins
+  // with the tag.
   void show(int rank, std::string_view text, bool complete, const std::string& tag);
   bool wants_partial(int rank) const noexcept { return partial_lines_ && (owner_ < 0 || owner_ == rank); }
 
   int fd() const noexcept { return fd_; }
   bool pending() const noexcept { return !queue_.empty(); }
   bool full() const noexcept { return queue_.size() > 1024 * 1024; }
-  void drain();                                  // after poll said POLLOUT
-  int error() const noexcept { return error_; }  // errno of a write that failed; the sink then swallows all
+  void drain();                                  // after POLLOUT
+  int error() const noexcept { return error_; }  // errno of a failed write, after which all output is dropped
 
  private:
   int fd_;
   bool partial_lines_;
-  int owner_ = -1;  // the rank whose unfinished line stands at the end
+  int owner_ = -1;  // the rank whose unfinished line was shown last
   int error_ = 0;
   std::string queue_;
 };
 
-// One stream of one rank: cuts bytes into lines for the sink, the log and the memory of last lines.
+// One stream of one rank: splits bytes into lines for the sink, the log and last_lines().
 class LineStream {
  public:
   LineStream(int rank, Sink& sink, int log_fd, std::string tag, std::size_t remembered)
       : rank_(rank), sink_(sink), log_fd_(log_fd), tag_(std::move(tag)), remembered_(remembered) {}
 
   void take(std::string_view bytes);
-  void end();  // the last line may lack its newline
+  void end();  // also ends a last line without a newline
   std::vector<std::string> last_lines() const { return {last_.begin(), last_.end()}; }
   int log_error() const noexcept { return log_error_; }
 
@@ -59,7 +59,7 @@ class LineStream {
   std::string tag_;
   std::size_t remembered_;
   std::string line_;
-  std::size_t shown_ = 0;  // bytes of line_ the sink has
+  std::size_t shown_ = 0;  // bytes of line_ passed to the sink
   std::deque<std::string> last_;
   int log_error_ = 0;
 };

@@ -12,10 +12,10 @@
 namespace ds::launch {
 namespace {
 
-// What ended ranks came to, together.
+// A summary of the ends of all ranks.
 struct Summary {
-  const RankCourse* culprit = nullptr;  // that failed first, of those that nobody told to end
-  bool stopped = false;                 // some rank failed as it was told to
+  const RankCourse* culprit = nullptr;  // the first rank that failed without being told to end
+  bool stopped = false;                 // some rank failed when it was told to end
   bool ended_by_passed = false;         // some rank was ended by the signal that we passed on
   bool checkpointed = false;            // some rank saved its state
   bool all_started = true, none_started = true;

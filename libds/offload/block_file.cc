@@ -26,7 +26,7 @@ namespace ds::offload {
 namespace {
 
 [[noreturn]] void refuse(const std::string& dir, const std::string& why) {
-  throw Error(Errc::Unavailable, fmt::format("{}: cannot keep what is offloaded there: {}", dir, why));
+  throw Error(Errc::Unavailable, fmt::format("{}: cannot offload to this directory: {}", dir, why));
 }
 
 void check_directory(const std::string& dir) {
@@ -37,7 +37,7 @@ void check_directory(const std::string& dir) {
 
 Error no_space(const std::string& dir, i64 bytes, double free) {
   return Error(Errc::Unavailable,
-               fmt::format("{}: cannot take {} for what is offloaded: {} ({} are free)", dir, bytes_text(bytes),
+               fmt::format("{}: cannot reserve {} for offloading: {} ({} are free)", dir, bytes_text(bytes),
                            system_reason(ENOSPC), bytes_text(static_cast<i64>(free))));
 }
 
@@ -73,14 +73,14 @@ File open_named(const BlockFile::Named& named, const std::string& dir, i64 bytes
   }
   std::error_code ignored;
   const std::filesystem::file_status there = std::filesystem::symlink_status(named.path, ignored);
-  DS_CHECK(std::filesystem::exists(there), Errc::Corrupt, "{} is gone: it was removed, or its disk is not mounted",
-           named.path);
-  DS_CHECK(std::filesystem::is_regular_file(there), Errc::Io, "{} is not the file that the server made: refused",
+  DS_CHECK(std::filesystem::exists(there), Errc::Corrupt,
+           "{} does not exist: it was removed, or its disk is not mounted", named.path);
+  DS_CHECK(std::filesystem::is_regular_file(there), Errc::Io, "{} is refused: it is not the file that the server made",
            named.path);
   File file = File::open_write(named.path);
   struct stat st {};
   DS_CHECK(::fstat(file.descriptor(), &st) == 0 && st.st_uid == ::geteuid() && (st.st_mode & 077) == 0, Errc::Io,
-           "{} belongs to another user or is open to others: refused", named.path);
+           "{} is refused: it belongs to another user, or others can open it", named.path);
   DS_CHECK(st.st_size == bytes, Errc::Corrupt, "{} has {} bytes, not {}", named.path, i64{st.st_size}, bytes);
   return file;
 }
@@ -91,7 +91,7 @@ void take_space(const File& file, const std::string& dir, i64 bytes) {
   BlockFile::check(dir, bytes);
   const int failed = ::posix_fallocate(file.descriptor(), 0, bytes);
   if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) throw no_space(dir, bytes, free_bytes(dir));
-  DS_CHECK(failed == 0, Errc::Io, "{}: cannot take {} for what is offloaded: {}", dir, bytes_text(bytes),
+  DS_CHECK(failed == 0, Errc::Io, "{}: cannot reserve {} for offloading: {}", dir, bytes_text(bytes),
            system_reason(failed));
 }
 
@@ -146,7 +146,7 @@ class BlockFile::Worker {
     const Request r = requests_[i];
     free_.push_back(ticket);
     if (r.error == 0) return;
-    throw Error(Errc::Io, fmt::format("{}: cannot {} what is offloaded: {}", dir_, r.write ? "write" : "read",
+    throw Error(Errc::Io, fmt::format("{}: cannot {} offloaded data: {}", dir_, r.write ? "write" : "read",
                                       r.error == kShort ? "the file ends early" : system_reason(r.error)));
   }
 
@@ -185,7 +185,8 @@ class BlockFile::Worker {
     }
     return true;
   }
-  // What the system said of a block: how many bytes, or minus errno. False: the rest of it is still to be done.
+  // Handles the system's result for a block: the number of bytes, or minus errno. False: a part of it is still to be
+  // done.
   bool finish(Block& block, i64 result) {
     if (result == -EINTR || result == -EAGAIN) return false;
     int error = result < 0 ? static_cast<int>(-result) : 0;
@@ -273,7 +274,7 @@ class BlockFile::Ring final : public BlockFile::Worker {
     for (i64 i = 0; i < options.depth; ++i) free_.push_back(i);
     method = fmt::format("io_uring{}, {}", has_memory_ || memory.empty() ? "" : " without registered memory",
                          direct_ ? "direct" : "through the page cache");
-    thread_ = start_thread("a thread for what is offloaded", [this] { run(); });
+    thread_ = start_thread("a thread for offloading", [this] { run(); });
   }
   ~Ring() override {
     stop();
@@ -350,7 +351,7 @@ class BlockFile::Threads final : public BlockFile::Worker {
                          direct_ ? "direct" : "through the page cache");
     try {
       for (int i = 0; i < options.threads; ++i)
-        threads_.push_back(start_thread("a thread for what is offloaded", [this] { run(); }));
+        threads_.push_back(start_thread("a thread for offloading", [this] { run(); }));
     } catch (...) {
       stop();
       throw;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A file of one process on a disk, for what does not fit in memory. Requests run in the background, cut in blocks, past
-// the page cache where the file system can: through io_uring, or, where the kernel refuses that, by threads that call
-// pread and pwrite. The file has no name: its space is free again when the process ends, however it ends.
+// A file of one process on a disk, for data that does not fit in memory. Requests run in the background, cut into
+// blocks, bypassing the page cache if the file system allows it: through io_uring or, if the kernel refuses that, by
+// threads that call pread and pwrite. The file has no name, so its space is free again when the process ends, however
+// it ends.
 
 #include <exception>
 #include <memory>
@@ -15,7 +16,7 @@
 
 namespace ds::offload {
 
-// The time in which something is under way, of several that may be at once.
+// The time in which at least one of several overlapping activities is in progress.
 class BusyTime {
  public:
   void begin() {
@@ -48,18 +49,18 @@ class BusyTime {
 };
 
 struct IoOptions {
-  i64 block_bytes = i64{1} << 20;  // of one call to the system; a multiple of BlockFile::kPage
-  int depth = 8;                   // blocks under way at a time
-  int threads = 1;                 // that call pread and pwrite
-  bool io_uring = true;            // else threads, whatever the kernel can
-  BusyTime* busy = nullptr;        // counts the time of requests
+  i64 block_bytes = i64{1} << 20;  // of one system call; a multiple of BlockFile::kPage
+  int depth = 8;                   // blocks in flight at a time
+  int threads = 1;                 // threads that call pread and pwrite
+  bool io_uring = true;            // else threads, even if the kernel has io_uring
+  BusyTime* busy = nullptr;        // counts the time in which requests are in progress
 };
 
-// What has gone between memory and files.
+// Transfers between memory and files.
 struct FileCounts {
   i64 read_bytes = 0, written_bytes = 0;
-  double waited_s = 0;  // for them
-  double busy_s = 0;    // in which some of them were under way; not of one file
+  double waited_s = 0;  // time spent waiting for them
+  double busy_s = 0;    // time in which any of them was in progress; counted for all files together
   friend FileCounts operator+(const FileCounts& a, const FileCounts& b) noexcept {
     return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.waited_s + b.waited_s,
             a.busy_s + b.busy_s};
@@ -71,48 +72,51 @@ struct FileCounts {
   }
 };
 
-// Of what goes, to which what comes back is held.
+// The checksum of written data, with which data that is read is compared.
 u64 checksum(const char* data, i64 bytes) noexcept;
 
 class BlockFile {
  public:
-  static constexpr i64 kPage = PageBuffer::kPage;  // what places, sizes and memory are multiples of
+  static constexpr i64 kPage = PageBuffer::kPage;  // offsets, sizes and memory are multiples of it
 
-  // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
-  // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
+  // Reserves `bytes` in the file system of directory `dir`. `memory` is the memory of most requests; it outlives the
+  // file. Throws Errc::Unavailable (no such directory; no space, naming the space that is free), Errc::Io.
   BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
-  // One that keeps its name, for its owner alone: a new one, or one that is there, whole, else Errc::Corrupt.
+  // A file with a name, which only its owner may open: a new one, or an existing one of the right size, else
+  // Errc::Corrupt.
   struct Named {
     std::string path;
     bool is_new = false;
   };
   BlockFile(const Named& file, i64 bytes, std::span<char> memory, const IoOptions& options);
-  // Throws what a file of so many bytes in that directory would, as far as that is known without making one.
+  // Throws what making a file of so many bytes in that directory would throw, as far as that is known without making
+  // it.
   static void check(const std::string& dir, i64 bytes);
-  // Of a prediction: there is no file; requests are counted, and done.
+  // For a prediction: there is no file; requests are counted and complete at once.
   BlockFile();
   ~BlockFile();  // waits for all requests
 
-  // Starts a request; the memory stays until wait(). One thread at a time.
+  // Starts a request; the memory must stay valid until wait(). Not thread-safe.
   using Ticket = i32;
   Ticket read(void* to, i64 at, i64 bytes);
   Ticket write(const void* from, i64 at, i64 bytes);
-  // Whether wait() would not wait.
+  // Whether wait() would return at once.
   bool done(Ticket ticket) const;
-  // Once for each ticket. Throws Errc::Io naming the directory and the reason. From then on the file has failed.
+  // To be called once for each ticket. Throws Errc::Io naming the directory and the reason, and marks the file as
+  // failed.
   void wait(Ticket ticket);
-  // What it holds is not known any more, for this reason; and throws that, if it is so. Whoever went on would work with
-  // what happens to be in memory.
+  // fail() marks the contents as unknown for this reason, which throw_if_failed() throws then. Continuing would use
+  // whatever is in memory.
   void fail(std::exception_ptr why) noexcept;
   void throw_if_failed() const;
 
   FileCounts counts() const noexcept;
-  // For people: "io_uring, direct", "4 threads, through the page cache".
+  // For messages: "io_uring, direct", "4 threads, through the page cache".
   const std::string& method() const noexcept;
-  // Why the system refuses io_uring; empty: it does not, or was not asked.
+  // The reason why the system refuses io_uring; empty: it does not, or was not asked.
   const std::string& refused_ring() const noexcept { return refused_ring_; }
   bool is_direct() const noexcept;
-  bool is_there() const noexcept { return worker_ != nullptr; }  // else nobody may look at what is read
+  bool is_there() const noexcept { return worker_ != nullptr; }  // false: a prediction, whose data may not be read
 
  private:
   class Worker;
@@ -120,7 +124,7 @@ class BlockFile {
   class Threads;
   void open(File file, const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
   std::unique_ptr<Worker> worker_;
-  FileCounts counted_;  // of a prediction
+  FileCounts counted_;  // for a prediction
   std::string refused_ring_;
   std::exception_ptr failed_;
 };

@@ -77,7 +77,7 @@ ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLay
     chunk = {.first_part = std::ssize(parts_)};
     for (const zero::Piece& piece : of_kind[k]) {
       for (i64 first = 0; first < piece.count;) {
-        // What does not fit behind others begins a chunk, unless it is more than one: then it fills this one.
+        // A piece that does not fit begins a new chunk, unless it is larger than a chunk: then it fills this one.
         const i64 room = (most - chunk.elems) / kStateBlock * kStateBlock, left = piece.count - first;
         if (room == 0) {
           close();
@@ -85,7 +85,7 @@ ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLay
           continue;
         }
         const i64 n = std::min(left, room);
-        // Of a parameter in tiles a rank has several pieces, one after the other.
+        // A rank has several consecutive pieces of a tiled parameter.
         size_t& first_part = first_part_of_[piece.param];
         first_part = std::min(first_part, parts_.size());
         parts_.push_back({.piece = piece.part(first, n), .chunk = std::ssize(chunks_)});

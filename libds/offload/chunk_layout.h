@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How the masters and states that a rank keeps away from its device lie there: in chunks, each of which comes and goes
-// as one. A chunk has parts of pieces, one after the other in the order of the parameters, that have the same states,
-// so that an update finds in it what it needs and nothing else:
+// The layout of offloaded master weights and optimizer states: chunks, each of which is transferred as one. A chunk
+// contains parts of pieces with the same states, in the order of the parameters, so it contains exactly what an update
+// needs:
 //
 //   chunk   | master of its parts | pad | exp_avg of its parts | pad | exp_avg_sq ... | pad |
 //
-// Each state begins at a page; codes have their scales behind them. A pure function.
+// Each state begins at a page; codes are followed by their scales. A pure function.
 
 #include <limits>
 #include <span>
@@ -17,15 +17,15 @@
 
 namespace ds::offload {
 
-// A part of a piece, all of it in one chunk.
+// A part of a piece within one chunk.
 struct ChunkPart {
   zero::Piece piece;
   i64 chunk = 0;
-  PerState<i64> offsets = {}, scales = {};  // bytes from the chunk's begin, of the states that its parameter has
+  PerState<i64> offsets = {}, scales = {};  // bytes from the start of the chunk, for the states that its parameter has
 };
 
 struct Chunk {
-  i64 at = 0, bytes = 0;  // of the storage; multiples of kPage
+  i64 at = 0, bytes = 0;  // in the storage; multiples of kPage
   i64 first_part = 0, num_parts = 0;
   i64 elems = 0;
   PerState<i64> state_bytes = {};
@@ -35,17 +35,17 @@ class ChunkLayout {
  public:
   static constexpr i64 kPage = PageBuffer::kPage;
 
-  // Whether there are masters of fp32 parameters, too, which are their own masters in memory.
+  // Whether fp32 parameters, which are their own masters in memory, have masters too.
   enum class Masters : u8 { AsInMemory, Always };
-  // held: all pieces of the rank. most: elements of a chunk, a multiple of kStateBlock.
+  // held: all pieces of the rank. most: the most elements of a chunk, a multiple of kStateBlock.
   ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most,
               Masters masters = Masters::AsInMemory);
-  // Of chunks of these sizes, multiples of kPage, of which nobody asks here what is in them.
+  // A layout of chunks of these sizes, multiples of kPage, without their parts.
   explicit ChunkLayout(std::span<const i64> chunk_bytes);
 
   std::span<const Chunk> chunks() const noexcept { return chunks_; }
   std::span<const ChunkPart> parts() const noexcept { return parts_; }
-  // Calls visit(part) for what the chunks have of a piece, or of a part of one.
+  // Calls visit(part) for each part of a piece, or of a range of one.
   void for_each_part(const zero::Piece& piece, auto&& visit) const {
     const std::span<const ChunkPart> all = parts();
     for (size_t i = first_part_of_[piece.param]; i < all.size() && all[i].piece.param == piece.param; ++i) {
@@ -65,7 +65,7 @@ class ChunkLayout {
   i64 bytes() const noexcept { return bytes_; }  // of all chunks
   i64 begin_of(i64 chunk) const noexcept { return chunk < std::ssize(chunks_) ? chunks_[chunk].at : bytes_; }
   i64 largest_bytes() const noexcept { return largest_bytes_; }  // of one
-  // Of all chunks, by state.
+  // Bytes of all chunks, by state.
   const PerState<i64>& state_bytes() const noexcept { return state_bytes_; }
 
  private:

@@ -80,8 +80,7 @@ void FileChunks::settle(Window& w) {
   }
   if (checksums_.empty() || checksum(memory(w), bytes) == checksums_[chunk]) return;
   file_->fail(std::make_exception_ptr(
-      Error(Errc::Corrupt,
-            fmt::format("{}: offloaded states came back from the file otherwise than they went", options_.dir))));
+      Error(Errc::Corrupt, fmt::format("{}: offloaded states were not read back as they were written", options_.dir))));
   file_->throw_if_failed();
 }
 
@@ -95,7 +94,7 @@ FileChunks::Window* FileChunks::room(bool wait) {
     const auto rank = [](const Window& x) { return std::pair(x.under_way.has_value(), x.used); };
     if (best == nullptr || rank(w) < rank(*best)) best = &w;
   }
-  if (best == nullptr && wait) {  // all that are left come, for others than who asks
+  if (best == nullptr && wait) {  // all others are being read ahead for other users
     for (Window& w : windows_) {
       if (!w.taken && !w.changed && (best == nullptr || w.used < best->used)) best = &w;
     }

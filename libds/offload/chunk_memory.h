@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where chunks of states are: in host memory, or in a file, of which some chunks are in memory at a time. Nobody keeps
-// an address of a chunk that it has given back.
+// Where chunks of states are kept: in host memory, or in a file, of which some chunks are in memory at a time. The
+// address of a chunk is valid until it is given back.
 
 #include <memory>
 #include <optional>
@@ -16,21 +16,21 @@ namespace ds::offload {
 class ChunkMemory {
  public:
   virtual ~ChunkMemory() = default;
-  // Whether a chunk's bytes are in memory of the device that trains, where that is not the host's.
+  // Whether a chunk is in the memory of the training device, if that is not host memory.
   virtual bool on_device(i64 chunk) const noexcept { return static_cast<void>(chunk), false; }
-  // A chunk's bytes, until it is given back; one at a time. Zeros at first. change: they will be changed.
+  // The bytes of a chunk until it is given back; one chunk at a time. Initially zeros. change: they will be changed.
   virtual char* take(i64 chunk, bool change) = 0;
   virtual void give_back(i64 chunk, bool changed) = 0;
-  // A chunk will be taken soon: it begins to come, where there is room.
+  // Announces that a chunk will be taken soon: reading begins if there is room.
   virtual void expect(i64 chunk) = 0;
-  // How many chunks it is of use to expect.
+  // The number of chunks that are worth announcing.
   virtual i64 most_expected() const noexcept = 0;
 };
 
-// All of them in memory of the host, but for the first ones, which are in that of the device.
+// All chunks in host memory, except the first ones, which are in device memory.
 class HostChunks final : public ChunkMemory {
  public:
-  // tag: of what is in memory of the host.
+  // tag: of the host memory.
   HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host, MemoryLedger& ledger,
              Tag tag);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
@@ -48,17 +48,17 @@ class HostChunks final : public ChunkMemory {
   Buffer first_, memory_;
 };
 
-// Where chunks are in a file that outlives who works with it: a chunk that has changed goes to another place than the
-// one that it came from, and is there from the moment on that all of it is written.
+// The places of chunks in a file that outlives the process. A changed chunk is written to another place than the one
+// from which it was read, and counts from the moment at which all of it is written.
 class ChunkPlaces {
  public:
   virtual ~ChunkPlaces() = default;
-  virtual bool is_there(i64 chunk) const noexcept = 0;  // else it is zeros
+  virtual bool is_there(i64 chunk) const noexcept = 0;  // false: it is zeros
   virtual i64 place(i64 chunk) const noexcept = 0;
   virtual i64 next_place(i64 chunk) = 0;
   virtual void written(i64 chunk) noexcept = 0;
-  // Where checksums are kept: of what goes to next_place(); and what has come from place() is held to its own. check()
-  // throws Errc::Corrupt, naming `file`.
+  // If checksums are kept: stores that of a chunk for next_place(), and compares a chunk read from place() with its
+  // own. check() throws Errc::Corrupt, naming `file`.
   virtual bool has_checksums() const noexcept { return false; }
   virtual void set_next_checksum(i64 chunk, u64 sum) noexcept { static_cast<void>(chunk), static_cast<void>(sum); }
   virtual void check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
@@ -66,26 +66,26 @@ class ChunkPlaces {
   }
 };
 
-// In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
-// is in a window still does not come again, and goes when another is asked for.
+// Chunks in a file, `windows` of them in memory: one in use, while others are read and written. A chunk that is still
+// in a window is not read again; it is written when another one needs the window.
 class FileChunks final : public ChunkMemory {
  public:
   struct Options {
-    std::string dir;  // empty: a prediction, in which memory and requests are counted, and nobody looks at them
+    std::string dir;  // empty: a prediction, which counts memory and requests without accessing them
     IoOptions io;
     Tag tag = Tag::Offload;  // of windows
     i64 windows = 4;         // 1 or more
-    i64 resident = 0;        // of the first chunks, which have memory of their own and are never in the file
+    i64 resident = 0;        // number of first chunks that stay in memory and are never written
     bool read_ahead = true;
-    bool write_behind = true;  // else a chunk is in the file when it is given back
-    bool checksums = false;    // a chunk that comes is held to what went
-    // A file that has a name, and the places in it; null: one that is made, in the directory, and has none.
+    bool write_behind = true;  // false: a chunk is written when it is given back
+    bool checksums = false;    // compares each chunk that is read with what was written
+    // A file with a name, and the places in it; null: makes a file without a name in the directory.
     const std::string* file = nullptr;
     bool file_is_new = false;
     ChunkPlaces* places = nullptr;
     i64 file_bytes = 0;
   };
-  // What it takes of memory for chunks that stay, and for windows; and of the disk.
+  // Bytes of memory for resident chunks and for windows, and bytes of the disk.
   static i64 resident_bytes(const ChunkLayout& layout, const Options& options) noexcept;
   static i64 window_bytes(const ChunkLayout& layout, const Options& options) noexcept;
   static i64 file_bytes(const ChunkLayout& layout, const Options& options) noexcept {
@@ -100,22 +100,22 @@ class FileChunks final : public ChunkMemory {
     return options_.read_ahead ? std::max<i64>(options_.windows - 2, 0) : 0;
   }
   const BlockFile* file() const noexcept { return file_.get(); }  // null: all chunks stay in memory
-  void flush();                                                   // what has changed is in the file
+  void flush();                                                   // writes all changed chunks
 
  private:
   struct Window {
     i64 chunk = -1;
-    std::optional<BlockFile::Ticket> under_way;  // it comes, or goes
+    std::optional<BlockFile::Ticket> under_way;  // being read or written
     bool coming = false;
     bool taken = false;
-    bool changed = false;  // and not in the file yet
-    i64 used = 0;          // when, in the order of calls
+    bool changed = false;  // and not yet written
+    i64 used = 0;          // time of last use, in the order of calls
   };
   char* memory(const Window& w) const noexcept;
   Window* holding(i64 chunk) noexcept;
-  // A window that nobody needs; null: all are taken, or busy and `wait` is not set.
+  // A free window; null: all are in use, or busy and `wait` is not set.
   Window* room(bool wait);
-  void settle(Window& w);  // waits for what is under way
+  void settle(Window& w);  // waits for its transfer
   void bring(Window& w, i64 chunk);
   bool is_written(i64 chunk) const noexcept {
     return options_.places != nullptr ? options_.places->is_there(chunk) : written_[chunk];
@@ -123,7 +123,7 @@ class FileChunks final : public ChunkMemory {
   i64 place(i64 chunk) const noexcept {
     return options_.places != nullptr ? options_.places->place(chunk) : layout_.chunks()[chunk].at - resident_bytes_;
   }
-  void write_changed(i64 but);  // what has changed and is not taken begins to go, but for one chunk
+  void write_changed(i64 but);  // begins to write all changed chunks not in use, except `but`
 
   const ChunkLayout& layout_;
   const Options options_;
@@ -131,10 +131,10 @@ class FileChunks final : public ChunkMemory {
   Buffer resident_, memory_;
   char* base_ = nullptr;  // of the windows, at a page
   std::vector<Window> windows_;
-  std::vector<bool> written_;  // by chunk: the file has it; else it is zeros
+  std::vector<bool> written_;  // by chunk: is it in the file? else it is zeros
   std::vector<u64> checksums_;
   i64 uses_ = 0;
-  std::unique_ptr<BlockFile> file_;  // after the memory that its requests have
+  std::unique_ptr<BlockFile> file_;  // destroyed before the memory of its requests
 };
 
 }  // namespace ds::offload

@@ -43,7 +43,7 @@ ChunkedStates::~ChunkedStates() {
   if (!host_.apart) return;
   try {
     parts_.device.synchronize(Queue::Copies);
-  } catch (...) {  // of the device, which says it to whoever asks next
+  } catch (...) {  // an error of the device, which its next call reports
   }
   for (const Desk& desk : desks_) {
     parts_.device.destroy(desk.came);
@@ -141,7 +141,7 @@ std::span<const ChunkedStates::Places> ChunkedStates::places_of(const Desk& desk
   return places_;
 }
 
-// What is copied next comes behind what has been computed.
+// Makes the next copies wait for the computation enqueued so far.
 void ChunkedStates::follow_compute() {
   parts_.device.record(ready_, Queue::Compute);
   parts_.device.wait(Queue::Copies, ready_);
@@ -305,7 +305,7 @@ void ChunkedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, co
   if (access == zero::LeaseTo::Read) return;
   try {
     move(piece, st, Way::ToChunks);
-  } catch (const Error&) {  // of a file, which has failed for whoever asks next
+  } catch (const Error&) {  // an error of a file, which its next call reports
   }
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The tier of states that are kept away from the device, in chunks (chunk_layout.h): an update goes through the chunks
-// of its parameters one by one, while others come and go, and runs on the host. Where that has no device's memory,
-// gradients come to it, and parameters go back: those of the next chunk come, and those of the last one go, while one
-// is updated. One version: nothing is updated before the verdict is known.
+// The tier of offloaded states in chunks (chunk_layout.h). An update runs on the host and goes through the chunks of
+// its parameters one by one, while others are read and written. If device memory is separate, gradients are copied to
+// the host and parameters back: those of the next chunk arrive, and those of the previous one leave, while one is
+// updated. There is one version: nothing is updated before the verdict is known.
 
 #include <array>
 #include <functional>
@@ -20,19 +20,19 @@ namespace ds::offload {
 using MakeChunks =
     std::function<std::unique_ptr<ChunkMemory>(const ChunkLayout& layout, Device& device, MemoryLedger& ledger)>;
 
-// The host as a place to compute: the device itself, where that is it.
+// The host as a place to compute; the training device itself if that is the CPU.
 struct UpdateHost {
   HostPlace place;
-  HostPlace staging;             // of what is copied from and to a device
-  bool apart = false;            // from the device that trains
-  HostCopies* copies = nullptr;  // then counts those of updates
-  Trace* trace = nullptr;        // gets a span of each chunk that is updated
+  HostPlace staging;             // memory for copies from and to a device
+  bool apart = false;            // separate from the training device
+  HostCopies* copies = nullptr;  // then counts the copies of updates
+  Trace* trace = nullptr;        // gets a span for each updated chunk
   Device& device() const noexcept { return place.device(); }
 };
 
 class ChunkedStates final : public zero::StateStore {
  public:
-  // most: elements of a chunk.
+  // most: the most elements of a chunk.
   ChunkedStates(Parts parts, i64 most, const UpdateHost& host, const MakeChunks& make);
   ~ChunkedStates() override;
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
@@ -48,24 +48,24 @@ class ChunkedStates final : public zero::StateStore {
     ChunkPart part;
     const zero::TilePiece* of = nullptr;
   };
-  // What an update on a host that is apart works with, of a chunk: there are two, so that what is copied from and to
-  // one of them is copied while the host works with the other.
+  // Gradients and parameters of one chunk for an update on a separate host. There are two desks, so the copies of one
+  // run while the host works with the other.
   struct Desk {
     Buffer gradients, params;
-    Device::Event came = nullptr, went = nullptr;  // behind the last copies from the device, and to it
-    std::optional<i64> chunk;                      // whose gradients come, or have come
+    Device::Event came = nullptr, went = nullptr;  // after the last copies from the device, and to it
+    std::optional<i64> chunk;                      // the chunk whose gradients are being copied or present
   };
-  // An update of some parts of a chunk, where they are and on the host.
+  // An update of some parts of a chunk, in place or on the host.
   void update_in_place(std::span<const Item> items, char* memory, const UpdateSpec& spec, zero::VerdictHandle& verdict);
   void update_on_host(Desk& desk, std::span<const Item> items, char* memory, const UpdateSpec& spec,
                       zero::VerdictHandle& verdict);
-  // The same, while what the next chunk wants comes.
+  // The same, while the data of the next chunk is being copied.
   void update_apart(std::span<const Item> items, std::span<const Item> next, i64 chunk, char* memory,
                     const UpdateSpec& spec, zero::VerdictHandle& verdict);
-  // Their gradients, and parameters that are their own masters, begin to come.
+  // Begins to copy their gradients, and parameters that are their own masters.
   void bring(Desk& desk, std::span<const Item> items, bool with_params);
   void follow_compute();
-  // A piece's gradient and parameter in memory of the host: where they stay, or on the desk.
+  // The gradient and parameter of a piece in host memory: in place, or on the desk.
   struct Place {
     void* data;
     bool stays;
@@ -73,27 +73,27 @@ class ChunkedStates final : public zero::StateStore {
   struct Places {
     Place gradient, param;
   };
-  std::span<const Places> places_of(const Desk& desk, std::span<const Item> items);  // until the next call
+  std::span<const Places> places_of(const Desk& desk, std::span<const Item> items);  // valid until the next call
   zero::Tile tile_of(std::span<const Item> items);
-  // Calls visit(items, those of the chunk that is next, chunk, its memory) for each chunk that has any of the tile;
-  // whether it changes them.
+  // Calls visit(items, items of the next chunk, chunk, its memory) for each chunk with parts of the tile; `change`: it
+  // changes them.
   void for_each_chunk(zero::Tile tile, bool backward, bool change,
                       FunctionRef<void(std::span<const Item>, std::span<const Item>, i64, char*)> visit);
   zero::PieceState state(const ChunkPart& part, char* memory, void* param) const noexcept;
-  // Between the chunks of a piece and its place on the device.
+  // Copies between the chunks of a piece and its place on the device.
   enum class Way : u8 { ToPlace, ToChunks };
   void move(const zero::Piece& piece, const zero::PieceState& place, Way way);
 
   const ChunkLayout chunks_;
   const UpdateHost host_;
   std::unique_ptr<ChunkMemory> memory_;
-  std::array<Desk, 2> desks_;      // on a host that is apart
-  Device::Event ready_ = nullptr;  // behind what computes what comes
-  std::vector<float> factors_;     // likewise, of a pass
-  // Of a lease, for each state: its elements, and the scales of its blocks behind them.
+  std::array<Desk, 2> desks_;      // on a separate host
+  Device::Event ready_ = nullptr;  // after the computation of the data to copy
+  std::vector<float> factors_;     // of a pass
+  // The layout of a lease, for each state: its elements, followed by the scales of its blocks.
   i64 lease_elems_ = 0, place_bytes_ = 0;
   Buffer place_;
-  // By tile: the next update begins with the chunks that the last one ended with.
+  // By tile: the direction of the next update, which begins with the chunks with which the last one ended.
   std::map<const zero::TilePiece*, bool> backward_;
   std::vector<Item> items_;  // scratch
   std::vector<zero::TilePiece> tile_;

@@ -65,7 +65,7 @@ void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
   parts_.device.synchronize(Queue::Copies);
 }
 
-// What is copied next comes behind what has been computed.
+// Makes the next copies wait for the computation enqueued so far.
 void DelayedStates::begin_copies() {
   parts_.device.record(ready_, Queue::Compute);
   parts_.device.wait(Queue::Copies, ready_);

@@ -5,9 +5,9 @@
 //
 //   g_k = gradients(θ_k),  θ_{k+1} = update(θ_k, g_{k-1}),
 //
-// so that neither the update nor the transfers of its states take a step's time. What an update works with is its own:
-// a copy of the gradients, and parameters that take the place of the old ones when the next step's gradients are
-// there. Updates of the first steps, of which the parameters change most, are not delayed.
+// so neither the update nor the transfers of its states add to the time of a step. An update works on its own data: a
+// copy of the gradients, and parameters that replace the old ones when the gradients of the next step are ready.
+// Updates of the first steps, in which parameters change most, are not delayed.
 
 #include <exception>
 #include <mutex>
@@ -24,21 +24,22 @@ namespace ds::offload {
 
 class DelayedStates final : public zero::StateStore {
  public:
-  // Of all shards of a rank.
+  // Shared by all shards of a rank.
   struct Shared {
-    std::mutex turn;  // one of them computes on the host at a time
+    std::mutex turn;  // held while one of them computes on the host
     BusyTime& busy;
   };
   struct Options {
-    HostPlace host;  // of what updates work with
+    HostPlace host;  // memory for the data of updates
     Shared& shared;
     Tag tag = Tag::Offload;
-    HostCopies* copies = nullptr;  // counts what goes between a GPU and the host
-    i64 from = 1;                  // the first update that is delayed
-    bool beside = true;            // else, in a prediction, it runs in its turn
+    HostCopies* copies = nullptr;  // counts copies between a GPU and the host
+    i64 from = 1;                  // the first delayed update
+    bool beside = true;            // false, in a prediction: it runs in order
     std::function<FileCounts()> moved = {};
   };
-  // `make`: the tier itself; its updates are element by element, in one pass. Their tiles are there until finish().
+  // `make` makes the tier itself, whose updates are element by element in one pass. Their tiles stay valid until
+  // finish().
   DelayedStates(Parts parts, const zero::MakeStates& make, const Options& options);
   ~DelayedStates() override;
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
@@ -48,11 +49,11 @@ class DelayedStates final : public zero::StateStore {
   void finish() override;
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
   bool in_place() const noexcept override { return false; }
-  // What the updates that have ended moved, and how long others waited for them.
+  // The transfers of completed updates, and the time spent waiting for them.
   const FileCounts& moved() const noexcept { return moved_; }
 
  private:
-  // Memory on the host, as large as what the rank holds.
+  // Host memory of the size of the rank's elements.
   class Held final : public zero::PieceMemory {
    public:
     Held(const HostPlace& host, MemoryLedger& ledger, Tag tag, i64 elems, DType dtype)
@@ -84,13 +85,13 @@ class DelayedStates final : public zero::StateStore {
   Held gradients_, params_;
   std::unique_ptr<zero::StateStore> states_;
   const Device::Event ready_;
-  std::vector<Pass> passes_;  // of the update that is put off, or runs
+  std::vector<Pass> passes_;  // of the update that is delayed or running
   GradVerdict verdict_;       // over its gradients
   i64 number_ = 0;
-  FileCounts before_, moved_;  // before the last update; of all that have ended
+  FileCounts before_, moved_;  // before the last update; of all completed ones
   std::optional<zero::StateLease> leased_;
-  std::exception_ptr failed_;  // of the update that runs
-  std::jthread running_;       // after what it works with
+  std::exception_ptr failed_;  // of the running update
+  std::jthread running_;       // destroyed before the data that it uses
 };
 
 }  // namespace ds::offload

@@ -76,7 +76,7 @@ i64 FileArray::room_at_rest(i64 bytes) const noexcept {
   return room;
 }
 
-// What was used longest ago, of what is at rest; else of what goes; else of what comes, for others than who asks.
+// The least recently used slot at rest; else of those being written; else of those being read ahead for other uses.
 FileArray::Slot* FileArray::at_rest(i64 room, bool may_wait) {
   Slot* best = nullptr;
   const auto rank = [](const Slot& s) {
@@ -175,7 +175,7 @@ FileArray::Page& FileArray::take_page(i64 number) {
 void FileArray::write_back(Slot& slot, i64 begin, i64 bytes) {
   const i64 end = begin + bytes, whole_begin = page_up(begin), whole_end = page_down(end);
   forget(slot.begin, slot.end(), &slot);
-  // What it has of a page that others write to, too.
+  // Copies its part of a page to which other leases write too.
   const auto share = [&](i64 number) {
     Page& page = take_page(number);
     if (!file_->is_there()) return;
@@ -208,7 +208,7 @@ void FileArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
     write_back(*it, begin, bytes);
   } catch (...) {
     it->is = Is::Free;
-    file_->fail(std::current_exception());  // told to whoever asks next
+    file_->fail(std::current_exception());  // the next call reports it
   }
 }
 

@@ -28,7 +28,7 @@ HostArray::HostArray(Device& device, HostCopies* copies, std::unique_ptr<zero::T
 HostArray::~HostArray() {
   try {
     device_.synchronize(Queue::Copies);
-  } catch (...) {  // of the device, which says it to whoever asks next
+  } catch (...) {  // an error of the device, which its next call reports
   }
   for (const Slot& s : slots_) {
     device_.destroy(s.copied);
@@ -53,7 +53,8 @@ HostArray::Slot* HostArray::at_rest(i64 bytes) noexcept {
   return best;
 }
 
-// Of a file, whose buffers are for what comes next: that copy is waited for, which takes no time beside the file's.
+// The buffers of a file are needed for the next data, so its copies are waited for; they take little time compared to
+// the file.
 void HostArray::copied(Slot& slot) {
   device_.record(slot.copied, Queue::Copies);
   copying_ = true;
@@ -82,7 +83,7 @@ void HostArray::expect(i64 begin, i64 bytes) {
   if (coming < kBeside && slot != nullptr) bring(*slot, begin, bytes);
 }
 
-// The stream of copies is one: who waits for it waits for all that go.
+// There is one stream of copies, so waiting for it waits for all writes.
 void* HostArray::on_host(i64 begin) const noexcept {
   void* const there = there_->on_host(begin);
   if (there == nullptr || !copying_) return there;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// An array of a rank that stays with the host, beside a GPU: accumulated gradients, slices of parameters. What is
-// leased is in device memory, in a buffer. Copies from and to page-locked memory run beside what is computed: what is
-// expected comes before it is leased, and what was written goes after its lease has ended.
+// An array of a GPU's rank that stays on the host: accumulated gradients, slices of parameters. Leased data is in a
+// buffer in device memory. Copies from and to page-locked memory run at the same time as computation: announced data is
+// copied before it is leased, and written data is copied back after its lease has ended.
 
 #include <memory>
 #include <vector>
@@ -13,7 +13,7 @@
 
 namespace ds::offload {
 
-// Memory of the host.
+// Host memory.
 class HostMemory final : public zero::TierArray {
  public:
   explicit HostMemory(Buffer memory) : memory_(std::move(memory)) {}
@@ -28,34 +28,35 @@ class HostMemory final : public zero::TierArray {
 
 class HostArray final : public zero::TierArray {
  public:
-  // Buffers of the largest size beside the first lease's: of what comes meanwhile.
+  // Buffers of the largest size in addition to that of the first lease, for data that is copied ahead.
   static constexpr i64 kBeside = 1;
-  // `there`: where it stays, whose leases are in memory of the host; most: bytes of a lease. Buffers for one lease and
-  // those beside it are there from the start; more are taken as leases need them.
+  // `there`: the array on the host, whose leases are in host memory; most: the most bytes of a lease. Buffers for one
+  // lease and the additional ones are allocated at the start; more are allocated as leases need them.
   HostArray(Device& device, HostCopies* copies, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger, i64 bytes,
             i64 most);
   ~HostArray() override;
   bool in_place() const noexcept override { return false; }
-  // From a file it comes to the host's memory, to the device when it is leased.
+  // Data of a file is read into host memory, and copied to the device when it is leased.
   void expect(i64 begin, i64 bytes) override;
-  // The host may read it and write to it then: what goes has arrived, and what has come is of no use.
+  // Afterwards the host may read and write the array: all writes have arrived, and data copied ahead is dropped.
   void* on_host(i64 begin) const noexcept override;
 
  private:
-  // Free: what it has may still go. Copies and what computes with it wait for each other on the device.
+  // Free: its data may still be being copied. Copies and computation wait for each other on the device.
   enum class Is : u8 { Free, Coming, Leased };
   struct Slot {
     Buffer memory;
     Is is = Is::Free;
-    i64 begin = 0, bytes = 0;        // what it has, or last had
-    Device::Event copied = nullptr;  // on Copies, behind its last copy
-    Device::Event used = nullptr;    // on Compute, behind what its last lease enqueued
-    i64 order = 0;                   // of calls, of its last use
+    i64 begin = 0, bytes = 0;        // its contents, or last contents
+    Device::Event copied = nullptr;  // on Copies, after its last copy
+    Device::Event used = nullptr;    // on Compute, after the work of its last lease
+    i64 order = 0;                   // of its last use, in the order of calls
     bool overlaps(i64 from, i64 n) const noexcept { return begin < from + n && from < begin + bytes; }
   };
   Slot& add_slot(i64 bytes);
-  // The smallest that is not leased and has room, so that memory is as predicted, whatever the time that copies take;
-  // of those, what was used longest ago of what is free, else of what comes. Null: there is none.
+  // The smallest buffer that is not leased and fits, so that memory is as predicted whatever the speed of copies; among
+  // those, the least recently used free one, else the least recently used one with data copied ahead. Null: there is
+  // none.
   Slot* at_rest(i64 bytes) noexcept;
   void bring(Slot& slot, i64 begin, i64 bytes);
   void copied(Slot& slot);
@@ -68,8 +69,8 @@ class HostArray final : public zero::TierArray {
   std::unique_ptr<zero::TierArray> there_;
   mutable std::vector<Slot> slots_;
   i64 order_ = 0;
-  mutable bool copying_ = false;       // there may be copies that have not ended
-  mutable std::exception_ptr failed_;  // of the device or the array there, for whoever asks next
+  mutable bool copying_ = false;       // copies may be in progress
+  mutable std::exception_ptr failed_;  // error of the device or of the array on the host, for the next call
 };
 
 }  // namespace ds::offload

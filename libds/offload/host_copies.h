@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What goes between a GPU and its host for what is offloaded, bytes.
+// Bytes copied between a GPU and its host for offloading.
 
 #include "device/device.h"
 
@@ -17,7 +17,7 @@ struct HostCopies {
   friend HostCopies operator*(i64 n, const HostCopies& a) noexcept { return {n * a.to_device, n * a.to_host}; }
 };
 
-// A device's copies from and to its host, counted; null: not, where the device is the host.
+// Counts a device's copies from and to its host; null if the device is the host.
 class HostLink {
  public:
   HostLink(Device& device, HostCopies* counts) noexcept : device_(&device), counts_(counts) {}

@@ -14,13 +14,13 @@ namespace ds::offload {
 void HostPlace::pin(void* data, i64 bytes) const {
   const std::string why = pinned_for_->pin(data, bytes);
   DS_CHECK(why.empty(), Errc::Unavailable,
-           "{}: the system does not lock {} of its memory for {}: {}; {}raise what may be locked (ulimit -l, and the "
-           "memory of the container)",
+           "{}: the system does not lock {} of memory for {}: {}; {}raise the limit of locked memory (ulimit -l, and "
+           "the memory of the container)",
            key_, bytes_text(bytes), pinned_for_->name(), why,
            key_.ends_with("pin_memory") ? "set the key to false, or " : "");
 }
 
-// Of whole pages, none of which other memory has a part of.
+// Allocates whole pages, which no other memory shares.
 Buffer HostPlace::take(MemoryLedger& ledger, Tag tag, i64 bytes) const {
   if (pinned_for_ == nullptr || bytes == 0) return device_buffer(*host_, ledger, tag, bytes);
   const auto room = static_cast<size_t>(align_up(bytes, PageBuffer::kPage));

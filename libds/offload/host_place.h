@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where what stays with the host is kept: in its memory, which is page-locked for a device that copies from and to it
-// where a configuration asks for that (pin_memory).
+// Allocates host memory for offloaded data, page-locked for a device that copies from and to it if the configuration
+// asks for that (pin_memory).
 
 #include <string_view>
 
@@ -12,13 +12,13 @@ namespace ds::offload {
 class HostPlace {
  public:
   HostPlace(Device& host) : host_(&host) {}  // NOLINT: a host is a place
-  // key: of the configuration, which asks for it. Both devices outlive what is taken.
+  // key: the key of the configuration that asks for it. Both devices outlive the memory.
   HostPlace(Device& host, Device& pinned_for, std::string_view key)
       : host_(&host), pinned_for_(&pinned_for), key_(key) {}
   Device& device() const noexcept { return *host_; }
-  // Zeros. Throws Errc::OutOfMemory; Errc::Unavailable: the system does not lock as much.
+  // Zero-initialised. Throws Errc::OutOfMemory; Errc::Unavailable if the system does not lock so much memory.
   Buffer take(MemoryLedger& ledger, Tag tag, i64 bytes) const;
-  // Somebody else's, which outlives it, and has whole pages.
+  // Uses memory of another owner, which outlives it and consists of whole pages.
   Buffer hold(MemoryLedger& ledger, Tag tag, void* data, i64 bytes) const;
 
  private:

@@ -57,11 +57,11 @@ void validate(const FileOptions& o) {
            bytes_text(o.tile_bytes));
   for (const i64 block : o.block_bytes)
     DS_CHECK(block > 0 && block % kPage == 0 && block <= (i64{1} << 30), Errc::Config,
-             "blocks of {} bytes: they are multiples of {}, of at most 1 GiB", block, kPage);
+             "blocks of {} bytes: they must be multiples of {} and at most 1 GiB", block, kPage);
   for (const int depth : o.depths) {
     const bool threads = std::ranges::find(o.methods, "threads") != o.methods.end();
-    DS_CHECK(depth > 0 && depth <= (threads ? 256 : 4096), Errc::Config, "a depth of {}: at most 4096, of threads 256",
-             depth);
+    DS_CHECK(depth > 0 && depth <= (threads ? 256 : 4096), Errc::Config,
+             "a depth of {}: it may be at most 4096, or 256 threads", depth);
   }
   for (const std::string& method : o.methods)
     DS_CHECK(method == "io_uring" || method == "threads", Errc::Config, "'{}' is neither io_uring nor threads", method);
@@ -142,7 +142,7 @@ class OneParameter final : public optim::GroupStates {
   void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
     visit(0, tensor_.master, tensor_.grad);
   }
-  // Of each element, read and written in an update: masters, states, the gradient, the rounded parameter.
+  // Bytes read and written for each element in an update: masters, states, the gradient, the rounded parameter.
   double bytes() const noexcept { return bytes_; }
 
  private:
@@ -176,7 +176,7 @@ UpdateConfig config_of(const std::string& name) {
     return c;
   }
   throw Error(Errc::Config,
-              fmt::format("'{}' is no optimizer that is measured; they are {}", name, fmt::join(names, ", ")));
+              fmt::format("optimizer '{}' cannot be measured; choose one of {}", name, fmt::join(names, ", ")));
 }
 
 }  // namespace

@@ -35,13 +35,13 @@ Settings settings_of(const Config& config, DeviceKind device) {
     s.input_buffers = inputs.buffer_count;
   }
   DS_CHECK(device == DeviceKind::Cpu || !s.states.delayed_update || s.states.ratio >= 1, Errc::Unavailable,
-           "zero_optimization.offload_optimizer.delayed_update: on a GPU, with ratio 1 alone: what the GPU updates "
-           "itself is not delayed");
+           "zero_optimization.offload_optimizer.delayed_update: on a GPU it needs ratio 1, since updates on the GPU "
+           "cannot be delayed");
   s.several_passes = any_optimizer(config.optimizer, &OptimizerRow::sums_over_ranks);
   if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
   DS_CHECK(!s.states.gradients || !any_optimizer(config.optimizer, &OptimizerRow::needs_matrices), Errc::Unavailable,
-           "zero_optimization.offload_optimizer.gradients: Muon looks at all gradients of its matrices at once: they "
-           "stay in memory of the device");
+           "zero_optimization.offload_optimizer.gradients: Muon needs all gradients of a matrix at once, so they stay "
+           "in device memory");
   s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);
   return s;
 }
@@ -305,7 +305,7 @@ FileCounts sum_of(const std::vector<const BlockFile*>& files) {
 
 }  // namespace
 
-// Of updates that run beside a step, what is known when they have ended.
+// Transfers of delayed updates are known when these have ended.
 FileCounts Offload::moved_states() const noexcept {
   FileCounts sum = delayed_.empty() ? sum_of(of_states_) + by_server_ : FileCounts{};
   for (const DelayedStates* states : delayed_) sum = sum + states->moved();
@@ -344,7 +344,7 @@ std::string Offload::method() const {
 std::string Offload::caveat() const {
   const BlockFile* const file = any_file();
   if (file == nullptr || (file->refused_ring().empty() && file->is_direct())) return "";
-  return fmt::format("what is offloaded goes by {}{}{}", file->method(),
+  return fmt::format("offloading uses {}{}{}", file->method(),
                      file->refused_ring().empty() ? "" : fmt::format("; io_uring: {}", file->refused_ring()),
                      file->is_direct() ? "" : "; the file system has no direct transfers");
 }

@@ -111,7 +111,7 @@ void* OrderedFile::open(i64 begin, i64 bytes, zero::LeaseTo access) {
       checksum(memory(p.buffer), part_bytes_) != checksums_[*p.written_by]) {
     file_->fail(std::make_exception_ptr(
         Error(Errc::Corrupt,
-              fmt::format("{}: an input of layers came back from the file otherwise than it went", options_.dir))));
+              fmt::format("{}: an offloaded input of layers was not read back as it was written", options_.dir))));
     file_->throw_if_failed();
   }
   return memory(p.buffer);
@@ -128,7 +128,7 @@ void OrderedFile::close(void*, i64, i64, zero::LeaseTo) noexcept {
     if (++next_ == uses_.size()) next_ = ahead_ = 0;
     read_ahead();
   } catch (...) {
-    file_->fail(std::current_exception());  // told to whoever asks next
+    file_->fail(std::current_exception());  // the next call reports it
   }
 }
 

@@ -36,10 +36,10 @@ Segment Segment::create(const std::string& path, i64 bytes) {
   Descriptor file{::open(parent_directory(path).c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600)};
   DS_CHECK(file.fd >= 0 && ::flock(file.fd, LOCK_EX | LOCK_NB) == 0, Errc::Io, "cannot create {}: {}", path,
            system_reason(errno));
-  // Taken now: who touched a page that has no space would be killed.
+  // Reserved now: touching a page without space would kill the process.
   const int failed = bytes == 0 ? 0 : ::posix_fallocate(file.fd, 0, bytes);
-  DS_CHECK(failed == 0, failed == ENOSPC ? Errc::Unavailable : Errc::Io, "cannot take {} bytes for {}: {}", bytes, path,
-           system_reason(failed));
+  DS_CHECK(failed == 0, failed == ENOSPC ? Errc::Unavailable : Errc::Io, "cannot reserve {} bytes for {}: {}", bytes,
+           path, system_reason(failed));
   Segment segment(file.fd, path, bytes);
   const std::string opened = fmt::format("/proc/self/fd/{}", file.fd);
   DS_CHECK(::linkat(AT_FDCWD, opened.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0, Errc::Io,
@@ -58,7 +58,7 @@ Segment Segment::open(const std::string& path, i64 bytes) {
   DS_CHECK(file.fd >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
   struct stat st {};
   DS_CHECK(::fstat(file.fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 077) == 0,
-           Errc::Io, "{} belongs to another user or is open to others: refused", path);
+           Errc::Io, "{} is refused: it belongs to another user, or others can open it", path);
   DS_CHECK(st.st_size == bytes, Errc::Corrupt, "{} has {} bytes, not {}", path, i64{st.st_size}, bytes);
   return {file.fd, path, bytes};
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Memory that processes of one user share: a file of a memory file system, mapped as a whole, with a name, so that it
-// outlives who made it. Its maker has it locked (flock) before it has a name, and the system takes the lock back
-// however the maker ends: one that nobody has locked belongs to no living process.
+// Memory shared by processes of one user: a file of a memory file system, mapped as a whole, with a name, so that it
+// outlives its maker. The maker locks it (flock) before it has a name, and the system releases the lock however the
+// maker ends: a segment that is not locked belongs to no living process.
 
 #include <string>
 
@@ -13,11 +13,11 @@ namespace ds::offload {
 class Segment {
  public:
   Segment() = default;
-  // Makes the file, of zeros, for its owner alone, and takes its space. Throws Errc::Unavailable where the file system
-  // has none; Errc::Io.
+  // Makes the file, of zeros, which only its owner may open, and reserves its space. Throws Errc::Unavailable if the
+  // file system has no space; Errc::Io.
   static Segment create(const std::string& path, i64 bytes);
-  // One that is there. Throws Errc::Io (there is none, it is another user's or open to others), Errc::Corrupt (of
-  // another size).
+  // Opens an existing file. Throws Errc::Io (it does not exist, belongs to another user, or others can open it),
+  // Errc::Corrupt (it has another size).
   static Segment open(const std::string& path, i64 bytes);
   Segment(Segment&& other) noexcept { *this = std::move(other); }
   Segment& operator=(Segment&& other) noexcept;
@@ -29,17 +29,17 @@ class Segment {
   char* data() const noexcept { return data_; }
   i64 bytes() const noexcept { return bytes_; }
   bool contains(const void* p) const noexcept { return p >= data_ && p < data_ + bytes_; }
-  void remove() noexcept;  // the file's name
+  void remove() noexcept;  // removes the file's name
 
  private:
   Segment(int fd, const std::string& path, i64 bytes);
   std::string path_;
   char* data_ = nullptr;
   i64 bytes_ = 0;
-  int lock_ = -1;  // of who made it
+  int lock_ = -1;  // of the maker
 };
 
-// Its memory; null, in a prediction: as much of the place's.
+// The memory of a segment; null, in a prediction: the same amount from the place.
 Buffer segment_buffer(const Segment* segment, const HostPlace& place, MemoryLedger& ledger, Tag tag, i64 bytes);
 
 }  // namespace ds::offload

@@ -64,7 +64,8 @@ ServerPlace::ServerPlace(std::string_view n) : name(n) {
            c == '.';
   };
   DS_CHECK(!n.empty() && n.size() <= kMost && n.front() != '.' && std::ranges::all_of(n, fits), Errc::Config,
-           "'{}' cannot be the name of a server: up to {} letters, digits, '-', '_' and '.'", n.substr(0, 100), kMost);
+           "'{}' cannot be the name of a server: use up to {} letters, digits, '-', '_' and '.'", n.substr(0, 100),
+           kMost);
   directory = fmt::format("{}/{}", root(), name);
 }
 
@@ -72,7 +73,7 @@ void check_private(const std::string& directory) {
   struct stat st {};
   DS_CHECK(::lstat(directory.c_str(), &st) == 0, Errc::Io, "{}: {}", directory, system_reason(errno));
   DS_CHECK(S_ISDIR(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 077) == 0, Errc::Io,
-           "{} is no directory, belongs to another user or is open to others: refused", directory);
+           "{} is refused: it is not a directory, belongs to another user, or others can open it", directory);
 }
 
 std::optional<Connection> Connection::find(const ServerPlace& place) {
@@ -122,7 +123,7 @@ void receive_all(int fd, char* data, size_t bytes) {
     const ssize_t n = ::recv(fd, data, bytes, 0);
     if (n < 0 && errno == EINTR) continue;
     DS_CHECK(n >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK), Errc::Timeout,
-             "the server does not answer: it is at a long step, or stopped");
+             "the server does not answer: it is busy with a long step, or stopped");
     DS_CHECK(n > 0, Errc::Comm, "the connection of an offload server: {}",
              n == 0 ? std::string("the other end has closed it") : system_reason(errno));
     data += n;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a trainer and a server of states (libds/serve) say to each other, over a Unix socket in the server's directory.
-// Bulk does not go that way: it is in segments that both have mapped.
+// The protocol between a run and a server of states (libds/serve), over a Unix socket in the server's directory. Bulk
+// data is not sent: it is in segments that both have mapped.
 //
-//   rank    -> Hello: who it is, and how its states are cut in chunks        all ranks:  <- Attached: what is there
-//   rank    -> Read, Write: parts of states, by way of its window            <- Done
-//   rank    -> Publish: the state is whole, as of this step                  all ranks:  <- Done
-//   rank    -> Run: a pass, now (of optimizers of several passes)            <- Done
-//   rank    -> Commit: the step is decided; the passes that it still needs   all ranks:  <- Done, when all are run
+//   rank    -> Hello: its identity, and how its states are cut into chunks   all ranks:  <- Attached: the server's
+//   state rank    -> Read, Write: parts of states, through its window              <- Done rank    -> Publish: the
+//   state of this step is complete                   all ranks:  <- Done rank    -> Run: a pass, now (of optimizers of
+//   several passes)            <- Done rank    -> Commit: the step is committed; the passes still to be run     all
+//   ranks:  <- Done, after the passes
 //
-// A connection that ends is a rank that has ended. Both ends are of one user, one machine and one version of libds.
+// A connection that ends is a rank that has ended. Both ends belong to one user, one machine and one version of libds.
 
 #include <cstring>
 #include <optional>
@@ -24,22 +24,22 @@
 
 namespace ds::offload {
 
-// What is known of a run when a step has ended: it goes on from that. Plain data.
+// The state of a run at the end of a step, from which it resumes. Plain data.
 struct ServedRecord {
   i64 step = 0, optimizer_step = 0, skipped_steps = 0, consumed_samples = 0;
   double scale = 1;  // of the loss, for the next step
   i64 scaler_iteration = 0, last_overflow = -1, hysteresis = 1;
-  // Of the step, for whom its line of the metrics is lost.
+  // Of the step, in case its line of the metrics is lost.
   double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
   i64 tokens = 0, skipped = 0;
 };
 
-// A part of a piece of a rank, all of it in one chunk of the rank. Places are bytes.
+// A part of a piece of a rank within one chunk of the rank. Offsets are bytes.
 struct ServedPart {
   i64 param = 0, begin = 0, count = 0, chunk = 0;
   i64 gradient = 0, work = 0;            // of its gradient and its parameter, in the set's segments
-  PerState<i64> offsets = {}, scales{};  // from the chunk's begin
-  PerState<i64> dtypes = {};             // -1: it has no such state
+  PerState<i64> offsets = {}, scales{};  // from the start of the chunk
+  PerState<i64> dtypes = {};             // -1: there is no such state
 };
 
 // A piece of a tile (zero::TilePiece).
@@ -52,11 +52,11 @@ struct ServedPiece {
 // The states of a rank in one group of reduction.
 struct ServedSet {
   DType work = DType::F32;
-  i64 elems = 0;              // of the largest lease, in whose places scales stand behind so many elements of 4 bytes
+  i64 elems = 0;              // of the largest lease; in its places, scales follow so many elements of 4 bytes
   PerState<i64> places = {};  // of a lease, in the window; -1: there is no such state
   std::vector<i64> chunk_bytes{};
   std::vector<ServedPart> parts{};  // chunk after chunk
-  std::string window{};             // paths of segments: places of a lease, then parameters, and what the other has not
+  std::string window{};  // paths of segments: places of a lease, then parameters, and gradients if they have no segment
   i64 window_bytes = 0;
   std::string gradients{};  // empty: they are in the window
   i64 gradient_bytes = 0;
@@ -72,7 +72,7 @@ struct ServedRun {
 };
 
 enum class Message : u32 {
-  // Of ranks.
+  // From ranks.
   Hello,
   Clear,
   Read,
@@ -81,11 +81,11 @@ enum class Message : u32 {
   Tile,
   Run,
   Commit,
-  // Of tools.
+  // From tools.
   Status,
   Hold,
   Stop,
-  // Of the server.
+  // From the server.
   Attached,
   Done,
   Failed,
@@ -93,7 +93,7 @@ enum class Message : u32 {
 
 inline constexpr u32 kServedVersion = 1;
 
-// Values one after the other.
+// A sequence of values.
 class Packer {
  public:
   template <class T>
@@ -121,7 +121,7 @@ class Packer {
   std::string text_;
 };
 
-// Throws Errc::Corrupt where there is less than is asked for.
+// Throws Errc::Corrupt if there are fewer bytes than requested.
 class Unpacker {
  public:
   explicit Unpacker(std::string_view text) : rest_(text) {}
@@ -165,23 +165,23 @@ class Unpacker {
   std::string_view rest_;
 };
 
-// Where the servers of this user are: a directory for each, of its name, in one that is open to nobody else.
+// The directory of this user's servers, which nobody else can open, with a subdirectory for each server by name.
 struct ServerPlace {
-  // Throws Errc::Config: no name of a server.
+  // Throws Errc::Config if this cannot be the name of a server.
   explicit ServerPlace(std::string_view name);
   static std::string root();
   std::string name, directory;
   std::string socket() const { return directory + "/socket"; }
 };
-// Throws Errc::Io unless it is a directory of this user that is open to nobody else.
+// Throws Errc::Io unless it is a directory of this user that nobody else can open.
 void check_private(const std::string& directory);
 
 // An end of a connection. Move-only.
 class Connection {
  public:
-  // To the server of this place; nothing: there is none. Throws Errc::Io.
+  // Connects to the server of this place; nothing if there is none. Throws Errc::Io.
   static std::optional<Connection> find(const ServerPlace& place);
-  // The same; that there is none is Errc::Unavailable.
+  // The same; throws Errc::Unavailable if there is none.
   static Connection to(const ServerPlace& place);
   explicit Connection(int fd) noexcept : fd_(fd) {}
   Connection(Connection&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
@@ -191,16 +191,16 @@ class Connection {
   }
   ~Connection();
 
-  // Throw Errc::Comm when the other end has ended.
+  // These throw Errc::Comm if the other end has closed.
   void send(Message kind, std::string_view payload) const;
   struct Received {
     Message kind;
     std::string payload;
   };
   Received receive() const;
-  // From now on receive() throws Errc::Timeout when nothing comes for so long.
+  // From now on receive() throws Errc::Timeout if nothing arrives for so long.
   void limit_waiting(int seconds) const;
-  // Whether the other end has ended, as far as can be known without waiting.
+  // Whether the other end has closed, as far as can be known without waiting.
   bool has_ended() const noexcept;
   int descriptor() const noexcept { return fd_; }
 

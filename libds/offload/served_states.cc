@@ -152,7 +152,7 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
                     [&](float* there, void* here, i64 bytes) { parts_.device.upload(here, there, bytes); });
 }
 
-// What the server computes is a part of the step.
+// Counts the server's computation as a part of the step.
 void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
   zero::run_pass(
       options_.host.device().ops(), options_.host.device().stream(), tile, spec, nullptr,
@@ -170,7 +170,7 @@ void ServedStates::settle(zero::VerdictHandle& verdict, i64) {
   await([&] { options_.link->settle(verdict.resolve(), [this] { bring_params(); }); });
 }
 
-// What the server is asked for, and waited for.
+// Sends a request to the server, waits for it, and counts the time.
 void ServedStates::await(FunctionRef<void()> ask) {
   const Clock::time_point begin = Clock::now();
   const BusyTime::Span busy(options_.busy);
@@ -242,7 +242,7 @@ void ServedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, con
                      [&](i64 at, i64 bytes) { parts_.device.download(window() + at, places() + at, bytes); });
     }
     options_.link->write(set_, piece.param, piece.begin, piece.count, stored(piece.param, false));
-  } catch (...) {  // for whoever asks next
+  } catch (...) {  // the next call reports it
     options_.link->fail(std::current_exception());
   }
 }

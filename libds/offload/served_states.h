@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The tier of masters and states that another process owns, a server (libds/serve), which runs the updates: gradients
-// go to it, by memory that both have, and parameters come back. On a GPU gradients and parameters are copied to and
-// from that memory, and leases are copies in memory of the device. A step is the server's when all ranks have handed
-// over what it needs: from then on it is done, whoever dies. In fp32 the server has masters, too, which outlive
-// parameters.
+// The tier of master weights and states that a server (libds/serve) owns and updates. Gradients and updated parameters
+// are exchanged through shared memory. On a GPU they are copied to and from that memory, and leases are copies in
+// device memory. A step belongs to the server when all ranks have handed over what it needs: from then on it will be
+// completed, whatever dies. In fp32 the server has masters too, because they outlive the parameters.
 
 #include <map>
 #include <optional>
@@ -20,16 +19,16 @@ namespace ds::offload {
 class ServedStates final : public zero::StateStore {
  public:
   struct Options {
-    HostPlace host;              // of the memory that both have
-    i64 most = 0;                // elements of a chunk
-    bool apart = false;          // that is not the device's
+    HostPlace host;              // the shared memory
+    i64 most = 0;                // the most elements of a chunk
+    bool apart = false;          // the shared memory is not device memory
     Tag tag = Tag::Offload;      // of it
     ServerLink* link = nullptr;  // null: a prediction
     bool shares_gradients = false;
-    const Segment* gradients = nullptr;  // where they are, if they are in memory that the server has
-    FileCounts* counts = nullptr;        // of gradients that go (written) and parameters that come (read)
-    BusyTime* busy = nullptr;            // in which they do
-    HostCopies* copies = nullptr;        // of them, those between a GPU and the host
+    const Segment* gradients = nullptr;  // their segment, if they are in memory shared with the server
+    FileCounts* counts = nullptr;        // counts gradients (written) and parameters (read)
+    BusyTime* busy = nullptr;            // the time of these transfers
+    HostCopies* copies = nullptr;        // those of them between a GPU and the host
   };
   ServedStates(Parts parts, const Options& options);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
@@ -37,17 +36,17 @@ class ServedStates final : public zero::StateStore {
   void settle(zero::VerdictHandle& verdict, i64 number) override;
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
   bool in_place() const noexcept override { return false; }
-  // Bytes that the server has of it, by state.
+  // Bytes in the server, by state.
   const PerState<i64>& state_bytes() const noexcept { return chunks_.state_bytes(); }
-  // All parameters, from their masters. Then other ranks still have to get them.
+  // Sets all parameters from their masters. They still have to be gathered by other ranks.
   void restore_params();
 
  private:
   void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& state) noexcept override;
   char* window() const noexcept { return static_cast<char*>(window_.data()); }
-  // Of leases, as the device sees them.
+  // Addresses of a lease, for the device.
   char* places() const noexcept { return options_.apart ? static_cast<char*>(place_.data()) : window(); }
-  // In the window, where it has the shard arrays of the layout.
+  // Addresses in the window of the layout's shard arrays.
   char* work_of(const zero::Piece& piece) const noexcept {
     return window() + work_at_ + piece.shard_offset * dtype_bytes(parts_.work);
   }
@@ -56,7 +55,7 @@ class ServedStates final : public zero::StateStore {
   }
   zero::PieceState leased_state(i64 param) const noexcept;
   StateSet stored(i64 param, bool but_master) const noexcept;
-  // Calls visit(place, bytes) for what a lease of a piece has of these states, and of their blocks' scales.
+  // Calls visit(place, bytes) for each of these states in the lease of a piece, and for the scales of its blocks.
   void for_each_place(const zero::Piece& piece, const StateSet& states, FunctionRef<void(i64, i64)> visit) const;
   void read(const zero::Piece& piece, const StateSet& states);  // to the places
   i64 tile_of(zero::Tile tile);
@@ -67,12 +66,12 @@ class ServedStates final : public zero::StateStore {
 
   const ChunkLayout chunks_;
   const Options options_;
-  bool own_masters_;  // which runs in memory do not have: fp32
+  bool own_masters_;  // fp32 masters, which runs in memory do not have
   PerState<i64> places_;
   i64 lease_elems_ = 0, work_at_ = 0, gradients_at_ = 0;
   const Segment* segment_ = nullptr;
   Buffer window_;
-  Buffer place_;  // of leases, beside a window that is apart
+  Buffer place_;  // of leases, if the window is not device memory
   i64 set_ = 0;
   std::map<const zero::TilePiece*, i64> tiles_;
   std::vector<zero::Tile> changed_;    // in this step

@@ -12,7 +12,7 @@ namespace ds::offload {
 ServerLink::ServerLink(const std::string& name, Rank rank)
     : place_(name), rank_(std::move(rank)), connection_(Connection::to(place_)) {}
 
-// What an attached rank leaves is the server's to remove: it may need it to end a step.
+// The server removes the segments of an attached rank: it may need them to complete a step.
 ServerLink::~ServerLink() {
   if (attached_) return;
   for (const auto& segment : segments_) segment->remove();
@@ -41,7 +41,7 @@ std::string ServerLink::request(Message kind, std::string_view payload, Message 
     r = connection_.receive();
   } catch (const Error& e) {
     failed_ = std::make_exception_ptr(
-        Error(Errc::Comm, fmt::format("the server '{}' has ended; what it has is not lost: start it again (ds-offload "
+        Error(Errc::Comm, fmt::format("the server '{}' has ended; its states are not lost: start it again (ds-offload "
                                       "serve {}), and then the run, which goes on from the last whole step",
                                       place_.name, place_.name)));
     std::rethrow_exception(failed_);
@@ -52,7 +52,7 @@ std::string ServerLink::request(Message kind, std::string_view payload, Message 
     const Errc code = in.get<Errc>();
     throw Error(code, fmt::format("the server '{}': {}", place_.name, in.get<std::string>()));
   }
-  DS_CHECK(r.kind == reply, Errc::Comm, "the server '{}' answers otherwise than it should: it is of another version",
+  DS_CHECK(r.kind == reply, Errc::Comm, "the server '{}' sent an unexpected answer: it is of another version",
            place_.name);
   return std::move(r.payload);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The end that a rank of a run has of its connection with a server of states (served.h). What waits for all ranks of
-// the run is named collective.
+// A rank's end of the connection to a server of states (served.h). Calls that wait for all ranks of the run are marked
+// collective.
 
 #include <functional>
 #include <memory>
@@ -17,25 +17,25 @@ class ServerLink {
  public:
   struct Rank {
     int rank = 0, ranks = 1;
-    std::string run{};     // random, alike on all ranks
-    std::string layout{};  // who has what of the parameters: equal texts, equal cuts
+    std::string run{};     // random, the same on all ranks
+    std::string layout{};  // which rank has which parameters: equal texts mean equal cuts
   };
-  // Throws Errc::Unavailable: there is no such server.
+  // Throws Errc::Unavailable if there is no such server.
   ServerLink(const std::string& name, Rank rank);
   ~ServerLink();
   ServerLink(const ServerLink&) = delete;
 
-  // Throws what a run that attached to the server now would: there is none, or it is in use.
+  // Throws what attaching to the server now would throw: there is none, or it is in use.
   static void check(const std::string& name);
 
   const std::string& name() const noexcept { return place_.name; }
-  // Memory that the server has, too, until the run ends.
+  // Memory shared with the server until the run ends.
   const Segment& new_segment(i64 bytes);
-  // Before attach(). Its number.
+  // To be called before attach(). Returns the number of the set.
   i64 add(ServedSet set);
 
-  // The state that the server has: none; one of this layout, with which the run can go on at once; or another, which it
-  // has written as a step of a checkpoint, for as long as the run has not published its own.
+  // The state of the server: none; one of this layout, with which the run can continue at once; or one of another
+  // layout, which the server has written as a step of a checkpoint and keeps until the run has published its own.
   enum class Has : u8 { Nothing, Same, Other };
   struct Found {
     Has has = Has::Nothing;
@@ -43,30 +43,31 @@ class ServerLink {
     std::string meta = {};      // as it was published
     std::string step_dir = {};  // of Other
   };
-  // Collective. Throws Errc::Unavailable: another run has the server, or the state does not fit it.
+  // Collective. Throws Errc::Unavailable if another run is attached, or the state does not fit the server.
   const Found& attach(bool two_versions);
   const Found& found() const noexcept { return found_; }
-  // What the server has is given up, and all states are zeros. Collective.
+  // Discards the state of the server; all states are zeros. Collective.
   void clear();
 
-  // Between places of a set's window and the chunks of a piece.
+  // Copies between places of a set's window and the chunks of a piece.
   void read(i64 set, i64 param, i64 begin, i64 count, const StateSet& states);
   void write(i64 set, i64 param, i64 begin, i64 count, const StateSet& states);
-  // From now on the state is whole, and what the server had before is given up. Texts are for ds-offload dump: of this
-  // rank's pieces, and of the run. Collective.
+  // Declares the state complete, and discards the previous one. The texts describe this rank's pieces and the run, for
+  // ds-offload dump. Collective.
   void publish(const ServedRecord& record, const std::string& pieces, const std::string& meta,
                const std::string& params);
 
-  // A tile's number.
+  // Returns the number of a tile.
   i64 define_tile(i64 set, const std::vector<ServedPiece>& pieces);
-  // A pass: at once, where the run has two versions of states; else when the step is committed.
+  // Runs a pass: at once if the run has two versions of states; else when the step is committed.
   void run(ServedRun run);
-  // The record of the step that ends with this verdict.
+  // Sets the record of the step that ends with this verdict.
   std::function<ServedRecord(const GradVerdict&)> outcome;
-  // For each set once in a step. The last one commits it: collective; then every set's `bring` is called.
+  // To be called once for each set in a step. The call for the last set commits the step, which is collective; then
+  // every set's `bring` is called.
   void settle(const GradVerdict& verdict, std::function<void()> bring);
   double waited_s() const noexcept { return waited_s_; }
-  // Keeps an error for whoever asks next.
+  // Keeps an error for the next call.
   void fail(std::exception_ptr why) noexcept {
     if (!failed_) failed_ = std::move(why);
   }

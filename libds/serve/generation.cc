@@ -51,7 +51,7 @@ std::string read_sealed(const std::string& path) {
   return text;
 }
 
-// Who has waited for a lock may have that of a file that is gone, whose name another one has by now.
+// After waiting for a lock, the file may have been removed and its name given to another one.
 std::optional<DirectoryLock> DirectoryLock::take(const std::string& directory) {
   const std::string path = directory + "/lock";
   for (;;) {
@@ -62,7 +62,7 @@ std::optional<DirectoryLock> DirectoryLock::take(const std::string& directory) {
     struct stat mine {
     }, named{};
     DS_CHECK(!cannot_be_one && ::fstat(lock.fd_, &mine) == 0 && S_ISREG(mine.st_mode), Errc::Io,
-             "{} is not a regular file, so no server can lock it: ds-offload rm {} removes what is there", path,
+             "{} is not a regular file, so a server cannot lock it: remove it with ds-offload rm {}", path,
              fs::path(directory).filename().string());
     if (::flock(lock.fd_, LOCK_EX | LOCK_NB) != 0) return std::nullopt;
     if (::fstat(lock.fd_, &mine) == 0 && ::stat(path.c_str(), &named) == 0 && mine.st_ino == named.st_ino &&
@@ -129,9 +129,9 @@ std::string current_generation(const std::string& directory) {
   const std::string path = directory + "/current";
   if (!fs::exists(path)) return "";
   std::string id = read_sealed(path);
-  DS_CHECK(is_generation_id(id), Errc::Corrupt, "{}: names no generation", path);
-  DS_CHECK(fs::is_directory(fmt::format("{}/{}", directory, id)), Errc::Corrupt, "{} names {}, which is gone", path,
-           id);
+  DS_CHECK(is_generation_id(id), Errc::Corrupt, "{}: does not name a generation", path);
+  DS_CHECK(fs::is_directory(fmt::format("{}/{}", directory, id)), Errc::Corrupt, "{} names {}, which does not exist",
+           path, id);
   return id;
 }
 
@@ -197,7 +197,7 @@ Generation::Generation(const std::string& directory, const std::string& id, cons
                std::ranges::all_of(chunk_bytes_, [&](i64 bytes) { return bytes <= header().slot_bytes; }),
            Errc::Corrupt, "{} does not fit {}", file("table"), file("layout"));
   for (i64 c = 0; c < header().chunks && header().published != 0; ++c)
-    DS_CHECK(slots_->is_there(c), Errc::Corrupt, "{}: chunk {} is nowhere", file("table"), c);
+    DS_CHECK(slots_->is_there(c), Errc::Corrupt, "{}: chunk {} is missing", file("table"), c);
   std::error_code error;
   states_ = fs::read_symlink(file("states"), error);
   DS_CHECK(!error, Errc::Corrupt, "{}: {}", file("states"), error.message());
@@ -225,7 +225,8 @@ void Generation::open_memory(bool is_new) {
   memory_ = std::move(chunks);
   if (!options_.serves || bytes() == 0) return;
   locked_ = File::open_write(states_);
-  DS_CHECK(::flock(locked_->descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "another server has {}", states_);
+  DS_CHECK(::flock(locked_->descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "another server uses {}",
+           states_);
 }
 
 Generation::~Generation() = default;
@@ -287,11 +288,11 @@ void remove_from_disk(const std::string& link, const std::string& id) {
     return;
   }
   DS_CHECK(st.st_uid == ::geteuid() && (S_ISREG(st.st_mode) || S_ISDIR(st.st_mode)), Errc::Io,
-           "{} is not removed: it is another user's, or not what the server made", path.string());
+           "{} is not removed: it belongs to another user, or the server did not make it", path.string());
   if (S_ISREG(st.st_mode)) {
     const File file = File::open_write(path);
     DS_CHECK(::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable,
-             "{} is not removed: another server has it", path.string());
+             "{} is not removed: another server uses it", path.string());
     fs::remove(path, error);
   } else {
     fs::remove_all(path, error);

@@ -53,7 +53,7 @@ void Passes::for_each_part(const Set& set, i64 param, i64 begin, i64 count, Visi
     covered += to - from;
     visit(static_cast<i64>(i), from, to - from);
   }
-  DS_CHECK(covered == count, Errc::Corrupt, "a rank asks for elements of parameter {} that are not its", param);
+  DS_CHECK(covered == count, Errc::Corrupt, "a rank asks for elements of parameter {} that it does not own", param);
 }
 
 i64 Passes::define_tile(i64 rank, i64 set, std::vector<ServedPiece> pieces) {
@@ -219,7 +219,7 @@ std::string Passes::pending_text(const offload::ServedRecord& record, std::span<
 
 namespace {
 
-// What names chunks and slots that can be, none twice, and none that another chunk has.
+// Checks that chunks and slots exist, that none is named twice, and that no slot belongs to another chunk.
 Slots::Flips checked_flips(const std::vector<i64>& flips, Generation& generation) {
   Slots::Flips all;
   std::set<i64> chunks, slots;
@@ -234,7 +234,7 @@ Slots::Flips checked_flips(const std::vector<i64>& flips, Generation& generation
     const i64 slot = generation.slots().slot(c);
     good = !slots.contains(slot) || std::ranges::find(all, std::pair(c, slot)) != all.end();
   }
-  DS_CHECK(good, Errc::Corrupt, "names chunks or slots that cannot be");
+  DS_CHECK(good, Errc::Corrupt, "names impossible chunks or slots");
   return all;
 }
 
@@ -273,7 +273,7 @@ void recover(Generation& generation, Device& device) {
       in.get(pieces);
       run.run.tile = passes.define_tile(run.rank, set, std::move(pieces));
     }
-    // Nobody is there to read parameters: a trainer that comes makes its own of the masters.
+    // No run reads parameters now: a run that attaches makes its own from the masters.
     passes.execute(runs, Passes::Params::LeaveOut, static_cast<u32>(record.step));
     generation.flush();
   });

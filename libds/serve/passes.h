@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a server does with the chunks of a generation for the ranks of a run: passes of updates, and copies to and from
-// the windows of ranks.
+// The work of a server on the chunks of a generation: passes of updates, and copies to and from the windows of ranks.
 
 #include <map>
 #include <vector>
@@ -14,7 +13,7 @@ namespace ds::serve {
 
 class Passes {
  public:
-  // The generation's ranks have paths of segments, which are opened. Both outlive it.
+  // Opens the segments that the generation's ranks name. Both arguments outlive it.
   Passes(Generation& generation, const std::vector<RankLayout>& ranks, Device& device);
 
   i64 define_tile(i64 rank, i64 set, std::vector<offload::ServedPiece> pieces);
@@ -22,7 +21,8 @@ class Passes {
     i64 rank;
     offload::ServedRun run;
   };
-  // In the order given, for each part of the states; chunk by chunk. `skip`: what is of this step already.
+  // Runs passes in the given order for each part of the states, chunk by chunk. `skip`: chunks that are already of this
+  // step.
   enum class Params : u8 { Write, LeaveOut };
   void execute(std::span<const Run> runs, Params params, std::optional<u32> skip = {});
 
@@ -33,7 +33,7 @@ class Passes {
   void read(i64 rank, const Range& range);
   void write(i64 rank, const Range& range);
 
-  // A step that is decided, as it outlives the server: its record and what is to be run, with the tiles.
+  // A committed step in a form that outlives the server: its record, and the passes to run with their tiles.
   std::string pending_text(const offload::ServedRecord& record, std::span<const Run> runs) const;
 
  private:
@@ -47,7 +47,7 @@ class Passes {
     }
   };
   struct Item {
-    i64 part, piece, begin, count;  // of the set's parts, of the tile's pieces; elements
+    i64 part, piece, begin, count;  // index in the set's parts, in the tile's pieces; range of elements
   };
   struct Tile {
     i64 set;
@@ -72,7 +72,8 @@ class Passes {
   std::vector<UpdateTensor> tensors_;
 };
 
-// Ends a step that was decided, and whose server ended before it was done; forgets one that was not. At a start.
+// At the start of a server: completes a step that was committed but not completed, and forgets one that was not
+// committed.
 void recover(Generation& generation, Device& device);
 
 }  // namespace ds::serve

@@ -95,7 +95,7 @@ Server::Server(const offload::ServeOptions& options, Event event)
   if (!files_.path.empty()) warn_of_others(id);
   remove_abandoned();
   listen();
-  event_(current_ ? fmt::format("goes on with the states of step {}, {} {}", current_->header().record.step,
+  event_(current_ ? fmt::format("resumes with the states of step {}, {} {}", current_->header().record.step,
                                 bytes_text(current_->bytes()), current_->where())
                   : "has no states yet");
 }
@@ -151,7 +151,7 @@ void Server::take_name() {
     is_there = fs::exists(place_.directory);
   }
   DS_CHECK(lock_.has_value(), Errc::Unavailable,
-           "there is a server '{}' already, or a tool that looks at what one has left", place_.name);
+           "there is already a server '{}', or a tool reads the states that one has left", place_.name);
 }
 
 void Server::listen() {
@@ -170,7 +170,7 @@ void Server::accept() {
   for (;;) {
     int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
-      // Who waits is told so, by the end of its connection, for which the descriptor that is kept is given up a moment.
+      // Refuses a waiting connection by closing it; the spare descriptor is given up for a moment to accept it.
       const std::string why = system_reason(errno);
       if (spare_ >= 0) ::close(std::exchange(spare_, -1));
       fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -202,7 +202,7 @@ void Server::run(const std::function<bool()>& stop) {
     std::vector<pollfd> fds{{listener_, POLLIN, 0}};
     std::vector<Peer*> of{nullptr};
     for (Peer& p : peers_) {
-      // Whoever holds the files waits for nobody; ranks wait for it. Those that end are seen.
+      // A tool that holds the files does not wait; ranks wait for it. Closed connections are still noticed.
       fds.push_back({p.connection.descriptor(), static_cast<short>(held && p.rank >= 0 ? POLLRDHUP : POLLIN), 0});
       of.push_back(&p);
     }
@@ -210,7 +210,7 @@ void Server::run(const std::function<bool()>& stop) {
     // Those that have ended first: a run that starts anew may be there already.
     for (size_t i = 1; i < fds.size(); ++i) {
       if ((fds[i].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 && (fds[i].revents & POLLIN) == 0) of[i]->gone = true;
-      // Of those that were looked at together one may hold the files now.
+      // One of the peers handled in this turn may hold the files now.
       if ((fds[i].revents & POLLIN) != 0 && (of[i]->rank < 0 || !is_held())) receive(*of[i]);
     }
     drop_gone();
@@ -241,7 +241,7 @@ void Server::receive(Peer& peer) {
   }
 }
 
-// An answer is small, and nobody has more than one to come: who does not take it is not waited for.
+// An answer is small, and a peer expects at most one; if the peer does not read it, the server does not wait.
 void Server::answer(Peer& peer, std::string_view payload, Message kind) {
   if (peer.gone) return;
   try {
@@ -285,7 +285,7 @@ void Server::handle(Peer& peer, Asked asked) {
         return answer(peer, {});
       default: break;
     }
-    DS_CHECK(run_ && run_->attached && peer.rank >= 0 && !peer.asked, Errc::Corrupt, "a message out of turn");
+    DS_CHECK(run_ && run_->attached && peer.rank >= 0 && !peer.asked, Errc::Corrupt, "an unexpected message");
     Unpacker in(asked.payload);
     switch (asked.kind) {
       case Message::Read:
@@ -352,7 +352,7 @@ void Server::together() {
 void Server::hello(Peer& peer, std::string_view payload) {
   Unpacker in(payload);
   const u32 version = in.get<u32>();
-  DS_CHECK(version == offload::kServedVersion, Errc::Unavailable, "it speaks version {}, and the run version {}",
+  DS_CHECK(version == offload::kServedVersion, Errc::Unavailable, "it uses protocol version {}, and the run version {}",
            offload::kServedVersion, version);
   std::string run;
   in.get(run);
@@ -369,7 +369,7 @@ void Server::hello(Peer& peer, std::string_view payload) {
     for (const std::string& path : {set.window, set.gradients}) {
       DS_CHECK(path.empty() || (fs::path(path).parent_path() == place_.directory &&
                                 fs::path(path).filename().string().starts_with("mail.")),
-               Errc::Corrupt, "memory of a rank that is not here");
+               Errc::Corrupt, "memory of a rank outside the server's directory");
     }
   }
   if (!run_)
@@ -394,7 +394,7 @@ void Server::new_generation() {
 
 void Server::open_passes() {
   run_->passes = std::make_unique<Passes>(generation(), run_->layouts, *device_);
-  generation().slots().begin_version(0, true);  // until it is published, or goes on
+  generation().slots().begin_version(0, true);  // until it is published, or the run resumes
 }
 
 void Server::attach() {
@@ -430,8 +430,8 @@ void Server::attach() {
                      bytes_text(generation().bytes()), generation().where(),
                      found.has == offload::ServerLink::Has::Nothing ? ""
                      : found.has == offload::ServerLink::Has::Same
-                         ? fmt::format(", and goes on from step {}", found.record.step)
-                         : fmt::format(", at another layout, and goes on from step {}", found.record.step)));
+                         ? fmt::format(", resuming from step {}", found.record.step)
+                         : fmt::format(", at another layout, resuming from step {}", found.record.step)));
 }
 
 void Server::clear() { new_generation(); }
@@ -485,7 +485,7 @@ void Server::publish() {
 }
 
 void Server::commit() {
-  DS_CHECK(!run_->coming, Errc::Corrupt, "a step of states that are not whole");
+  DS_CHECK(!run_->coming, Errc::Corrupt, "a step of incomplete states");
   Generation& g = *current_;
   std::vector<Passes::Run> runs;
   ServedRecord record;
@@ -504,7 +504,7 @@ void Server::commit() {
   const bool two = g.header().two_versions != 0;
   if (two) g.flush();
   const std::string pending = g.file("pending");
-  write_sealed(pending, run_->passes->pending_text(record, runs));  // from here on the step is done, whoever dies
+  write_sealed(pending, run_->passes->pending_text(record, runs));  // from here on the step is committed, whatever dies
   g.slots().begin_version(static_cast<u32>(record.step), true);
   if (two) {
     g.slots().keep(g.slots().ahead());
@@ -530,7 +530,7 @@ void Server::drop_gone() {
   if (of_run) {
     end_run();
   } else if (any) {
-    remove_abandoned();  // of a rank that never said who it was
+    remove_abandoned();  // of a rank that never identified itself
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A server of states: one thread that waits for what ranks and tools ask, and does it, one thing after the other.
+// A server of states: one thread that executes the requests of ranks and tools one after the other.
 
 #include <algorithm>
 #include <functional>
@@ -17,10 +17,11 @@ namespace ds::serve {
 class Server {
  public:
   using Event = std::function<void(const std::string&)>;
-  // Takes the name, and goes on with what a server of that name has left. Throws Errc::Unavailable: one is running.
+  // Takes the name, and resumes with the states that a server of that name has left. Throws Errc::Unavailable if one is
+  // running.
   Server(const offload::ServeOptions& options, Event event);
   ~Server();  // the state stays
-  // Until stop() says so, or a tool does. Throws what ends it otherwise: Errc::Io of a disk.
+  // Runs until stop() returns true, or a tool ends it. Throws Errc::Io if a disk fails.
   void run(const std::function<bool()>& stop);
 
  private:
@@ -31,21 +32,21 @@ class Server {
   struct Peer {
     explicit Peer(int fd) : connection(fd) {}
     offload::Connection connection;
-    std::string in{};              // what has come of a message
-    i64 rank = -1;                 // of the run; -1: it has not said who it is
-    std::optional<Asked> asked{};  // what waits for the other ranks of the run
-    bool holds = false;            // a tool that reads files
+    std::string in{};              // received part of a message
+    i64 rank = -1;                 // of the run; -1: not yet identified
+    std::optional<Asked> asked{};  // a request that waits for the other ranks of the run
+    bool holds = false;            // a tool is reading the files
     bool gone = false;
-    std::optional<Asked> deferred{};  // until nobody holds the files
+    std::optional<Asked> deferred{};  // until no tool holds the files
   };
-  // A run that is attached, or is about to be.
+  // A run that is attached or attaching.
   struct Run {
     std::string id;
     i64 ranks = 0;
     bool two_versions = false;
-    std::vector<RankLayout> layouts;  // by rank, as they have come
+    std::vector<RankLayout> layouts;  // by rank, as received
     bool attached = false;
-    std::unique_ptr<Generation> coming;  // made for it, not whole yet; else it goes on with the current one
+    std::unique_ptr<Generation> coming;  // made for it, not yet complete; null: it uses the current one
     std::unique_ptr<Passes> passes;
   };
 
@@ -62,7 +63,7 @@ class Server {
   bool is_held() const noexcept { return std::ranges::any_of(peers_, &Peer::holds); }
 
   void hello(Peer& peer, std::string_view payload);
-  // When all ranks have asked for the same.
+  // Called when all ranks have sent the same request.
   void together();
   void attach();
   void clear();
@@ -84,12 +85,12 @@ class Server {
   const Generation::Options files_;
   std::optional<DirectoryLock> lock_;
   int listener_ = -1;
-  int spare_ = -1;  // a descriptor for who is refused when there is no other
+  int spare_ = -1;  // a spare descriptor, to refuse a connection when there is no other
   std::list<Peer> peers_;
   std::unique_ptr<Generation> current_;
   std::optional<Run> run_;
   std::optional<Error> why_;  // the run has failed
-  std::string step_;          // of the current generation, for a run of another layout: its entry in the directory
+  std::string step_;  // a step of the current generation, for a run of another layout: its entry in the directory
   bool stopped_ = false;
 };
 

@@ -21,7 +21,7 @@ Slots::Slots(offload::Segment table, const TableHeader& fresh) : table_(std::mov
   };
   need(std::ranges::equal(h.magic, known.magic), "not a table of a server of states");
   DS_CHECK(h.version == known.version, Errc::Unavailable,
-           "{}: version {}, and version {} is known here: dump it with the ds-offload that made it, or remove it "
+           "{}: version {}, but this program reads version {}: dump it with the ds-offload that made it, or remove it "
            "(ds-offload rm)",
            table_.path(), h.version, known.version);
   need(h.chunks >= 0 && h.slots >= h.chunks && h.slots < i64{kNoSlot} && h.slot_bytes >= 0 &&
@@ -96,7 +96,7 @@ void Slots::set_next_checksum(i64 chunk, u64 sum) noexcept {
 void Slots::check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
   if (!has_checksums() || !is_there(chunk)) return;
   DS_CHECK(offload::checksum(data, bytes) == sum(slot(chunk)), Errc::Corrupt,
-           "{}: chunk {}, in slot {}, is not as it was written: damaged", file, chunk, slot(chunk));
+           "{}: chunk {}, in slot {}, differs from what was written: damaged", file, chunk, slot(chunk));
 }
 
 SlotMemory::SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes,

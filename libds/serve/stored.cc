@@ -212,8 +212,8 @@ RunTexts read_run(const Generation& g) {
 std::string write_checkpoint(Generation& g, const std::string& dir, const std::function<void()>& after_read) {
   const std::string path = g.file("run");
   const RunTexts texts = read_run(g);
-  DS_CHECK(texts.pieces.size() == g.ranks().size(), Errc::Corrupt, "{} and {} are of different numbers of ranks", path,
-           g.file("layout"));
+  DS_CHECK(texts.pieces.size() == g.ranks().size(), Errc::Corrupt, "{} and {} belong to different numbers of ranks",
+           path, g.file("layout"));
   CheckpointMeta meta = parse_meta(texts.meta, path);
   const offload::ServedRecord& r = g.header().record;
   meta.step = r.step;
@@ -247,20 +247,20 @@ class Look {
   // problems: gets why a step that was decided cannot be done; null: that is thrown.
   explicit Look(const std::string& name, std::vector<std::string>* problems = nullptr) : place_(name) {
     std::error_code ignored;
-    DS_CHECK(fs::exists(place_.directory, ignored), Errc::Unavailable, "there is no server '{}', nor what one has left",
-             name);
+    DS_CHECK(fs::exists(place_.directory, ignored), Errc::Unavailable,
+             "there is no server '{}', and no states of an ended one", name);
     offload::check_private(ServerPlace::root());
     offload::check_private(place_.directory);
     server_ = Connection::find(place_);
     if (server_) {
       server_->limit_waiting(kPatience);
       server_->send(Message::Hold, {});
-      DS_CHECK(server_->receive().kind == Message::Done, Errc::Unavailable, "the server '{}' refuses to be looked at",
-               name);
+      DS_CHECK(server_->receive().kind == Message::Done, Errc::Unavailable,
+               "the server '{}' does not let its states be read", name);
     } else {
       lock_ = DirectoryLock::take(place_.directory);
       DS_CHECK(lock_.has_value(), Errc::Unavailable,
-               "the server '{}' is starting or ending, or another tool looks at what it has left", name);
+               "the server '{}' is starting or ending, or another tool reads its states", name);
     }
     const std::string id = current_generation(place_.directory);
     DS_CHECK(!id.empty(), Errc::Unavailable, "the server '{}' has no states yet", name);
@@ -271,15 +271,15 @@ class Look {
       recover(*generation_, *device);
     } catch (const Error& e) {
       if (problems == nullptr || e.code() != Errc::Corrupt) throw;
-      problems->push_back(fmt::format("the last step was decided, and cannot be done: {}", e.what()));
+      problems->push_back(fmt::format("the last step was committed, but cannot be completed: {}", e.what()));
     }
   }
   Look(const Look&) = delete;
   Generation& generation() noexcept { return *generation_; }
-  // What has been read before this was of one step. Throws Errc::Comm where the server has ended.
+  // Confirms that all data read so far is of one step. Throws Errc::Comm if the server has ended.
   void check() const {
     DS_CHECK(!server_ || !server_->has_ended(), Errc::Comm,
-             "the server '{}' has ended meanwhile: what was read may be of two steps", place_.name);
+             "the server '{}' has ended meanwhile: the data that was read may be of two steps", place_.name);
   }
 
  private:
@@ -351,8 +351,8 @@ std::vector<ServerInfo> list_servers() {
 void remove_server(const std::string& name) {
   const ServerPlace place(name);
   std::error_code error;
-  DS_CHECK(fs::exists(place.directory, error), Errc::Unavailable, "there is no server '{}', nor what one has left",
-           name);
+  DS_CHECK(fs::exists(place.directory, error), Errc::Unavailable,
+           "there is no server '{}', and no states of an ended one", name);
   check_private(ServerPlace::root());
   check_private(place.directory);
   constexpr int kPatience = 10;  // seconds
@@ -385,7 +385,7 @@ void remove_server(const std::string& name) {
   }
   if (!lock) {
     DS_CHECK(!fs::exists(place.directory, error), Errc::Unavailable,
-             "the server '{}' does not end, or a tool looks at what it has left", name);
+             "the server '{}' does not end, or a tool reads its states", name);
     return;
   }
   serve::remove_leftovers(place.directory, "");
@@ -398,7 +398,7 @@ std::string dump_server(const std::string& name, const std::string& dir) {
   serve::Look look(name);
   std::error_code error;
   const bool is_new = fs::create_directories(dir, error);
-  DS_CHECK(fs::is_directory(dir, error), Errc::Config, "{}: is not a directory, and cannot be made one", dir);
+  DS_CHECK(fs::is_directory(dir, error), Errc::Config, "{}: is not a directory, and cannot be created", dir);
   try {
     const RunLock lock(dir);  // a run that is at work there has unfinished steps, which are not leftovers
     return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });

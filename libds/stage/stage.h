@@ -26,16 +26,9 @@ struct MicroBatch {
 
 class Stage {
  public:
-<<<<<<< HEAD
-  // Allocates memory by the plan. All arguments must outlive it. inputs: the array for RunPlan::inputs, if there are
-  // any.
-  Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards,
-        Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
-=======
-  // Takes its memory by the plan. All that is given outlives it. inputs: where ActivationPlan::inputs are, or null.
+  // Allocates memory by the plan. All arguments must outlive it. inputs: the array for ActivationPlan::inputs, or null.
   Stage(const Config& config, const model::Model& model, const plan::RunPlan& plan, zero::AllShards& shards, Mesh& mesh,
         MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
->>>>>>> wt-c3
   ~Stage();
 
   // Call between steps to change the sequence length of later passes, or the numbers of tokens that layers process. The

@@ -69,7 +69,7 @@ bats_require_minimum_version 1.5.0
 @test "an unknown option names the nearest" { refuses 2 "did you mean '--verify'" run -o out.h5 --verfy; }
 @test "an unknown dtype" { refuses 2 "fp64" run -o out.h5 --dtype fp64; }
 @test "an unknown format" { refuses 2 "gguf" run -o out.h5 --format gguf; }
-@test "a suffix that says nothing" { refuses 2 "the suffix says no format" run -o out.bin; }
+@test "a suffix that says nothing" { refuses 2 "the suffix does not choose a format" run -o out.bin; }
 @test "an output inside the checkpoint" { refuses 2 "inside a checkpoint step" run -o "$step/model.h5"; }
 @test "an output that is a directory" { refuses 2 "is a directory" run -o run --format hdf5; }
 @test "an output in a directory that is not there" { refuses 2 "there is no directory no" run -o no/out.h5; }
@@ -98,7 +98,7 @@ bats_require_minimum_version 1.5.0
   grep -q "output      -" report.txt
   "$merge" run -o - --optimizer | head -c 100 | wc -c | grep -qx 100
   refuses 2 "only one safetensors file" run -o - --format hdf5
-  refuses 2 "only standard output can take a stream" run -o /proc/self/fd/1 --format safetensors
+  refuses 2 "a stream can only go to standard output" run -o /proc/self/fd/1 --format safetensors
   refuses 2 "give --json an --output FILE" run -o - --json
   [ ! -e ./- ]
 }
@@ -162,11 +162,11 @@ PY
 @test "the files of a run are no outputs" {
   mkdir "$step/sub"
   for name in latest metrics.jsonl lock; do
-    refuses 2 "is the run's own name" run -o run/$name --format hdf5
+    refuses 2 "is a name that runs use themselves" run -o run/$name --format hdf5
   done
   refuses 2 "inside a checkpoint step" run -o "$step/sub/new.h5"
   ln -s run/latest link.h5
-  refuses 2 "is the run's own name" run -o link.h5
+  refuses 2 "is a name that runs use themselves" run -o link.h5
   [ "$(cat run/latest)" = step-00000003 ]
 }
 
@@ -193,7 +193,7 @@ warns() {
   run --separate-stderr "$merge" run -o out.h5
   echo "status $status, stderr: $stderr"
   [ "$status" -eq 0 ]
-  [[ $stderr == "ds-ckpt-merge: warning: $1; taking the newest complete step, run/step-00000003" ]]
+  [[ $stderr == "ds-ckpt-merge: warning: $1; using the newest complete step, run/step-00000003" ]]
   [[ $output == *"checkpoint  run/step-00000003"* ]]
 }
 
@@ -210,7 +210,7 @@ warns() {
 
 @test "a latest that names a step which is gone is a warning" {
   echo step-00000009 > run/latest
-  warns "run/latest: names step-00000009, which is not there or not complete"
+  warns "run/latest: names step-00000009, which does not exist or is not complete"
 }
 
 @test "a missing latest is a warning" {
@@ -231,13 +231,13 @@ warns() {
   rm "$step/manifest.json"
   run --separate-stderr "$merge" run -o out.h5
   [ "$status" -eq 3 ]
-  [[ $stderr == *"warning: run/step-00000003 is passed over: "*"not there or not complete; there is no complete step beside it" ]]
+  [[ $stderr == *"warning: skipping run/step-00000003: "*"does not exist or is not complete; there is no other complete step" ]]
   [ ! -e out.h5 ]
 }
 
 @test "a truncated manifest" {
   truncate -s 4000 "$step/manifest.json"
-  refuses 3 "manifest.json: does not end as a manifest does" "$step" -o out.h5
+  refuses 3 "manifest.json: does not end like a manifest" "$step" -o out.h5
 }
 
 @test "an edited manifest" {
@@ -317,9 +317,9 @@ warns() {
   [ "$status" -eq 2 ]
   [[ $stderr == *"is the working directory"* ]]
   cd ..
-  refuses 2 "are the same file" run -o out.safetensors --output out.safetensors
+  refuses 2 "name the same file" run -o out.safetensors --output out.safetensors
   echo '[]' > list.json
-  refuses 2 "list.json: is no JSON object" run -o out --format hf --config list.json
+  refuses 2 "list.json: is not a JSON object" run -o out --format hf --config list.json
 }
 
 @test "names that HDF5 cannot hold are refused, not changed" {
@@ -377,7 +377,7 @@ PY
     "large": ["F32", [4], struct.pack("<4f", 1e6, -1e9, float("inf"), 1)]}'
   run --separate-stderr "$merge" a.safetensors -o b.safetensors --dtype fp16 --verify
   [ "$status" -eq 0 ]
-  [[ $stderr == "ds-ckpt-merge: warning: b.safetensors: 2 weights are beyond the range of the type, and infinite now, among them some of 'large'" ]]
+  [[ $stderr == "ds-ckpt-merge: warning: b.safetensors: 2 weights exceed the range of the type and are now infinite, among them some of 'large'" ]]
   run --separate-stderr "$merge" a.safetensors -o b.safetensors --dtype bf16
   [ -z "$stderr" ]
 }
@@ -393,7 +393,7 @@ PY
   [[ $output == *"standard output"* ]]
   run --separate-stderr bash -c "'$merge' run -o - --output /dev/stdout >file"
   [ "$status" -eq 2 ]
-  [[ $stderr == *"are the same file"* ]]
+  [[ $stderr == *"name the same file"* ]]
   [ ! -s file ]
   "$merge" run -o - --output /dev/null >/dev/null
 }
@@ -409,7 +409,7 @@ PY
   refuses 4 "tensor 's' has elements of type" a.h5 -o out.safetensors
   refuses 4 "tensor 's' has elements of type" a.h5 -o out.safetensors --only '*'
   "$merge" a.h5 -o a.safetensors --only a --verify --quiet
-  refuses 3 "none.h5: there is no tensor in it" none.h5 -o out.safetensors
+  refuses 3 "none.h5: contains no tensor" none.h5 -o out.safetensors
 }
 
 @test "shards with more tensors than their index names" {
@@ -429,9 +429,9 @@ PY
   cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
   "$merge" zero -o a.safetensors --quiet
   echo global_step99 >zero/latest
-  refuses 3 "zero/latest: names 'global_step99', which is not there or holds no model states (tags: global_step4)" zero -o out.h5
+  refuses 3 "zero/latest: names 'global_step99', which does not exist or contains no model states (tags: global_step4)" zero -o out.h5
   rm zero/latest
-  refuses 2 "zero: no file 'latest' says which tag is meant (tags: global_step4)" zero -o out.h5
+  refuses 2 "zero: there is no file 'latest' to choose a tag (tags: global_step4)" zero -o out.h5
   "$merge" zero --tag global_step4 -o b.safetensors --quiet
   cmp a.safetensors b.safetensors
   refuses 1 "there is no tag 'global_step5' (tags: global_step4)" zero --tag global_step5 -o out.h5
@@ -464,29 +464,29 @@ except OSError:
     open("too-large-here", "w")
 PY
   [ ! -e too-large-here ] || skip "this file system has no files of 64 TiB"
-  refuses 1 "there is room for" huge.safetensors -o out.safetensors
+  refuses 1 "are free" huge.safetensors -o out.safetensors
   run --separate-stderr "$DS_BIN/ds-shard" huge.safetensors -o out
   [ "$status" -eq 1 ]
-  [[ $stderr == *"there is room for"* ]]
+  [[ $stderr == *"are free"* ]]
   [ ! -e out ]
 }
 
 @test "neither report nor model goes over what a checkpoint is made of" {
   local -r before=$(sha256sum run/latest $step/*)
-  refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/manifest.json
-  refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/rank-00000.h5
-  refuses 2 "is the run's own name" run -o a.safetensors --output run/latest
+  refuses 2 "is inside a checkpoint step" run -o a.safetensors --output $step/manifest.json
+  refuses 2 "is inside a checkpoint step" run -o a.safetensors --output $step/rank-00000.h5
+  refuses 2 "is a name that runs use themselves" run -o a.safetensors --output run/latest
   [ "$(sha256sum run/latest $step/*)" == "$before" ]
   "$merge" run -o shards --format safetensors --max-shard-size 100B --quiet
   local -r shard=$(ls shards/model-*.safetensors | head -1)
   refuses 2 "$shard: is a file of the source shards" shards -o "$shard" --only 'h.0*'
   refuses 2 "is a file of the source" shards -o shards/../shards/model.safetensors.index.json --format safetensors
   cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
-  refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/mp_rank_00_model_states.pt --format safetensors
-  refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/x.safetensors
+  refuses 2 "is inside a checkpoint step" zero -o zero/global_step4/mp_rank_00_model_states.pt --format safetensors
+  refuses 2 "is inside a checkpoint step" zero -o zero/global_step4/x.safetensors
   cp -r "$DS_SOURCE/tests/golden/deepspeed/universal-zero1" universal
-  refuses 2 "is the run's own name" universal -o universal/latest_universal --format safetensors
-  refuses 2 "is the run's own name" run -o run/step-00000010 --format hf
+  refuses 2 "is a name that runs use themselves" universal -o universal/latest_universal --format safetensors
+  refuses 2 "is a name that runs use themselves" run -o run/step-00000010 --format hf
   [ ! -e a.safetensors ]
   # Nor over what is read, or belongs to a model.
   cp -r "$DS_SOURCE/tests/golden/gpt2" hf
@@ -547,13 +547,13 @@ PY
   "$merge" part.safetensors -o other --format hf --config other.json --quiet
   for text in '[1]' 5 null; do
     cp -r llama bad && printf %s "$text" >bad/config.json
-    refuses 3 "bad/config.json: is no JSON object" bad -o out --format hf
+    refuses 3 "bad/config.json: is not a JSON object" bad -o out --format hf
     rm -r bad
   done
   sed 's/"rope_theta"/"no_such_rope_theta"/; s/"silu"/"gelu"/' llama/config.json >odd.json
   run --separate-stderr "$merge" llama -o odd --format hf --config odd.json
   [ "$status" -eq 0 ]
-  [[ $stderr == *"whether the weights fit the config.json of the output is not known: config.json"*hidden_act* ]]
+  [[ $stderr == *"cannot check whether the weights fit the config.json of the output: config.json"*hidden_act* ]]
   # What transformers would pass over is said.
   /usr/bin/python3 - <<'PY'
 import json, struct

@@ -104,8 +104,8 @@ refuses() {
   assert_line "backend,from,to,link,bytes,latency_us,bandwidth_GB_per_s,back_GB_per_s,both_GB_per_s"
   assert_line --regexp '^shm,0,1,[a-z]+,1024,[0-9.e-]+,[0-9.e-]+,[0-9.e-]+,[0-9.e-]+$'
   bench 2 --op all_reduce -e 64
-  refuses 2 "a comparison has no room for --stats" --ranks 2 --op all_gather --compare mpi --stats
-  refuses 2 "overlap is not compared" --ranks 2 --op overlap --compare mpi
+  refuses 2 "--stats has no room in a comparison" --ranks 2 --op all_gather --compare mpi --stats
+  refuses 2 "overlap cannot be compared" --ranks 2 --op overlap --compare mpi
   refuses 2 "nothing that was measured has a bus bandwidth" --op barrier -n 2 --min-busbw 1 --csv --output out.csv
   refuses 2 "a fault needs an operation" --ranks 2 --matrix -e 1K --fault 0
 }
@@ -220,7 +220,7 @@ PY
   refuses 2 "sizes from 64 to 32 bytes" --op all -b 64 -e 32
   refuses 2 "root 2 is not one of 2 ranks" --op broadcast --root 2 --ranks 2
   refuses 2 "backend shm needs a job name" --op all --backend shm
-  refuses 2 "all_to_all has no form in place" --op all_to_all --in-place
+  refuses 2 "all_to_all does not work in place" --op all_to_all --in-place
   refuses 2 "is compared with itself" --op all --compare mpi --backend mpi
   refuses 2 "pairs need 2 ranks" --matrix
   refuses 2 "--csv excludes --json" --op all --csv --json
@@ -243,10 +243,10 @@ PY
 }
 
 @test "no GPU for nccl: status 4 and why" {
-  refuses 4 "backend nccl talks between GPUs" --op all_reduce --backend nccl
-  refuses 4 "backend staged talks between GPUs" --ranks 2 --op all_reduce --backend shm --compare staged
+  refuses 4 "backend nccl needs GPUs" --op all_reduce --backend nccl
+  refuses 4 "backend staged needs GPUs" --ranks 2 --op all_reduce --backend shm --compare staged
   run -4 --separate-stderr timeout 60 ds-launch -n 2 ds-commbench --op all_reduce --backend nccl
-  [[ $stderr == *"backend nccl talks between GPUs"* ]]
+  [[ $stderr == *"backend nccl needs GPUs"* ]]
 }
 
 @test "shared memory that is not there: status 4 and how much is" {
@@ -296,7 +296,7 @@ PY
     run -2 ds-commbench --op all_reduce "${@:2}"
     assert_line --index 0 --partial "$1"
   }
-  refuses_line "-g 8: not offered; a rank has one thread and one GPU; start more ranks with --ranks N" -g 8
+  refuses_line "-g 8: not available; a rank has one thread and one GPU; start more ranks with --ranks N" -g 8
   refuses_line "start more ranks with --ranks N" --nthreads 4
   refuses_line "--json --output FILE" -J out.json
   refuses_line "--timeout S" -T 60

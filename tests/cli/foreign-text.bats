@@ -112,7 +112,7 @@ EOS
   says 3 "named.h5: is a safetensors file, not an HDF5 file" ds-ckpt-merge named.h5 -o out.safetensors
   cp "$(command -v ds-train)" elf
   says 2 "elf: is a program or a library: give" ds-memreport elf
-  says 4 "elf: is a program or a library; by its name not a kind of file that is read here" ds-shard elf -o sharded
+  says 4 "elf: is a program or a library; by its name not a supported kind of file" ds-shard elf -o sharded
   says 2 "--resume m.h5: not a directory; a checkpoint is one" ds-train cfg.json --resume m.h5
   head -c 20000000 /dev/urandom | base64 >large.json
   says 2 "at most" ds-memreport large.json

@@ -264,7 +264,7 @@ END
 
 @test "program not found: 127; not executable: 126" {
   run -127 "$launch" no-such-program
-  assert_output "ds-launch: error: 'no-such-program' is not a program beside ds-launch or in PATH"
+  assert_output "ds-launch: error: 'no-such-program' is neither a program in the directory of ds-launch nor in PATH"
   run -127 "$launch" ./nowhere
   touch plain
   run "$launch" ./plain
@@ -343,9 +343,9 @@ END
   run -2 "$launch" --max-restarts
   assert_output --partial "error: --max-restarts needs a value"
   run -2 "$launch" -n 3 --nproc_per_node 2 touch started
-  assert_output --partial "--ranks 3 and --nproc-per-node 2 say different things"
+  assert_output --partial "--ranks 3 and --nproc-per-node 2 contradict each other"
   run -2 "$launch" --host a:2,b:1 --nproc_per_node 2 touch started
-  assert_output --partial "host b has 1 slot; the slots of --host or --hostfile"
+  assert_output --partial "host b has 1 slot; the slots in --host or --hostfile"
   [[ ! -e started ]]
 }
 
@@ -353,10 +353,10 @@ END
   mkdir gone
   # shellcheck disable=SC2016
   run -2 bash -c 'cd gone; rmdir ../gone; "$1" -n 2 echo started' bash "$launch"
-  assert_line --partial "ds-launch: error: the working directory is gone"
+  assert_line --partial "ds-launch: error: the working directory no longer exists"
   refute_output --partial "started"
   run -2 "$launch" "$launch" -n 2 echo started
-  assert_line --partial "ds-launch: error: this is a rank of a job already"
+  assert_line --partial "ds-launch: error: this process is a rank of a job"
   refute_output --partial "mpirun exited"
   refute_output --partial "started"
 }
@@ -393,7 +393,7 @@ END
   chmod +x agent
   local before=$SECONDS
   run -4 "$launch" --host 203.0.113.1,203.0.113.2 --agent "$PWD/agent" --host-timeout 2 touch started
-  assert_output --partial "ds-launch: error: host 203.0.113.1 (rank 0) cannot be used: nothing came from it within 2 s of starting its agent (--host-timeout)"
+  assert_output --partial "ds-launch: error: host 203.0.113.1 (rank 0) cannot be used: nothing arrived from it within 2 s after its agent was started (--host-timeout)"
   assert_output --partial asking
   ((SECONDS - before < 30))
   [[ ! -e started ]]

@@ -172,7 +172,7 @@ for r in m["ranks"]: assert r["counted_bytes"]["params"] == r["predicted_bytes"]
 
 watching() { grep -q "^memory of rank 1" seen; }
 
-none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"* ]]; }
+none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"you have no run in progress"* ]]; }
 
 @test "--running shows a run while it trains, --watch until it ends" {
   until_true 120 none_runs # tests beside this one have runs, too
@@ -191,7 +191,7 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"
   run -0 ds-memreport --running live --all-ranks
   assert_line --regexp '/live \(process [0-9]+\): 2 ranks on cpu'
   run -2 --separate-stderr ds-memreport --running .
-  [[ $stderr == *"no run of yours trains in ."* ]] || fail "$stderr"
+  [[ $stderr == *"you have no run in progress in ."* ]] || fail "$stderr"
   timeout 60 ds-memreport --watch 0.2 live >watched &
   local watcher=$!
   sleep 1
@@ -225,7 +225,7 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"
 }
 
 @test "--fit ranks what fits, --write gives a configuration that trains so" {
-  refuses 2 "ranks by time" cfg.json -n 4 --fit 1GiB
+  refuses 2 "--fit compares times" cfg.json -n 4 --fit 1GiB
   ds-memreport cfg.json -n 4 --device cpu --gpu h100 --fit 4MiB --json --output f.json --write best.json
   python3 - <<'PY'
 import json
@@ -360,19 +360,19 @@ assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
 @test "what cannot be is refused, all mistakes at once" {
   refuses 2 "give one of a configuration"
   refuses 2 "cfg.json is not the directory of a run" cfg.json --running
-  refuses 2 "--gpu means nothing beside --params" --params 7.5e9 --gpu h100
+  refuses 2 "--gpu has no effect with --params" --params 7.5e9 --gpu h100
   refuses 2 "--most requires --fit" cfg.json --most 3
   refuses 2 "--memory requires --plot" cfg.json --memory 1GiB
   refuses 2 "do not divide 64 ranks" --params 7.5e9 -n 64 --tp 3
   refuses 2 "would share" --measure m.json -n 100000
   : >metrics.jsonl
   refuses 3 "no line of a run" metrics.jsonl
-  refuses 2 "--stage means nothing beside what was measured" metrics.jsonl --stage 3
+  refuses 2 "--stage has no effect with what was measured" metrics.jsonl --stage 3
   refuses 2 "must be an integer, 0 to 3, not 4" cfg.json --set zero_optimization.stage=4
   refuses 2 "tensor_parallel.tp_size" cfg.json -n 3 --tp 3 --set zero_optimisation.stage=2
   [[ $stderr == *"zero_optimization"* ]] # the nearest name of the other mistake
   refuses 2 "do not spread evenly over 3 nodes" cfg.json -n 4 --nodes 3
-  refuses 2 "ends in neither .svg nor .html" cfg.json --plot x.png
+  refuses 2 "give a name that ends in .svg or .html" cfg.json --plot x.png
   refuses 2 "excludes --json" cfg.json --plot - --json
   refuses 1 "nothing.json" nothing.json
   echo '{"train_batch_size": 8}' >no_model.json

@@ -178,11 +178,11 @@ refuses() {
   [[ $stderr == "ds-train: error: pipe: only one of 2 ranks can read it; name a file"* ]]
 }
 
-@test "mpirun, srun and others alone do not start several runs that know nothing of each other" {
+@test "mpirun, srun and others alone do not start several independent runs" {
   OMPI_COMM_WORLD_SIZE=2 refuses 2 "start them with ds-launch -n 2" cfg.json
-  SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 refuses 2 "srun alone starts 4 runs that know nothing of each other (SLURM_STEP_NUM_TASKS=4)" cfg.json
-  PMI_SIZE=3 PMI_RANK=0 refuses 2 "start them with ds-launch -n 3; if each is to run by itself, set WORLD_SIZE=1" cfg.json
-  PMIX_RANK=1 refuses 2 "starts several runs that know nothing of each other (PMIX_RANK=1): start them with ds-launch -n N" cfg.json
+  SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 refuses 2 "srun alone starts 4 independent runs (SLURM_STEP_NUM_TASKS=4)" cfg.json
+  PMI_SIZE=3 PMI_RANK=0 refuses 2 "start them with ds-launch -n 3; if that is intended, set WORLD_SIZE=1" cfg.json
+  PMIX_RANK=1 refuses 2 "starts several independent runs (PMIX_RANK=1): start them with ds-launch -n N" cfg.json
   SLURM_STEP_NUM_TASKS=2 run -2 "$DS_BIN/ds-commbench" --op barrier
   assert_output --partial "start them with ds-launch -n 2"
   SLURM_STEP_NUM_TASKS=2 run -2 "$DS_BIN/ds-launch" true

@@ -396,11 +396,11 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
 @test "wrong hostfiles are refused with all their lines, and nothing is started" {
   printf 'good slots=2\n-oProxyCommand=touch${IFS}ran slots=1\nw;reboot\nw slots=0\nw slots=4x\nw slots=-1\ngood\n' >hosts
   run -2 from_a "$launch" --hostfile hosts touch started
-  assert_line --partial "hosts:2: '-oProxyCommand=touch\${IFS}ran': a host name does not begin with '-'"
+  assert_line --partial "hosts:2: '-oProxyCommand=touch\${IFS}ran': a host name may not begin with '-'"
   for line in 3 4 5 6 7; do assert_line --partial "hosts:$line: "; done
   : >hosts
   run -2 from_a "$launch" --hostfile hosts touch started
-  assert_output --partial "hosts: there is no host in it"
+  assert_output --partial "hosts: contains no host"
   run -2 from_a "$launch" --hostfile nowhere touch started
   assert_output --partial "the hostfile nowhere cannot be opened: No such file or directory"
   run -2 from_a "$launch" --hostfile /dev/zero touch started
@@ -410,10 +410,10 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   run -2 from_a "$launch" --host a --hostfile hosts touch started
   for name in localhost LOCALHOST '[0:0:0:0:0:0:0:1]' 127.0.0.1; do
     run -2 from_a "$launch" --agent "$agent" --host "$name,$b" touch started
-    assert_output --partial "is another machine on each of several"
+    assert_output --partial "means a different machine on each host"
   done
   run -2 from_a "$launch" --agent "$agent" touch started
-  assert_output --partial "--agent is about other hosts: give --hostfile or --host"
+  assert_output --partial "--agent applies to other hosts: give --hostfile or --host"
   [[ ! -e started && ! -e ran ]]
 }
 
@@ -422,7 +422,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   assert_output --partial "host 10.9.8.7 (rank 1) cannot be used: '$agent' exited with status 255; it said:
   | no route to host 10.9.8.7"
   run -4 from_a timeout 30 "$launch" --agent ./nothing --host "$a,$b" touch started
-  assert_output --partial "nothing reaches host $b: './nothing' does not exist"
+  assert_output --partial "there is no way to reach host $b: './nothing' does not exist"
   [[ ! -e started ]]
   command -v ssh >/dev/null || skip "no ssh"
   run -4 from_a timeout 30 "$launch" --host "$a,$b" touch started # nobody listens there

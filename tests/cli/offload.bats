@@ -108,7 +108,7 @@ PYTHON
     --set zero_optimization.offload_optimizer.delayed_update=true
   run -4 --separate-stderr ds-memreport cfg.json --device cuda \
     --set 'zero_optimization.offload_optimizer={"device": "cpu", "delayed_update": true, "ratio": 0.5}'
-  [[ $stderr == *"delayed_update: on a GPU, with ratio 1 alone"* ]]
+  [[ $stderr == *"delayed_update: on a GPU it needs ratio 1"* ]]
   run -4 --separate-stderr ds-memreport cfg.json --device cuda --set pipeline.schedule=breadth-first --set pipeline.virtual_stages=2 \
     --set activation_checkpointing.granularity=layer --set activation_checkpointing.cpu_checkpointing=true
   [[ $stderr == *"what is between chunks stays on the device"* ]]
@@ -189,7 +189,7 @@ run_broken() {
       rm -rf broken
       run_broken $mode $at --out broken "$@"
       assert_equal "$status" 1
-      [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
+      [[ $stderr == *"disk: cannot write offloaded data: Input/output error"* ]] || fail "$stderr"
       assert_equal "$(ls -A disk)" ""
       ds-launch -n 2 ds-train cfg.json --out broken --quiet --resume latest --set zero_optimization.stage=3
       assert_equal "$(losses broken)" "$(losses whole)"
@@ -243,7 +243,7 @@ PYTHON
     --set pipeline.schedule=breadth-first --set pipeline.virtual_stages=2
   for check in "" --check; do
     # shellcheck disable=SC2086
-    refused 4 'activation_checkpointing.nvme_path: nowhere: cannot keep what is offloaded there: No such file' \
+    refused 4 'activation_checkpointing.nvme_path: nowhere: cannot offload to this directory: No such file' \
       --set activation_checkpointing.nvme_path=nowhere $check
   done
 }
@@ -256,7 +256,7 @@ PYTHON
     rm -rf broken
     run_broken $mode 5 --out broken "$@"
     assert_equal "$status" 1
-    [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
+    [[ $stderr == *"disk: cannot write offloaded data: Input/output error"* ]] || fail "$stderr"
     assert_equal "$(ls -A disk)" ""
   done
   # A write of half its bytes, two pages here, goes on where it ended.
@@ -298,12 +298,12 @@ JSON
   mount -t tmpfs -o size=64K tmpfs small || skip "cannot mount here"
   local small='{"device": "nvme", "nvme_path": "small"}'
   run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small"
-  [[ $stderr == *"small: cannot take 420.000 KiB for what is offloaded: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
+  [[ $stderr == *"small: cannot reserve 420.000 KiB for offloading: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
   # The sum of all that is there.
   mount -o remount,size=424K small
   run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small" \
     --set activation_checkpointing.nvme_path=small
-  [[ $stderr == *"small: cannot take 4"*" KiB for what is offloaded: No space left on device (424.000 KiB are free)"* ]] || fail "$stderr"
+  [[ $stderr == *"small: cannot reserve 4"*" KiB for offloading: No space left on device (424.000 KiB are free)"* ]] || fail "$stderr"
   umount small
   assert [ ! -e refused ]
 }

@@ -45,7 +45,7 @@ evaluates() { ds-train cfg.json --eval --set "model={\"path\": \"$1\"}" --set da
   run --separate-stderr evaluates stale
   assert_success
   assert_output "$want"
-  assert_equal "$(grep -c "stale holds model.safetensors and model.safetensors.index.json: model.safetensors is read" \
+  assert_equal "$(grep -c "stale contains model.safetensors and model.safetensors.index.json: model.safetensors is read" \
     <<<"$stderr")" 1
   for tool in "ds-ckpt-merge stale -o a.safetensors" "ds-shard stale -o sharded"; do
     run --separate-stderr $tool
@@ -90,12 +90,12 @@ evaluates() { ds-train cfg.json --eval --set "model={\"path\": \"$1\"}" --set da
 @test "an adapter is neither dropped nor taken for a model" {
   echo '{"peft_type": "LORA"}' >model/adapter_config.json
   run -4 --separate-stderr evaluates model
-  [[ $stderr == *"model/adapter_config.json: belongs to an adapter of PEFT, which is not read: merge it"* ]] || fail "$stderr"
+  [[ $stderr == *"model/adapter_config.json: belongs to an adapter of PEFT, which is not supported: merge it"* ]] || fail "$stderr"
   run -4 ds-ckpt-merge model -o out --format hf
   rm model/adapter_config.json
   renamed lora lora_A.
   run -4 --separate-stderr evaluates lora
-  [[ $stderr == *"belongs to an adapter of PEFT beside the weights, and is not added to them here"* ]] || fail "$stderr"
+  [[ $stderr == *"belongs to an adapter of PEFT, which is not applied to the weights"* ]] || fail "$stderr"
 }
 
 @test "saves of Hugging Face's Trainer are named" {

@@ -211,7 +211,7 @@ ordinary() { # optimizer where
   local status=0
   wait $job || status=$?
   assert_equal $status 1
-  grep -q "the server '$name' has ended; what it has is not lost" err
+  grep -q "the server '$name' has ended; its states are not lost" err
   run -0 --separate-stderr ds-offload ls
   assert_line --regexp "^$name +- +- +[0-9]+ +[0-9.]+ .iB +memory$"
   # What is left can be used without a server.
@@ -234,7 +234,7 @@ ordinary() { # optimizer where
   serve --shm --capacity 100KiB
   refused 4 'its --capacity is 100.000 KiB' "${served[@]}"
   run -4 --separate-stderr ds-offload serve "$name" --shm
-  [[ $stderr == *"there is a server '$name' already"* ]]
+  [[ $stderr == *"there is already a server '$name'"* ]]
   run -4 --separate-stderr ds-offload dump "$name" dumped
   [[ $stderr == *"has no states yet"* ]]
   ds-offload rm "$name"
@@ -346,7 +346,7 @@ with open(sys.argv[1], "r+b") as f:
     f.write(bytes([byte ^ 1]))
 PYTHON
       run -3 --separate-stderr ds-offload verify "$name"
-      [[ $stderr == *"server '$name': rank 0: $file: chunk 0, in slot "*"is not as it was written: damaged"* ]] || fail "$stderr"
+      [[ $stderr == *"server '$name': rank 0: $file: chunk 0, in slot "*"differs from what was written: damaged"* ]] || fail "$stderr"
       assert_equal "$(grep -c . <<<"$stderr")" 1
       run -3 --separate-stderr ds-offload dump "$name" dumped
       [[ $stderr == *"$file: chunk 0, in slot "* ]] || fail "$stderr"
@@ -395,7 +395,7 @@ PYTHON
   [[ $code == 3 ]] && grep -q "damaged" train.log || fail "$code: $(<train.log)"
   wait "$server" || true
   run -3 --separate-stderr ds-offload verify "$name"
-  [[ $stderr == *"the last step was decided, and cannot be done: "* ]] || fail "$stderr"
+  [[ $stderr == *"the last step was committed, but cannot be completed: "* ]] || fail "$stderr"
   ds-offload rm "$name"
   assert [ ! -e "$(place)" ]
 }
@@ -407,7 +407,7 @@ PYTHON
   wait "$server" || true
   printf '\x01' | dd of="$(echo "$(place)"/*/table)" bs=1 seek=8 conv=notrunc status=none
   run -4 --separate-stderr ds-offload serve "$name" --shm
-  [[ $stderr == *"table: version 1, and version 2 is known here: dump it with the ds-offload that made it"* ]]
+  [[ $stderr == *"table: version 1, but this program reads version 2: dump it with the ds-offload that made it"* ]]
   ds-offload rm "$name"
   assert [ ! -e "$(place)" ]
 }
@@ -416,8 +416,8 @@ PYTHON
   mkdir -p "/dev/shm/ds-offload.$(id -u)" && chmod 700 "/dev/shm/ds-offload.$(id -u)"
   mkdir -m 755 "$(place)"
   run -1 --separate-stderr ds-offload serve "$name" --shm
-  [[ $stderr == *"open to others: refused"* ]]
-  refused 1 "open to others: refused" "${served[@]}"
+  [[ $stderr == *"others can open it"* ]]
+  refused 1 "others can open it" "${served[@]}"
   run -1 ds-offload rm "$name"
   chmod 700 "$(place)"
   # Leftovers of a server that never came to serve.
@@ -567,7 +567,7 @@ PYTHON
       server=$!
       until_true 30 is_served
       run -1 --separate-stderr ds-train cfg.json --out away --quiet "${served[@]}" "${small[@]}"
-      [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
+      [[ $stderr == *"disk: cannot write offloaded data: Input/output error"* ]] || fail "$stderr"
       kill "$server" 2>/dev/null || true
       local status=0
       wait "$server" || status=$?
@@ -649,7 +649,7 @@ PYTHON
     stopped
     $make "$lock"
     run -1 --separate-stderr timeout 20 ds-offload serve "$name" --path disk
-    [[ $stderr == *"$lock is not a regular file, so no server can lock it: ds-offload rm $name removes"* ]] || fail "$stderr"
+    [[ $stderr == *"$lock is not a regular file, so a server cannot lock it: remove it with ds-offload rm $name"* ]] || fail "$stderr"
     run -0 timeout 20 ds-offload rm "$name"
     assert [ ! -e "$(place)" ]
     assert_equal "$(ls disk)" ""

@@ -160,7 +160,7 @@ PY
 @test "a place inside a step" {
   run --separate-stderr ds-shard run -o run/step-00000003/out
   [ "$status" -eq 2 ]
-  [[ $stderr == *"lies inside a checkpoint step"* ]]
+  [[ $stderr == *"is inside a checkpoint step"* ]]
 }
 @test "show says the slices of tensor-parallel ranks" {
   cp -r "$DS_SOURCE/tests/golden/checkpoint-v2" sliced
@@ -185,8 +185,8 @@ PY
 }
 
 @test "show takes no options of sharding" {
-  refuses 2 "show takes a directory" show run --dp 4
-  refuses 2 "show takes a directory" --stage 3 -o out show run
+  refuses 2 "show accepts a directory" show run --dp 4
+  refuses 2 "show accepts a directory" --stage 3 -o out show run
 }
 @test "a damaged shard" {
   truncate -s -1 run/step-00000003/rank-00001.h5
@@ -330,7 +330,7 @@ PY
 @test "the model is named, or found beside its file" {
   cp -r "$DS_SOURCE/tests/golden/llama" model
   cp model/model.safetensors alone.safetensors
-  refuses 2 "alone.safetensors: does not know the model's config.json: name one with --config" \
+  refuses 2 "alone.safetensors: does not contain the model's config.json: name one with --config" \
     alone.safetensors -o out --tp 2
   ds-shard alone.safetensors -o named --tp 2 --config model --quiet
   ds-shard alone.safetensors -o file --tp 2 --config model/config.json --quiet
@@ -345,15 +345,15 @@ PY
     "$DS_SOURCE/tests/golden/qwen2" -o out --tp 3
   refuses 2 "--pp: 9 parts are more than the 4 layers (embedding and head among them); at most 4 stages have" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 9
   refuses 2 "--partition: \"Mamba\" matches no layer" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition type:Mamba
-  refuses 2 "--partition is for --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
-  refuses 2 "--config is for --tp and --pp, which cut by it, and for --positions" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
+  refuses 2 "--partition needs --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
+  refuses 2 "--config needs --tp, --pp or --positions" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
   refuses 2 "are more than 99999 ranks" "$DS_SOURCE/tests/golden/gpt2" -o out --dp 99999 --tp 2
   refuses 2 "--pp" run -o out --pp 0
-  refuses 4 "names no architecture; --dp and --sp cut any" run -o out --tp 2
+  refuses 4 "it does not name an architecture; --dp and --sp work with any model" run -o out --tp 2
   refuses 3 "does not fit its config.json" run -o out --tp 3 --config "$DS_SOURCE/tests/golden/gpt2"
   echo '{"architectures": ["MambaForCausalLM"]}' >config.json
-  refuses 4 "the architecture [\"MambaForCausalLM\"] is not one that is known here" run -o out --pp 2 --config .
-  refuses 2 "show takes a directory" show run --tp 2
+  refuses 4 "the architecture [\"MambaForCausalLM\"] is not supported" run -o out --pp 2 --config .
+  refuses 2 "show accepts a directory" show run --tp 2
 }
 
 @test "the type of most weights is told, not that of the run" {
@@ -365,8 +365,8 @@ PY
 }
 
 @test "--output is a place of its own" {
-  refuses 2 "are the same file" run -o out --output out
-  refuses 2 "lies inside a checkpoint step" show run --output run/step-00000003/rank-00000.h5
+  refuses 2 "name the same file" run -o out --output out
+  refuses 2 "is inside a checkpoint step" show run --output run/step-00000003/rank-00000.h5
 }
 
 @test "ds-train says what to do with a DeepSpeed checkpoint" {
@@ -500,7 +500,7 @@ open("model.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + 
 json.dump({"model_type": "gpt2", "n_positions": 4}, open("config.json", "w"))
 PY
   run -0 --separate-stderr ds-shard . -o out --positions 6
-  [[ $stderr == *"left out, as made of the old length alone:"*"h.0.attn.bias"* ]]
+  [[ $stderr == *"left out, because they are computed from the old length:"*"h.0.attn.bias"* ]]
   run -0 ds-shard show --parameters out
   [[ $output == *"wpe.weight  fp32  [6,3]"* && $output == *"h.0.attn.c_attn.bias"* && $output != *"h.0.attn.bias"* ]]
   run -0 --separate-stderr ds-shard . -o equal --positions 4
@@ -516,9 +516,9 @@ PY
   for model in llama qwen2 qwen3; do
     refuses 2 "a model of type \"$model\" has none" "$golden/$model" -o out --positions 4096
   done
-  refuses 2 "show takes a directory" show run --positions 9
+  refuses 2 "show accepts a directory" show run --positions 9
   cp "$golden/gpt2/model.safetensors" alone.safetensors
-  refuses 2 "alone.safetensors: does not know the model's config.json: name one with --config" alone.safetensors -o out --positions 64
+  refuses 2 "alone.safetensors: does not contain the model's config.json: name one with --config" alone.safetensors -o out --positions 64
   refuses 3 "bert.embeddings.position_embeddings.weight is missing" alone.safetensors -o out --positions 64 --config "$golden/bert"
   refuses 3 "transformer.wpe.weight has 40 rows, but n_positions of config.json is 24" \
     alone.safetensors -o out --positions 64 --config "$golden/gpt2-untied"

@@ -102,7 +102,7 @@ PY
   # Other text in the same place is another tokenizer; files that went away are none.
   cp tok/tokenizer.json ../tok/tokenizer.json
   run -0 ds-ckpt-merge ../run -o other --format hf
-  assert_output --partial "tok is not there, or not the tokenizer that the run had"
+  assert_output --partial "tok does not exist, or is not the tokenizer of the run"
   assert [ ! -e other/tokenizer.json ]
   ds-ckpt-merge ../run -o named --format hf --tokenizer tok --quiet
   cmp named/tokenizer.json tok/tokenizer.json

@@ -105,7 +105,7 @@ TEST(AsyncSave, ThatFailsOnOneRankFailsOnAllAndLeavesNothing) {
     const auto ended = train_until_ended(background, comm).first;
     ASSERT_TRUE(ended->error());
     EXPECT_EQ(ended->error()->rank(), 1);
-    EXPECT_STREQ(ended->error()->what(), "rank 1: the save of step-00000002 was given up");
+    EXPECT_STREQ(ended->error()->what(), "rank 1: the save of step-00000002 was abandoned");
     comm.barrier("test");  // rank 0 has removed it
     EXPECT_EQ(entries(dir / "run"), (std::set<std::string>{"latest", step_name(1)}));
     comm.barrier("test");

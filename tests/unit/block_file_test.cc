@@ -104,7 +104,7 @@ TEST(BlockFile, WhatFailsIsSaid) {
       FAIL() << file.method();
     } catch (const Error& e) {
       EXPECT_EQ(e.code(), Errc::Io);
-      EXPECT_EQ(std::string(e.what()), dir.path() + ": cannot read what is offloaded: the file ends early");
+      EXPECT_EQ(std::string(e.what()), dir.path() + ": cannot read offloaded data: the file ends early");
     }
     EXPECT_THROW(file.throw_if_failed(), Error);
   }

@@ -221,7 +221,7 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
     EXPECT_ERROR(parse_manifest(fmt::format("{},\n\"checksum\": \"{:016x}\"\n}}\n", text, sum), "m"), code, part);
   };
   const std::string slice = "\"slice\":{\"dim\":1,\"ranges\":[[3,6],[12,15],[21,24]]}";
-  refused("\"version\": 2", "\"version\": 1", "format version 1, but what it holds is of version 2");
+  refused("\"version\": 2", "\"version\": 1", "format version 1, but its contents are of version 2");
   refused("\"version\": 2", "\"version\": 4", "format version 4", Errc::Unavailable);
   refused(slice + ",", "", "elements 45 to 135 of 'h.0.c_attn.weight' are held by no rank");
   const auto ranges = [&](const std::string& text, const std::string& part) {
@@ -229,10 +229,10 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
   };
   ranges("[]", "a slice without ranges");
   ranges("{}", "a slice without ranges");
-  ranges("7", "is no range");
-  ranges("[[3,6,9]]", "[3,6,9] is no range");
-  ranges("[[3]]", "[3] is no range");
-  ranges("[3,6]", "3 is no range");
+  ranges("7", "is not a range");
+  ranges("[[3,6,9]]", "[3,6,9] is not a range");
+  ranges("[[3]]", "[3] is not a range");
+  ranges("[3,6]", "3 is not a range");
   ranges("[[3,\"6\"]]", "not a whole number");
   ranges("[[3,6.5]]", "not a whole number");
   ranges("[[12,15],[3,6],[21,24]]", "range 3:6 of dim 1 of 27 indices, after 15");

@@ -306,10 +306,10 @@ TEST(Checkpoint, AnotherModelIsRefused) {
     change(params);
     EXPECT_ERROR(load_weights_only(step, params), Errc::Mismatch, reason);
   };
-  refused([](auto& p) { p[1].name = "h.0.ln.gain"; }, "it has no 'h.0.ln.gain' (and 1 more differences)");
+  refused([](auto& p) { p[1].name = "h.0.ln.gain"; }, "it does not contain 'h.0.ln.gain' (and 1 more differences)");
   refused([](auto& p) { p[0].shape = {13, 7}, p.pop_back(); }, "'wte.weight' has shape [13, 6] there and [13, 7] here");
   refused([](auto& p) { p[2].shape = {6, 7}; }, "[3, 2, 7] there and [6, 7] here");
-  refused([](auto& p) { p.pop_back(); }, "it has 'ln_f.weight', this model has not");
+  refused([](auto& p) { p.pop_back(); }, "it contains 'ln_f.weight', which this model does not have");
   refused([](auto& p) { p[4].tied_to = ""; }, "'lm_head.weight' is tied to 'wte.weight' there and untied here");
   refused([](auto& p) { p[4].tied_to = "ln_f.weight"; },
           "'lm_head.weight' is tied to 'wte.weight' there and tied to 'ln_f.weight' here");
@@ -413,7 +413,7 @@ TEST_F(DamagedCheckpoint, BadManifests) {
   };
   with("", "too few");
   with("garbage", "too few");
-  with(std::string(100, 'x'), "does not end as a manifest does");
+  with(std::string(100, 'x'), "does not end like a manifest");
   with(good.substr(0, good.size() - 1), "truncated?");
   with(good.substr(0, good.size() / 2), "truncated?");
   with(good + "\n", "truncated?");
@@ -421,9 +421,9 @@ TEST_F(DamagedCheckpoint, BadManifests) {
   edited.replace(edited.find("\"step\": 1"), 9, "\"step\": 2");
   with(edited, "damaged or was edited");
   fs::remove(path);
-  refused("is missing, or no file");
+  refused("is missing, or not a file");
   fs::create_directory(path);
-  refused("is missing, or no file");
+  refused("is missing, or not a file");
 }
 
 TEST_F(DamagedCheckpoint, ForgedManifestsAreStillChecked) {
@@ -473,14 +473,14 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
     EXPECT_ERROR(parse_manifest(sealed(text), "m"), code, part);
   };
   refused("\"version\": 1", "\"version\": 4", Errc::Unavailable, "format version 4; this libds reads versions 1 to 3");
-  refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2, but what it holds is of version 1");
+  refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2, but its contents are of version 1");
   refused("libds-checkpoint", "other", Errc::Corrupt, "not a checkpoint's manifest");
   for (const char* bad : {"-1", "9223372036854775807"}) {
     for (const char* key : {"step", "consumed_samples", "optimizer_step", "skipped_steps"}) {
       const std::string from = fmt::format("\"{}\": ", key);
       const size_t at = body.find(from) + from.size();
       refused(from + body.substr(at, body.find(',', at) - at), from + bad, Errc::Corrupt,
-              fmt::format("{}: {} is no count", key, bad).c_str());
+              fmt::format("{}: {} is not a count", key, bad).c_str());
     }
   }
   refused("\"step\": 1", "\"step\": \"1\"", Errc::Corrupt, "not a whole number");
@@ -555,8 +555,8 @@ TEST(FindCheckpoint, TakesTheNewestCompleteStepWhereLatestIsDamaged) {
     const std::string said =
         warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005") << text; });
     EXPECT_NE(said.find(part), std::string::npos) << said;
-    EXPECT_NE(said.find("taking the newest complete step, " + dir / "step-00000005"), std::string::npos) << said;
-    EXPECT_NE(said.find(dir / "step-00000099 is passed over: "), std::string::npos) << said;
+    EXPECT_NE(said.find("using the newest complete step, " + dir / "step-00000005"), std::string::npos) << said;
+    EXPECT_NE(said.find("skipping " + dir / "step-00000099: "), std::string::npos) << said;
   };
   refused("", "names ''");
   refused("\n", "names ''");
@@ -566,20 +566,20 @@ TEST(FindCheckpoint, TakesTheNewestCompleteStepWhereLatestIsDamaged) {
   refused("/etc", "is not a step");
   refused("step-00000005/../../x", "is not a step");
   refused("step-5", "is not a step");
-  refused("step-00000007", "not there or not complete");
-  refused("step-00000099", "not there or not complete");
+  refused("step-00000007", "does not exist or is not complete");
+  refused("step-00000099", "does not exist or is not complete");
   refused("other/step-00000007", "is not a step");
   refused(other, "is not a step");
   refused(std::string(5000, 'x'), "5000 bytes");
   fs::remove(dir / "latest");
   fs::create_directory(dir / "latest");
-  EXPECT_NE(warnings_of([&] { find_checkpoint(dir.path()); }).find("not a regular file; taking"), std::string::npos);
+  EXPECT_NE(warnings_of([&] { find_checkpoint(dir.path()); }).find("not a regular file; using"), std::string::npos);
   fs::remove(dir / "latest");
 
   write_file(dir / "latest", "garbage");
   for (const char* step : {"step-00000004", "step-00000005"}) fs::remove(dir / step + "/rank-00000.h5");
   EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Corrupt,
-               "names 'garbage', which is not a step; there is no complete step beside it");
+               "names 'garbage', which is not a step; there is no other complete step");
 }
 
 // What latest names is taken for what it is: damaged data is found, and said, by who reads it.
@@ -599,7 +599,7 @@ TEST(FindCheckpoint, TheStepBeforeIsTheNewestCompleteOne) {
   fs::resize_file(dir / "step-00000007/rank-00000.h5", 100);
   const std::string said =
       warnings_of([&] { EXPECT_EQ(step_before(dir.path(), dir / "step-00000009"), dir / "step-00000005"); });
-  EXPECT_NE(said.find("step-00000007 is passed over"), std::string::npos) << said;
+  EXPECT_NE(said.find("skipping " + dir / "step-00000007: "), std::string::npos) << said;
   EXPECT_EQ(step_before(dir.path(), dir / "step-00000005"), dir / "step-00000003");
   EXPECT_EQ(step_before(dir.path(), dir / "step-00000003"), "");
   EXPECT_EQ(step_before(dir.path(), dir.path()), "");
@@ -612,8 +612,8 @@ TEST(FindCheckpoint, MissingLatestIsAWarning) {
   write_file(dir / "step-00000006/manifest.json", "damaged");
   fs::rename(dir / "latest", dir / "no step");
   const std::string said = warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005"); });
-  EXPECT_NE(said.find("latest is missing; taking the newest complete step"), std::string::npos) << said;
-  EXPECT_NE(said.find("step-00000006 is passed over"), std::string::npos) << said;
+  EXPECT_NE(said.find("latest is missing; using the newest complete step"), std::string::npos) << said;
+  EXPECT_NE(said.find("skipping " + dir / "step-00000006: "), std::string::npos) << said;
   EXPECT_EQ(std::ranges::count(said, '\n'), 2) << said;  // and of nothing else
 }
 

@@ -47,7 +47,7 @@ TEST(Confined, OurErrorsComeAsTheyWere) {
                Errc::Unavailable, "x.h5: /a is compressed");
   EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Corrupt, "a\x1b[2Jb"); }), Errc::Corrupt, R"(a\x1b[2Jb)");
   // No parser has reason to say that the configuration is wrong, say.
-  EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Config, "c"); }), Errc::Corrupt, "no proper answer");
+  EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Config, "c"); }), Errc::Corrupt, "gave an invalid answer");
 }
 
 TEST(Confined, ADeadChildIsADamagedFile) {

@@ -283,13 +283,13 @@ TEST_F(DeepSpeedDirectory, TagsAreFound) {
   write_file(dir_ / "latest", "global_step4\n");
   EXPECT_EQ(open_deepspeed(dir_.path())->path(), tag);
   EXPECT_ERROR(open_deepspeed(dir_.path(), "global_step5"), Errc::Io, "no tag 'global_step5'");
-  EXPECT_ERROR(open_deepspeed(dir_.path(), "../x"), Errc::Config, "is no tag");
+  EXPECT_ERROR(open_deepspeed(dir_.path(), "../x"), Errc::Config, "is not a tag");
   write_file(dir_ / "latest", "../" + fs::path(dir_.path()).filename().string());
-  refused(Errc::Corrupt, "not a directory beside it");
+  refused(Errc::Corrupt, "not a directory next to it");
   write_file(dir_ / "latest", "global_step5");
-  refused(Errc::Corrupt, "names 'global_step5', which is not there or holds no model states (tags: global_step4)");
+  refused(Errc::Corrupt, "names 'global_step5', which does not exist or contains no model states (tags: global_step4)");
   fs::remove(dir_ / "latest");
-  refused(Errc::Config, "no file 'latest' says which tag is meant (tags: global_step4)");
+  refused(Errc::Config, "there is no file 'latest' to choose a tag (tags: global_step4)");
   // The tag can be named however `latest` is.
   for (const char* latest : {"", "zz", "../x"}) {
     write_file(dir_ / "latest", latest);

@@ -73,7 +73,8 @@ TEST(ExtendPositions, RepeatsTheRowsOfEveryState) {
   set_log_sink([&](LogLevel, std::string_view line) { said += line; });
   const std::unique_ptr<StateSource> state = extend_positions(open_state(dir.path()), 8, "");
   set_log_sink({});
-  EXPECT_NE(said.find("left out, as made of the old length alone:\n  h.0.attn.bias"), std::string::npos) << said;
+  EXPECT_NE(said.find("left out, because they are computed from the old length:\n  h.0.attn.bias"), std::string::npos)
+      << said;
   EXPECT_EQ(state->meta().model_config_json, R"({"model_type":"gpt2","n_positions":8,"n_ctx":8,"n_embd":4})");
   ASSERT_EQ(state->params().size(), 3u);
   const i64 embedding = number_of(*state, kEmbedding);
@@ -219,7 +220,7 @@ TEST(ExtendPositions, WhatCannotBeExtendedIsSaid) {
                "bert.embeddings.position_embeddings.weight is missing");
   write_file(dir / "named.json", "{}");
   EXPECT_ERROR(shard_checkpoint(dir / "x.safetensors", dir / "out", {.config = dir / "named.json", .positions = 9}),
-               Errc::Config, "the model_type of config.json, which has none");
+               Errc::Config, "needs model_type in config.json");
   EXPECT_ERROR(merge_checkpoint(dir / "x.safetensors", dir / "y.safetensors", {.positions = 9}), Errc::Config,
                "format safetensors takes no positions");
 

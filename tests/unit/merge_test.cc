@@ -116,7 +116,7 @@ TEST(MergeCheckpoint, TheFormatOptionWinsOverTheSuffix) {
 TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
   const TempDirectory dir;
   const std::string step = save_sample(dir.path(), 3, DType::BF16, 2);
-  EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {}), Errc::Config, "the suffix says no format");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {}), Errc::Config, "the suffix does not choose a format");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {.format = "gguf"}), Errc::Config, "'gguf' is not one of");
   EXPECT_ERROR(merge_checkpoint(step, step + "/m.h5", {}), Errc::Config, "inside a checkpoint step");
   EXPECT_ERROR(merge_checkpoint(step, dir.path(), {.format = "hdf5"}), Errc::Config, "is a directory");
@@ -130,7 +130,8 @@ TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.config = "c"}), Errc::Config, "takes no config");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.only = {"nothing*"}}), Errc::Mismatch, "matches 'nothing*'");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.tag = "step-00000009"}), Errc::Io, "no step-00000009");
-  EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config, "the run's own name");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config,
+               "a name that runs use themselves");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.dtype = DType::I32}), Errc::Config, "not as int32");
 }
 

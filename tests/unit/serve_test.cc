@@ -333,7 +333,7 @@ TEST(Leftovers, OnlyWhatARecordNamesIsRemoved) {
       ADD_FAILURE();
     } catch (const Error& e) {
       EXPECT_EQ(e.code(), Errc::Unavailable);
-      EXPECT_THAT(e.what(), ::testing::HasSubstr("another server has it"));
+      EXPECT_THAT(e.what(), ::testing::HasSubstr("another server uses it"));
     }
     EXPECT_TRUE(fs::exists(home / mine)) << "a file that stays needs its record";
   }

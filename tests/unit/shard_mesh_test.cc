@@ -222,7 +222,7 @@ TEST(MeshShards, WhatCannotBeCutIsSaid) {
   ModelConfig other = llama_model();
   other.intermediate *= 2;
   write_file(dir / "config.json", model_config_json(other));
-  EXPECT_ERROR(shard({.tp = 2}, dir.path()), Errc::Mismatch, "the model wants [104,40]");
+  EXPECT_ERROR(shard({.tp = 2}, dir.path()), Errc::Mismatch, "the model needs [104,40]");
   other.layers = 2;
   other.intermediate /= 2;
   write_file(dir / "config.json", model_config_json(other));
@@ -230,7 +230,7 @@ TEST(MeshShards, WhatCannotBeCutIsSaid) {
   write_file(dir / "config.json", R"({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})");
   EXPECT_ERROR(shard({.tp = 2}, dir / "config.json"), Errc::Unavailable, "the architecture [\"MambaForCausalLM\"]");
   write_file(dir / "config.json", R"({"model_type": "qwen3"})");
-  EXPECT_ERROR(shard({.tp = 2}, dir / "config.json"), Errc::Unavailable, "names no architecture");
+  EXPECT_ERROR(shard({.tp = 2}, dir / "config.json"), Errc::Unavailable, "does not name an architecture");
   EXPECT_FALSE(std::filesystem::exists(dir / "out"));
 }
 

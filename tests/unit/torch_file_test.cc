@@ -115,21 +115,21 @@ TEST_F(TorchArchive, TensorsStayInsideTheirStorage) {
     return dict({{"w", tensor(storage("FloatStorage", "0", elems), offset, shape, stride)}});
   };
   for (const auto& [body, part] : std::vector<std::pair<std::string, const char*>>{
-           {one(0, {7}, {1}), "reaches out of its storage of 6"},
-           {one(1, {2, 3}, {3, 1}), "reaches out"},
-           {one(0, {2, 2}, {5, 1}), "reaches out"},
-           {one(0, {2}, {6}), "reaches out"},
+           {one(0, {7}, {1}), "exceeds its storage of 6"},
+           {one(1, {2, 3}, {3, 1}), "exceeds its storage"},
+           {one(0, {2, 2}, {5, 1}), "exceeds its storage"},
+           {one(0, {2}, {6}), "exceeds its storage"},
            {one(7, {0}, {1}), "element 7 of a storage of 6"},
            {one(-1, {1}, {1}), "element -1"},
-           {one(0, {-1}, {1}), "no list of sizes"},
-           {one(0, {1}, {-1}), "no list of sizes"},
-           {one(0, {2}, {std::numeric_limits<i64>::max()}), "reaches out"},
-           {one(0, {3}, {std::numeric_limits<i64>::max()}), "reaches out"},
+           {one(0, {-1}, {1}), "not a list of sizes"},
+           {one(0, {1}, {-1}), "not a list of sizes"},
+           {one(0, {2}, {std::numeric_limits<i64>::max()}), "exceeds its storage"},
+           {one(0, {3}, {std::numeric_limits<i64>::max()}), "exceeds its storage"},
            {one(0, {std::numeric_limits<i64>::max()}, {0}), "size overflows"},
            {one(0, {i64{1} << 32, i64{1} << 32}, {0, 0}), "size overflows"},
            {one(0, {2, 3}, {1}), "2 dims with 1 strides"},
            {one(0, std::vector<i64>(65, 1), std::vector<i64>(65, 1)), "65 dims"},
-           {one(0, {1}, {1}, -6), "no storage of torch"},
+           {one(0, {1}, {1}, -6), "not a storage of torch"},
            {one(0, {1}, {1}, std::numeric_limits<i64>::max()), "a tensor of torch.FloatStorage"}}) {
     refused_pickle(body, Errc::Corrupt, part);
   }

@@ -143,8 +143,7 @@ TEST_P(Weights, AreFoundBehindTheWrappersOfTheirModule) {
     load(file);
     expect_loaded();
     ASSERT_EQ(warnings.size(), 1u) << removed;
-    EXPECT_EQ(warnings[0], fmt::format("{}: names of its tensors are read without {}, which a wrapper of the model has "
-                                       "put there",
+    EXPECT_EQ(warnings[0], fmt::format("{}: tensor names are read without {}, which a wrapper of the model has added",
                                        dir / "w.safetensors", removed));
   };
   for (const char* prefix : {"module.", "module.module.", "model.", "base_model.model.", "anything.at.all."})
@@ -216,7 +215,7 @@ TEST_P(Weights, MissingOnesAndOtherShapesAreNamed) {
   EXPECT_ERROR(load(file), Errc::Mismatch, names[1] + " is missing");
   file = tensors;
   file[names[0]].shape = {4, 8};
-  EXPECT_ERROR(load(file), Errc::Mismatch, "has shape [4,8], the model wants [8,4]");
+  EXPECT_ERROR(load(file), Errc::Mismatch, "has shape [4,8], the model needs [8,4]");
 }
 
 TEST_P(Weights, TiedNamesMustHaveTheValuesOfTheirParameter) {
@@ -364,8 +363,8 @@ TEST(PublishedWeights, OneFileComesBeforeAnIndexAndSafetensorsBeforePickles) {
   };
   EXPECT_NE(open_source(dir.path())->find("new"), nullptr);
   EXPECT_EQ(warning(), dir.path() +
-                           " holds model.safetensors and model.safetensors.index.json and pytorch_model.bin and "
-                           "pytorch_model.bin.index.json: model.safetensors is read, as transformers reads it");
+                           " contains model.safetensors and model.safetensors.index.json and pytorch_model.bin and "
+                           "pytorch_model.bin.index.json: model.safetensors is read, as transformers does");
   EXPECT_NE(open_state(dir.path())->path(), "");
   EXPECT_EQ(said, warning());
   std::filesystem::remove(dir / "model.safetensors");

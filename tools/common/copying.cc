@@ -55,7 +55,7 @@ std::function<void(i64, i64)> CopyLine::hook() {
 
 void check_outputs_differ(const Output& out, const std::string& model) {
   if (out.replaces(model))
-    throw Error(Errc::Config, "--out and --output are the same file: one is the model, one the report");
+    throw Error(Errc::Config, "--out and --output name the same file, but one is the model and the other the report");
 }
 
 void claim_stdout(const Output& out) {
@@ -66,7 +66,8 @@ void claim_stdout(const Output& out) {
   struct stat model = {}, report = {};
   if (out.to_file() && ::fstat(STDOUT_FILENO, &model) == 0 && ::stat(out.file().c_str(), &report) == 0 &&
       model.st_dev == report.st_dev && model.st_ino == report.st_ino && !S_ISCHR(model.st_mode))
-    throw Error(Errc::Config, "standard output and --output are the same file: one is the model, one the report");
+    throw Error(Errc::Config,
+                "standard output and --output name the same file, but one is the model and the other the report");
   std::signal(SIGPIPE, SIG_DFL);
 }
 

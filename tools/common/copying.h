@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the tools that copy models share: a progress line, stopping by a signal without leaving anything behind, and
-// standard output as the place where a model goes.
+// Shared by the tools that copy models: a progress line, a clean stop by a signal, and models on standard output.
 
 #include <chrono>
 #include <functional>
@@ -11,8 +10,8 @@
 
 namespace ds::tools {
 
-// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end the work at the next call of the hook: what is half-written
-// goes, and the process ends by that signal.
+// While a CopyLine exists, SIGINT, SIGTERM, SIGHUP and SIGQUIT end the work at the next call of the hook: unfinished
+// output is removed, and the process ends by that signal.
 class CopyLine {
  public:
   CopyLine();
@@ -30,8 +29,8 @@ class CopyLine {
 // Throws Errc::Config if the report (--output) and the model (--out) would be the same file.
 void check_outputs_differ(const Output& out, const std::string& model);
 
-// The model goes to standard output: throws Errc::Config if that is a terminal, or if the report would go there too. A
-// reader that goes away ends the process, as it does cat(1).
+// For a model on standard output: throws Errc::Config if that is a terminal, or if the report would go there too. If
+// the reader closes it, the process ends, like cat(1).
 void claim_stdout(const Output& out);
 
 // "5GB" (10^9), "5GiB" (2^30), "5G" (10^9), "1000000". Throws Errc::Config naming the option.

@@ -9,7 +9,7 @@ namespace ds::tools {
 namespace {
 
 [[noreturn]] void refuse(const std::string& given, const std::string& instead) {
-  throw CLI::ValidationError(given, "not offered; " + instead);
+  throw CLI::ValidationError(given, "not available; " + instead);
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ std::vector<ForeignOption> options_of_nccl_tests() {
           {"-C,--report-cputime", {"0"}, not_here},
           {"-J,--output-file", {}, "--json --output FILE writes the document"},
           {"-S,--report-timestamps", {"0"}, not_here},
-          {"-R,--local-register", {"0"}, "--memory shared or ordinary says what the buffers are"},
+          {"-R,--local-register", {"0"}, "--memory shared or ordinary chooses where buffers are allocated"},
           {"-x,--cta-policy", {"-1"}, not_here},
           {"-D,--device-implementation", {"0"}, not_here},
           {"-V,--device-cta-count", {"16"}, not_here},
@@ -82,7 +82,7 @@ std::vector<ForeignOption> options_of_launchers() {
   const std::string again = "run ds-launch again; ds-launch(1), EXAMPLES, shows a loop that resumes";
   const std::string logs = "--log-dir DIR keeps a log of each rank, --tag-output names the rank of every line";
   const std::string inherited = "ranks inherit the environment of ds-launch: set variables there";
-  const std::string ssh = "users, ports and keys of ssh belong into ssh_config(5); --agent names another program";
+  const std::string ssh = "set users, ports and keys in ssh_config(5); --agent names another program";
   const std::string binding = "--bind core gives each rank its own share of the cores";
   const std::string choice = "--host NAME:SLOTS,... names the hosts, CUDA_VISIBLE_DEVICES the GPUs";
   const std::string command = "give the whole command: ds-launch python3 -m MODULE";
@@ -99,7 +99,7 @@ std::vector<ForeignOption> options_of_launchers() {
           {"--rdzv-id", {}, rendezvous},
           {"--rdzv-conf", {}, rendezvous},
           {"--max-restarts", {"0"}, again},
-          {"--monitor-interval", {}, "ds-launch hears at once of a rank that ends"},
+          {"--monitor-interval", {}, "ds-launch notices at once when a rank ends"},
           {"--start-method", {}, "ranks are processes of their own, as with spawn"},
           {"--redirects,-r", {"0"}, logs},
           {"--tee,-t", {"0"}, logs},
@@ -121,10 +121,10 @@ std::vector<ForeignOption> options_of_launchers() {
           {"--force-multi", {}, "give --host or --hostfile, with one host too", true},
           {"--save-pid", {}, "--output FILE writes the processes of the ranks", true},
           {"--bind-core-list", {}, binding},
-          {"--autotuning", {}, "ds-memreport(1) --fit searches configurations"},
+          {"--autotuning", {}, "ds-memreport(1) --fit searches arrangements"},
           {"--venv-script", {}, inherited},
           {"--num-cpu-threads-per-process", {}, "OMP_NUM_THREADS sets the threads of a rank"},
-          {"--log-level", {}, "--quiet and --verbose say how much is told"},
+          {"--log-level", {}, "--quiet and --verbose choose how many messages are printed"},
           {"--bind-to", {"none"}, binding},
           {"--report-bindings", {}, binding, true},
           {"--multi-gpu", {}, "", true},
@@ -161,11 +161,11 @@ void apply(const RanksPerNode& given, LaunchOptions& options) {
   if (given.ranks == 0) return;
   for (const LaunchHost& host : options.hosts)
     if (host.slots != given.ranks)
-      throw Error(Errc::Config, fmt::format("--nproc-per-node {}: host {} has {} slot{}; the slots of --host or "
-                                            "--hostfile say how many ranks a host has",
+      throw Error(Errc::Config, fmt::format("--nproc-per-node {}: host {} has {} slot{}; the slots in --host or "
+                                            "--hostfile set the number of ranks on a host",
                                             given.ranks, host.name, host.slots, host.slots == 1 ? "" : "s"));
   if (options.ranks > 0 && options.ranks != nodes * given.ranks)
-    throw Error(Errc::Config, fmt::format("--ranks {} and --nproc-per-node {} say different things: give --ranks alone",
+    throw Error(Errc::Config, fmt::format("--ranks {} and --nproc-per-node {} contradict each other: give --ranks only",
                                           options.ranks, given.ranks));
   options.ranks = nodes * given.ranks;
 }

@@ -13,15 +13,15 @@ namespace ds::tools {
 struct StoppedBySignal {
   int signal;
 };
-struct BrokenPipe {};  // thrown when the reader of stdout went away; run_main then dies of SIGPIPE, quietly
+struct BrokenPipe {};  // thrown when the reader of stdout closed it; run_main then ends by SIGPIPE, without a message
 
 // All of `bytes` to fd; throws ds::Error naming `what`, or BrokenPipe.
 void write_all(int fd, std::string_view bytes, std::string_view what);
 
-// Takes the progress line away, if one is drawn, so that other text does not end up behind it.
+// Erases the progress line, if there is one, so that other text does not follow it on its line.
 void clear_progress() noexcept;
 
-// With dashes: of an option that is shown the first short and the first long one, of another none.
+// The names to show, with dashes: the first short and the first long one; empty for a hidden option.
 std::vector<std::string> shown_names(const CLI::Option& option);
 
 struct MessageOptions {

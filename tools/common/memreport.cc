@@ -5,7 +5,7 @@
 
 namespace ds::tools {
 
-// What options say is said as --set would say it.
+// Options become the overrides of --set.
 std::vector<std::string> overrides_of(const MemreportOptions& a) {
   std::vector<std::string> set;
   const auto number = [&](const char* key, i64 value) {
@@ -16,7 +16,7 @@ std::vector<std::string> overrides_of(const MemreportOptions& a) {
   number("sequence_parallel_size", a.sp);
   number("data.seq_length", a.seq);
   if (a.stage >= 0) set.push_back(fmt::format("zero_optimization.stage={}", a.stage));
-  // Two of the three sizes give the third: what is not given follows.
+  // Two of the three sizes give the third; a size that is not given follows from the others.
   if (a.batch > 0 || a.micro > 0 || a.accumulation > 0) {
     const auto size = [&](const char* key, i64 value, bool follows) {
       if (value > 0 || follows)
@@ -41,7 +41,7 @@ void refuse_idle(const CLI::App& app, const std::string& what, std::span<const s
     const bool idle = group == "In place of the configuration's" || group == "Times" || group == "What fits" ||
                       name == "--nodes" || name == "--explain";
     if (option->count() > 0 && idle && std::ranges::find(taken, name) == taken.end())
-      throw Error(Errc::Config, fmt::format("{} means nothing beside {}", name, what));
+      throw Error(Errc::Config, fmt::format("{} has no effect with {}", name, what));
   }
 }
 
@@ -49,10 +49,9 @@ Config used(const MemreportOptions& a, Config config) {
   if (a.use.empty() || a.use == "train") return config;
   const bool of_steps = !a.fit.empty() || a.explain || !a.machine.empty() || !a.gpu.empty() || a.peaks.flops > 0;
   if (of_steps)
-    throw Error(Errc::Config,
-                fmt::format("--use {}: it takes no steps, whose time and whose formulas --fit, --explain, "
-                            "--machine, --gpu and --peak are for",
-                            a.use));
+    throw Error(Errc::Config, fmt::format("--use {}: there are no steps, to whose time and formulas --fit, --explain, "
+                                          "--machine, --gpu and --peak apply",
+                                          a.use));
   config.use = a.use == "eval" ? ConfigUse::Evaluate : ConfigUse::Generate;
   return config;
 }
@@ -95,17 +94,19 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
                      "configuration, model directory or config.json, run directory or step of a checkpoint; "
                      "with --running, a run directory")
           ->type_name("FILE");
-  add_number(app, "--params", a.params, 1, 1e18, "parameters alone: the ZeRO paper's accounting")
+  add_number(app, "--params", a.params, 1, 1e18, "number of parameters, for the ZeRO paper's accounting")
       ->type_name("N")
       ->excludes(source);
-  add_number(app, "-n,--gpus", a.ranks, 1, 1 << 20, "ranks (default: the checkpoint's, else 1)")->type_name("N");
-  add_number(app, "--nodes", a.nodes, 1, 1 << 20, "nodes that the ranks spread over (default 1)")->type_name("N");
+  add_number(app, "-n,--gpus", a.ranks, 1, 1 << 20, "number of ranks (default: the checkpoint's, else 1)")
+      ->type_name("N");
+  add_number(app, "--nodes", a.nodes, 1, 1 << 20, "number of nodes over which ranks are spread (default 1)")
+      ->type_name("N");
   const auto key = [&](const char* name, i64& value, i64 most, const char* what) {
     add_number(app, name, value, 1, most, what)->type_name("N")->group("In place of the configuration's");
   };
-  key("--tp", a.tp, 1 << 20, "tensor parallelism");
-  key("--pp", a.pp, 1 << 20, "stages of the pipeline");
-  key("--sp", a.sp, 1 << 20, "sequence parallelism");
+  key("--tp", a.tp, 1 << 20, "degree of tensor parallelism");
+  key("--pp", a.pp, 1 << 20, "number of pipeline stages");
+  key("--sp", a.sp, 1 << 20, "degree of sequence parallelism");
   add_number(app, "--stage", a.stage, 0, 3, "ZeRO stage")->type_name("N")->group("In place of the configuration's");
   key("--micro-batch", a.micro, 1 << 30, "samples of a micro-batch");
   key("--accumulation", a.accumulation, 1 << 30, "micro-batches of a step");
@@ -118,26 +119,26 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
         ->group("In place of the configuration's");
   };
   word("--dtype", a.dtype, {"fp32", "bf16", "fp16"}, "precision");
-  word("--checkpointing", a.checkpointing, {"none", "layer", "selective"}, "activations that are computed again");
-  word("--device", a.device, {"cpu", "cuda"}, "where it runs (default cuda, unless the configuration says)");
-  word("--use", a.use, {"train", "eval", "generate"}, "what the run does (default train)");
+  word("--checkpointing", a.checkpointing, {"none", "layer", "selective"}, "activations to recompute");
+  word("--device", a.device, {"cpu", "cuda"}, "device of the run (default: the configuration's, else cuda)");
+  word("--use", a.use, {"train", "eval", "generate"}, "use of the model (default train)");
   app.add_option("--set", a.set, "any key: a.b=VALUE")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false)
       ->group("In place of the configuration's");
-  app.add_flag("--running", a.running, "the runs on this machine now: predicted and counted")->group("Measured");
-  add_number(app, "--watch", a.watch, 0.1, 1e6, "the same, every so many seconds until they end")
+  app.add_flag("--running", a.running, "show your runs on this machine: predicted and counted")->group("Measured");
+  add_number(app, "--watch", a.watch, 0.1, 1e6, "the same every S seconds, until the runs end")
       ->type_name("S")
       ->group("Measured");
-  app.add_flag("--all-ranks", a.all, "every rank by tag, not the one that needs most")->group("Result");
-  app.add_flag("--explain", a.explain, "the formulas of the field with these numbers in them")->group("Result");
+  app.add_flag("--all-ranks", a.all, "show every rank by tag, not only those that need most")->group("Result");
+  app.add_flag("--explain", a.explain, "add the formulas of the literature with these numbers")->group("Result");
   const auto file = [&](const char* name, std::string& value, const char* group, const char* what) {
     return app.add_option(name, value, what)->type_name("FILE")->group(group);
   };
   const auto rate = [&](const char* name, double& value, const char* what) {
     add_number(app, name, value, 1, 1e21, what)->type_name("X")->group("Times");
   };
-  CLI::Option* machine = file("--machine", a.machine, "Times", "rates of ops, as --measure writes them");
+  CLI::Option* machine = file("--machine", a.machine, "Times", "rates of ops, written by --measure");
   app.add_option("--gpu", a.gpu, "peaks of this GPU's data sheet")
       ->type_name("NAME")
       ->check(CLI::IsMember(memreport::Hardware::gpus()))
@@ -147,30 +148,31 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   rate("--bandwidth", a.peaks.memory, "B/s of a rank's memory");
   rate("--link", a.peaks.link, "B/s that a rank sends inside its node");
   rate("--network", a.peaks.network, "B/s that a rank sends to other nodes");
-  rate("--host-link", a.peaks.host, "B/s of a GPU to its host, and back");
-  file("--links", a.links, "Times", "of ds-commbench --save: in place of --link and --network");
-  file("--disk", a.disk, "Times", "of ds-offload bench --json: where states are offloaded to NVMe");
-  file("--measure", a.measure, "Times", "measure this machine's CPU at -n ranks, and write its rates");
-  add_number(app, "--threads", a.threads, 1, 4096, "of each rank, for --measure (default 1)")
+  rate("--host-link", a.peaks.host, "B/s between a GPU and its host, in each direction");
+  file("--links", a.links, "Times", "links measured by ds-commbench --save, instead of --link and --network");
+  file("--disk", a.disk, "Times", "disk and updates measured by ds-offload bench --json, for offloading");
+  file("--measure", a.measure, "Times", "measure the CPU of this machine with -n ranks, and write its rates");
+  add_number(app, "--threads", a.threads, 1, 4096, "threads of each rank for --measure (default 1)")
       ->type_name("N")
       ->needs("--measure")
       ->group("Times");
-  app.add_option("--fit", a.fit, "find what fits into so much memory of a rank: 80GiB")
+  app.add_option("--fit", a.fit, "find arrangements that fit into SIZE of memory on a rank, such as 80GiB")
       ->type_name("SIZE")
       ->group("What fits");
-  app.add_option("--node-memory", a.node_memory, "host memory of a node (default: enough)")
+  app.add_option("--node-memory", a.node_memory, "host memory of a node (default: no limit)")
       ->type_name("SIZE")
       ->needs("--fit")
       ->group("What fits");
-  add_number(app, "--most", a.most, 1, 100000, "so many of them at most (default 10)")
+  add_number(app, "--most", a.most, 1, 100000, "show at most N of them (default 10)")
       ->type_name("N")
       ->needs("--fit")
       ->group("What fits");
-  file("--write", a.write, "What fits", "the first of them as a configuration; without --fit what was read");
-  app.add_option("--plot", a.plot, "bars of each rank's memory: a file .svg or .html; \"-\": in the report")
+  file("--write", a.write, "What fits",
+       "write the first of them as a configuration; without --fit, the complete input");
+  app.add_option("--plot", a.plot, "draw the memory of each rank, into an .svg or .html file; \"-\": into the report")
       ->type_name("FILE")
       ->group("Result");
-  app.add_option("--memory", a.memory, "of a rank, drawn as a limit: 80GiB")
+  app.add_option("--memory", a.memory, "memory of a rank, drawn as a limit, such as 80GiB")
       ->type_name("SIZE")
       ->needs("--plot")
       ->group("Result");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The options of ds-memreport, and what they mean.
+// The options of ds-memreport, and the values made of them.
 
 #include <optional>
 #include <span>
@@ -16,7 +16,7 @@ struct MemreportOptions {
   std::string source;
   double params = 0;
   int ranks = 0, nodes = 1;  // ranks 0: the source's
-  // In place of the configuration's; 0, -1 and "": as it says.
+  // Instead of values of the configuration; 0, -1 and "": not given.
   i64 tp = 0, pp = 0, sp = 0, micro = 0, accumulation = 0, batch = 0, seq = 0;
   int stage = -1;
   std::string dtype, checkpointing, device, use;
@@ -28,7 +28,7 @@ struct MemreportOptions {
   // What fits.
   std::string fit, node_memory, write;
   i64 most = 10;
-  // What has been taken.
+  // Runs in progress.
   bool running = false;
   double watch = 0;  // seconds between looks; 0: one
   // Result.
@@ -38,16 +38,16 @@ struct MemreportOptions {
 
 void add_memreport_options(CLI::App& app, MemreportOptions& options);
 
-// Throws Errc::Config for options that were given and mean nothing beside `what`: those in place of the
-// configuration's, of times and of what fits, and --nodes, but for `taken`.
+// Throws Errc::Config for options that were given and have no effect with `what`: those instead of values of the
+// configuration, of times and of what fits, and --nodes, except for `taken`.
 void refuse_idle(const CLI::App& app, const std::string& what, std::span<const std::string_view> taken);
 
-// What options say of the configuration, as --set would say it.
+// Options that replace values of the configuration, as arguments of --set.
 std::vector<std::string> overrides_of(const MemreportOptions& options);
-// The configuration, used as asked. Throws Errc::Config where that has no steps, of which other options speak.
+// The configuration with the use of --use. Throws Errc::Config if that has no steps and another option is about steps.
 Config used(const MemreportOptions& options, Config config);
 DeviceKind device_of(const MemreportOptions& options, const Config& config);
-// How fast things are; nothing: not told.
+// Rates of the machine; nothing if no option gives them.
 std::optional<memreport::Hardware> hardware_of(const MemreportOptions& options, int ranks_per_node);
 
 }  // namespace ds::tools

@@ -13,7 +13,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// The section of a configuration that asks for it.
+// The section of a configuration for `way`.
 Json aio_section(const offload::FileWay& way) {
   Json aio = {{"method", way.method}, {"block_size", way.block_bytes}};
   aio[way.method == "threads" ? "intra_op_parallelism" : "queue_depth"] = way.depth;
@@ -103,7 +103,7 @@ int bench(BenchArguments& a, Output& out) {
 
 void add_bench_options(CLI::App& command, BenchArguments& a) {
   command.add_option("--path", a.files.dir, "directory of the disk to time (default: none)")->type_name("DIR");
-  command.add_option("--size", a.size, "of the file (default 1GiB)")->type_name("SIZE");
+  command.add_option("--size", a.size, "size of the file (default 1GiB)")->type_name("SIZE");
   command.add_option("--block-size", a.block_sizes, "sizes of a request (default 256KiB,1MiB,4MiB)")
       ->delimiter(',')
       ->type_name("SIZE,...");
@@ -114,7 +114,7 @@ void add_bench_options(CLI::App& command, BenchArguments& a) {
   };
   command
       .add_option_function<std::vector<std::string>>("--queue-depth", set_depths,
-                                                     "requests under way, or threads (default 1,4,8,32)")
+                                                     "requests in flight, or threads (default 1,4,8,32)")
       ->delimiter(',')
       ->type_name("N,...");
   command.add_option("--method", a.files.methods, "io_uring, threads (default: both)")
@@ -128,8 +128,9 @@ void add_bench_options(CLI::App& command, BenchArguments& a) {
                   "optimizers to time (default AdamW,AdamW8bit,SGD,Lion,Lamb,Adagrad)")
       ->delimiter(',')
       ->type_name("NAME,...");
-  add_number(command, "--threads", a.updates.threads, 1, 4096, "of updates (default: the cores)")->type_name("N");
-  add_number(command, "--loops", a.files.loops, 1, 1000, "times of each, of which the median counts (default 3)")
+  add_number(command, "--threads", a.updates.threads, 1, 4096, "threads of updates (default: the number of cores)")
+      ->type_name("N");
+  add_number(command, "--loops", a.files.loops, 1, 1000, "measurements of each, of which the median counts (default 3)")
       ->type_name("N");
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams: the result (stdout or a file that appears whole or not at all) and the messages on stderr.
+// Streams: the result (stdout, or a file that appears complete or not at all) and the messages on stderr.
 
 #include <fcntl.h>
 #include <sys/ioctl.h>
@@ -44,7 +44,7 @@ bool colour(int fd = STDERR_FILENO) noexcept {
   return ::isatty(fd) == 1 && (no_colour == nullptr || *no_colour == '\0') && knows_escapes();
 }
 
-// A message as it is shown: printable, its lines and all of it bounded, whatever names and values are in it.
+// The message made printable, each line and the whole bounded, whatever names and values it contains.
 std::string message_text(std::string_view message) {
   constexpr std::size_t kMostOfLine = 1024, kMost = 16384;
   const std::string text = printable(message, Breaks::Indented);
@@ -68,7 +68,7 @@ void report(std::string_view label, std::string_view escape, std::string_view me
   clear_progress();
   try {
     write_all(STDERR_FILENO, line, "stderr");
-  } catch (...) {  // nobody reads our messages: that is no reason to stop
+  } catch (...) {  // a closed stderr is no reason to stop
   }
 }
 
@@ -76,8 +76,7 @@ Error system_error(std::string_view doing, std::string_view path) {
   return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, system_reason(errno)));
 }
 
-// The descriptor that a name as "/dev/stdout" or "/dev/fd/3" stands for: what is written to it goes on from where it
-// stands, as with a pipe.
+// The descriptor of a name such as "/dev/stdout" or "/dev/fd/3": writing continues at its position, as with a pipe.
 std::optional<int> descriptor_of(std::string_view file) {
   if (file == "/dev/stdout") return STDOUT_FILENO;
   if (file == "/dev/stderr") return STDERR_FILENO;
@@ -95,7 +94,7 @@ bool is_special(const std::string& file) {
   return descriptor_of(file) || (fs::exists(file) && !fs::is_regular_file(file));
 }
 
-// Where `file` is or will be: the end of its links, which need not exist.
+// The place of `file` after following its links; it need not exist.
 fs::path target_of(const std::string& file) {
   fs::path target = fs::absolute(file);
   while (!fs::exists(target) && fs::is_symlink(target)) target = target.parent_path() / fs::read_symlink(target);
@@ -105,13 +104,14 @@ fs::path target_of(const std::string& file) {
 // Temporary name in the same folder, fsync, rename, fsync of the folder.
 void write_whole(const std::string& file, std::string_view bytes) {
   const fs::path target = target_of(file);
-  const std::string name = target.filename().string().substr(0, 200);  // with what follows, no longer than names may be
-  std::random_device random;  // numbers of processes come again, in other containers too
+  const std::string name =
+      target.filename().string().substr(0, 200);  // short enough for a suffix within the limit of names
+  std::random_device random;                      // process ids are reused, and repeat in other containers
   const std::string temporary = target.parent_path() / fmt::format(".{}.tmp-{:08x}{:08x}", name, random(), random());
   const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) throw system_error("create", temporary);
   try {
-    struct stat replaced = {};  // whoever could not read that must not read this
+    struct stat replaced = {};  // keep the mode, so that the new file is not readable by more users
     if (::stat(target.c_str(), &replaced) == 0 && ::fchmod(fd, replaced.st_mode & 07777u) != 0)
       throw system_error("set the mode of", file);
     write_all(fd, bytes, file);
@@ -158,7 +158,7 @@ int terminal_columns() noexcept {
 int stdout_columns() noexcept {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col;
-  struct stat st = {};  // not a file: a pipe, to who shows it
+  struct stat st = {};  // a pipe to the process that shows it, not a file
   const bool piped = ::fstat(STDOUT_FILENO, &st) == 0 && (S_ISFIFO(st.st_mode) || S_ISSOCK(st.st_mode));
   return piped ? environment_number("DS_STDOUT_COLUMNS", 0) : 0;
 }
@@ -179,7 +179,7 @@ void write_all(int fd, std::string_view bytes, std::string_view what) {
 Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_view option)
     : tool_(tool), file_(std::move(file)), option_(option), json_(json) {
   if (file_.empty() || rank() > 0) return;
-  // Found out now, not after hours of work.
+  // Check now, not after hours of work.
   const auto refuse = [&](const std::string& why) {
     throw Error(Errc::Config, fmt::format("{} {}: {}", option_, file_, why));
   };
@@ -195,7 +195,7 @@ Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_vi
           fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), system_reason(errno)));
     if (is_special(file_)) return;
     check_place(target_of(file_));
-    if (is_model_file(file_) && fs::exists(file_)) refuse("is a file of a model, which a report does not replace");
+    if (is_model_file(file_) && fs::exists(file_)) refuse("is a file of a model, which a report may not replace");
   } catch (const fs::filesystem_error& e) {
     refuse(e.code().message());
   }
@@ -253,7 +253,7 @@ void Output::commit() {
   if (rank() > 0 || !to_file()) return;
   if (!is_special(file_)) return write_whole(file_, pending_);
   if (const std::optional<int> fd = descriptor_of(file_)) return write_all(*fd, pending_, file_);
-  const int fd = ::open(file_.c_str(), O_WRONLY | O_CLOEXEC);  // a device or a pipe has no whole to keep
+  const int fd = ::open(file_.c_str(), O_WRONLY | O_CLOEXEC);  // a device or a pipe cannot be replaced as a whole
   if (fd < 0) throw system_error("open", file_);
   write_all(fd, pending_, file_);
   ::close(fd);

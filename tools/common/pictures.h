@@ -11,8 +11,8 @@ namespace ds::tools {
 class Pictures {
  public:
   void add_options(CLI::App& app, CLI::Option* check) {
-    add(app, check, "--plan", "write the plan of the pipeline as a picture (SVG)", plan_svg);
-    add(app, check, "--pattern", "write who attends to what as a picture (SVG)",
+    add(app, check, "--plan", "write the plan of the ranks as an SVG picture", plan_svg);
+    add(app, check, "--pattern", "write which keys queries attend to as an SVG picture",
         [](const Config& config, int) { return pattern_svg(config); });
   }
   // Before anything is computed: files that cannot be written are refused.
@@ -47,7 +47,7 @@ class Pictures {
     Picture& p = pictures_.emplace_back(Picture{option, "", draw});
     app.add_option(option, p.name, "with --check: " + what)->type_name("FILE")->needs(check);
   }
-  std::deque<Picture> pictures_;  // what options refer to stays where it is
+  std::deque<Picture> pictures_;  // options refer to its elements, whose addresses do not change
 };
 
 }  // namespace ds::tools

@@ -16,9 +16,10 @@ nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory) {
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing) {
   const RunPrediction p = predict_run(config, ranks, writing);
-  if (p.needed_bytes > p.available_bytes && (ranks.rank == 0 || p.device == "cuda"))  // each rank may have its own GPU
-    report_warning(fmt::format("a run here would be refused: rank {} finds that it needs {}, {} are there ({})",
-                               ranks.rank, bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
+  if (p.needed_bytes > p.available_bytes &&
+      (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
+    report_warning(fmt::format("a run here would be refused: rank {} needs {}, but {} are available ({})", ranks.rank,
+                               bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
   if (out.json()) {
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
@@ -69,9 +70,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   }
   out.print("  {:<12} {:>14}\n", "total", bytes_text(p.total_bytes));
   if (p.process_bytes > 0)
-    out.print("  {:<12} {:>14} beside it; {} more for a moment at most\n", "process", bytes_text(p.process_bytes),
+    out.print("  {:<12} {:>14} in addition, and at most {} more for a moment\n", "process", bytes_text(p.process_bytes),
               bytes_text(p.momentary_bytes));
-  out.print("  {:<12} {:>14}{}; {} are there ({})\n", "at most", bytes_text(p.needed_bytes),
+  out.print("  {:<12} {:>14}{}; {} are available ({})\n", "at most", bytes_text(p.needed_bytes),
             p.sharers > 1 ? fmt::format(" of {} ranks", p.sharers) : "", bytes_text(p.available_bytes), p.limited_by);
   if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
   for (const auto& m : p.files)
@@ -90,7 +91,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   std::map<std::string, i64> last = p.comm_bytes;
   for (const auto& [name, bytes] : p.most_comm_bytes) last.try_emplace(name, 0);
   print(last);
-  if (config.sparse_gradients) out.print("  what sparse gradients send depends on the tokens\n");
+  if (config.sparse_gradients) out.print("  messages of sparse gradients depend on the tokens\n");
   if (differ)
     out.print("\nsent per rank on average over all steps{}\n", p.most_comm_bytes.empty() ? "" : ", if none is skipped");
   print(p.mean_comm_bytes);

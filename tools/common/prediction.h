@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run will need, as tools print it.
+// Prints the prediction of a run.
 
 #include "common/tool.h"
 #include "ds/train.h"
 
 namespace ds::tools {
 
-// The resolved configuration, the memory of each rank by tag and what it sends per step, as text or as one document.
-// `writing`: with the memory of what is written, or null.
+// Prints the complete configuration, the memory of each rank by tag and the bytes that it sends per step, as text or as
+// one document. `writing`: prompts whose memory is included, or null.
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
 
-// The memory of a run beside its prediction, by tag.
+// Memory by tag: predicted and counted.
 nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory);
 
-// Where what is offloaded stays, by the tag of memory that it does not take.
+// The place of offloaded data, by the tag of memory that it saves.
 inline std::string_view place_of_offloaded(const Config& config, std::string_view tag) {
   const bool served = config.zero.offload_optimizer.device == OffloadDevice::Server;
   return served && tag != "params" && tag != "activations" ? "with the server" : "in a file";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// One line on the terminal of stderr, drawn over itself; nothing at all where stderr is not a terminal, or with
-// --quiet. Messages and results take it away before they are written.
+// A progress line on the terminal of stderr, redrawn in place; nothing if stderr is not a terminal, or with --quiet.
+// Messages and results erase it before they are written.
 
 #include <chrono>
 #include <functional>
@@ -22,9 +22,9 @@ class ProgressLine {
   ProgressLine& operator=(const ProgressLine&) = delete;
 
   void show(std::string_view line);
-  // For work that could show a line at any moment: true five times a second at most, and not at once.
+  // True at most five times a second, and not at once, for work that could show a line at any moment.
   bool is_due();
-  // Shows what it is given when that is due. The line must outlive it.
+  // Shows a text when it is due. The line must outlive it.
   std::function<void(std::string_view)> hook();
 
  private:
@@ -35,7 +35,7 @@ class ProgressLine {
 // "2m05s", "3h20m".
 std::string duration(double seconds);
 
-// What one step looks like to a person; a narrow terminal cuts the end off.
+// The text of one step; a narrow terminal cuts its end off.
 class StepText {
  public:
   std::string operator()(const StepRecord& step, i64 total_steps);

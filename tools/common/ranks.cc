@@ -41,8 +41,8 @@ RankInfo ranks_of_environment() {
   if (other && std::getenv("WORLD_SIZE") == nullptr) {
     const std::string copies = other->processes > 0 ? std::to_string(other->processes) : "several";
     throw Error(Errc::Config,
-                fmt::format("{} alone starts {} runs that know nothing of each other ({}): start them with ds-launch "
-                            "-n {}; if each is to run by itself, set WORLD_SIZE=1",
+                fmt::format("{} alone starts {} independent runs ({}): start them with ds-launch -n {}; if that is "
+                            "intended, set WORLD_SIZE=1",
                             other->name, copies, other->variable, other->processes > 0 ? copies : "N"));
   }
   r.world_size = environment_number("WORLD_SIZE", 1);

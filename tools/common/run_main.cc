@@ -52,11 +52,11 @@ void add_common_options(CLI::App& app, const ToolInfo& tool, CommonOptions& comm
          "print version, compiler and features, and stop")
       ->group("Common");
   app.add_flag("--json", common.json, "print the result as JSON")->group("Common");
-  app.add_option("--output", common.output, "write the result to FILE, whole or not at all")
+  app.add_option("--output", common.output, "write the result to FILE, complete or not at all")
       ->type_name("FILE")
       ->group("Common");
-  app.add_flag("-q,--quiet", message_options.quiet, "print no messages but errors")->group("Common");
-  app.add_flag("-v,--verbose", message_options.verbose, "say more about what is done")->group("Common");
+  app.add_flag("-q,--quiet", message_options.quiet, "print errors only")->group("Common");
+  app.add_flag("-v,--verbose", message_options.verbose, "print more messages")->group("Common");
   app.add_option_function<std::string>(
          "--completion", [&](const std::string& shell) { throw Answer{completion_script(tool, app, shell)}; },
          "print a completion script for SHELL and stop")
@@ -78,7 +78,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
   return names;
 }
 
-// What the user got wrong, in our words. An unknown option comes before what is missing: it is the likelier cause.
+// Describes the user's mistake. An unknown option is reported before a missing one: it is the likelier cause.
 std::string describe_misuse(const CLI::App& app, std::string_view reason) {
   for (const std::string& word : app.remaining(true)) {
     const bool is_option = word.size() > 1 && word[0] == '-';
@@ -98,7 +98,7 @@ std::string describe_misuse(const CLI::App& app, std::string_view reason) {
   return std::string(reason);
 }
 
-// CLI11's words, put as we say things.
+// The message of CLI11 in the style of ours.
 std::string reword(const CLI::ParseError& e) {
   std::string text = e.what();
   const std::string name = text.substr(0, text.find(':'));
@@ -112,7 +112,7 @@ std::string reword(const CLI::ParseError& e) {
   return text;
 }
 
-// The option that was given an empty value, which no option takes: more likely an unset variable of a script.
+// The option that was given an empty value. No option takes one; a variable of a script is probably unset.
 std::string empty_option(const CLI::App& app) {
   for (const CLI::Option* option : app.get_options()) {
     if (option->get_items_expected_max() == 0) continue;
@@ -122,7 +122,7 @@ std::string empty_option(const CLI::App& app) {
   return "";
 }
 
-// The words of the command line, "-name" for "--name" where that is an option, before the program that is run.
+// The words of the command line; before the program to run, "-name" becomes "--name" if that is an option.
 std::vector<std::string> with_two_dashes(const CLI::App& app, std::vector<std::string> words) {
   for (std::size_t i = 0; i < words.size() && words[i].size() > 1 && words[i][0] == '-' && words[i] != "--"; ++i) {
     const auto option_of = [&](const std::string& word) {
@@ -136,7 +136,7 @@ std::vector<std::string> with_two_dashes(const CLI::App& app, std::vector<std::s
   return words;
 }
 
-// True if options were understood; false: exit status 2 is due and the reason has been said.
+// True if the options were understood; false: the reason has been reported, and the exit status is 2.
 bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
   std::string mistake;
   try {
@@ -202,8 +202,8 @@ void check_report(const CLI::App& app, const Output& output) {
 
 namespace {
 
-// Memory that ran out where nothing may be thrown, in a kernel or at a thread's start, ends the tool with the same
-// message and status as elsewhere. Whatever else ends here is a bug, and leaves a core.
+// If memory runs out where nothing may be thrown, in a kernel or at the start of a thread, the tool ends with the same
+// message and status as elsewhere. Every other exception that arrives here is a bug, and leaves a core.
 [[noreturn]] void end_without_memory() noexcept {
   try {
     if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
@@ -220,7 +220,7 @@ namespace {
 }  // namespace
 
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
-  // A closed one must not become another file of ours, nor take what nobody then has.
+  // A closed stream must not be reused for another file, nor silently lose output.
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
   message_options = {.tool = tool.name};
@@ -230,7 +230,7 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   int status = 1;
   try {
     try {
-      check_process_limits();  // first, for all else needs stack
+      check_process_limits();  // first, since everything else needs stack
       status = run(argc, argv, tool, setup);
     } catch (const Answer& answer) {
       write_all(STDOUT_FILENO, answer.text, "to stdout");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What every tool shares: run_main() owns the option parser, --help --version --json --output --quiet --verbose
+// Shared by all tools: run_main() owns the option parser, --help --version --json --output --quiet --verbose
 // --completion, the streams, the log sink and the exit codes. A tool is an option table, one libds call and the
 // printing of its result:
 //
@@ -15,14 +15,14 @@
 //           app.add_option("FILE", file, "what to read")->required()->type_name("FILE");
 //           app.add_option("-n,--ranks", ranks, "number of ranks (default 1)")->type_name("N")->group("Running");
 //           return [&](ds::tools::Output& out) {
-//             const auto result = ds::count(file, ranks);  // throws ds::Error: message on stderr, exit code of its
-//             Errc out.json() ? out.document({{"tensors", result.tensors}}) : out.print("{} tensors\n",
-//             result.tensors); return 0;
+//             const auto result = ds::count(file, ranks);  // a thrown ds::Error becomes a message and an exit code
+//             out.json() ? out.document({{"tensors", result.tensors}}) : out.print("{} tensors\n", result.tensors);
+//             return 0;
 //           };
 //         });
 //   }
 //
-// The first short and the first long name of an option are shown; further ones are spellings of other tools.
+// Help shows the first short and the first long name of an option; further ones are spellings of other tools.
 // type_name drives the completion: FILE and DIR complete as such, CLI::IsMember({...}) completes its values.
 // Groups order the help; an option without one stands under "Options". Subcommands work (app.add_subcommand).
 
@@ -49,46 +49,45 @@ struct Example {
 struct ToolInfo {
   std::string_view name;
   std::string_view purpose;             // one line, as in the man page's NAME
-  std::vector<std::string_view> usage;  // what follows the name, one entry per form
+  std::vector<std::string_view> usage;  // after the name, one entry per form
   std::vector<Example> examples;
   int schema = 1;          // "schema": "<name>/<schema>" of --json
   bool one_dash = false;   // long options may begin with one dash, as mpirun's -np does
   bool show_info = false;  // LogLevel::Info appears without --verbose
 };
 
-// Where the result goes: stdout or --output FILE, from rank 0 only. A file appears whole, after the body has returned,
-// or not at all.
+// Writes the result of rank 0 to stdout or to --output FILE. The file appears complete, after the body has returned, or
+// not at all.
 class Output {
  public:
-  // `option`: what named the file.
+  // `option`: the option that named the file.
   Output(const ToolInfo& tool, std::string file, bool json, std::string_view option = "--output");
 
   bool json() const noexcept { return json_; }
   bool to_file() const noexcept { return !file_.empty(); }
   const std::string& file() const noexcept { return file_; }
   const std::string& option() const noexcept { return option_; }
-  // Whether the report will stand in the place of `path`, which need not exist; never where it goes to a descriptor, a
-  // device or a pipe.
+  // Whether the report will replace `path`, which need not exist; false if it goes to a descriptor, a device or a pipe.
   bool replaces(const std::string& path) const;
   // The file that it will replace, which need not exist; empty: the result goes to stdout, a device or a pipe.
   std::string replaced() const;
   const ToolInfo& tool() const noexcept { return tool_; }
-  // Of a terminal that the result goes to, directly or through ds-launch (DS_STDOUT_COLUMNS); without one no colour and
-  // 80 columns.
+  // Whether the result goes to a terminal, directly or through ds-launch (DS_STDOUT_COLUMNS), and its properties;
+  // without a terminal there is no colour, and there are 80 columns.
   bool to_terminal() const noexcept;
   bool colour() const noexcept;
   int columns() const noexcept;
-  // Text for people, made printable: names of files and tensors are in it.
+  // Text for people, made printable since it contains names of files and tensors.
   void write(std::string_view text);
-  // The same; each argument that is a text stands in a line.
+  // The same; newlines in text arguments are escaped.
   template <class... Args>
   void print(fmt::format_string<Args...> format, Args&&... args) {
     write(fmt::format(fmt::runtime(format), in_line(std::forward<Args>(args))...));
   }
-  // Bytes as they are: data for programs, and text of ours with colours.
+  // Bytes, unchanged: data for programs, and text with colours.
   void data(std::string_view bytes);
   // One JSON document: `fields` with "schema" put first. Compact: on one line, for JSON Lines.
-  // members: text of members that come first, "" or `"a": 1, "b": 2`.
+  // members: JSON text of members to write first, "" or `"a": 1, "b": 2`.
   void document(const nlohmann::ordered_json& fields, bool compact = false, std::string_view members = {});
   void commit();  // called by run_main
 
@@ -108,17 +107,17 @@ class Output {
   bool json_;
 };
 
-// Throws if the report would replace what another option names, such as the configuration or the weights that are read.
+// Throws if the report would replace a file that another option names, such as the configuration or the weights.
 void check_report(const CLI::App& app, const Output& output);
 
 using Body = std::function<int(Output&)>;          // returns the exit status
 using Setup = std::function<Body(CLI::App& app)>;  // declares options; the body runs after parsing
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup);
 
-// By which messages call an option: the first long one of "-n,--ranks,--np".
+// The name of an option in messages: the first long one of "-n,--ranks,--np".
 std::string main_name(const std::string& names);
 
-// For add_number: the value of a text, or CLI::ValidationError with the name of the option and the bounds.
+// For add_number: the value of `text`; throws CLI::ValidationError with the name of the option and the bounds.
 i64 parse_integer(const std::string& name, const std::string& text, i64 low, i64 high);
 double parse_number(const std::string& name, const std::string& text, double low, double high);
 
@@ -136,25 +135,25 @@ CLI::Option* add_number(CLI::App& app, const std::string& names, T& target, std:
   return app.add_option_function<std::string>(names, store, description);
 }
 
-// The group of options that help and completion leave out. (CLI11 has "" for them, and then no name in its messages.)
+// The group of options that help and completion leave out. (With CLI11's own, "", messages do not name the option.)
 inline constexpr const char* kHidden = "Hidden";
 
 int rank() noexcept;  // RANK of the environment, else 0
 
 // Messages on stderr, "ds-x: error: ..." ("ds-x[3]: ..." on rank 3), each in one write. --quiet drops all but errors.
-// Text from elsewhere may be in them as it is: they are shown printable and bounded, and only breaks before two blanks
-// begin a line.
+// They may contain text from elsewhere unchanged: it is made printable and bounded, and only a newline before two
+// blanks begins a line.
 void report_error(std::string_view message);
 void report_warning(std::string_view message);
 void report_note(std::string_view message);
-void report_hint(std::string_view message);  // behind an error, with --quiet too
+void report_hint(std::string_view message);  // after an error, also with --quiet
 bool quiet() noexcept;
 bool verbose() noexcept;
 
-// Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, or one that knows
-// no escapes, so no progress line.
+// Columns of the terminal that shows stderr, directly or through ds-launch (DS_COLUMNS); 0: there is no terminal, or it
+// has no escapes, so there is no progress line.
 int terminal_columns() noexcept;
-// The same of a terminal that shows our stdout (DS_STDOUT_COLUMNS).
+// The same for stdout (DS_STDOUT_COLUMNS).
 int stdout_columns() noexcept;
 
 // Internal to tools/common: the texts made from the option table.

@@ -19,7 +19,7 @@ void write_one(TrainingRun& run, std::span<const Prompt> prompts, const EncodedP
   Written written;
   const auto add = [&](std::string_view piece) {
     written.text += piece;
-    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey it
+    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would interpret it
   };
   run.generate(encoded, {.token =
                              [&](size_t, i32 id, std::string_view piece) {
@@ -64,7 +64,7 @@ void Writing::add_options(CLI::App& app, std::initializer_list<CLI::Option*> exc
   CLI::Option* generate =
       app.add_option("--generate", prompt, "continue this text and stop")->type_name("PROMPT")->group(kGroup);
   CLI::Option* prompts = app.add_option("--prompts", file,
-                                        "continue the texts of a file, a line each or JSON Lines, and stop; - reads "
+                                        "continue the prompts of a file, one per line or JSON Lines, and stop; - reads "
                                         "standard input")
                              ->type_name("FILE")
                              ->excludes(generate)
@@ -75,17 +75,18 @@ void Writing::add_options(CLI::App& app, std::initializer_list<CLI::Option*> exc
   }
   constexpr i64 kMostTokens = std::numeric_limits<i32>::max();
   std::vector<CLI::Option*> sampled = {
-      add_number(app, "--max-tokens", sampling.max_tokens, 1, kMostTokens, "tokens to write (default 200)")
+      add_number(app, "--max-tokens", sampling.max_tokens, 1, kMostTokens, "the most tokens to write (default 200)")
           ->type_name("N"),
       add_number(app, "--temperature", sampling.temperature, 0, 1e6,
-                 "of the sampling; 0 takes the most likely token (default 0.8)")
+                 "sampling temperature; 0 takes the most likely token (default 0.8)")
           ->type_name("T"),
       add_number(app, "--top-k", sampling.top_k, 0, kMostTokens,
-                 "sample among the K most likely tokens; 0 among all (default 0)")
+                 "sample among the K most likely tokens; 0: among all (default 0)")
           ->type_name("K"),
-      add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<u32>::max(), "of the sampling (default 0)")
+      add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<u32>::max(), "seed of the sampling (default 0)")
           ->type_name("N")};
-  add_number(app, "--batch", sampling.at_once, 1, kMostTokens, "prompts of --prompts under way at once (default 64)")
+  add_number(app, "--batch", sampling.at_once, 1, kMostTokens,
+             "prompts of --prompts in progress at one time (default 64)")
       ->type_name("N")
       ->needs(prompts)
       ->group(kGroup);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Text that a model writes: the options, and the result as people and programs want it.
+// Text generation: the options, and the result for people and programs.
 
 #include <optional>
 #include <string>
@@ -23,7 +23,8 @@ struct Writing {
   std::vector<Prompt> read(const RankInfo& ranks) const;
 };
 
-// Of --generate the text as its tokens come, or one document; of --prompts a line of JSON for each prompt, in order.
+// Prints the output: for --generate the text token by token, or one document; for --prompts a line of JSON for each
+// prompt, in order.
 void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts,
                 const EncodedPrompts& encoded, Output& out);
 
