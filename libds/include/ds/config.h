@@ -37,17 +37,13 @@ enum class OptimizerType : u8 {
   ZeroOneAdam,
   OneBitLamb,
 };  // Adam is AdamW too unless adam_w_mode is false
-// Whether ranks average by signs what they have not summed.
-constexpr bool averages_by_signs(OptimizerType type) noexcept {
-  return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam || type == OptimizerType::OneBitLamb;
-}
-// What the states of optimizers are kept in that have a choice.
+// The dtype of states, of optimizers that let it be chosen.
 enum class StateDtype : u8 { F32, BF16 };
-// What an orthogonalised update is multiplied by: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
-// gives it the root mean square of AdamW's (Moonlight).
+// The factor of an orthogonalised update: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), with which its
+// root mean square is that of AdamW's updates (Moonlight).
 enum class MuonScale : u8 { Original, MatchRmsAdamW };
-// How parameters are updated. Which members an optimizer has, and what they are where nothing is said:
-// config/optimizer.
+// How parameters are updated. An optimizer uses some of the members, and has defaults of its own for them:
+// config/optimizer_table.
 struct UpdateConfig {
   OptimizerType type = OptimizerType::AdamW;
   double lr = 1e-3;
@@ -59,20 +55,20 @@ struct UpdateConfig {
   StateDtype state_dtype = StateDtype::F32;
   double momentum = 0, dampening = 0;
   bool nesterov = false;
-  double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
-  double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them
+  double min_coeff = 0.01, max_coeff = 10;  // bounds of LAMB's ratio of norms
+  double muon_lr = 0, adam_lr = 0;          // Muon: of its matrices, and of the parameters that AdamW updates
   MuonScale muon_scale = MuonScale::Original;
-  i64 freeze_step = 100'000;  // of 1-bit Adam and 1-bit LAMB: the last update with an exact mean of gradients
-  // Of 1-bit LAMB: of the mean of ratios that it goes on with behind its freeze, and the bounds of what multiplies
-  // that: absolute, and of its change from step to step.
+  i64 freeze_step = 100'000;  // 1-bit Adam, 1-bit LAMB: the last update with an exact mean of gradients
+  // 1-bit LAMB: the decay of the mean of its ratios, which replaces the ratio after the freeze, and the bounds of the
+  // factor of that mean: of the factor itself, and of its relative change in one update.
   double coeff_beta = 0.9, factor_min = 0.5, factor_max = 4, factor_threshold = 0.1;
-  // Of 0/1 Adam: the last update with a second moment that changes; refreshes of it, and then steps, at whose number
-  // the interval between two doubles; and the longest between means of parameters.
+  // 0/1 Adam: the last update that may change the second moment; after so many of its refreshes, and after so many
+  // local steps, the interval between two doubles; and the longest interval between two means of parameters.
   i64 var_freeze_step = 100'000, var_update_scaler = 16, local_step_scaler = 32'678, local_step_clipper = 16;
   bool operator==(const UpdateConfig&) const = default;
 };
-// The parameters that these patterns (of shells, over whole names) match and no group before them does.
-struct ParamGroupConfig : UpdateConfig {  // what the group does not say is as the optimizer's
+// The parameters whose whole names match one of these shell patterns, and no pattern of an earlier group.
+struct ParamGroupConfig : UpdateConfig {  // members that the group does not set are the optimizer's
   std::vector<std::string> params;
   bool frozen = false;  // never updated, and not a part of the gradient's norm
 };

@@ -164,66 +164,73 @@ enum class UpdateRule : u8 {
   Descend,
 };
 
-constexpr std::string_view rule_name(UpdateRule rule) noexcept {
-  switch (rule) {
-    case UpdateRule::AdamW:
-    case UpdateRule::AdamL2:
-    case UpdateRule::FrozenAdam:
-    case UpdateRule::ZeroOneDelta:
-    case UpdateRule::ZeroOneSync: return "adamw";
-    case UpdateRule::Sgd:
-    case UpdateRule::Momentum:
-    case UpdateRule::Nesterov: return "sgd";
-    case UpdateRule::Lion: return "lion";
-    case UpdateRule::Adagrad: return "adagrad";
-    case UpdateRule::LambDirection:
-    case UpdateRule::MomentumGradient:
-    case UpdateRule::VarianceRatio:
-    case UpdateRule::FrozenLambDirection: return "lamb";
-    case UpdateRule::MuonDirection:
-    case UpdateRule::NesterovMuonDirection: return "muon";
-    case UpdateRule::OuterDelta:
-    case UpdateRule::OuterMomentum:
-    case UpdateRule::OuterNesterov: return "diloco";
-    case UpdateRule::Descend: return "descend";
-  }
-  return "";
-}
+// The tensor `grad` before a pass, the result of a pass, and the states that a pass gets, in the order of ds::State.
+enum class RuleInput : u8 {
+  Gradient,  // which is unscaled and clipped
+  Other,     // used as it is
+};
+enum class RuleResult : u8 {
+  Parameter,
+  Direction,  // in `grad`; the master stays as it is
+};
+enum class RuleStates : u8 {
+  Optimizer,  // those of the parameter's optimizer
+  Variances,  // the two second moments of 1-bit LAMB: the frozen one, and the one that still changes
+  Outer,      // those of an optimizer around it (DiLoCo)
+};
 
-// Of the parameters that are updated alike in one step. What its rule has no use for is ignored.
+// The properties of a rule that its callers need; its arithmetic is in kernels/update_rules.h.
+struct RuleFacts {
+  UpdateRule rule;
+  std::string_view optimizer;  // the name under which its operations and bytes are counted
+  int num_states;              // at most 2
+  RuleInput input = RuleInput::Gradient;
+  RuleResult result = RuleResult::Parameter;
+  RuleStates states = RuleStates::Optimizer;
+
+  constexpr bool takes_gradient() const noexcept { return input == RuleInput::Gradient; }
+  constexpr bool makes_direction() const noexcept { return result == RuleResult::Direction; }
+};
+inline constexpr RuleFacts kUpdateRules[] = {
+    {UpdateRule::AdamW, "adamw", 2},
+    {UpdateRule::AdamL2, "adamw", 2},
+    {UpdateRule::Sgd, "sgd", 0},
+    {UpdateRule::Momentum, "sgd", 1},
+    {UpdateRule::Nesterov, "sgd", 1},
+    {UpdateRule::Lion, "lion", 1},
+    {UpdateRule::Adagrad, "adagrad", 1},
+    {UpdateRule::LambDirection, "lamb", 2, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::MuonDirection, "muon", 1, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::NesterovMuonDirection, "muon", 1, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::FrozenAdam, "adamw", 2},
+    {UpdateRule::ZeroOneDelta, "adamw", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::ZeroOneSync, "adamw", 2, RuleInput::Other},
+    {UpdateRule::MomentumGradient, "lamb", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::VarianceRatio, "lamb", 2, RuleInput::Other, RuleResult::Direction, RuleStates::Variances},
+    {UpdateRule::FrozenLambDirection, "lamb", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::OuterDelta, "diloco", 2, RuleInput::Other, RuleResult::Direction, RuleStates::Outer},
+    {UpdateRule::OuterMomentum, "diloco", 2, RuleInput::Other, RuleResult::Parameter, RuleStates::Outer},
+    {UpdateRule::OuterNesterov, "diloco", 2, RuleInput::Other, RuleResult::Parameter, RuleStates::Outer},
+    {UpdateRule::Descend, "descend", 0, RuleInput::Other},
+};
+constexpr const RuleFacts& facts_of(UpdateRule rule) noexcept { return kUpdateRules[static_cast<size_t>(rule)]; }
+static_assert([] {
+  for (const RuleFacts& facts : kUpdateRules) {
+    if (&facts_of(facts.rule) != &facts) return false;
+  }
+  return true;
+}());
+
+// The numbers of one pass over parameters that are updated alike. A rule ignores those that it does not use.
 struct UpdateParams {
   UpdateRule rule = UpdateRule::AdamW;
   double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5. One momentum is beta1
   double rest1 = -1;                  // the share of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  RngKey rng{};                // of what is rounded stochastically: its site is UpdateTensor::site
-  bool stochastic = false;     // masters in bf16 are, too
+  RngKey rng{};                // of stochastic rounding; its site is UpdateTensor::site
+  bool stochastic = false;     // masters in bf16 are rounded stochastically, too
 };
-
-// Of an optimizer around another one, whose states are its own.
-constexpr bool is_outer(UpdateRule rule) noexcept {
-  return rule == UpdateRule::OuterDelta || rule == UpdateRule::OuterMomentum || rule == UpdateRule::OuterNesterov;
-}
-
-// Of 1-bit LAMB behind its freeze.
-constexpr bool is_frozen_lamb(UpdateRule rule) noexcept {
-  return rule == UpdateRule::MomentumGradient || rule == UpdateRule::VarianceRatio ||
-         rule == UpdateRule::FrozenLambDirection;
-}
-
-// Of a rule that leaves the master alone and a direction in the place of the gradient.
-constexpr bool makes_direction(UpdateRule rule) noexcept {
-  return rule == UpdateRule::LambDirection || is_frozen_lamb(rule) || rule == UpdateRule::ZeroOneDelta ||
-         rule == UpdateRule::MuonDirection || rule == UpdateRule::NesterovMuonDirection ||
-         rule == UpdateRule::OuterDelta;
-}
-
-// Of a rule whose gradient is none: nothing unscales or clips it.
-constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
-  return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync ||
-         is_frozen_lamb(rule) || is_outer(rule);
-}
 
 // One pass of an optimizer over many tensors, wherever these are: plain data.
 struct UpdateSpec {
@@ -236,8 +243,9 @@ struct UpdateSpec {
 struct UpdateTensor {
   TensorView param;   // work dtype, gets the rounded master; optional, may be master
   TensorView master;  // fp32; or param itself, which is decoded, goes through the rule, and is rounded
-  // As many as the rule has: fp32; of AdamW and AdamL2 also bf16 both, or I8 and U8 codes (state_codes.h), whose blocks
-  // begin with the tensor. What is not fp32 is decoded, goes through the rule, and is encoded.
+  // RuleFacts::num_states of them, fp32; those of AdamW and AdamL2 may also both be bf16, or I8 and U8 codes
+  // (state_codes.h), whose blocks begin with the tensor. States that are not fp32 are decoded, pass through the rule,
+  // and are encoded.
   TensorView states[2];
   TensorView grad;  // fp32; a rule that makes a direction overwrites it
   float weight_decay = 0;
