@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The arithmetic of optimizers, an element at a time, below all back ends: what loads and stores (dtypes, instruction
-// sets, threads) is written once, and a new rule is a struct here and a line of with_rule(). V is a vector of fp32
-// lanes or one float; each operation is rounded for itself, so that all back ends agree bit for bit.
+// The arithmetic of optimizers, element by element, shared by all back ends, which load and store (dtypes, instruction
+// sets, threads). A new rule is a struct here, a line of with_rule(), and a row of kUpdateRules in ds/kernels/ops.h. V
+// is a vector of fp32 lanes or one float; each operation is rounded for itself, so that all back ends agree bit for
+// bit.
 //   w      the fp32 parameter
 //   g      its gradient, unscaled and clipped
 //   s      its states, in the order of UpdateTensor::states
 //   decay  weight decay
-// A rule with kDirection leaves w alone and puts a direction in the place of the gradient: what is still to be done to
-// it needs the whole parameter (LAMB's norms, Muon's matrix), and Descend goes along it then.
+// A rule that makes a direction (RuleFacts) writes it to g and leaves w unchanged: the rest of the update needs the
+// whole parameter (LAMB's norms, Muon's matrix), and Descend then steps along the direction.
 
 #include <cmath>
 
@@ -57,8 +58,6 @@ DS_HOST_DEVICE Quotient<V> step_of_moments(const V& g, V* s, const Constants<V>&
 // what the step that they make does to the parameter.
 template <bool decoupled>
 struct Adam {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static Quotient<V> change_states(const V& w, const V& g, V* s, V decay, const Constants<V>& k) {
     if constexpr (decoupled) return step_of_moments(g, s, k);
@@ -77,8 +76,6 @@ struct Adam {
 };
 
 struct Sgd {
-  static constexpr int kStates = 0;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V*, V decay, const Constants<V>& k) {
     w = w - k.lr * (g + decay * w);
@@ -88,8 +85,6 @@ struct Sgd {
 // Sutskever, Martens, Dahl, Hinton: "On the importance of initialization and momentum", as PyTorch writes it.
 template <bool nesterov>
 struct Momentum {
-  static constexpr int kStates = 1;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
     g = g + decay * w;
@@ -102,8 +97,6 @@ struct Momentum {
 
 // Chen et al.: "Symbolic Discovery of Optimization Algorithms". The sign of 0 is 0.
 struct Lion {
-  static constexpr int kStates = 1;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
     const V update = sign(k.beta1 * s[0] + k.rest1 * g) + decay * w;
@@ -114,8 +107,6 @@ struct Lion {
 
 // Duchi, Hazan, Singer: "Adaptive Subgradient Methods".
 struct Adagrad {
-  static constexpr int kStates = 1;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
     using std::sqrt;
@@ -128,8 +119,6 @@ struct Adagrad {
 // Tang et al.: "1-bit Adam", when the second moment no longer changes: along a momentum that has been averaged already.
 // What never had a gradient moves by its decay alone: a sign cannot say 0, and would be divided by eps.
 struct FrozenAdam {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V&, V* s, V decay, const Constants<V>& k) {
     using std::sqrt;
@@ -142,8 +131,6 @@ struct FrozenAdam {
 // steps have moved the parameter since all had the same one, s[0], in the units of a momentum; and what becomes of it
 // by the ranks' mean of that, with the momentum that would have done it in steps whose rates add up to lr.
 struct ZeroOneDelta {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
     using std::sqrt;
@@ -151,8 +138,6 @@ struct ZeroOneDelta {
   }
 };
 struct ZeroOneSync {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
     using std::sqrt;
@@ -164,8 +149,6 @@ struct ZeroOneSync {
 
 // You et al.: "Large Batch Optimization for Deep Learning", up to the ratio of the norms.
 struct LambDirection {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
     const Quotient<V> step = step_of_moments(g, s, k);
@@ -178,16 +161,12 @@ struct LambDirection {
 // ranks do not sum gradients; by how much a second moment that takes such gradients in, s[1], has left the frozen one,
 // s[0]; and the direction. What never had a gradient stays out of it, as in FrozenAdam.
 struct MomentumGradient {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
     g = sign(s[1]) * (s[0] - k.beta1 * g) / k.rest1;
   }
 };
 struct VarianceRatio {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
     using std::sqrt;
@@ -196,8 +175,6 @@ struct VarianceRatio {
   }
 };
 struct FrozenLambDirection {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
     using std::sqrt;
@@ -208,8 +185,6 @@ struct FrozenLambDirection {
 // Jordan et al.: "Muon: An optimizer for hidden layers in neural networks", up to the orthogonalisation.
 template <bool nesterov>
 struct MuonDirection {
-  static constexpr int kStates = 1;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
     s[0] = k.beta1 * s[0] + k.rest1 * g;
@@ -226,8 +201,6 @@ struct MuonDirection {
 // which each has the share rest1: the momentum is torch.optim.SGD's. Of the parameter that the worker has now the share
 // beta2 stays (Douillard et al.: "Streaming DiLoCo with overlapping communication", 2025).
 struct OuterDelta {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>&) {
     g = s[0] - w;
@@ -235,8 +208,6 @@ struct OuterDelta {
 };
 template <bool nesterov>
 struct OuterStep {
-  static constexpr int kStates = 2;
-  static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
     const V mean = k.rest1 * g;
@@ -250,33 +221,40 @@ struct OuterStep {
   }
 };
 
-// Along a direction, which is no gradient: nothing unscales or clips it, and UpdateTensor::factor multiplies it.
+// A step along a direction, which UpdateTensor::factor multiplies.
 struct Descend : Sgd {};
 
-// Calls f(Rule{}) with the rule of that name.
+// A rule as back ends instantiate it: its arithmetic with its row of kUpdateRules.
+template <UpdateRule kRule, class Arithmetic>
+struct Rule : Arithmetic {
+  static constexpr int kStates = facts_of(kRule).num_states;
+  static constexpr bool kDirection = facts_of(kRule).makes_direction();
+};
+
+// Calls f(Rule<rule, its arithmetic>{}).
 template <class F>
 void with_rule(UpdateRule rule, F&& f) noexcept {
   switch (rule) {
-    case UpdateRule::AdamW: return f(Adam<true>{});
-    case UpdateRule::AdamL2: return f(Adam<false>{});
-    case UpdateRule::Sgd: return f(Sgd{});
-    case UpdateRule::Momentum: return f(Momentum<false>{});
-    case UpdateRule::Nesterov: return f(Momentum<true>{});
-    case UpdateRule::Lion: return f(Lion{});
-    case UpdateRule::Adagrad: return f(Adagrad{});
-    case UpdateRule::LambDirection: return f(LambDirection{});
-    case UpdateRule::MuonDirection: return f(MuonDirection<false>{});
-    case UpdateRule::NesterovMuonDirection: return f(MuonDirection<true>{});
-    case UpdateRule::FrozenAdam: return f(FrozenAdam{});
-    case UpdateRule::ZeroOneDelta: return f(ZeroOneDelta{});
-    case UpdateRule::ZeroOneSync: return f(ZeroOneSync{});
-    case UpdateRule::MomentumGradient: return f(MomentumGradient{});
-    case UpdateRule::VarianceRatio: return f(VarianceRatio{});
-    case UpdateRule::FrozenLambDirection: return f(FrozenLambDirection{});
-    case UpdateRule::OuterDelta: return f(OuterDelta{});
-    case UpdateRule::OuterMomentum: return f(OuterStep<false>{});
-    case UpdateRule::OuterNesterov: return f(OuterStep<true>{});
-    case UpdateRule::Descend: return f(Descend{});
+    case UpdateRule::AdamW: return f(Rule<UpdateRule::AdamW, Adam<true>>{});
+    case UpdateRule::AdamL2: return f(Rule<UpdateRule::AdamL2, Adam<false>>{});
+    case UpdateRule::Sgd: return f(Rule<UpdateRule::Sgd, Sgd>{});
+    case UpdateRule::Momentum: return f(Rule<UpdateRule::Momentum, Momentum<false>>{});
+    case UpdateRule::Nesterov: return f(Rule<UpdateRule::Nesterov, Momentum<true>>{});
+    case UpdateRule::Lion: return f(Rule<UpdateRule::Lion, Lion>{});
+    case UpdateRule::Adagrad: return f(Rule<UpdateRule::Adagrad, Adagrad>{});
+    case UpdateRule::LambDirection: return f(Rule<UpdateRule::LambDirection, LambDirection>{});
+    case UpdateRule::MuonDirection: return f(Rule<UpdateRule::MuonDirection, MuonDirection<false>>{});
+    case UpdateRule::NesterovMuonDirection: return f(Rule<UpdateRule::NesterovMuonDirection, MuonDirection<true>>{});
+    case UpdateRule::FrozenAdam: return f(Rule<UpdateRule::FrozenAdam, FrozenAdam>{});
+    case UpdateRule::ZeroOneDelta: return f(Rule<UpdateRule::ZeroOneDelta, ZeroOneDelta>{});
+    case UpdateRule::ZeroOneSync: return f(Rule<UpdateRule::ZeroOneSync, ZeroOneSync>{});
+    case UpdateRule::MomentumGradient: return f(Rule<UpdateRule::MomentumGradient, MomentumGradient>{});
+    case UpdateRule::VarianceRatio: return f(Rule<UpdateRule::VarianceRatio, VarianceRatio>{});
+    case UpdateRule::FrozenLambDirection: return f(Rule<UpdateRule::FrozenLambDirection, FrozenLambDirection>{});
+    case UpdateRule::OuterDelta: return f(Rule<UpdateRule::OuterDelta, OuterDelta>{});
+    case UpdateRule::OuterMomentum: return f(Rule<UpdateRule::OuterMomentum, OuterStep<false>>{});
+    case UpdateRule::OuterNesterov: return f(Rule<UpdateRule::OuterNesterov, OuterStep<true>>{});
+    case UpdateRule::Descend: return f(Rule<UpdateRule::Descend, Descend>{});
   }
 }
 

@@ -239,7 +239,7 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   Context& c = context(stream);
   const Constants k = update_rules::constants_of<float>(p, [](float x) { return x; });
   update_rules::with_rule(p.rule, [&]<class Rule>(Rule) {
-    const bool scaled = !takes_no_gradient(p.rule);
+    const bool scaled = facts_of(p.rule).takes_gradient();
     for (std::span rest = tensors; !rest.empty();) {
       const UpdateBatch batch = next_update_batch(rest);
       launch(update_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k, scaled);

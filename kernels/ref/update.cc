@@ -153,7 +153,9 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
             Stream&) noexcept {
   if (!verdict->finite) return;
   for (const UpdateTensor& t : tensors) {
-    const float scale = !takes_no_gradient(p.rule) ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
+    const float scale = facts_of(p.rule).takes_gradient() ? verdict->grad_scale
+                        : t.factor != nullptr             ? *t.factor
+                                                          : 1.0f;
     double states[2][kStateBlock] = {};
     for (i64 i = 0, begin = 0; i < t.master.numel(); ++i) {
       Element e{get(t.master, i), get(t.grad, i) * static_cast<double>(scale),
@@ -167,7 +169,7 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
         }
         begin = i + 1;
       }
-      if (makes_direction(p.rule)) {
+      if (facts_of(p.rule).makes_direction()) {
         put(t.grad, i, e.g);
         continue;
       }

@@ -108,7 +108,7 @@ zero::Tile ChunkedStates::tile_of(std::span<const Item> items) {
 
 void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, const UpdateSpec& spec,
                                     zero::VerdictHandle& verdict) {
-  const bool directs = makes_direction(spec.params.rule);
+  const bool directs = facts_of(spec.params.rule).makes_direction();
   // A rounded parameter is written as a whole; one that is its own master is read.
   const zero::LeaseTo param_access = directs                       ? zero::LeaseTo::Read
                                      : parts_.layout.own_masters() ? zero::LeaseTo::Write
@@ -174,7 +174,7 @@ void ChunkedStates::update_on_host(Desk& desk, std::span<const Item> items, char
                                    zero::VerdictHandle& verdict) {
   const HostLink link(parts_.device, host_.copies);
   Device& device = parts_.device;
-  const bool directs = makes_direction(spec.params.rule);
+  const bool directs = facts_of(spec.params.rule).makes_direction();
   const i64 width = dtype_bytes(parts_.work);
   const std::span<const Places> places = places_of(desk, items);
   const auto stays = [](const Places& x) { return x.gradient.stays && x.param.stays; };

@@ -52,7 +52,7 @@ DelayedStates::DelayedStates(Parts parts, const zero::MakeStates& make, const Op
 DelayedStates::~DelayedStates() { parts_.device.destroy(ready_); }
 
 void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
-  DS_ASSERT(!makes_direction(spec.params.rule) && spec.factors == nullptr);
+  DS_ASSERT(!facts_of(spec.params.rule).makes_direction() && spec.factors == nullptr);
   finish();  // the gradients' memory is free then
   verdict_ = verdict.resolve();
   if (!verdict_.finite) return;

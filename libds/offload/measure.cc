@@ -134,7 +134,7 @@ class OneParameter final : public optim::GroupStates {
   }
   void update(const UpdateSpec& spec) override {
     UpdateTensor t = tensor_;
-    if (spec.params.rule == UpdateRule::Descend) t.states[0] = t.states[1] = {};
+    if (facts_of(spec.params.rule).num_states == 0) t.states[0] = t.states[1] = {};
     t.factor = spec.factors;
     if (!spec.decay) t.weight_decay = 0;
     device_.ops().update({&t, 1}, &verdict_, spec.params, device_.stream());

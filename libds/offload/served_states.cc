@@ -118,7 +118,7 @@ i64 ServedStates::tile_of(zero::Tile tile) {
 
 void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
   if (!verdict.resolve().finite) return;
-  const bool directs = makes_direction(spec.params.rule);
+  const bool directs = facts_of(spec.params.rule).makes_direction();
   const auto for_each_gradient = [&](zero::LeaseTo access, auto&& visit) {
     if (options_.shares_gradients) return;
     for (const zero::TilePiece& p : tile) {

@@ -215,7 +215,7 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict*, const Upd
     }
     if (t.param && t.param.data != t.master.data) bytes += t.param.bytes();
   }
-  count(stream, {rule_name(p.rule), DType::F32, 0, bytes});
+  count(stream, {facts_of(p.rule).optimizer, DType::F32, 0, bytes});
 }
 
 constexpr OpTable kCountingOps = {.name = "counting",

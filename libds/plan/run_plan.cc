@@ -72,9 +72,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   return plan;
 }
 
-RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::Model& model) {
+RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::Model& model, i64 sequence_length) {
   RunPlan plan = whole;
-  plan.sequence_length = config.data.seq_length;
+  plan.sequence_length = sequence_length;
   plan.T = plan.sequence_length / plan.mesh.sp;
   plan_passes(plan, config, model);
   return plan;
@@ -83,11 +83,8 @@ RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::
 void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,
                   FunctionRef<void(const model::Model&, const RunPlan&)> visit) {
   if (lengths == PassLengths{plan.sequence_length, 0}) return visit(model, plan);
-  Config shorter = config;
-  shorter.data.seq_length = lengths.sequence;
-  shorter.random_ltd.kept = lengths.kept;
-  const model::Model of_length = model::make_model(shorter, model.shard);
-  visit(of_length, plan_of_length(plan, shorter, of_length));
+  const model::Model of_length = model::make_model(config, model.shard, lengths);
+  visit(of_length, plan_of_length(plan, config, of_length, lengths.sequence));
 }
 
 bool evaluates(const Config& config) noexcept { return !config.data.validation.empty() || config.data.split > 0; }

@@ -138,9 +138,9 @@ struct RunPlan : update::UpdatePlan {
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 
-// The same run with shorter sequences: the activations are planned anew for `model`, of config.data.seq_length. The
-// rest is that of `plan`, predictions too, whose sequences are the longest.
-RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model);
+// The same run with shorter sequences: the activations are planned anew for `model`, which is made for passes of that
+// length. The rest is that of `plan`, predictions too, whose sequences are the longest.
+RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model, i64 sequence_length);
 
 // Calls visit(model, plan) with those of steps of such lengths: the given ones, or plan_of_length().
 void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,

@@ -6,8 +6,12 @@ namespace {
 
 // Whether a rule uses a state: it uses at most two of those that there are, in their order.
 bool takes(UpdateRule rule, State s) noexcept {
-  if (rule == UpdateRule::VarianceRatio) return s == State::ExpAvgSq || s == State::ExpAvgSqFresh;
-  return s != State::ExpAvgSqFresh && is_outer_state(s) == is_outer(rule);
+  switch (facts_of(rule).states) {
+    case RuleStates::Optimizer: return s != State::ExpAvgSqFresh && !is_outer_state(s);
+    case RuleStates::Variances: return s == State::ExpAvgSq || s == State::ExpAvgSqFresh;
+    case RuleStates::Outer: return is_outer_state(s);
+  }
+  return false;
 }
 
 }  // namespace
@@ -34,7 +38,7 @@ void run_pass(const OpTable& ops, Stream& stream, Tile tile, const UpdateSpec& s
   scratch.clear();
   for (const TilePiece& p : tile) {
     UpdateTensor t = tensor(p.piece);
-    if (spec.params.rule == UpdateRule::Descend) t.states[0] = t.states[1] = {};
+    if (facts_of(spec.params.rule).num_states == 0) t.states[0] = t.states[1] = {};
     t.factor = spec.factors == nullptr ? nullptr : spec.factors + p.index;
     t.weight_decay = spec.decay ? p.weight_decay : 0;
     t.site = p.site;
@@ -69,7 +73,7 @@ PieceState DeviceStates::state(const Piece& piece, void* param) const noexcept {
 }
 
 void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) {
-  const LeaseTo direction = makes_direction(spec.params.rule) ? LeaseTo::Write : LeaseTo::Read;
+  const LeaseTo direction = facts_of(spec.params.rule).makes_direction() ? LeaseTo::Write : LeaseTo::Read;
   const auto run = [&](Tile pieces) {
     run_pass(
         parts_.device.ops(), parts_.device.stream(), pieces, spec, verdict.on_device(),

@@ -155,44 +155,15 @@ TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
   }
 }
 
-constexpr UpdateRule kRules[] = {UpdateRule::AdamW,         UpdateRule::AdamL2,
-                                 UpdateRule::Sgd,           UpdateRule::Momentum,
-                                 UpdateRule::Nesterov,      UpdateRule::Lion,
-                                 UpdateRule::Adagrad,       UpdateRule::LambDirection,
-                                 UpdateRule::MuonDirection, UpdateRule::NesterovMuonDirection,
-                                 UpdateRule::FrozenAdam,    UpdateRule::ZeroOneDelta,
-                                 UpdateRule::ZeroOneSync,   UpdateRule::MomentumGradient,
-                                 UpdateRule::VarianceRatio, UpdateRule::FrozenLambDirection,
-                                 UpdateRule::OuterDelta,    UpdateRule::OuterMomentum,
-                                 UpdateRule::OuterNesterov, UpdateRule::Descend};
-
-int num_states(UpdateRule rule) {
-  switch (rule) {
-    case UpdateRule::Sgd:
-    case UpdateRule::Descend: return 0;
-    case UpdateRule::AdamW:
-    case UpdateRule::AdamL2:
-    case UpdateRule::FrozenAdam:
-    case UpdateRule::ZeroOneDelta:
-    case UpdateRule::ZeroOneSync:
-    case UpdateRule::MomentumGradient:
-    case UpdateRule::VarianceRatio:
-    case UpdateRule::FrozenLambDirection:
-    case UpdateRule::OuterDelta:
-    case UpdateRule::OuterMomentum:
-    case UpdateRule::OuterNesterov:
-    case UpdateRule::LambDirection: return 2;
-    default: return 1;
-  }
-}
-
 // After 1 and 100 steps over the same gradients, every back end has what the fp64 definitions of ref have, to a bound
 // in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of the elements.
 TEST(Update, EveryRuleFollowsItsDefinition) {
   constexpr i64 n = 5003;
   ThreadPool pool(2);
   Stream s{.pool = &pool};
-  for (const UpdateRule rule : kRules) {
+  for (const RuleFacts& facts : kUpdateRules) {
+    const UpdateRule rule = facts.rule;
+    const int states = facts.num_states;
     for (const int steps : {1, 100}) {
       std::optional<State> first;
       for (const OpTable* ops : backends()) {
@@ -201,7 +172,6 @@ TEST(Update, EveryRuleFollowsItsDefinition) {
         float factor = 0.75f;
         UpdateParams p = params(true);
         p.rule = rule;
-        const int states = num_states(rule);
         for (State* state : {&got, &want}) {
           if (rule != UpdateRule::Adagrad && rule != UpdateRule::VarianceRatio) continue;
           for (i64 i = 0; i < n; ++i) state->m.set(i, std::abs(state->m.at(i)));  // a sum of squares
@@ -278,9 +248,10 @@ TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
   UpdateParams p = params(true);
   p.rng = {.seed = 5, .site = 77, .step = 9};
   for (const bool coded : {true, false}) {
-    for (const UpdateRule rule : kRules) {
-      const int states = num_states(rule);
-      if (states == 0 || is_outer(rule)) continue;  // whose states are fp32
+    for (const RuleFacts& facts : kUpdateRules) {
+      const UpdateRule rule = facts.rule;
+      const int states = facts.num_states;
+      if (states == 0 || facts.states == RuleStates::Outer) continue;  // whose states are fp32
       p.rule = rule;
       for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
         State start(DType::BF16, n);
@@ -355,8 +326,9 @@ TEST(Update, OfAParameterThatIsItsOwnMasterIsTheRuleBetweenDecodingAndRounding) 
   p.rng = {.seed = 5, .site = 77, .step = 9};
   for (const auto& kind : kinds) {
     for (const States kept_as : {States::F32, States::BF16, States::Coded}) {
-      for (const UpdateRule rule : kRules) {
-        const int states = num_states(rule);
+      for (const RuleFacts& facts : kUpdateRules) {
+        const UpdateRule rule = facts.rule;
+        const int states = facts.num_states;
         p.rule = rule;
         for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
           State start(kind.dtype, n);
@@ -387,7 +359,7 @@ TEST(Update, OfAParameterThatIsItsOwnMasterIsTheRuleBetweenDecodingAndRounding) 
           ThreadPool pool(1);
           Stream one{.pool = &pool};
           step(*backends().front(), tensor(want, want_kept, false), p, one);
-          for (i64 i = 0; i < n && !makes_direction(rule); ++i) {
+          for (i64 i = 0; i < n && !facts.makes_direction(); ++i) {
             want.param.set(i, want.master.at(i));
             if (!kind.stochastic) continue;
             const u32 word = RngKey{5, kSite + kMasterSite, 9}.bits(static_cast<u64>(kFirst + i));

@@ -190,7 +190,7 @@ class Here final : public GroupStates {
   void update(const UpdateSpec& spec) override {
     std::vector<UpdateTensor> tensors(params_.begin(), params_.end());
     for (size_t k = 0; k < tensors.size(); ++k) {
-      if (spec.params.rule == UpdateRule::Descend) tensors[k].states[0] = tensors[k].states[1] = {};
+      if (facts_of(spec.params.rule).num_states == 0) tensors[k].states[0] = tensors[k].states[1] = {};
       if (spec.factors != nullptr) tensors[k].factor = spec.factors + k;
       if (!spec.decay) tensors[k].weight_decay = 0;
     }

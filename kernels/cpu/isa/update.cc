@@ -250,7 +250,9 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   if (!verdict->finite) return;
   update_rules::with_rule(p.rule, [&]<class Rule>(Rule) {
     for (const UpdateTensor& t : tensors) {
-      const float scale = !takes_no_gradient(p.rule) ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
+      const float scale = facts_of(p.rule).takes_gradient() ? verdict->grad_scale
+                          : t.factor != nullptr             ? *t.factor
+                                                            : 1.0f;
       with_work_type(t.param ? t.param.dtype : t.master.dtype, [&]<class T>(T) {
         if constexpr (std::is_same_v<T, float>) return run<Rule, T>(t, scale, p, stream);
         t.master.dtype == DType::F32 ? run<Rule, T>(t, scale, p, stream)

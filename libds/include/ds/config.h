@@ -37,17 +37,13 @@ enum class OptimizerType : u8 {
   ZeroOneAdam,
   OneBitLamb,
 };  // Adam is AdamW, too, unless adam_w_mode is false
-// True for optimizers that exchange momenta or updates compressed to their signs.
-constexpr bool averages_by_signs(OptimizerType type) noexcept {
-  return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam || type == OptimizerType::OneBitLamb;
-}
 // Storage of optimizer states, for the optimizers that support a choice.
 enum class StateDtype : u8 { F32, BF16 };
 // Scale of an orthogonalised update: sqrt(max(1, rows/columns)) for Original, or 0.2 sqrt(max(rows, columns)), which
 // matches the root mean square of AdamW's updates (Moonlight).
 enum class MuonScale : u8 { Original, MatchRmsAdamW };
-// How parameters are updated. Each optimizer uses some of these members; config/optimizer lists them with their
-// defaults.
+// How parameters are updated. Each optimizer uses some of these members, with defaults of its own:
+// config/optimizer_table.
 struct UpdateConfig {
   OptimizerType type = OptimizerType::AdamW;
   double lr = 1e-3;

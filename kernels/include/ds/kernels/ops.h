@@ -166,31 +166,62 @@ enum class UpdateRule : u8 {
   Descend,
 };
 
-constexpr std::string_view rule_name(UpdateRule rule) noexcept {
-  switch (rule) {
-    case UpdateRule::AdamW:
-    case UpdateRule::AdamL2:
-    case UpdateRule::FrozenAdam:
-    case UpdateRule::ZeroOneDelta:
-    case UpdateRule::ZeroOneSync: return "adamw";
-    case UpdateRule::Sgd:
-    case UpdateRule::Momentum:
-    case UpdateRule::Nesterov: return "sgd";
-    case UpdateRule::Lion: return "lion";
-    case UpdateRule::Adagrad: return "adagrad";
-    case UpdateRule::LambDirection:
-    case UpdateRule::MomentumGradient:
-    case UpdateRule::VarianceRatio:
-    case UpdateRule::FrozenLambDirection: return "lamb";
-    case UpdateRule::MuonDirection:
-    case UpdateRule::NesterovMuonDirection: return "muon";
-    case UpdateRule::OuterDelta:
-    case UpdateRule::OuterMomentum:
-    case UpdateRule::OuterNesterov: return "diloco";
-    case UpdateRule::Descend: return "descend";
+// The tensor `grad` before a pass, the result of a pass, and the states that a pass gets, in the order of ds::State.
+enum class RuleInput : u8 {
+  Gradient,  // which is unscaled and clipped
+  Other,     // used as it is
+};
+enum class RuleResult : u8 {
+  Parameter,
+  Direction,  // in `grad`; the master stays as it is
+};
+enum class RuleStates : u8 {
+  Optimizer,  // those of the parameter's optimizer
+  Variances,  // the two second moments of 1-bit LAMB: the frozen one, and the one that still changes
+  Outer,      // those of an optimizer around it (DiLoCo)
+};
+
+// The properties of a rule that its callers need; its arithmetic is in kernels/update_rules.h.
+struct RuleFacts {
+  UpdateRule rule;
+  std::string_view optimizer;  // the name under which its operations and bytes are counted
+  int num_states;              // at most 2
+  RuleInput input = RuleInput::Gradient;
+  RuleResult result = RuleResult::Parameter;
+  RuleStates states = RuleStates::Optimizer;
+
+  constexpr bool takes_gradient() const noexcept { return input == RuleInput::Gradient; }
+  constexpr bool makes_direction() const noexcept { return result == RuleResult::Direction; }
+};
+inline constexpr RuleFacts kUpdateRules[] = {
+    {UpdateRule::AdamW, "adamw", 2},
+    {UpdateRule::AdamL2, "adamw", 2},
+    {UpdateRule::Sgd, "sgd", 0},
+    {UpdateRule::Momentum, "sgd", 1},
+    {UpdateRule::Nesterov, "sgd", 1},
+    {UpdateRule::Lion, "lion", 1},
+    {UpdateRule::Adagrad, "adagrad", 1},
+    {UpdateRule::LambDirection, "lamb", 2, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::MuonDirection, "muon", 1, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::NesterovMuonDirection, "muon", 1, RuleInput::Gradient, RuleResult::Direction},
+    {UpdateRule::FrozenAdam, "adamw", 2},
+    {UpdateRule::ZeroOneDelta, "adamw", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::ZeroOneSync, "adamw", 2, RuleInput::Other},
+    {UpdateRule::MomentumGradient, "lamb", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::VarianceRatio, "lamb", 2, RuleInput::Other, RuleResult::Direction, RuleStates::Variances},
+    {UpdateRule::FrozenLambDirection, "lamb", 2, RuleInput::Other, RuleResult::Direction},
+    {UpdateRule::OuterDelta, "diloco", 2, RuleInput::Other, RuleResult::Direction, RuleStates::Outer},
+    {UpdateRule::OuterMomentum, "diloco", 2, RuleInput::Other, RuleResult::Parameter, RuleStates::Outer},
+    {UpdateRule::OuterNesterov, "diloco", 2, RuleInput::Other, RuleResult::Parameter, RuleStates::Outer},
+    {UpdateRule::Descend, "descend", 0, RuleInput::Other},
+};
+constexpr const RuleFacts& facts_of(UpdateRule rule) noexcept { return kUpdateRules[static_cast<size_t>(rule)]; }
+static_assert([] {
+  for (const RuleFacts& facts : kUpdateRules) {
+    if (&facts_of(facts.rule) != &facts) return false;
   }
-  return "";
-}
+  return true;
+}());
 
 // For parameters that are updated alike in one step. Members that a rule does not use are ignored.
 struct UpdateParams {
@@ -199,33 +230,9 @@ struct UpdateParams {
   double rest1 = -1;                  // weight of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  RngKey rng{};                // for stochastic rounding; the site is UpdateTensor::site
-  bool stochastic = false;     // also round bf16 masters stochastically
+  RngKey rng{};                // of stochastic rounding; its site is UpdateTensor::site
+  bool stochastic = false;     // masters in bf16 are rounded stochastically, too
 };
-
-// True for the rules of an optimizer around another one, which has its own states.
-constexpr bool is_outer(UpdateRule rule) noexcept {
-  return rule == UpdateRule::OuterDelta || rule == UpdateRule::OuterMomentum || rule == UpdateRule::OuterNesterov;
-}
-
-// True for the rules of 1-bit LAMB after its freeze.
-constexpr bool is_frozen_lamb(UpdateRule rule) noexcept {
-  return rule == UpdateRule::MomentumGradient || rule == UpdateRule::VarianceRatio ||
-         rule == UpdateRule::FrozenLambDirection;
-}
-
-// True for rules that do not change the master but replace the gradient by a direction.
-constexpr bool makes_direction(UpdateRule rule) noexcept {
-  return rule == UpdateRule::LambDirection || is_frozen_lamb(rule) || rule == UpdateRule::ZeroOneDelta ||
-         rule == UpdateRule::MuonDirection || rule == UpdateRule::NesterovMuonDirection ||
-         rule == UpdateRule::OuterDelta;
-}
-
-// True for rules whose gradient operand is not a gradient, so that it is not unscaled or clipped.
-constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
-  return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync ||
-         is_frozen_lamb(rule) || is_outer(rule);
-}
 
 // One pass of an optimizer over many tensors, wherever they are stored: plain data.
 struct UpdateSpec {
