@@ -4,9 +4,9 @@
 // the code that obeys it.
 #include "config/keys.h"
 
+#include <algorithm>
 #include "config/optimizer.h"
 #include "config/optimizer_table.h"
-#include <algorithm>
 #include "config/parallel.h"
 #include "config/scheduler.h"
 #include "config/sparse_attention.h"

@@ -368,7 +368,8 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
     ctx.ops.vocab_max(max, z, ctx.stream);
     g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, message_text(Axis::Tp, Collective::AllReduce)).wait();
     ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
-    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce)).wait();
+    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce))
+        .wait();
     const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
     ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
     if (!o.dh) continue;
@@ -391,7 +392,9 @@ void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vo
   own.shape[1] = weight.dim(0);
   ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
   if (g.shard.tp > 1)
-    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce)).wait();
+    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum,
+                     message_text(Axis::Tp, Collective::AllReduce))
+        .wait();
 }
 
 std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden,

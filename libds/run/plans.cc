@@ -10,9 +10,9 @@
 #include "infer/writing_memory.h"
 #include "mesh/from_config.h"
 #include "pipeline/simulate.h"
-#include "probe/host.h"
 #include "plan/pattern_chart.h"
 #include "plan/plan_chart.h"
+#include "probe/host.h"
 #include "run/connect.h"
 
 namespace ds::run {

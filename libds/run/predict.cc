@@ -70,8 +70,7 @@ void check_memory(const Device& device, Plans& plans, const RankInfo& ranks) {
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = run::open_device(config, ranks);
-  run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   writing);
+  run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size, writing);
   return run::predict_on(*device, plans, ranks);
 }
 

@@ -118,8 +118,7 @@ void check_report(const std::string& file, std::string_view option, const Config
 
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
   const run::Request request{config, ranks, options};
-  const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank,
-                                run::resolve_device(config));
+  const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, run::resolve_device(config));
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.memory.files, ranks.local_world_size);
   const run::RunData data = run::open_data(request, plan.mesh.data_size());

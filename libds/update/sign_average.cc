@@ -207,7 +207,8 @@ SignState::SignState(const UpdatePlan& plan, int ranks)
               {"server_error"}}} {}
 
 bool SignState::has_arrays(i64 update) const noexcept {
-  return std::ranges::any_of(plan_.groups.groups, [&](const optim::Group& g) { return !g.phase(update).errors_of.empty(); });
+  return std::ranges::any_of(plan_.groups.groups,
+                             [&](const optim::Group& g) { return !g.phase(update).errors_of.empty(); });
 }
 
 void SignState::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {

@@ -26,7 +26,6 @@
 #include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "probe/host.h"
-#include "plan/planned.h"
 #include "run/connect.h"
 
 using namespace ds;

@@ -118,9 +118,9 @@ struct Trace {
 struct Hooks {
   engine::EngineParts parts = {};
   std::function<void(plan::RunPlan&)> change_plan = {};  // of each rank, before its engine is made
-  std::vector<DpSplit> splits = {};                        // of the mesh
-  bool same_logits = true;                                 // all ranks of dp compute with the same parameters
-  std::function<void(engine::Engine&)> start = {};         // instead of random weights
+  std::vector<DpSplit> splits = {};                      // of the mesh
+  bool same_logits = true;                               // all ranks of dp compute with the same parameters
+  std::function<void(engine::Engine&)> start = {};       // instead of random weights
   std::function<i64(i64 step)> length = {};  // tokens of the samples of step s, fewer than the configuration's
   // Called on every rank before and after step s (from 0), and when all else is done; may poison the engine.
   std::function<void(engine::Engine&, i64 step)> before_step = {}, after_step = {};
