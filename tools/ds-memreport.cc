@@ -23,9 +23,7 @@ struct Files {
   Files(const MemreportOptions& a, const CLI::App& app, const Output& out)
       : drawn(a.plot == "-"), limit(a.memory.empty() ? 0 : tools::parse_bytes("--memory", a.memory)) {
     const auto open = [&](std::optional<Output>& file, const std::string& name, const char* option) {
-      if (name == "-")
-        throw Error(Errc::Config,
-                    fmt::format("{} writes a file, not to standard output: \"-\" is not accepted", option));
+      if (name == "-") throw Error(Errc::Config, fmt::format("{} needs a file name, not \"-\"", option));
       if (!name.empty()) check_report(app, file.emplace(out.tool(), name, false, option));
     };
     if (drawn && out.json()) throw Error(Errc::Config, "--plot - excludes --json");
@@ -241,8 +239,7 @@ int main(int argc, char** argv) {
        .usage = {"[options] CONFIG|MODEL|CHECKPOINT", "[options] METRICS.jsonl", "--running [--watch S] [RUN]",
                  "--params N [options]", "--measure FILE [-n N]"},
        .examples = {{"ds-memreport cfg.json -n 64 --nodes 8", "predict a configuration on 64 GPUs of 8 nodes"},
-                    {"ds-memreport cfg.json -n 64 --nodes 8 --gpu h100 --fit 80GiB",
-                     "find what fits, the fastest first"},
+                    {"ds-memreport cfg.json -n 64 --nodes 8 --gpu h100 --fit 80GiB", "find what fits, fastest first"},
                     {"ds-memreport llama-7b/ -n 16 --stage 3 --seq 4096", "predict a Hugging Face model"},
                     {"ds-memreport run/metrics.jsonl", "compare the prediction with what the run took"},
                     {"ds-memreport --params 7.5e9 -n 64 --stage 2", "print the ZeRO paper's numbers"}}},
