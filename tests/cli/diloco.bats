@@ -146,9 +146,9 @@ setup() {
   sed 's/"enabled": true, //' cfg.json >forgotten.json
   run -2 ds-launch -n 2 ds-train forgotten.json --out refused
   assert_output --partial "diloco.workers: has no effect without diloco.enabled true"
-  assert_output --partial "diloco.sync_every: says nothing"
+  assert_output --partial "diloco.sync_every: has no effect without"
   run -2 ds-train cfg.json --out refused --set diloco.enabled=1
-  refute_output --partial "says nothing"
+  refute_output --partial "has no effect without"
   set -- --set diloco.workers=1
   refused 2 "must be 32, 8 or 4, not 16" "$@" --set diloco.outer_gradient_bits=16
   refused 2 "5 fragments do not meet in steps of their own: diloco.sync_every is 4" "$@" --set diloco.fragments=5
