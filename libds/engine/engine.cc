@@ -244,7 +244,7 @@ std::optional<double> Engine::evaluate(i64 batches,
 void Engine::finish_updates() {
   if (!plan_.trains() || !shards_.front()->states().is_delayed()) return;
   for (const auto& s : shards_) s->states().finish();
-  publish_params();
+  zero::publish(shards_);  // saved state, such as errors of codes, belongs to these parameters and stays
 }
 
 bool Engine::is_finite() {

@@ -153,7 +153,7 @@ StepRecord Training::train_step() {
       engine_.stage().model().flops_per_token(length) * static_cast<double>(taken.tokens) / s_.mesh->world_size();
   taken.mfu = flops / s / s_.record->peak_flops();
   const plan::TagBytes counted = s_.record->counted(s_.ledger);
-  for (const TagMemory& row : run::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
+  for (const TagMemory& row : run::memory_table(plan.memory.by_tag, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : s_.mesh->counts()) {
     taken.comm_bytes[name] = count.bytes;
     if (!config_.monitors.comms_logger.enabled) continue;
