@@ -158,6 +158,12 @@ TEST(DelayedUpdates, ThatAreFinishedAreThoseOfMemory) {
                            fmt::format("{} {}", l.name(), dtype_name(work)));
     }
   }
+  // The errors of coded gradients are kept.
+  const Layout l{.dp = 2, .stage = 3};
+  Config c = tier_config(l, optimizer_named("AdamW"), DType::F32);
+  c.zero.quantized_gradients = c.zero.loco.enabled = true;
+  expect_same_training(train_threads(delayed(c, OffloadDevice::Nvme, dir.path()), l.ranks(), kSteps, 1, finish),
+                       train_threads(c, l.ranks(), kSteps), "LoCo");
 }
 
 // A run that saves finishes its updates first, and one that goes on from there, at another layout too, does as it does.
