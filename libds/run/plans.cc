@@ -10,8 +10,6 @@
 #include "infer/writing_memory.h"
 #include "mesh/from_config.h"
 #include "pipeline/simulate.h"
-#include "plan/pattern_chart.h"
-#include "plan/plan_chart.h"
 #include "probe/host.h"
 #include "run/connect.h"
 

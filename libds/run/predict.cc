@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "ds/units.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 #include "run/connect.h"
 #include "run/run_record.h"

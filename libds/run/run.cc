@@ -9,8 +9,10 @@
 #include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
+#include "comm/message_tag.h"
 #include "config/model_config.h"
 #include "ds/log.h"
+#include "mesh/from_config.h"
 #include "probe/host.h"
 #include "run/connect.h"
 #include "run/predict.h"
@@ -58,7 +60,7 @@ void TrainingRun::State::open() {
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
            Errc::Unavailable, "{} ranks of {} are on this node: a server has the states of a run on one node",
            ranks.local_world_size, ranks.world_size);
-  offload::check_places(own.offload, own.files, ranks.local_world_size);
+  offload::check_places(own.offload, own.memory.files, ranks.local_world_size);
   if (!options.trace.empty()) {
     trace = std::make_unique<Trace>();
     if (request.is_root()) monitor::check_file(options.trace, "--trace", config, request.places());

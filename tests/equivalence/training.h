@@ -172,7 +172,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     trace.scales.push_back(r.loss_scale);
     trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
-    trace.compression = r.compression;
+    trace.compression = engine.compression();
     if (hooks.after_step) hooks.after_step(engine, step);
   }
   trace.sent = mesh.counts();
