@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "checkpoint/together.h"
+#include "comm/message_tag.h"
 #include "data/read_ahead.h"
 #include "ds/log.h"
 #include "monitor/trace_file.h"
