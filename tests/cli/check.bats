@@ -47,7 +47,7 @@ SPDX='// SPDX-License-Identifier: Apache-2.0'
 }
 
 @test "layers: upwards, between siblings, and through a public header" {
-  plant libds/engine/train.cc "$SPDX" '#include "ds/train.h"'
+  plant libds/run/train.cc "$SPDX" '#include "ds/train.h"'
   plant libds/include/ds/train.h "$SPDX" '#include "ds/error.h"'
   plant libds/include/ds/error.h "$SPDX"
   plant libds/include/ds/model_config.h "$SPDX"

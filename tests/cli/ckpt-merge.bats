@@ -181,7 +181,7 @@ PY
 }
 
 @test "a checkpoint that is not there" { refuses 1 "absent: no such file or directory" absent -o out.h5; }
-@test "a file for a checkpoint" { refuses 4 "not a kind of file that is read here" run/latest -o out.h5; }
+@test "a file for a checkpoint" { refuses 4 "not a supported kind of file" run/latest -o out.h5; }
 
 @test "a directory without checkpoints" {
   mkdir empty

@@ -151,7 +151,7 @@ PY
 @test "no directory" { refuses 2 "--out DIR is missing" run; }
 @test "no ranks" { refuses 2 "--dp" run -o out --dp 0; }
 @test "stage 4" { refuses 2 "--stage" run -o out --stage 4; }
-@test "a kind of file that is not read" { echo x > x.txt; refuses 4 "not a kind of file that is read here" x.txt -o out; }
+@test "a kind of file that is not read" { echo x > x.txt; refuses 4 "not a supported kind of file" x.txt -o out; }
 @test "a directory that is not empty" {
   run --separate-stderr ds-shard run -o run
   [ "$status" -eq 2 ]
