@@ -64,7 +64,7 @@ SPDX='// SPDX-License-Identifier: Apache-2.0'
   assert_failure 1
   assert_output --partial 'libds/base/a.cc:2: base must not include device'
   assert_output --partial 'libds/zero/b.cc:2: zero must not include checkpoint'
-  assert_output --partial 'libds/data/c.cc:2: data must not include engine'
+  assert_output --partial 'libds/data/c.cc:2: data must not include run'
   assert_output --partial 'libds/model/d.cc:2: model must not include zero'
   assert_output --partial 'libds/base/e.cc:2: base must not include config'
   assert_output --partial 'libds/include/ds/unheard_of.h:2: scripts/check knows no level of ds/unheard_of.h'

@@ -50,13 +50,13 @@ evaluates() { ds-train cfg.json --eval --set "model={\"path\": \"$1\"}" --set da
   for tool in "ds-ckpt-merge stale -o a.safetensors" "ds-shard stale -o sharded"; do
     run --separate-stderr $tool
     assert_success
-    assert_equal "$(grep -c "stale holds model.safetensors and" <<<"$stderr")" 1
+    assert_equal "$(grep -c "stale contains model.safetensors and" <<<"$stderr")" 1
   done
   cmp <(ds-ckpt-merge sharded -o - --quiet) <(ds-ckpt-merge model -o - --quiet)
   run --separate-stderr ds-launch -n 2 ds-train cfg.json --weights stale --check --set 'model={"path": "model"}' \
     --set data.tokenizer=bytes
   assert_success
-  assert_equal "$(grep -c "stale holds model.safetensors and" <<<"$stderr")" 1
+  assert_equal "$(grep -c "stale contains model.safetensors and" <<<"$stderr")" 1
   rm stale/model.safetensors
   assert [ "$(evaluates stale)" != "$want" ]
 }
@@ -69,8 +69,8 @@ evaluates() { ds-train cfg.json --eval --set "model={\"path\": \"$1\"}" --set da
     run --separate-stderr evaluates wrapped
     assert_success
     assert_output "$want"
-    assert_equal "$stderr" "ds-train: warning: wrapped/model.safetensors: names of its tensors are read without \
-'$prefix', which a wrapper of the model has put there"
+    assert_equal "$stderr" "ds-train: warning: wrapped/model.safetensors: tensor names are read without '$prefix', which a \
+wrapper of the model has added"
     ds-ckpt-merge wrapped -o published --format hf --verify --quiet 2>/dev/null
     cmp published/model.safetensors model/model.safetensors
     ds-shard wrapped -o run --tp 2 --pp 2 --quiet 2>/dev/null

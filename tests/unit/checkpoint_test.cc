@@ -136,7 +136,7 @@ TEST(Checkpoint, StateThatTheRunDoesNotHave) {
       RankState other(DType::BF16, owned_ranges(small_model(), 0, 1, 1), true);
       for (StatePiece& p : other.pieces()) p.data[sq ? State::ExpAvg : State::ExpAvgSq] = nullptr;
       EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), other.pieces(), comm), Errc::Mismatch,
-                   sq ? "holds no exp_avg_sq;" : "holds no exp_avg;");
+                   sq ? "contains no exp_avg_sq;" : "contains no exp_avg;");
     }
     load_weights_only(step, small_model());
   });

@@ -340,7 +340,7 @@ TEST_F(DeepSpeedDirectory, ForeignShardsAreNamedWithTheirRank) {
   refused(Errc::Mismatch, "the shard of another rank or save", 1);
   tag = copy("zero2-bf16");                                                                         // of three ranks
   fs::copy(fixture("zero1-bf16/global_step4") + b, tag + b, fs::copy_options::overwrite_existing);  // of two
-  refused(Errc::Mismatch, "one of 2 shards, 3 are there", 1);
+  refused(Errc::Mismatch, "one of 2 shards, but there are 3", 1);
   tag = copy("zero3-fp32");
   fs::copy(fixture("zero3-fp16/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),
            tag + "/zero_pp_rank_1_mp_rank_00_model_states.pt", fs::copy_options::overwrite_existing);

@@ -146,7 +146,7 @@ TEST(Partition, MorePartsThanLayersIsAMistake) {
                                      })}) {
     EXPECT_THAT(message, HasSubstr("3 layers"));
     EXPECT_THAT(message, HasSubstr("pipeline.stages"));
-    EXPECT_THAT(message, HasSubstr("3 at most"));
+    EXPECT_THAT(message, HasSubstr("at most 3"));
   }
 }
 

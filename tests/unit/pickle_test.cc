@@ -165,7 +165,7 @@ const Refusal kRefusals[] = {
     {"BuildOfAName", pickle(global("torch", "device") + "}b"), Errc::Corrupt, "BUILD of a name"},
     {"BuildTwice", pickle(global("argparse", "Namespace") + ")\x81}b}b"), Errc::Corrupt, "for the second time"},
     {"AppendToADict", pickle("}Na"), Errc::Corrupt, "items for a dict, which is not a list"},
-    {"SetItemOfAList", pickle("]NNs"), Errc::Corrupt, "items for a list, which is no dict"},
+    {"SetItemOfAList", pickle("]NNs"), Errc::Corrupt, "items for a list, which is not a dict"},
     {"SetItemsOfARecord", pickle(global("torch", "device") + ")R(NNu"), Errc::Corrupt, "items for a object"},
     {"KeyWithoutValue", pickle("}(Nu"), Errc::Corrupt, "a key without a value"},
     // the stack and the memo
