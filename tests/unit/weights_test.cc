@@ -369,7 +369,8 @@ TEST(PublishedWeights, OneFileComesBeforeAnIndexAndSafetensorsBeforePickles) {
   EXPECT_EQ(said, warning());
   std::filesystem::remove(dir / "model.safetensors");
   EXPECT_NE(open_source(dir.path())->find("old"), nullptr);
-  EXPECT_EQ(warning().find(dir.path() + " contains model.safetensors.index.json and pytorch_model.bin and "), 0u) << said;
+  EXPECT_EQ(warning().find(dir.path() + " contains model.safetensors.index.json and pytorch_model.bin and "), 0u)
+      << said;
   std::filesystem::remove(dir / "model.safetensors.index.json");
   EXPECT_EQ(published_weights_in(dir.path()),
             (std::vector<std::string>{"pytorch_model.bin", "pytorch_model.bin.index.json"}));
