@@ -286,7 +286,9 @@ PendingDirectory::PendingDirectory(std::string target) : target_(std::move(targe
 
 PendingDirectory::~PendingDirectory() {
   std::error_code ignored;
-  if (!committed_) fs::remove_all(temporary_, ignored);
+  if (committed_) return;
+  // Reading a directory needs memory, which may be what the writer lacked; removing an empty one does not.
+  if (!fs::remove(temporary_, ignored)) fs::remove_all(temporary_, ignored);
 }
 
 void PendingDirectory::commit() {
