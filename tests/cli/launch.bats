@@ -196,7 +196,7 @@ assert_nothing_left() {
   local shown=$!
   until_true 15 grep -q 'half' out
   grep -q 'c0=77' out
-  grep -q 'c1=.$' out
+  until_true 15 grep -q 'c1=.$' out
   kill $shown
   wait $shown || true
 }
