@@ -12,6 +12,13 @@
 namespace ds::launch {
 namespace {
 
+// Whether a rank failed before another one. SIGKILL comes from outside, so the rank that it ended did not fail because
+// of a peer; but on a loaded machine its peers' reports may arrive before that of its own shim.
+bool failed_before(const RankCourse& a, const RankCourse& b) {
+  const auto was_killed = [](const RankCourse& rank) { return rank.end.signal == SIGKILL && !rank.vanished; };
+  return was_killed(a) != was_killed(b) ? was_killed(a) : a.end_ns < b.end_ns;
+}
+
 // A summary of the ends of all ranks.
 struct Summary {
   const RankCourse* culprit = nullptr;  // the first rank that failed without being told to end
@@ -35,7 +42,7 @@ Summary summary_of(const JobCourse& course) {
                          (course.stop_signal != 0 && rank.end.status == 128 + course.stop_signal) || by_passed;
     sum.stopped |= as_told;
     sum.ended_by_passed |= by_passed;
-    if (!as_told && (sum.culprit == nullptr || rank.end_ns < sum.culprit->end_ns)) sum.culprit = &rank;
+    if (!as_told && (sum.culprit == nullptr || failed_before(rank, *sum.culprit))) sum.culprit = &rank;
   }
   return sum;
 }

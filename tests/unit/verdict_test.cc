@@ -68,6 +68,16 @@ TEST(Verdict, TheRankThatFailedFirstInTime) {
   EXPECT_EQ(report.why, "rank 1 (here, pid 101) was killed by signal 11 (SIGSEGV)");
 }
 
+// Its peers noticed before its own shim did.
+TEST(Verdict, AKilledRankFailedBeforePeersThatExitedBecauseOfIt) {
+  Course course;
+  course.ends(0, 1).ends(1, 137, SIGKILL);
+  EXPECT_EQ(course.judged().culprit, 1);
+  EXPECT_EQ(course.judged().status, 137);
+  course.ranks[1].vanished = true;  // how it ended is a guess
+  EXPECT_EQ(course.judged().culprit, 0);
+}
+
 TEST(Verdict, ARankThatTheSignalEndedWhichWasPassedOnIsNoCulprit) {
   Course course;
   course.ends(0, 128 + SIGUSR1, SIGUSR1).ends(1, 143, SIGTERM);
