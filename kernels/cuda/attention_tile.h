@@ -430,7 +430,7 @@ DS_DEVICE u32 kept_by_row(const Dropout& d, u64 first) {  // accumulators [16 ro
   const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
   u32 bits = 0;
   if (d.whole_blocks) {
-    // Of the two lanes with the same four keys, one draws for the upper row, the other for the lower.
+    // Two lanes have the same four keys: one draws for the upper row, the other for the lower.
     const u64 block = (first + static_cast<u64>(r + 8 * (c % 2)) * cols) / 4 + static_cast<u64>(c / 2);
     DS_NO_UNROLL
     for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(2 * n)) << (4 * n);

@@ -97,8 +97,8 @@ struct LossScalerState {
   bool operator==(const LossScalerState&) const = default;
 };
 
-// Keys of numbers that steps hold of parameters as wholes, not negative. Of optimizers: 1-bit LAMB's mean of ratios and
-// last factor.
+// Keys under which a step holds numbers of whole parameters, which are not negative. kOptimizerNumbers: 1-bit LAMB's
+// mean of ratios and last factor.
 inline constexpr std::string_view kOptimizerNumbers = "optimizer_numbers";
 inline constexpr std::string_view kParamNumbers[] = {kOptimizerNumbers};
 

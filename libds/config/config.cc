@@ -420,7 +420,7 @@ i64 resolve_ranks(Config& c, i64 world, Reader& r) {
   return replicas;
 }
 
-// What is done with gradients, and where states are.
+// Resolves the sections that decide how parameters are updated, and where states are kept.
 void resolve_updates(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
   resolve_optimizer(c.optimizer, text, r, diagnostics);
   resolve_scheduler(c, r);  // optimizer

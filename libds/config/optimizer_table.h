@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The optimizers: what a configuration may say of each, and what the rest of libds must know of it. A new optimizer is
-// a row here, which nothing but its own file repeats; its passes and states are in optim/.
+// The table of optimizers: the keys that a configuration may give to each, and the properties that the rest of libds
+// depends on. A new optimizer is a row here; its passes and states are in optim/.
 
 #include <algorithm>
 #include <functional>
@@ -15,7 +15,7 @@ struct OptimizerRow {
   std::string_view name;  // optimizer.type
   std::string_view keys;  // of optimizer.params, separated by blanks
   UpdateConfig defaults;  // of those keys; its type is the row's
-  // What an update needs besides summed gradients and this rank's elements.
+  // Needs of an update besides summed gradients and this rank's elements.
   bool needs_norms = false;        // sums over whole parameters, which ranks reduce within the update
   bool needs_matrices = false;     // whole matrices, each on one rank; AdamW updates the group's other parameters
   bool averages_by_signs = false;  // ranks keep their own gradients in some updates, and average by signs instead

@@ -106,7 +106,7 @@ class TokenStream {
   // Reads all tokens once, unless their type excludes wrong ones, and throws as read() does.
   void check(i64 vocab_size) const;
 
-  // Of every file that was read, index files included.
+  // One of every file that was read, index files included.
   std::vector<FileFingerprint> fingerprints() const;
   // Each names its file. Rank 0 logs them.
   std::vector<Remark> remarks() const;

@@ -43,7 +43,7 @@ void tally_losses(StepWork& work, const RunPlan& plan) {
   work.chunks.back().gradients.add(once, plan.micro_batches);
 }
 
-// What is done with gradients, and the update.
+// The reduction of gradients, and the update.
 void tally_update(StepWork& work, const RunPlan& plan) {
   OpTally once, *to = nullptr;
   i64 times = 1;
