@@ -117,7 +117,8 @@ struct Adagrad {
 };
 
 // Tang et al.: "1-bit Adam", when the second moment no longer changes: along a momentum that has been averaged already.
-// What never had a gradient moves by its decay alone: a sign cannot say 0, and would be divided by eps.
+// A parameter without any gradient so far moves by its decay alone: a sign cannot express 0, and would be divided by
+// eps.
 struct FrozenAdam {
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V&, V* s, V decay, const Constants<V>& k) {

@@ -52,7 +52,7 @@ static_assert([] {
   return true;
 }());
 
-// Of tags that are not in that list, by order of appearance; the last colour is for all further ones.
+// Colours of tags that are not in that list, by order of appearance; the last one is for all further tags.
 constexpr std::array<u32, 4> kOtherColours = {0x875f87, 0xd7d700, 0xaf875f, 0x878787};
 constexpr std::string_view kOtherLetters = "NXVKEFIJQRUYZabcdefhijklmnpqrstuvwxyz0123456789";
 

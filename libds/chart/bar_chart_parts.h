@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the three forms of a bar chart (bar_chart.h) share: how tags look, the sums, the words.
+// Shared parts of the three forms of a bar chart (bar_chart.h): the looks of tags, the sums, the words.
 
 #include "chart/bar_chart.h"
 

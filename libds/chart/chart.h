@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What charts in text and SVG have in common: how text fits a terminal, and how it enters XML.
+// Shared parts of charts in text and SVG: fitting text to a terminal, and escaping it for XML.
 
 #include <string>
 #include <string_view>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Who attends to what, for people: the attention patterns of a run, as text and as a picture.
+// Attention patterns of a run, as text and as a picture.
 
 #include <string>
 

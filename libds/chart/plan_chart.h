@@ -16,7 +16,7 @@ struct LayerRange {
   std::string first, last;  // names
 };
 
-// What one stage holds; the numbers are those of each of its ranks.
+// The contents of one stage; the numbers are those of each of its ranks.
 struct StageRow {
   std::vector<int> ranks = {};          // of the world, ascending
   std::vector<LayerRange> layers = {};  // per chunk

@@ -147,7 +147,7 @@ void resolve_zero(Config& c, Reader& r) {
                                c.zero.stage));
 }
 
-// What travels as codes, and ZeRO++, which changes how stage 3 gathers. replicas: of data parallelism.
+// Checks the keys of codes, and of ZeRO++, which changes how stage 3 gathers. replicas: of data parallelism.
 void check_zeropp(const Config& c, i64 replicas, Reader& r) {
   constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
                              kCodes = "zero_optimization.zero_quantized_weights",
@@ -247,7 +247,7 @@ void check_chat_template(const ChatTemplateConfig& t, Reader& r) {
     r.error("data.chat_template.assistant", "is missing: the model is trained on messages of the assistant");
 }
 
-// What a model that is not causal needs to be trained, and what has no meaning for one that is.
+// Checks the keys that only models that are not causal have, and need.
 void check_objective(const Config& c, Reader& r) {
   const DataConfig& d = c.data;
   const struct {
@@ -522,7 +522,7 @@ std::string resolved_json(const Config& config) {
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
     if (const auto* list = std::get_if<std::vector<i64>*>(&slot); list && (*list)->empty()) continue;
     if (const auto* list = std::get_if<std::vector<float>*>(&slot); list && (*list)->empty()) continue;
-    // What was neither given nor derived has no value to write.
+    // A number that was neither given nor derived has no value to write.
     if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
     if (const auto* s = std::get_if<std::string*>(&slot); s && (*s)->empty()) continue;
     Json* at = &out;

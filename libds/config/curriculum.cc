@@ -131,7 +131,7 @@ void check_curriculum(const Config& config, Reader& r) {
   if (longest > whole)
     r.warning(discrete ? kLengths : kMax,
               fmt::format("{} is beyond data.seq_length {}: samples are whole from there on", longest, whole));
-  // What cuts sequences has to cut each of them.
+  // Parallelism that cuts sequences must be able to cut every length.
   if (config.sequence_parallel.size == 1 && !config.tensor_parallel.sequence_parallel) return;
   const std::vector<i64> lengths = curriculum_lengths(c, whole);
   for (const i64 length : lengths) {

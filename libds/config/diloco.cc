@@ -33,7 +33,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, Reader& r) {
     return;
   }
   if (!d.enabled) {
-    // Who says so means it; who says nothing of it may have forgotten it.
+    // A key that is given is meant; a missing one may have been forgotten.
     for (const Key& key : config_keys()) {
       if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled) && !r.broken(kEnabled))
         r.error(key.path, fmt::format("has no effect without {} true", kEnabled));

@@ -27,7 +27,7 @@ inline constexpr std::array kEnumNames<RopeType> = {EnumName{"default", u8(RopeT
 
 namespace {
 
-// What config.json says, before it is resolved: 0 and empty stand for "not said".
+// The contents of config.json before they are resolved: 0 and empty stand for a missing key.
 struct HfConfig {
   ModelConfig m;
   bool use_sliding_window = false;
@@ -168,7 +168,7 @@ constexpr Key kBertKeys[] = {
     fixed("is_decoder", "[false]"),
     fixed("add_cross_attention", "[false]"),
     fixed("is_causal", "[false]"), fixed("use_bidirectional_attention", "[true]"),
-    // Of heads that are not there: Hugging Face's classifiers, and the pooler of Google's own files.
+    // Keys of heads that are not built: Hugging Face's classifiers, and the pooler of Google's own files.
     silent("classifier_dropout"), silent("directionality"), silent("pooler_fc_size"), silent("pooler_num_attention_heads"),
     silent("pooler_num_fc_layers"), silent("pooler_size_per_head"), silent("pooler_type"),
 };
@@ -555,7 +555,7 @@ Json model_json(const ModelConfig& model) {
         std::find(model.sliding_layers.begin(), model.sliding_layers.end(), true) - model.sliding_layers.begin();
   }
   const RopeScaling& rope = model.rope;
-  // What its type does not read stays away, so that it neither warns nor misleads.
+  // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
     using enum RopeType;
     const RopeType t = rope.type;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the keys of offloading mean together.
+// Resolves and checks the keys of offloading together.
 
 #include "config/reader.h"
 #include "ds/config.h"

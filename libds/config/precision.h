@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the keys about number types mean together: fp16, bf16, data_types, communication_data_type.
+// Resolves the keys of number types together: fp16, bf16, data_types, communication_data_type.
 
 #include <string_view>
 
@@ -12,7 +12,7 @@ namespace ds {
 // are resolved.
 void resolve_precision(Config& config, Reader& r);
 
-// What optimizers and tiers cannot do in 16 bits. The whole of config but data is resolved.
+// Refuses optimizers and tiers that cannot work in 16 bits. All of config but data is resolved.
 void check_precision(const Config& config, Reader& r);
 
 }  // namespace ds

@@ -92,7 +92,7 @@ bool is_lax(std::string_view path) {
   return std::ranges::find(kSections, path.substr(0, path.find('.'))) != std::end(kSections);
 }
 
-// What such a section takes for a truth value or a number; nothing if `v` is none, or needs no reading.
+// The truth value or number as which such a section reads `v`; nothing if it is neither, or is one already.
 std::optional<Json> lax_value(const Slot& slot, const Json& v) {
   if (std::holds_alternative<bool*>(slot)) {
     if (v == 0 || v == 1) return Json(v == 1);

@@ -68,7 +68,7 @@ std::string names_of(u32 types) {
   return text;
 }
 
-// What other groups' rates rise to where a schedule has a highest rate of its own: they keep their ratio to the
+// The highest rates of other groups, if the schedule has a highest rate of its own: they keep their ratio to the
 // optimizer's.
 void warn_of_rates(const Config& c, std::string_view param, double highest, Reader& r) {
   const double base = c.optimizer.lr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the keys of `scheduler` mean together.
+// Resolves and checks the keys of `scheduler` together.
 
 #include <span>
 #include <string_view>

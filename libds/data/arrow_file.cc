@@ -133,7 +133,7 @@ class ArrowFile {
     take_columns(value(parquet_->GetRecordBatchReader()));
   }
   void take_columns(std::unique_ptr<arrow::RecordBatchReader> reader) {
-    // Of the columns that are known alone, where the others need not be decoded.
+    // Reads only known columns, so that the others are not decoded.
     std::vector<int> row_groups, columns;
     for (int g = 0; g < parquet_->num_row_groups(); ++g) row_groups.push_back(g);
     const parquet::SchemaDescriptor& leaves = *parquet_->parquet_reader()->metadata()->schema();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What read_hdf5 lists stands contiguous in the file, so that it is viewed where it is; a few elements may stand in a
+// Datasets that read_hdf5 lists are contiguous in the file, so they are viewed in place; a few elements may be in a
 // dataset's header, and are copied with it.
 
 #include <algorithm>

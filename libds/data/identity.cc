@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a checkpoint remembers of its data, and whether a run may go on with the data that is there now.
+// The identity of a run's data in a checkpoint, and whether a run may continue with the present data.
 
 #include <charconv>
 #include <nlohmann/json.hpp>

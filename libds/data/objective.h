@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a sample of T positions is: the tokens of the stream that it takes, and the inputs and targets made of them. A
+// Defines a sample of T positions: the tokens of the stream that it takes, and the inputs and targets made of them. A
 // target of kIgnoredTarget counts in no loss. Objectives are immutable and reentrant, and what they draw depends on the
 // key alone.
 //

@@ -24,7 +24,7 @@ class HostState {
   void upload();    // to the tier; parts are complete when this returns
 
  private:
-  // Of the host's memory and the device's.
+  // Copies between host and device memory.
   using Move = FunctionRef<void(void* host, void* device, i64 bytes)>;
   void download_rank_local();
   void open_in_parts(StatePiece& p, const zero::Piece& piece);

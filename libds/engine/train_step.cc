@@ -36,7 +36,7 @@ class PhaseMeter {
       : times_(times), device_(device), trace_(trace) {
     if (wanted) times_.emplace();
   }
-  // What came since the last border belongs to `phase`, and is what `name` says.
+  // The time since the last call belongs to `phase`; `name` is its span in a trace.
   void end(Phase phase, std::string_view name, i64 micro = -1) {
     if (!times_ && trace_ == nullptr) return;
     if (times_) device_.synchronize();

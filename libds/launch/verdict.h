@@ -14,7 +14,7 @@ namespace ds::launch {
 inline constexpr int kCheckpointed =
     exit_code(Errc::Interrupted);  // returned by a rank that has saved its state and stopped
 
-// What the verdict needs to know of a rank.
+// The facts about a rank that the verdict needs.
 struct RankCourse {
   RankEnd end;
   i64 end_ns = 0;  // by the launcher's clock

@@ -69,7 +69,7 @@ bool is_own(const Row& row, const Subject& s) {
   return row.cut.tp == (s.tp > 1) && row.cut.sequence_parallel == (s.tp > 1 && s.sequence_parallel);
 }
 
-// What is in the brackets, with numbers: "10 + 24/8 + 80/8".
+// The content of the brackets, with numbers: "10 + 24/8 + 80/8".
 std::string numbers(const Row& row, const Subject& s) {
   const std::string scores = fmt::format("{:.6g}", s.layer().scores());
   const bool none = row.recompute == CheckpointGranularity::None;
@@ -96,7 +96,7 @@ std::string in_flight_text(const Subject& s, const PipelineShape& p) {
                      p.layers);
 }
 
-// What this model has that the papers' GPT has not.
+// Features of this model that the GPT of the papers lacks.
 std::string differences(const ModelShape& m) {
   std::string text;
   const auto add = [&](bool differs, std::string_view what) {

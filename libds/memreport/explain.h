@@ -9,7 +9,8 @@
 
 namespace ds::memreport {
 
-// What is explained. A field that is 0 is not known, where 1 is not its default: then what needs it says so.
+// The subject of an explanation. A field that is 0 is not known (if its default is not 1), and lines that need it say
+// so.
 struct Subject {
   double params = 0;      // Ψ; 0: counted from the model's shape
   ModelShape model{};     // hidden, layers, heads or vocab 0: not known

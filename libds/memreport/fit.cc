@@ -105,7 +105,7 @@ class Search {
   }
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;
-  // Of the stages that need most, nearly always; more than `enough` where it is that much, where the disk has no room
+  // The need of the fullest stage, nearly always; more than `enough` if it needs that much, if the disk has no room
   // for what they have in files, and where there is no such plan on this device.
   i64 device_bytes(Config config, Models& models, i64 enough) const;
   bool fits(const Arrangement& a) const {
@@ -125,22 +125,22 @@ class Search {
     bool fits = false;
   };
   Tried look(const Frame& frame, i64 micro, CheckpointGranularity recompute);
-  // Of what fits, with the least time that it can take.
+  // An arrangement that fits, with the least time that it can take.
   struct Found {
     Arrangement as;
     double most_tokens_per_s = 0;  // with any schedule
   };
   Found found_as(const Tried& tried);
-  // What fits of a frame with this micro-batch: of what computes at least so much again the one that does least.
+  // The arrangement of a frame with this micro-batch that fits and recomputes least, at least so much.
   std::optional<Found> try_one(const Frame& frame, i64 micro, CheckpointGranularity least);
-  // What fits of a frame, for every micro-batch that does.
+  // Adds the arrangements of a frame that fit, for every micro-batch.
   void try_frame(const Frame& frame);
   // The same with other schedules.
   std::vector<Found> rescheduled(const Arrangement& a);
   void list_fastest(FitResult& result);
   std::optional<Arrangement> nearest_to_present();
   i64 largest_micro(const Arrangement& best);
-  // Of as many layers as fit into `config`; of 0 if none does.
+  // The model of as many layers as fit into `config`; of 0 if none does.
   LargestModel largest_model(const Config& config, Keys keys) const;
   LargestModel largest_of_all();
 
@@ -184,7 +184,7 @@ std::vector<Frame> Search::frames() const {
             break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
-            // Of the schedules that keep stages busy 1F1B needs least: the others are looked at where it fits.
+            // 1F1B needs least memory among schedules that keep stages busy: the others are tried where it fits.
             all.push_back({tp, pp, sp, stage, rows});
             const Schedule own{present.schedule, present.virtual_stages};
             if (own != Schedule() && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
@@ -329,7 +329,7 @@ void Search::try_frame(const Frame& f) {
     std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
     if (!a && read(keys(f, micro, CheckpointGranularity::Layer))) return;  // larger ones need more
     if (!a) continue;
-    // What computes more again than it must may be near to a source that does.
+    // An arrangement that recomputes more than it must may be near to a source that does.
     std::optional<Found> near;
     if (!present_fits_ && a->as.recompute != own && a->as.recompute != CheckpointGranularity::Layer) {
       if (const Tried t = look(f, micro, own); t.fits) near = found_as(t);
@@ -384,7 +384,7 @@ void Search::list_fastest(FitResult& result) {
     std::ranges::push_heap(items, below);
   };
   for (const Found& f : found_) {
-    // Of one stage it is the time itself.
+    // For one stage the bound is the time itself.
     push({f.as.time.tokens_per_s, f.as.mesh.pp == 1 ? State::Timed : State::Bounded, f.as});
     if (f.as.mesh.pp > 1 && f.as.schedule == PipelineSchedule::OneFOneB)
       push({f.most_tokens_per_s, State::OtherSchedules, f.as});
@@ -429,7 +429,7 @@ std::optional<Arrangement> Search::nearest_to_present() {
        settings_of(present, frame, {}, present.activation_checkpointing.granularity, options_.disk)) {
     if (!s.is_cut) same.insert(s.key);
   }
-  // Of the three sizes of a batch those that are not said follow.
+  // The sizes of a batch that are not given follow from the others.
   const bool says_batch = says(source_, kTrain), says_micro = says(source_, kMicro),
              says_accumulation = says(source_, kAccumulation);
   const auto kept_cut = [&](i64 dp) -> Cut {
@@ -543,7 +543,7 @@ LargestModel Search::largest_model(const Config& config, Keys keys) const {
   return {low, model::make_model(largest.model, largest.data.seq_length).num_params(), std::move(keys)};
 }
 
-// What a layer takes is the same for each, but for buckets that few of them do not fill: two depths tell how many there
+// Each layer takes the same memory, except for buckets that few layers do not fill: two depths tell how many there
 // may be, nearly, and two that are deeper better. The best of these guesses are looked at closely.
 LargestModel Search::largest_of_all() {
   struct Candidate {
@@ -566,7 +566,7 @@ LargestModel Search::largest_of_all() {
       return static_cast<double>(device_bytes(with_layers(c.config, layers), models, std::numeric_limits<i64>::max()));
     };
     const double at_few = bytes(few), of_layer = (bytes(more) - at_few) / static_cast<double>(more - few);
-    // What is gathered at a time may be less of a deeper model.
+    // A deeper model may gather less at a time.
     c.layers = of_layer > 0 ? static_cast<double>(few) + (static_cast<double>(options_.memory) - at_few) / of_layer
                : at_few <= static_cast<double>(options_.memory) ? static_cast<double>(kMostLayers)
                                                                 : 0.0;

@@ -22,7 +22,7 @@ struct StateBytes {
 inline constexpr StateBytes kMixedAdam{2, 2, 12};  // the paper's: K = 12 is fp32 master, momentum and variance
 inline constexpr StateBytes kFp32Adam{4, 4, 8};    // fp32 parameters are their own masters
 
-// What libds keeps of a parameter in 16-bit training beside the parameter itself; the defaults are Adam's in fp32.
+// Bytes that libds keeps per parameter in 16-bit training, beside the parameter; the defaults are Adam's in fp32.
 struct EngineBytes {
   double master = 4;  // 0: it is its own
   double sum = 4;     // of its gradients

@@ -59,13 +59,13 @@ struct Machine {
   double host_link = 0, host_updates = 0;
   bool knows_host() const noexcept { return host_link > 0 && host_updates > 0; }
 
-  // Of the ranks of a node, where they compute on its cores; 0 where they do not.
+  // Threads of all ranks of a node per core; 0 if ranks do not compute on cores.
   double threads_per_core() const noexcept {
     return own_stream ? 0 : static_cast<double>(ranks_per_node) * threads / cores;
   }
   // Whether communication goes on beside computing without taking its cores.
   bool hides_communication() const noexcept { return threads_per_core() < 1; }
-  // Of a large product; Errc::Config if nothing is known for this type.
+  // FLOP/s of a large product; Errc::Config if nothing is known for this type.
   double matmul_flops(DType dtype) const;
   double seconds(const plan::OpCall& call) const;
   double seconds(const plan::OpTally& tally) const;

@@ -48,7 +48,7 @@ class Cutter {
   std::byte *base_, *at_;
 };
 
-// What is called: one op, perhaps several times, on tensors that it cuts.
+// A measured call: one op, perhaps several times, on tensors that it cuts.
 struct Call {
   std::string op;
   DType dtype;
@@ -86,7 +86,7 @@ std::vector<Call> products(DType t, bool host) {
   return calls;
 }
 
-// What passes over [rows, width] of the work type and computes on the way.
+// Ops that pass over [rows, width] of the work type and compute on the way.
 std::vector<Call> passes(DType t) {
   std::vector<Call> calls;
   const auto add = [&](std::string op, auto&& run) {
@@ -166,7 +166,7 @@ std::vector<Call> passes(DType t) {
   return calls;
 }
 
-// What works on fp32 alone.
+// Ops on fp32 only.
 std::vector<Call> optimizer_calls() {
   constexpr i64 n = kRows * kWidth;
   std::vector<Call> calls;
@@ -193,7 +193,7 @@ Call addition(i64 elems) {
           }};
 }
 
-// What the counting table says of it, under its own name: of one call, and how many there are.
+// The count of one call, under the name that the counting table gives it, and the number of calls.
 std::pair<plan::OpCall, i64> cost_of(const Call& call) {
   plan::OpTally tally;
   Stream stream{.native = &tally};

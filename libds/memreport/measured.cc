@@ -45,7 +45,7 @@ i64 sum(const MeasuredRank& r, i64 TagMemory::*what) {
   return bytes;
 }
 
-// What communicators between nodes, and all parts of a GPU's software, take for themselves is not predicted.
+// Memory of communicators between nodes, and of a GPU's software, is not predicted.
 bool is_predicted(const TagMemory& t) { return t.predicted > 0; }
 
 std::string difference(i64 predicted, i64 counted, Bound bound = Bound::Exact) {

@@ -199,7 +199,7 @@ class Reader {
     if (type == "memory") take_memory(line);
   }
 
-  // What stood before belongs to an earlier start, and its steps may have had another speed.
+  // Earlier lines belong to an earlier start, whose steps may have had another speed.
   void take_run(const Fields& line) {
     MetricsFile fresh;
     fresh.path = file_.path;

@@ -21,7 +21,7 @@ struct RankMemory {
   i64 base_bytes = 0;       // before the engine took its memory
 };
 
-// Of the last steps of the last run in the file.
+// The speed of the last steps of the last run in the file.
 struct StepSpeed {
   i64 steps = 0;  // that it is taken from; 0: all else is 0
   double mean_step_ms = 0, median_step_ms = 0;
@@ -34,7 +34,7 @@ struct MetricsFile {
   std::string path;  // of the file
   int runs = 0;      // lines of type "run": one for each start; 0: written before there were any
 
-  // Of the last one.
+  // Properties of the last run.
   std::string version, device, device_name, backend, host, start;
   int world_size = 0;  // 0: no such line
   MeshShape mesh;

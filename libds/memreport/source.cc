@@ -25,7 +25,7 @@ struct Text {
   int ranks = 0;  // that it is of; 0: not told
 };
 
-// What a model alone does not say.
+// The keys that a model alone does not give.
 Text of_model(const Json& model, std::string name) {
   const Json config = {{"model", model}, {"bf16", {{"enabled", true}}}, {"train_micro_batch_size_per_gpu", 1}};
   return {config.dump(), std::move(name)};

@@ -107,7 +107,7 @@ class StageModel {
     const double gather = sent(Axis::Dp, Collective::AllGather, gathers) +
                           sent(Axis::Near, Collective::AllGather, traffic(Axis::Near, Collective::AllGather));
     const CommCount codes = traffic(Axis::Dp, Collective::AllToAll);
-    // Of two hops, the slower one with the bytes of both. Sparse gradients are waited for.
+    // Codes of two hops take the time of the slower hop with the bytes of both. Sparse gradients are waited for.
     const double all = reduce + gather + sent(Axis::Dp, Collective::AllToAll, codes);
     const double waits = sent(Axis::Dp, Collective::SparseGather, traffic(Axis::Dp, Collective::SparseGather));
     double forward = 0, backward = 0;
@@ -148,7 +148,7 @@ class StageModel {
     return gathers;
   }
 
-  // What all wait for when the passes are done.
+  // The time for which all ranks wait when the passes are done.
   void behind_the_passes() {
     CommCount publish = traffic(Axis::Dp, Collective::AllGather);
     const CommCount gathers = gathers_of_passes();
@@ -160,7 +160,7 @@ class StageModel {
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
 
-    // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
+    // Messages of tp and pp beyond the passes of layers: sums over parameters that several of their ranks hold.
     std::map<std::string, CommCount> rest = plan_.traffic.last;
     for (const plan::ChunkWork& chunk : work_.chunks) {
       for (const plan::PassWork& pass : chunk.passes) {
@@ -294,7 +294,7 @@ std::map<std::string, OpTime> ops_of(const plan::StepWork& work, const Machine& 
   return ops;
 }
 
-// Of stages that are never idle.
+// The time of a step in which no stage is ever idle.
 StepTime busy_step(const std::vector<StageTime>& times) {
   const StageTime& busiest = times[busiest_of(times)];
   StepTime step;

@@ -93,7 +93,7 @@ class ActivationPlanner {
   // Keeps the working memory allocated so far for all layers.
   void pin() noexcept { pinned_ = working_used_; }
 
-  // Of the forward pass; read by the backward pass.
+  // Written by the forward pass, read by the backward pass.
   TensorView saved(DType dtype, std::initializer_list<i64> shape) {
     return keep_ == Keep::Input ? working(dtype, shape) : kept(dtype, shape);
   }
@@ -101,7 +101,7 @@ class ActivationPlanner {
   TensorView attention(DType dtype, std::initializer_list<i64> shape) {
     return keep_ == Keep::All ? kept(dtype, shape) : working(dtype, shape);
   }
-  // Of the input gradient pass; read by the weight gradient pass.
+  // Written by the input gradient pass, read by the weight gradient pass.
   TensorView gradient(DType dtype, std::initializer_list<i64> shape) { return working(dtype, shape); }
   TensorView temporary(DType dtype, std::initializer_list<i64> shape) {
     const TensorView v = take(memory_.temporary, temporary_used_, dtype, shape);
@@ -265,7 +265,7 @@ class Layer {
   // True if its weight gradients can be computed in a later call. The head's come with its loss.
   virtual bool splits() const noexcept { return true; }
 
-  // Of T tokens of a sample, the number that it processes in training; the others bypass it.
+  // The number of tokens, of T in a sample, that it processes in training; the others bypass it.
   virtual i64 tokens(i64 T) const noexcept { return T; }
   // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}

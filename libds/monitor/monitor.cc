@@ -56,7 +56,7 @@ fs::path way_inside(const fs::path& place, const fs::path& directory) {
   return way.empty() || *way.begin() == ".." ? fs::path() : way;
 }
 
-// What is there of `directory` is one, and takes what is missing.
+// The existing part of `directory` must be a directory in which the missing part can be made.
 void check_directory(const std::string& directory, std::string_view key, bool may_be_missing) {
   std::error_code error;
   fs::path there = fs::absolute(directory).lexically_normal();

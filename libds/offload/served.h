@@ -29,7 +29,7 @@ struct ServedRecord {
   i64 step = 0, optimizer_step = 0, skipped_steps = 0, consumed_samples = 0;
   double scale = 1;  // of the loss, for the next step
   i64 scaler_iteration = 0, last_overflow = -1, hysteresis = 1;
-  // Of the step, in case its line of the metrics is lost.
+  // Results of the step, in case its line of the metrics is lost.
   double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
   i64 tokens = 0, skipped = 0;
 };

@@ -13,7 +13,7 @@ struct Kind {
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, const GroupSize&, void* workspace) = nullptr;
   i64 (*workspace_bytes)(const GroupSize&) noexcept = nullptr;
   i64 numbers_per_param = 0;  // Optimizer::numbers
-  // Of optimizers that average by signs: Group::phase and Group::update_kinds.
+  // For optimizers that average by signs: Group::phase and Group::update_kinds.
   Phase (*phase)(const UpdateConfig&, i64 step) noexcept = nullptr;
   std::vector<UpdateKind> (*update_kinds)(const UpdateConfig&, i64 updates) = nullptr;
 };
@@ -40,7 +40,7 @@ inline const Kind& kind_of(OptimizerType type) noexcept {
 Phase phase_around_freeze(const UpdateConfig& update, i64 step) noexcept;
 std::vector<UpdateKind> kinds_around_freeze(const UpdateConfig& update, i64 updates);
 
-// What 0/1 Adam does in an update: a pure function of its parameters.
+// The kind of an update of 0/1 Adam: a pure function of its parameters.
 enum class ZeroOneStep : u8 {
   Refresh,  // gradients are summed, and change both moments
   Signs,    // the mean of gradients by signs changes the momentum

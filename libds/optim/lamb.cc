@@ -59,7 +59,7 @@ class Lamb final : public Optimizer {
 
 class OneBitLamb final : public Optimizer {
  public:
-  // Of each parameter: the mean of its ratios, and the factor of the last update.
+  // Per parameter: the mean of its ratios, and the factor of the last update.
   static constexpr i64 kNumbers = 2;
 
   OneBitLamb(const UpdateConfig& u, i64 num_params, void* workspace)

@@ -26,8 +26,8 @@ class LrSchedule {
   // it ended (transformers' cosine rises again).
   double lr_at(i64 last_iteration) const;
 
-  // Of all groups that have betas; nothing where the schedule leaves them alone. As in DeepSpeed, the first step has
-  // cycle_min_mom, and the second beta is 0.99.
+  // The betas of all groups that have some; empty if the schedule does not change them. As in DeepSpeed, the first step
+  // has cycle_min_mom, and the second beta is 0.99.
   std::optional<Betas> betas_at(i64 last_iteration) const;
 
  private:

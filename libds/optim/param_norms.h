@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What LAMB knows of whole parameters of a group: norms and largest values of masters and of directions, over all ranks
+// LAMB's numbers of whole parameters of a group: norms and largest values of masters and of directions, over all ranks
 // that have pieces. They are sums and maxima of integers (ExactSum), so no layout moves a bit; copies count once.
 //
 // Workspace, of K parameters:  largest [rows,K] int64 | sums [2,K,2] int64 | factors [K] fp32
@@ -42,7 +42,7 @@ class ParamNorms {
   }
   void reduce_squares(const UpdateContext& c) const { c.reduce(sums_, ReduceOp::Sum); }
 
-  // Of the norms of row 0 to those of row 1, where the ops run; 1 where either is 0.
+  // The ratios of the norms of row 0 to those of row 1, where the ops run; 1 where either is 0.
   TensorView ratios(const UpdateContext& c, double low, double high) const {
     c.ops.norm_ratios(factors_, largest_.rows(0, 2 * num_params_), sums_, static_cast<float>(low),
                       static_cast<float>(high), c.stream);

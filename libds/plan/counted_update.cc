@@ -66,7 +66,7 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
         enter(chunk_of(plan_, passes[i].front()), times);
-        // What has tiles is committed behind them.
+        // A unit with tiles is committed after them.
         constexpr i64 kNone = -1;
         i64 open = kNone;
         const auto close = [&] {

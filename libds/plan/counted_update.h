@@ -28,7 +28,7 @@ class CountedUpdate {
 
   // Memory of parameters, gradients, states, updates, and inputs of layers kept away from the device.
   const MemoryLedger& ledger() const noexcept { return ledger_; }
-  // What of them is in files instead.
+  // The part of them that is in files.
   const MemoryLedger& files() const noexcept { return offload_.files(); }
   const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
   std::vector<std::vector<i64>> zeropp_allocations() const;

@@ -275,7 +275,7 @@ i64 visible_pairs(i64 queries, i64 keys, bool causal, i64 window) noexcept {
 
 namespace {
 
-// Of keys [begin, end) of the sequence, those in blocks of this row of a layout.
+// The number of keys [begin, end) of the sequence that are in blocks of this row of a layout.
 i64 keys_there(const u64* bits, i64 block, i64 begin, i64 end) noexcept {
   if (begin >= end) return 0;
   const auto has = [&](i64 b) { return static_cast<i64>(bits[b / 64] >> (b % 64) & 1); };
@@ -300,7 +300,7 @@ i64 pairs_of_layout(const AttentionParams& p, i64 head, i64 T, i64 S) noexcept {
   for (i64 i = 0; i < T;) {
     const i64 query = (p.grid.row0 + i) / block, next = std::min(T, (query + 1) * block - p.grid.row0);
     const u64* const bits = blocks.keys_of(head, query);
-    // What all rows of the block see is counted once.
+    // Keys that all rows of the block see are counted once.
     const i64 begin = begin_of(next - 1), end = end_of(i);
     if (begin < end) {
       pairs += (next - i) * keys_there(bits, block, begin, end);

@@ -30,7 +30,7 @@ void make_present(std::vector<model::LayerActs>& acts) {
 
 void make_present(model::PassMemory& memory, const model::Model& model) {
   memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
-  // Who counts operations reads a layout.
+  // Ops that count read the layout.
   if (model.layout != nullptr) memory.layout_keys.data = const_cast<u64*>(model.layout->keys().data());
 }
 

@@ -28,7 +28,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
 void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
                   const Walk& walk, FunctionRef<bool(i64 layer, model::PassContext&)> before);
 
-// What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
+// Messages of the layers and the pipeline of one rank in one training step, by "axis.collective": tp, sp and pp. The
 // largest calls are noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 // Notes the largest calls of an evaluation.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a training step computes and moves, op by op: the layer calls of a RunPlan run with ops that count what they
+// The work of a training step, op by op: the layer calls of a RunPlan run with ops that count what they
 // would do, and what the engine does beside layers, counted with the same ops. A pure function; on one rank, what is
 // counted in an engine's step is equal, call by call (tests/unit/op_tally_test.cc).
 //
@@ -58,10 +58,10 @@ class OpTally {
 // shapes and at whether views have data.
 const OpTable& counting_ops() noexcept;
 
-// What folding so many sources like `source` counts as.
+// The count of a fold of so many sources like `source`.
 OpCall fold_of(TensorView dst, TensorView source, i64 sources, bool accumulate);
 
-// Of one pass over one micro-batch.
+// The work of one pass over one micro-batch.
 struct PassWork {
   OpTally ops;
   std::map<std::string, CommCount> messages;  // "axis.collective" of tp and sp
@@ -73,7 +73,7 @@ struct ChunkWork {
   const PassWork& of(Pass pass) const noexcept { return passes[static_cast<size_t>(pass)]; }
 };
 
-// What one rank does in one step.
+// The work of one rank in one step.
 struct StepWork {
   i64 micro_batches = 1;
   std::vector<ChunkWork> chunks;  // by StageCalls::chunks
@@ -94,7 +94,7 @@ StepWork tally_step(const model::Model& model, const RunPlan& plan);
 
 // Pairs (query, key) of one head that see each other; AttentionParams says which.
 i64 visible_pairs(i64 queries, i64 keys, bool causal, i64 window) noexcept;
-// Of all heads of a call, with its layout.
+// The pairs of queries and keys of all heads of a call that its layout lets meet.
 i64 visible_pairs(i64 heads, i64 queries, i64 keys, const AttentionParams&) noexcept;
 
 }  // namespace ds::plan

@@ -61,8 +61,8 @@ struct ActivationPlan {
   // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept away from the device's memory.
   bool partition_inputs = false, offload_inputs = false;
   offload::OrderedUses inputs;  // with offload_inputs: all that a step does with them
-  // What lives from the forward to the backward pass of a micro-batch lies in a slot; bytes of a slot on the device,
-  // and away from it.
+  // Activations that live from the forward to the backward pass of a micro-batch have a slot; bytes of a slot on the
+  // device, and away from it.
   pipeline::KeptSlots kept;
   i64 kept_bytes = 0, away_bytes = 0;
   i64 temporary_bytes = 0;  // shared by the layers
@@ -71,7 +71,7 @@ struct ActivationPlan {
   model::PassMemory pass;   // of training and evaluation: shapes, without memory
 };
 
-// What a rank allocates. Worker scratch inside kernels and the library's own small objects come on top.
+// The memory that a rank allocates. Worker scratch inside kernels and the library's own small objects come on top.
 struct MemoryCount {
   TagBytes by_tag{};
   TagBytes files{};          // in files, by what they hold
@@ -82,8 +82,8 @@ struct MemoryCount {
   std::vector<std::vector<i64>> zeropp_shared;  // by zeropp_splits()
 };
 
-// What a rank sends, by "axis.collective"; statistics (a few hundred bytes) come on top. All is of a run that skips no
-// step.
+// The messages that a rank sends, by "axis.collective"; statistics (a few hundred bytes) come on top. All is of a run
+// that skips no step.
 struct TrafficCount {
   using Counts = std::map<std::string, CommCount>;
   using Bytes = std::map<std::string, i64>;
@@ -99,7 +99,7 @@ struct TrafficCount {
   offload::HostCopies copies;  // between a GPU and its host, of what is offloaded
 };
 
-// What a pass runs over: B sequences of T tokens on this rank, of which the residual stream has `stream_rows` rows.
+// The size of a pass: B sequences of T tokens on this rank, of which the residual stream has `stream_rows` rows.
 struct PassShape {
   i64 B = 0, T = 0, stream_rows = 0;
 };

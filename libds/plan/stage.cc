@@ -23,7 +23,7 @@ i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
   return chunk + div_ceil(chunk * (align_up(vocab, 8) - vocab), vocab);
 }
 
-// What a step does with inputs of layers that are kept away from the device, as its layer calls say.
+// The uses that a step's layer calls make of inputs of layers that are kept away from the device.
 offload::OrderedUses input_uses(const RunPlan& plan, const model::Model& model) {
   const ActivationPlan& a = plan.activations;
   std::vector<std::vector<model::LayerActs>> acts;  // by chunk, in the first slot

@@ -185,7 +185,7 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
 
 namespace {
 
-// What must be the same on all ranks, flat: a key, a value.
+// The settings that must be the same on all ranks, flat: a key, a value.
 Json shared_settings(Config config) {
   config.threads = 0;  // a rank's own business, as are the places of files, which are compared by what they hold
   config.device = DeviceKind::Auto;

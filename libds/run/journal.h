@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run writes about itself while it trains: metrics.jsonl, then the monitors. On rank 0; elsewhere nothing is
+// The records that a run writes while it trains: metrics.jsonl, then the monitors. On rank 0; elsewhere nothing is
 // written.
 
 #include <functional>

@@ -16,7 +16,7 @@
 namespace ds::run {
 namespace {
 
-// Of a file in /dev/shm, if it has one.
+// The header of a file in /dev/shm, if it has one.
 std::optional<LiveHeader> read_header(const std::string& name) {
   const std::string bytes = read_shared(name, sizeof(LiveHeader));
   LiveHeader header;

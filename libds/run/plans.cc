@@ -102,7 +102,7 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
   for (size_t t = 0; t < own.size(); ++t) taken += t == static_cast<size_t>(Tag::Comm) ? 0 : own[t];
   const int threads = thread_count(config, {.local_world_size = ranks_per_node});
   const i64 start = probe::matmul_rate_bytes(probe::cpu_backend(), threads, plan.work) - taken;
-  // Of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
+  // The pieces of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
   const i64 params = std::max(std::ssize(shards.layout.rows()), std::ssize(shards.layout.places())) * plan.mesh.pp,
             cuts = std::ssize(shards.layout.segments()) * (shards.layout.num_ranks() - 1) * plan.mesh.pp;
   const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
@@ -112,7 +112,7 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
 
 namespace {
 
-// What is written, and the scratch of kernels that write it.
+// Memory for generating text, and the scratch of the kernels that do it.
 plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, int ranks_per_node,
                            const EncodedPrompts& writing) {
   const infer::WritingMemory memory = infer::plan_writing(config.model, planned.model, planned.plan, writing.ids,
@@ -183,7 +183,7 @@ double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(
 
 NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   const MeshShape& mesh = plans.mesh();
-  // Of each stage the fullest rank stands for all.
+  // The fullest rank of each stage stands for all of its ranks.
   std::map<int, std::pair<NodeBytes, ProcessBytes>> of_stage;
   NodeBytes sum;
   for (int i = 0; i < count; ++i) {

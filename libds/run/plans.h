@@ -12,12 +12,12 @@
 
 namespace ds::run {
 
-// What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node;
+// Memory of kernels and communicators on the CPUs of this machine, with so many ranks of the world on each node;
 // nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
 plan::TagBytes own_memory(const Config& config, const model::Model& model, const plan::RunPlan& plan,
                           int ranks_per_node);
 plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int ranks_per_node);
-// What the process of a rank on a CPU has resident beside that and what `plan` counts. Measured, not exact; nothing of
+// Resident memory of the process of a rank on a CPU beside that and what `plan` counts. Measured, not exact; nothing of
 // a rank with a GPU.
 struct ProcessBytes {
   i64 own = 0;  // throughout the run: libraries and the heap before the run takes anything

@@ -36,7 +36,7 @@ RunPrediction predict_on(const Device& device, Plans& plans, const RankInfo& ran
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
   p.limited_by = device.is_host() ? node.limited_by : fmt::format("free on {}", device.name());
   p.device = device.is_host() ? "cpu" : "cuda";
-  // Of the ranks of the node, every so many'th has the memory that this one has.
+  // Ranks of the node share its places in turn, so every so many'th rank shares the memory of this one.
   const int first = ranks.rank - ranks.local_rank;
   std::string ignored;
   const int places = device.is_host() ? 1 : num_cuda_devices(ignored);

@@ -61,7 +61,7 @@ std::string Request::find_step() const {
   }
   DS_CHECK(!options.out_dir.empty(), Errc::Config,
            "--resume latest resumes the run in the directory of --out: give one");
-  // What cannot be listed may have a checkpoint.
+  // A directory that cannot be listed may contain a checkpoint.
   std::filesystem::directory_iterator entry(options.out_dir, failed), end;
   for (; !failed && entry != end; entry.increment(failed)) {
     const std::string name = entry->path().filename();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run was asked for.
+// The request for a run: its configuration, its place among the ranks, and its options.
 
 #include "ds/train.h"
 #include "monitor/monitor.h"

@@ -37,7 +37,8 @@ Contents contents_of(const std::string& path) {
   return c;
 }
 
-// What has to be made for `path`, from the outermost on. Links are followed, also one that leads to nothing yet.
+// The directories that must be made for `path`, outermost first. Links are followed, also one that leads to nothing
+// yet.
 std::vector<fs::path> missing_directories(const std::string& path) {
   std::vector<fs::path> missing;
   std::error_code error;

@@ -66,7 +66,7 @@ class RunRecord {
   Json memory_line(const engine::Engine& engine, i64 step);
 
  private:
-  // Of the process before the run took anything, without what communicators had taken by then.
+  // Resident bytes of the process before the run allocated any, without those of communicators.
   i64 base_bytes() const noexcept { return resident_.base_bytes() - staging_at_first_; }
   void add_own(plan::TagBytes& bytes) const;
   LiveRecord live_record(const engine::Engine& engine, const StepRecord& step, const plan::TagBytes& peak);

@@ -77,7 +77,7 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
 void publish_to_server(bool is_from_server, const RunData& data, Trained& trained) {
   engine::Engine& engine = *trained.engine;
   DS_CHECK(data.train != nullptr, Errc::Config, "data.train: there is nothing to train on");
-  // What is known of the last step is the server's; the loss scale is that of this run, which may have another dtype.
+  // The server knows the last step; the loss scale is that of this run, which may have another dtype.
   offload::ServedRecord now = engine.served_record();
   if (is_from_server) {
     const offload::ServedRecord own = now;
@@ -170,7 +170,7 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
     trained.load_step(dir, [&](const Manifest& of_server) { check_same_run(request, data, of_server.meta, dir); });
   }
   from = name;
-  // Who did not ask to go on may have meant a new run.
+  // A user who did not ask to resume may have meant a new run.
   if (request.is_root())
     log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Verbose,
                 fmt::format("resuming from step {} of {}", there.step, name));

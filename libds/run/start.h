@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run starts from: random or given weights, a step, or the states that a server keeps.
+// The start of a run: random or given weights, a step, or the states that a server keeps.
 
 #include <string>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run trains, as checkpoints know it: an engine, and what a step says of it beside the states.
+// The object of a run's training, as checkpoints know it: an engine, and the rest of a step beside its states.
 
 #include <map>
 #include <memory>
@@ -22,7 +22,7 @@ struct Trained {
   std::string model_json;  // config.json of what is saved
   std::string history;     // CheckpointMeta::history; empty: no server has the states
 
-  // Of the engine's step, without numbers.
+  // The metadata of the engine's step, without numbers.
   CheckpointMeta meta(const RunData& data) const;
   // Numbers of saved state (SavedState::numbers_key) from all ranks into a step to be saved (collective), and from a
   // step into those of this rank.

@@ -76,7 +76,7 @@ class Update::Matrices final : public optim::WholeMatrices {
   std::vector<zero::TierLease> leases_;  // of the pieces, while matrices are exchanged
 };
 
-// What optimizers keep of parameters as wholes (optim::Optimizer::numbers).
+// Numbers that optimizers keep of whole parameters (optim::Optimizer::numbers).
 class Update::OptimizerNumbers final : public zero::SavedState {
  public:
   explicit OptimizerNumbers(const Update& update) : plan_(update.plan_), trained_(update.trained_) {}

@@ -32,7 +32,7 @@ struct GradParts {
   MakeArray tier = {};  // GradSums
 };
 
-// What a reduction is made of; all that it refers to outlives the reduction.
+// The arguments of a reduction; all that they refer to outlives it.
 struct ReductionParts {
   const Layout& layout;
   const GradOptions& options;
@@ -44,7 +44,7 @@ struct ReductionParts {
   i64 number(const Segment& s) const noexcept { return &s - layout.segments().data(); }
 };
 
-// What is known of the gradients of a step before they are made.
+// Properties of the gradients of a step that are known before they are computed.
 struct GradStep {
   bool reduces = true;   // else each rank keeps the sums of its own micro-batches (GradOptions::keeps_own)
   float loss_scale = 1;  // gradients are multiplied by it

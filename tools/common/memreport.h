@@ -25,7 +25,7 @@ struct MemreportOptions {
   std::string machine, gpu, links, disk, measure;
   memreport::Hardware::Peaks peaks;
   i64 threads = 1;
-  // What fits.
+  // The search for arrangements that fit.
   std::string fit, node_memory, write;
   i64 most = 10;
   // Runs in progress.

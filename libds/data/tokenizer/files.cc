@@ -92,7 +92,7 @@ struct Beside {
                       path, it->get<std::string>()));
     return name;
   }
-  // What these files and added_tokens.json add to a vocabulary: id by content, flags where they are given.
+  // Tokens that these files and added_tokens.json add to a vocabulary: id by content, flags where they are given.
   Json added_tokens(const std::string& path, const Json& vocab, std::vector<std::string> defaults) const {
     std::map<std::string, Json> tokens;
     const auto put = [&](const std::string& token, Json id, const Json& flags, bool special) {

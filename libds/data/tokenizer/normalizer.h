@@ -20,7 +20,7 @@ class Normalizer {
     apply_within(text, bound);
     bound.check(text.size());
   }
-  // What may become long looks at the bound on the way.
+  // A normalizer whose output may become long checks the bound on the way.
   virtual void apply_within(std::string& text, const TextBound& bound) const = 0;
   // Whether a text can be cut after a newline that stands between a visible character and a letter: parts are
   // normalized as the whole is, and these three characters stay a visible one, a newline (or blank), a letter.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the parts of a tokenizer.json search for: {"String": "x"} or {"Regex": "x"}.
+// A pattern in tokenizer.json: {"String": "x"} or {"Regex": "x"}.
 
 #include <string>
 #include <string_view>

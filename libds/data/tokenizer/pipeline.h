@@ -11,7 +11,7 @@
 
 namespace ds::tokenizer {
 
-// What other files say about special tokens.
+// Special tokens, as files other than tokenizer.json define them.
 struct SpecialTokens {
   std::map<SpecialToken, std::string> content;
   std::optional<bool> add_bos;

@@ -67,7 +67,7 @@ class Joiner {
         break;
       // A match is joined to what is before it, but not to another match.
       case Behavior::MergedWithPrevious: hold(begin, end, match && !previous_match_); break;
-      // What is held is a match, and the next part is none.
+      // The held part is a match, and the next part is not.
       case Behavior::MergedWithNext: hold(begin, end, previous_match_ && !match); break;
       case Behavior::Contiguous: hold(begin, end, match == previous_match_); break;
     }

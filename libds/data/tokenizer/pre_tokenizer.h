@@ -19,7 +19,7 @@ class PreTokenizer {
   virtual ~PreTokenizer() = default;
   // Reentrant.
   virtual void split(std::string_view text, bool at_start, const Sink& sink) const = 0;
-  // What a cut of the text after a newline that stands between a visible character and a letter would do to words.
+  // The effect on words of cutting the text after a newline between a visible character and a letter.
   enum class Lines : u8 {
     Unknown,  // it might change them
     Carried,  // a word that spans the cut is cut there; nothing else changes

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a thread remembers of the words that it has encoded: text repeats most of them.
+// A thread's cache of the words that it has encoded: text repeats most of them.
 
 #include <xxhash.h>
 

@@ -416,7 +416,7 @@ struct FlopsProfilerConfig {
   bool detailed = true;       // lists each operation
   std::string output_file{};  // empty: the report is printed
 };
-// What a run reports about itself, besides metrics.jsonl.
+// Reports of a run besides metrics.jsonl.
 struct MonitorsConfig {
   i64 steps_per_print = 10;
   bool wall_clock_breakdown = false;
