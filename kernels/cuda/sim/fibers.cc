@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -17,8 +19,11 @@ namespace {
 
 namespace ctx = boost::context::detail;
 
-constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr size_t kLanes = 32;
+constexpr size_t kStackBytes = size_t{256} << 10;
+// Stacks begin at different offsets of a page, an odd number of cache lines apart. All of them at the same offset would
+// compete for a few sets of the caches at every switch.
+constexpr size_t kStackStep = 17 * 64, kStackSteps = 60;
 
 [[noreturn]] void die(const char* what) {
   std::fprintf(stderr, "CUDA simulator: %s\n", what);
@@ -37,8 +42,13 @@ struct Fiber {
   ctx::fcontext_t context = nullptr;
   void* fake_stack = nullptr;
   bool finished = true;
+  // The turn of a barrier that it waits for: until `*barrier` differs from `turn`; null: it can run.
+  const u32* barrier = nullptr;
+  u32 turn = 0;
   std::vector<Copy> copies;
   int groups = 0;  // committed
+
+  bool runnable() const noexcept { return !finished && (barrier == nullptr || *barrier != turn); }
 };
 
 struct alignas(64) Warp {
@@ -48,11 +58,10 @@ struct alignas(64) Warp {
 };
 
 struct Machine {
-  Block block;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Warp> warps;
   std::vector<unsigned char> shared;
-  int current = 0;
+  std::vector<int> order;  // of threads
   int arrived = 0;
   u32 turn = 0;
   int finished = 0;
@@ -64,8 +73,9 @@ struct Machine {
   u64 random = 0;  // 0: in order
 
   void run_block();
+  bool run(std::span<const int> threads);
   void switch_to(Fiber& fiber);
-  void yield();
+  void wait_for(const u32& barrier);
 };
 
 Machine& machine() {
@@ -89,7 +99,7 @@ void fiber_main(ctx::transfer_t from) {
   finish_switch(nullptr, &m.scheduler_stack, &m.scheduler_stack_bytes);
   m.scheduler = from.fctx;
   (*m.thread)();
-  Fiber& self = *m.fibers[m.current];
+  Fiber& self = *m.fibers[running.thread];
   self.finished = true;
   ++m.finished;
   start_switch(nullptr, m.scheduler_stack, m.scheduler_stack_bytes);
@@ -104,18 +114,34 @@ void Machine::switch_to(Fiber& fiber) {
   fiber.context = back.fctx;
 }
 
-void Machine::yield() {
-  Fiber& self = *fibers[current];
-  const int me = current;
+// Returns to the scheduler until the barrier has its next turn.
+void Machine::wait_for(const u32& barrier) {
+  Fiber& self = *fibers[running.thread];
+  const int me = running.thread;
+  self.barrier = &barrier;
+  self.turn = barrier;
   start_switch(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
   const ctx::transfer_t from = ctx::jump_fcontext(scheduler, nullptr);
   finish_switch(self.fake_stack, nullptr, nullptr);
   scheduler = from.fctx;
-  current = me;
+  running.thread = me;
+}
+
+// Runs each of the threads that can run until it has to wait; returns whether one could.
+bool Machine::run(std::span<const int> threads) {
+  bool any = false;
+  for (const int i : threads) {
+    Fiber& f = *fibers[i];
+    if (!f.runnable()) continue;
+    any = true;
+    running.thread = i;
+    switch_to(f);
+  }
+  return any;
 }
 
 void Machine::run_block() {
-  const int n = block.size;
+  const int n = running.block.size;
   while (static_cast<int>(fibers.size()) < n) fibers.push_back(std::make_unique<Fiber>());
   warps.resize(static_cast<size_t>(n) / kLanes);
   for (Warp& w : warps) w.arrived = 0;
@@ -123,65 +149,55 @@ void Machine::run_block() {
   for (int i = 0; i < n; ++i) {
     Fiber& f = *fibers[i];
     f.finished = false;
+    f.barrier = nullptr;
     f.copies.clear();
     f.groups = 0;
-    f.context = ctx::make_fcontext(f.stack.get() + kStackBytes, kStackBytes, fiber_main);
+    const size_t bytes = kStackBytes - static_cast<size_t>(i) % kStackSteps * kStackStep;
+    f.context = ctx::make_fcontext(f.stack.get() + bytes, bytes, fiber_main);
   }
-  // Every fiber runs until it has to wait. A round without progress is a deadlock.
-  std::vector<int> order(static_cast<size_t>(n));
-  for (int i = 0; i < n; ++i) order[i] = i;
+  order.resize(static_cast<size_t>(n));
+  std::iota(order.begin(), order.end(), 0);
   while (finished < n) {
+    bool any = false;
     if (random != 0) {
       for (size_t i = order.size(); i > 1; --i) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         std::swap(order[i - 1], order[(random >> 33) % i]);
       }
+      any = run(order);
+    } else {
+      // A warp runs until all of it waits for the block: the stacks of 32 threads fit into a cache.
+      for (size_t first = 0; first < order.size(); first += kLanes)
+        while (run(std::span(order).subspan(first, kLanes))) any = true;
     }
-    const u32 block_turn = turn;
-    const int done = finished;
-    u64 warp_turns = 0;
-    for (const Warp& w : warps) warp_turns += kLanes * w.turn + static_cast<u64>(w.arrived);
-    const int came = arrived;
-    for (const int i : order) {
-      Fiber& f = *fibers[i];
-      if (f.finished) continue;
-      current = i;
-      switch_to(f);
-    }
-    u64 warp_turns_now = 0;
-    for (const Warp& w : warps) warp_turns_now += kLanes * w.turn + static_cast<u64>(w.arrived);
-    if (block_turn == turn && done == finished && came == arrived && warp_turns == warp_turns_now)
-      die("not all threads of a block or warp reached a barrier");
+    if (!any) die("not all threads of a block or warp reached a barrier");
   }
 }
 
 }  // namespace
 
-const Block& block() noexcept { return machine().block; }
-int thread_index() noexcept { return machine().current; }
+constinit thread_local Running running;
 
 void sync_block() {
   Machine& m = machine();
-  const u32 turn = m.turn;
-  if (++m.arrived == m.block.size) {
+  if (++m.arrived == running.block.size) {
     m.arrived = 0;
     ++m.turn;
     return;
   }
-  while (m.turn == turn) m.yield();
+  m.wait_for(m.turn);
 }
 
 const std::byte* warp_exchange_bytes(const void* mine, size_t bytes) {
   Machine& m = machine();
-  Warp& w = m.warps[static_cast<size_t>(m.current) / kLanes];
-  const u32 turn = w.turn;
-  std::byte* slots = w.slots[turn % 2];
-  std::memcpy(slots + 64 * (static_cast<size_t>(m.current) % kLanes), mine, bytes);
+  Warp& w = m.warps[static_cast<size_t>(running.thread) / kLanes];
+  std::byte* slots = w.slots[w.turn % 2];
+  std::memcpy(slots + 64 * (static_cast<size_t>(running.thread) % kLanes), mine, bytes);
   if (++w.arrived == static_cast<int>(kLanes)) {
     w.arrived = 0;
     ++w.turn;
   } else {
-    while (w.turn == turn) m.yield();
+    m.wait_for(w.turn);
   }
   return slots;
 }
@@ -189,18 +205,18 @@ const std::byte* warp_exchange_bytes(const void* mine, size_t bytes) {
 void copy_async(void* to, const void* from, size_t bytes) {
   if (reinterpret_cast<size_t>(to) % bytes != 0 || reinterpret_cast<size_t>(from) % bytes != 0)
     die("an asynchronous copy is not aligned");
-  Fiber& f = *machine().fibers[machine().current];
+  Fiber& f = *machine().fibers[running.thread];
   f.copies.push_back({to, from, bytes, f.groups});
 }
 
 void copies_commit() {
   Machine& m = machine();
-  ++m.fibers[m.current]->groups;
+  ++m.fibers[running.thread]->groups;
 }
 
 void copies_wait(int pending) {
   Machine& m = machine();
-  Fiber& f = *m.fibers[m.current];
+  Fiber& f = *m.fibers[running.thread];
   std::erase_if(f.copies, [&](const Copy& c) {
     if (c.group >= f.groups - pending) return false;
     if (c.from == nullptr) {
@@ -226,12 +242,12 @@ void run_grid(dim3 grid, int block_size, size_t shared_bytes, FunctionRef<void()
   m.shared.resize(shared_bytes + 1024);
   auto* base = m.shared.data();
   base += (1024 - reinterpret_cast<size_t>(base) % 1024) % 1024;
-  m.block = {grid, {}, block_size, base, shared_bytes};
+  running.block = {grid, {}, block_size, base, shared_bytes};
   m.thread = &thread;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
-        m.block.index = dim3(x, y, z);
+        running.block.index = dim3(x, y, z);
         std::memset(base, 0xFF, shared_bytes);  // NaN, in every format
         m.run_block();
       }

@@ -23,8 +23,15 @@ struct Block {
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
 };
-const Block& block() noexcept;
-int thread_index() noexcept;
+// The block that the calling thread runs, and the number in it of the thread that runs now. Every kernel asks often, so
+// the model of the variable is the fastest that a plug-in can have.
+struct Running {
+  Block block;
+  int thread = 0;
+};
+[[gnu::tls_model("initial-exec")]] extern constinit thread_local Running running;
+inline const Block& block() noexcept { return running.block; }
+inline int thread_index() noexcept { return running.thread; }
 
 void sync_block();
 // Publishes `bytes` (at most 64) of this lane; returns the slots of the 32 lanes, 64 bytes apart, valid until the
