@@ -77,7 +77,9 @@ TEST(CudaFibersDeathTest, ABarrierThatAThreadMissesEndsTheProcess) {
                  "not all threads of a block or warp reached a barrier");
   }
   unsetenv("DS_SIM_SEED");
-  EXPECT_DEATH(run(64, [] { check_shared(65); }, 64), "more shared memory than its launch asked for");
+  EXPECT_DEATH(run(
+                   64, [] { check_shared(65); }, 64),
+               "more shared memory than its launch asked for");
 }
 
 }  // namespace cuda_fibers_test
