@@ -16,7 +16,7 @@
 
 namespace ds::testing {
 
-// What was done to memory that was lent; for all ranks of a test.
+// Violations of the rules for lent memory, by all ranks of a test.
 class LendingRules {
  public:
   void broken(std::string how) {

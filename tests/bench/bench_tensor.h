@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the benchmarks of ops compute with.
+// Tensors for the benchmarks of ops.
 
 #include <initializer_list>
 #include <vector>

@@ -847,7 +847,7 @@ int main(int argc, char** argv) {
       if (part == "gemm") bench.gemm();
       if (steps) bench.step(part.substr(1), read.config, clock ? &*clock : nullptr);
     }
-    // What was measured and is not written was not measured.
+    // Results that could not be written do not count as measured.
     for (std::FILE* file : {stdout, json}) {
       const bool good = file == nullptr || (std::fflush(file) == 0 && std::ferror(file) == 0);
       DS_CHECK(good, Errc::Io, "{} cannot be written", file == stdout ? "standard output" : "the file of --json");

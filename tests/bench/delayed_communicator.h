@@ -13,7 +13,7 @@
 
 namespace ds::bench {
 
-// Of one rank; its communicators share it.
+// The link of one rank; its communicators share it.
 class Link {
  public:
   using Clock = std::chrono::steady_clock;

@@ -193,7 +193,8 @@ int timed(double unit_ms) {
         const double unit = unit_ms * 1e-3 / kind.chunks;
         const pipeline::Costs seconds{.forward = unit, .backward_input = unit, .backward_weight = unit};
         const Measured measured = measure(meshes, options, seconds);
-        // Where the formula does not hold (zb-h1 of fewer micro-batches than stages), the simulation says it.
+        // If the formula does not hold (zb-h1 of fewer micro-batches than stages), the simulation gives the expected
+        // value.
         const bool holds = kind.kind != pipeline::ScheduleKind::ZeroBubbleH1 || m >= p;
         const auto schedules = pipeline::make_schedules(options);
         const pipeline::Timeline ideal = pipeline::simulate(schedules, {&seconds, 1});

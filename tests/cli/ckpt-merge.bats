@@ -495,7 +495,7 @@ PY
   refuses 2 "--output $shard: is a file of a model" shards -o out.h5 --output "$shard"
   "$merge" run -o model --format safetensors --quiet
   refuses 2 "--output ./model: is also DIR" model -o out.h5 --output ./model
-  # What is only named as a checkpoint's parts is nothing to keep.
+  # Files that only have the names of a checkpoint's parts are overwritten.
   mkdir -p results/step-00000100/eval other
   "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
   "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
@@ -554,7 +554,7 @@ PY
   run --separate-stderr "$merge" llama -o odd --format hf --config odd.json
   [ "$status" -eq 0 ]
   [[ $stderr == *"cannot check whether the weights fit the config.json of the output: config.json"*hidden_act* ]]
-  # What transformers would pass over is said.
+  # Tensors that transformers would ignore are reported.
   /usr/bin/python3 - <<'PY'
 import json, struct
 data = open("whole/model.safetensors", "rb").read()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What a configuration asks to be told of a run: TensorBoard's event files, DeepSpeed's CSV files, Prometheus's text file,
-# and the reports of phases, messages and operations.
+# Monitors and reports that a configuration asks for: TensorBoard's event files, DeepSpeed's CSV files, Prometheus's
+# text file, and the reports of phases, messages and operations.
 
 bats_require_minimum_version 1.5.0
 

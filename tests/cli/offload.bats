@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What is offloaded changes no number: from the shell, with real processes and files; and ds-offload.
+# Offloading changes no results: from the shell, with real processes and files. Also ds-offload.
 
 bats_require_minimum_version 1.5.0
 
@@ -129,7 +129,7 @@ PYTHON
     ds-launch -n "$ranks" ds-train cfg.json --out "file$ranks" --quiet --set zero_optimization.stage=$((ranks == 4 ? 3 : ranks)) "$@"
     assert_equal "$(losses "file$ranks")" "$(losses memory)"
   done
-  # What a save waits for is counted, too, in the step behind it.
+  # Time that a save waits is counted, too, in the step after it.
   ds-train cfg.json --out saves --quiet "$@" --set save.every=1 --set zero_optimization.offload_optimizer.pipeline_read=false
   ds-train cfg.json --out late --quiet "$@" --set zero_optimization.offload_optimizer.pipeline_read=false
   python3 - saves/metrics.jsonl late/metrics.jsonl <<'PYTHON'

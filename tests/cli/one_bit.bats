@@ -31,7 +31,7 @@ one_bit() { # params zero
     done
   done
   h5dump -H whole/step-00000012/rank-00001.h5 | grep -A3 'DATASET "momentum_worker_error@0[.]' | grep -q H5T_IEEE_F32LE
-  # Who only reads weights loses nothing by that.
+  # A command that reads only weights loses nothing by that.
   run --separate-stderr ds-train cfg.json --out whole --resume latest --eval --set data.split=0.1
   assert_success
   [[ $stderr != *"is lost"* ]] || fail "$stderr"

@@ -48,7 +48,7 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
   done
 }
 
-# What a resume from a run or step is told; --check foresees it.
+# Resuming from a run or step fails with a message, which --check foresees.
 refused() { # config out what
   for check in "" --check; do
     # shellcheck disable=SC2086
@@ -95,7 +95,7 @@ refused() { # config out what
   # Other rates and decay, in groups or not, are the same optimizer.
   groups '{"params": "*ln_*", "weight_decay": 0.1}, {"params": "*mlp*c_fc*", "type": "Lamb", "lr": 1e-3}, {"params": "*mlp*", "type": "Lamb"}' >more.json
   ds-train more.json --out run --resume latest --quiet --steps 3
-  # What is frozen on the way goes on without its state, and does not come back with none.
+  # Parameters that are frozen meanwhile continue without their state, and cannot be trained again without one.
   groups '{"params": "*mlp*", "frozen": true}' >frozen.json
   ds-train frozen.json --out run --resume latest --quiet --steps 4
   ds-train frozen.json --out run --resume latest --quiet --steps 5
@@ -300,7 +300,7 @@ END
   ds-train again.json --check
   # A group of another type has that type's defaults, but for what the optimizer is given.
   python3 -c 'import json; g = json.load(open("again.json"))["optimizer"]["param_groups"]; assert "type" not in g[0] and g[1]["lr"] == 1e-3 and g[1]["weight_decay"] == 0, g'
-  # What was frozen has no state.
+  # Frozen parameters have no state.
   run -3 ds-train cfg.json --set 'optimizer={"type":"AdamW","params":{"lr":1e-3}}' --out run --resume latest --steps 2
   assert_output --partial "has no state there (it was frozen"
 }

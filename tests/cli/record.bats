@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What a run tells of itself: the first and last lines of its metrics, and the counters in /dev/shm while it trains.
+# Records of a run: the first and last lines of its metrics, and the counters in /dev/shm while it trains.
 
 bats_require_minimum_version 1.5.0
 

@@ -19,7 +19,7 @@ flip() { # file offset
   printf '%b' "\\x$(printf %x $((byte ^ 16)))" | dd of="$1" bs=1 seek="$2" conv=notrunc status=none
 }
 
-# Where the data of a rank's first piece begins.
+# The offset of the data of a rank's first piece.
 offset_of() { # step rank state
   grep -m 1 "{\"file\":$2," "$1/manifest.json" | grep -o "\"$3\":{\"offset\":[0-9]*" | grep -o '[0-9]*$'
 }

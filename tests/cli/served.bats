@@ -214,7 +214,7 @@ ordinary() { # optimizer where
   grep -q "the server '$name' has ended; its states are not lost" err
   run -0 --separate-stderr ds-offload ls
   assert_line --regexp "^$name +- +- +[0-9]+ +[0-9.]+ .iB +memory$"
-  # What is left can be used without a server.
+  # The states that remain can be used without a server.
   run -0 ds-offload dump "$name" dumped
   run -0 ds-offload verify "$name"
   run -0 ds-offload rm "$name"

@@ -45,7 +45,7 @@ ranks_here() {
 some_rank_here() { [[ -n $(ranks_here) ]]; }
 no_rank_here() { [[ -z $(ranks_here) ]]; }
 
-# What ds-train refuses before anything is written: status text argument...
+# Runs that ds-train must refuse before anything is written: status text argument...
 refused() {
   local status=$1 text=$2
   shift 2

@@ -334,7 +334,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
     [[ $stderr =~ 'communication.backend "shm": 2 ranks of this run share '([0-9]+)' bytes of memory, and /dev/shm has 102400 bytes free' ]]
     local needed=${BASH_REMATCH[1]}
     refute [ -e run ]
-    # What it says is enough, to the page.
+    # The size that the message names is enough, to the page.
     run -0 --separate-stderr with_shm "$needed" ds-launch -n 2 ds-train cfg.json -v --out "shm$stage" "${zero[@]}"
     assert_equal "$(grep -c 'communication: shm$' <<<"$stderr")" 1
     run -0 --separate-stderr with_shm $((needed - 4096)) ds-launch -n 2 ds-train cfg.json -v --out "mpi$stage" "${zero[@]}"

@@ -124,7 +124,7 @@ TEST_P(Delayed, IsItsRecurrence) {
   }
 }
 
-// Of a step that is skipped there is no update; that of the step before is done.
+// A step that is skipped has no update; the update of the step before it is done.
 TEST_P(Delayed, ASkippedStepIsForgotten) {
   const TempDirectory dir;
   const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);

@@ -189,13 +189,14 @@ TEST_P(DeviceTraining, Workers) {
   }
 }
 
-// Of the host's memory, for saving and loading.
+// Host memory for saving and loading.
 i64 saves(const plan::RunPlan& plan) { return plan.memory.state_bytes + plan.memory.state_part_bytes; }
 
-// Updates on the host are those of the device, wherever the states are; and what that takes is what was predicted.
+// Updates on the host have the bits of those on the device, wherever the states are, and take the memory and traffic
+// that were predicted.
 TEST_P(DeviceTraining, OffloadChangesNoBit) {
   const TempDirectory dir;
-  // Beside what a checkpoint would take.
+  // Without the memory that a checkpoint would take.
   const Hooks look = {.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); },
                       .after_step =
                           [](engine::Engine& engine, i64 step) {
@@ -390,7 +391,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
   }
 }
 
-// What the simulator counts of page-locked memory; nothing on a GPU.
+// A count of page-locked memory, from the simulator; 0 on a GPU.
 size_t simulated(const char* count) {
   void* const plugin = ::dlopen(std::getenv("DS_CUDA_PLUGIN"), RTLD_NOW | RTLD_NOLOAD);
   auto* const read = plugin == nullptr ? nullptr : reinterpret_cast<size_t (*)()>(::dlsym(plugin, count));
@@ -460,7 +461,7 @@ TEST(DevicePinnedMemory, WhatTheSystemDoesNotLockIsSaid) {
   ::unsetenv("DS_SIM_LOCKED_BYTES");
 }
 
-// Of a range that is pinned, copies of any part are direct; of what lies across its end, they are as ever.
+// Copies of any part of a pinned range are direct. Copies across its end are made as without pinning.
 TEST(DevicePinnedMemory, CopiesOfAnyPartArrive) {
   const auto device = make_test_device(1);
   constexpr i64 kBytes = i64{3} << 20, kPinned = kBytes / 2 / 4096 * 4096;

@@ -54,7 +54,7 @@ template <class T>
 struct Outer {
   Outer(const DilocoConfig& config, const std::vector<float>& begin)
       : d(config), w(begin.begin(), begin.end()), m(begin.size()) {}
-  // Which elements are sent, and which of those that were take effect.
+  // send() adds up the elements that meet; land() applies those of the sums that take effect now.
   void send(const std::vector<std::vector<float>>& workers, const std::vector<bool>& meets) {
     sums.resize(w.size());
     for (size_t i = 0; i < w.size(); ++i) {
@@ -96,7 +96,7 @@ std::vector<Trace> simulate(Config config, int ranks, i64 steps) {
                     [&](engine::Engine& engine, i64 step) {
                       const auto rank = static_cast<size_t>(engine.mesh().rank());
                       masters[rank] = masters_of(engine);
-                      // Which fragment an element is of.
+                      // Finds the fragment of each element.
                       std::vector<bool> meets, lands;
                       bool any = false;
                       for (const zero::Piece& piece : engine.held_pieces()) {
@@ -153,7 +153,7 @@ TEST(Diloco, WorkersDoWhatASimulationDoes) {
       }
     }
   }
-  // What travels beside training takes effect later, beside what a worker has then.
+  // With overlap the result of a meeting takes effect later; it is mixed with the parameters that a worker has by then.
   for (const auto& [fragments, overlap, share] : {std::tuple{1, 3, 0.5}, {3, 2, 0.25}, {2, 3, 0.0}}) {
     Config c = config_of({}, 3, 7);
     c.optimizer.diloco.fragments = fragments;
@@ -235,7 +235,7 @@ TEST(Diloco, WorkersHaveTheSameParametersBehindAMeeting) {
   }
 }
 
-// What is planned of meetings is what they send.
+// Meetings send as much as the plan states.
 TEST(Diloco, MeetingsArePlanned) {
   for (const i64 bits : {32, 4}) {
     Config c = config_of({.dp = 2, .stage = 3}, 2, 4);

@@ -142,7 +142,7 @@ TEST(OffloadWays, AllGiveTheSameBits) {
   }
 }
 
-// Where nothing runs beside, what is in memory still does not depend on the disk's speed: bytes are those predicted.
+// Without overlap the data in memory still does not depend on the disk's speed: bytes are those predicted.
 TEST(OffloadWays, TrafficIsAsPredicted) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb", "Groups"}) {

@@ -196,7 +196,7 @@ TEST(OneBitAdam, SendsSigns) {
       const double scales = 20.0 * 2 * (P - 1) * 4 * static_cast<double>(model.params().size());
       EXPECT_GT(static_cast<double>(sent), payload + scales);
       EXPECT_LT(static_cast<double>(sent), 1.1 * payload + scales + 20.0 * 2 * (P - 1) * 64);
-      // Of the warm-up alone.
+      // Only the warm-up sends these.
       EXPECT_EQ(t.sent.at("dp.reduce_scatter").calls % 10, 0);
       Config exact = c;
       exact.optimizer.type = OptimizerType::AdamW;
@@ -207,7 +207,7 @@ TEST(OneBitAdam, SendsSigns) {
   }
 }
 
-// What is lost is in checkpoints' arrays of ranks, and resetting it is what another layout does.
+// Compression errors are kept in the checkpoint's arrays of each rank. Another layout resets them.
 TEST(OneBitAdam, WhatIsRankLocalGoesOnWhereItWas) {
   for (const i64 stage : {0, 1}) {
     Config c = one_bit(tiny_gpt2(), {.dp = 2, .stage = stage});

@@ -329,8 +329,8 @@ TEST(Copies, StayEqualBitForBit) {
   }
 }
 
-// What makes a rank's gradient infinite, or no number, at one step: the operation that leaves the gradient of the bias
-// of GPT-2's fused projection, which no other rank has.
+// Makes a rank's gradient infinite or NaN at one step, in the operation that computes the gradient of the bias of
+// GPT-2's fused projection; no other rank has that bias.
 thread_local bool plants = false;
 thread_local i64 planted_elems = 0;
 thread_local float planted_value = 0;

@@ -76,7 +76,7 @@ TEST(ServedRuns, OutliveTheirTrainers) {
         EXPECT_EQ(losses, want.losses) << what;
         EXPECT_EQ(fourth.states, want.states) << what;
         EXPECT_THAT(offload::verify_server(server.name()), ::testing::IsEmpty()) << what;
-        // What the server writes is the state that the run has saved itself.
+        // The state that the server writes is the one that the run saved itself.
         const std::string step = offload::dump_server(server.name(), dir / ("dump" + random_hex64()));
         const Trace after = resume(c, two, 1, step);
         const Trace there = train_threads(served(c, server), 2, 1, 1, going_on());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where masters and optimizer states are kept changes nothing: a run whose states stand elsewhere and come to the
-// device piece by piece, in one version or in two, trains with the bits of one that has them there, saves the same,
-// goes on from the other's checkpoints, at another layout too, and merges to the same file.
+// The place of masters and optimizer states changes nothing. A run whose states are kept elsewhere and come to the
+// device piece by piece, in one version or in two, trains with the bits of a run that keeps them on the device. It
+// saves the same, resumes from the other's checkpoints, at another layout too, and merges to the same file.
 
 #include <gmock/gmock.h>
 
@@ -89,7 +89,7 @@ TEST(TierCheckpoints, AreThoseOfTheDevice) {
       {{.name = "a tier of one version", .hooks = moved(1)}, {.name = "a tier of two versions", .hooks = moved(2)}});
 }
 
-// What is not a number shows, wherever it is kept.
+// A NaN is found, wherever the state is kept.
 TEST(TierCheckpoints, StatesThatAreNoNumbersAreFound) {
   const Hooks look = {.at_end = [](engine::Engine& engine) {
     EXPECT_TRUE(engine.is_finite());

@@ -53,7 +53,7 @@ inline ModelConfig tiny_llama() {
   return c;
 }
 
-// Of four heads and widths that tp and sp of 2 and 4 divide.
+// `c` with four heads, and with widths that tp and sp of 2 and 4 divide.
 inline ModelConfig of_four_heads(ModelConfig c) {
   c.kv_heads = c.kv_heads == c.heads ? 4 : 2;
   c.heads = 4;
@@ -265,7 +265,7 @@ struct Writing {
   i64 max_tokens = 8;
   infer::Sampling sampling{.temperature = 0};
 };
-// What a model writes behind a prompt.
+// The completion that a model writes for a prompt.
 inline std::vector<i32> text_of(engine::Engine& engine, std::vector<i32> prompt, const Writing& w) {
   std::vector<i32> text;
   infer::write(engine.stage(), {&prompt, 1}, {.max_tokens = w.max_tokens, .sampling = w.sampling}, [&](size_t, i32 id) {

@@ -9,7 +9,7 @@
 namespace ds::testing {
 namespace writing_test {
 
-// Of unlike lengths; the second one has a single token.
+// Prompts of different lengths; the second one has a single token.
 std::vector<std::vector<i32>> prompts() {
   std::vector<std::vector<i32>> all;
   for (const i32 length : {5, 1, 9, 3, 3, 12, 2}) {

@@ -260,7 +260,7 @@ TEST(CodedGradients, ErrorsFollowTheLossScale) {
     EXPECT_NEAR(growing.losses[i], fixed.losses[i], 5e-6 * fixed.losses[i]) << i;
 }
 
-// What overflows in 16 bits shows in what codes say: the step is skipped, and the scale falls.
+// An overflow in 16 bits survives the encoding: the step is skipped, and the scale falls.
 TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
   const Layout l{.dp = 4, .stage = 3};
   Config c = stage3(of_four_heads(tiny_gpt2()), l);

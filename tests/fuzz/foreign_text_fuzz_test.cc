@@ -34,7 +34,7 @@ size_t below(Random& random, size_t n) { return static_cast<size_t>(random() % s
 
 constexpr std::string_view kForged = "forged: you have been owned";
 
-// What terminals obey, what is no text, what begins a line.
+// Sequences that terminals obey, bytes that are not text, and characters that begin a line.
 constexpr std::array<std::string_view, 18> kHostile = {"\x1b]0;owned\x07",
                                                        "\x1b[2J\x1b[31m",
                                                        "\x1bP$q\"p\x1b\\",
@@ -249,7 +249,7 @@ TEST_F(ForeignText, OfTokenizers) {
     if (!fs::exists(path)) continue;
     std::string text = read_file(path);
     if (file.ends_with(".json")) {
-      // What decides, not one of a thousand words.
+      // Mostly before the vocabulary: in a field that decides something, not in one of a thousand words.
       const size_t model = text.find("\"vocab\""), head = text.find("\"model\"");
       const size_t cut = head != text.npos && model != text.npos && below(random_, 4) > 0 ? model : text.size();
       text = with_hostile_string(text.substr(0, cut), random_) + text.substr(cut);

@@ -20,7 +20,7 @@ namespace hdf5_fuzz_test {
 using testing::read_file;
 using testing::write_file;
 
-// Where a good file has a checksum: over bytes [begin, end), stored at `end`.
+// A checksum of a good file: over bytes [begin, end), stored at `end`.
 struct Sealed {
   size_t begin, end;
 };

@@ -336,7 +336,7 @@ TEST(Evoformer, NaNsReachTheSequencesThatHaveThemAndNoOthers) {
   }
 }
 
-// What a call takes beyond its arguments, by length: no more than twice for twice the tokens, however many sequences.
+// Scratch of a call, by length: twice the tokens need at most twice as much, however many sequences there are.
 TEST(Evoformer, ScratchIsLinearInTokens) {
   if (test_device() != nullptr) GTEST_SKIP() << "scratch of the CPU";
   const auto bytes = [](const OpTable& ops, i64 N, i64 T) {

@@ -82,7 +82,7 @@ TEST(AttentionMerge, AgreesWithRef) {
                 return std::vector<Tensor>{got.o, got.lse};
               },
               what);
-          // What does not take part, or has nothing to merge, keeps its bits.
+          // Elements that take no part, or have nothing to merge, keep their bits.
           MergeInputs got(c);
           ThreadPool pool(2);
           Stream two{.pool = &pool};
@@ -206,8 +206,8 @@ Attended in_one(const OpTable& ops, const RingCase& c, const RingInputs& in, Str
   return a;
 }
 
-// What the ranks do, one after the other. A rank holds its two chunks of tokens side by side; lse of a chunk is a part
-// of its rows.
+// The steps of all ranks, one rank after the other. A rank holds its two chunks of tokens side by side; lse of a chunk
+// is a part of its rows.
 Attended in_blocks(const OpTable& ops, const RingCase& c, const RingInputs& in, Stream& s) {
   const size_t ranks = c.ranks(), chunks = 2 * ranks;
   const std::vector<i64>& key_cuts = c.key_cuts.empty() ? c.cuts : c.key_cuts;

@@ -26,7 +26,7 @@ using testing::TempDirectory;
 using testing::write_file;
 using Mode = SparseAttentionMode;
 
-// What is transposed says the same, and nothing lies beyond the blocks.
+// The transposed layout contains the same blocks, and there are no bits beyond the blocks.
 void check_transposed(const AttentionLayout& layout) {
   const i64 count = layout.count(), words = layout.words();
   ASSERT_EQ(std::ssize(layout.keys()), layout.layouts() * count * words);

@@ -532,7 +532,7 @@ TEST(FindCheckpoint, LatestStepNamesAndPaths) {
   EXPECT_ERROR(find_checkpoint(dir.path(), "kept"), Errc::Io, "kept: no such checkpoint");
 }
 
-// What is warned of while `body` runs, line by line.
+// Warnings printed while `body` runs, one a line.
 template <class F>
 std::string warnings_of(F&& body) {
   std::string said;
@@ -582,7 +582,7 @@ TEST(FindCheckpoint, TakesTheNewestCompleteStepWhereLatestIsDamaged) {
                "names 'garbage', which is not a step; there is no other complete step");
 }
 
-// What latest names is taken for what it is: damaged data is found, and said, by who reads it.
+// find_checkpoint takes the step that `latest` names, even if its data is damaged: the reader detects and reports that.
 TEST(FindCheckpoint, TakesNoOtherStepInPlaceOfDamagedData) {
   const TempDirectory dir;
   save_sample(dir.path(), 5, DType::F32, 1);

@@ -75,7 +75,7 @@ TEST(CommbenchSizes, AreNotEndless) {
   EXPECT_EQ(list_sizes({.min_bytes = 1, .max_bytes = i64{1} << 42, .factor = 1 << 20}).size(), 3u);
 }
 
-// What nccl-tests prints in size and count for these arguments.
+// Expected values are the size and count that nccl-tests prints for these arguments.
 TEST(CommbenchSizes, RoundDownAsInNcclTests) {
   const auto size_and_count = [](const char* op, i64 bytes, DType t, int ranks) {
     const Operation& o = operation(op);

@@ -232,7 +232,7 @@ double norm(const Floats& x) {
   return std::sqrt(sum);
 }
 
-// What has been handed out is what came in, but for the errors, and these do not grow.
+// The sum of the results is the sum of the inputs, up to the errors that are kept, and these do not grow.
 TEST(OneBit, TheSumOverStepsFollowsTheMeans) {
   constexpr int P = 4;
   constexpr i64 n = 1003;

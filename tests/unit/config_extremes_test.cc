@@ -111,7 +111,7 @@ std::vector<Number> all_numbers() {
   return all;
 }
 
-// What a sound prediction cannot be.
+// Checks properties of every valid prediction.
 void check_prediction(const Config& c, int ranks) {
   const memreport::Prediction p = memreport::predict(c, {.ranks = ranks, .nodes = 1}, DeviceKind::Cpu);
   const auto product = static_cast<long double>(c.batch.train) * static_cast<long double>(c.data.seq_length);

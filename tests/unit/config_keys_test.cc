@@ -269,7 +269,7 @@ TEST(ConfigResolved, OldFormsOfOffloadAreTheNewOnes) {
   EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
 }
 
-// What decides the schedule of one stage is said where it has chunks.
+// The setting that decides the schedule of a single stage is written out if the stage has chunks.
 TEST(ConfigResolved, BreadthFirstIsReadBack) {
   const ConfigResult r = parse(R"({"train_batch_size": 4,
     "pipeline": {"schedule": "breadth-first", "virtual_stages": 2, "partition": "uniform"}})");
@@ -281,7 +281,8 @@ TEST(ConfigResolved, BreadthFirstIsReadBack) {
   EXPECT_EQ(again.config.pipeline.partition, "uniform");
 }
 
-// What asks for a report, or for another way to the same numbers, is a warning; what asks for neither is silent.
+// Keys that ask for a report, or for another way to the same numbers, cause a warning; values that ask for neither are
+// silent.
 TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
   const ConfigResult r = parse(
       R"({"train_batch_size": 4, "comms_logger": {"enabled": false, "debug": true}, "comms_config": {"verbose": true},
@@ -418,7 +419,7 @@ constexpr std::string_view kTableHeads[] = {
     "These keys are errors.\n"};
 static_assert(std::size(kTableHeads) == kNumTables);
 
-// Where a key stands and what is said of it; no text: it has an entry of its own.
+// The table that lists a key, and the text about it; no text: the key has an entry of its own.
 std::pair<Table, std::string> fate(const Key& key) {
   const auto must_be = [&](std::string what) {
     return std::pair(kNotYetTable, sentence(key.note.empty() ? what : fmt::format("{}: {}", what, key.note)));

@@ -661,8 +661,7 @@ TEST(Config, OneWarningStatesWhatNobodyHasChosen) {
   }
 }
 
-// What a schedule has is not written again, so that what is resolved is read back without a word.
-// What follows from keeping no masters, and what says so where it has no effect.
+// Keeping no masters sets other types, and keys that then have no effect are reported.
 TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
   Config c = good(R"({"train_batch_size": 6, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
     "bf16_optimizer_states": true, "stochastic_rounding": true}})");
@@ -704,7 +703,7 @@ TEST(Config, AResolvedOneCycleIsReadBack) {
   EXPECT_THAT(to_string(group.diagnostics[0]), HasSubstr("optimizer.param_groups[0].betas: has no effect"));
 }
 
-// What pydantic takes for DeepSpeed; and forms that it had before.
+// Values that pydantic accepts for DeepSpeed, and older forms of sections.
 TEST(Config, SectionsOfPydanticAreReadAsTheyReadThem) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "_comment": {"of": ["mine"]}, "zero_optimization": {
       "stage": "2", "overlap_comm": 1, "load_from_fp32_weights": "true", "zero_hpz_partition_size": "1",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the child of formats/confined can do, and what becomes of one that does something else.
+// The rights of the child of formats/confined, and its end if it does something else.
 
 #include "formats/confined.h"
 

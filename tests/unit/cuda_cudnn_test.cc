@@ -55,7 +55,8 @@ TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
   EXPECT_EQ(std::filesystem::path(taken.file).filename().string().substr(0, real.size()), real);
 }
 
-// What an old one has opened stays, and would be half of the next: it is said, and no other is taken.
+// The parts that an old library has opened stay loaded, and the next library would use them. This is reported, and no
+// other library is taken.
 TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;

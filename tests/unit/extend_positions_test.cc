@@ -94,7 +94,7 @@ TEST(ExtendPositions, RepeatsTheRowsOfEveryState) {
       }
     }
   }
-  // What stands beside what was left out is read by its own number.
+  // Elements after the part left out are read at their own index.
   EXPECT_EQ(values_of(*state, State::Master, number_of(*state, "h.0.attn.masked_bias"), 0, 1), std::vector<float>{70});
   EXPECT_EQ(values_of(*state, State::Master, number_of(*state, "h.0.attn.c_attn.bias"), 1, 2),
             (std::vector<float>{51, 52}));

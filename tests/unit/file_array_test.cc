@@ -121,7 +121,7 @@ TEST(FileArray, KnowsItsBuffersApart) {
   }
 }
 
-// What reads of a file find below is gone.
+// Truncates the open files below a directory, so that reads find nothing.
 void lose(const std::string& dir) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stays behind when a launcher is killed, and who can tell.
+// Processes that outlive a killed launcher, and how they are detected.
 #include "launch/process.h"
 
 #include <fmt/format.h>

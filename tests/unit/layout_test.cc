@@ -206,8 +206,8 @@ TEST(Layout, IsThePicture) {
   }
 }
 
-// Where states are kept in blocks: every piece begins at a multiple of a block of its row, and only the end of a row
-// ends one that is short. Such a layout has a name of its own; others keep theirs.
+// With states in blocks every piece begins at a multiple of a block of its row, and only the end of a row ends a short
+// block. Such a layout has an id of its own; others keep theirs.
 TEST(Layout, CutsNoBlock) {
   for (const i64 stage : {0, 1, 3}) {
     for (const int P : {1, 2, 3, 5}) {

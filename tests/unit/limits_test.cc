@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the system refuses a thread or a process: an error that names what could not be started and the limit, no wait
-// for ever, and what had been started is gone. Each case is a child process of a user of its own with few tasks.
+// If the system refuses a thread or a process, the error names the thread or process and the limit, nothing waits
+// forever, and everything started before is gone. Each case is a child process of a user of its own with few tasks.
 
 #include "base/limits.h"
 
@@ -45,7 +45,7 @@ struct LimitsTest : ::testing::Test {
   }
 };
 
-// Where a limit of tasks is told or met exactly.
+// Tests in which a limit of tasks is named or met exactly.
 struct CountedTasksTest : LimitsTest {
   void SetUp() override {
 #ifdef __SANITIZE_THREAD__

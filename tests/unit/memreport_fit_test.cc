@@ -17,7 +17,7 @@ constexpr const char* kText =
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
         "data": {"seq_length": 32}, "bf16": {"enabled": true}, "train_batch_size": 16})";
 
-// Of which a run on 8 ranks can be, or cannot.
+// A configuration for 8 ranks; `sound`: it is valid.
 Source source(std::vector<std::string> overrides = {}, bool sound = true) {
   Source s;
   s.ranks = 8;
@@ -116,7 +116,7 @@ TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   }
 }
 
-// Of one that cannot be on these ranks the batch and all else is kept.
+// A configuration that is not valid on these ranks keeps its batch and everything else that can stay.
 TEST(Fit, ASourceThatCannotBeIsRearranged) {
   const auto unsound = [](std::vector<std::string> overrides) { return source(std::move(overrides), false); };
   const FitOptions plenty = options(i64{4} << 20, 3);
@@ -155,8 +155,9 @@ TEST(Fit, TheSecondNameOfTensorParallelismYields) {
   EXPECT_EQ(degrees, (std::set<i64>{1, 2, 4}));
 }
 
-// What nobody said of a batch follows and is no change; what computes more again than it must is near to a source that
-// does; of one change the fastest counts.
+// Settings of the batch that the source does not fix follow from the others and count as no change. A source that
+// recomputes more than it must is near to arrangements that do so, too. Among arrangements with one change the fastest
+// is chosen.
 TEST(Fit, TheNearestChangesTheFewestSettings) {
   const auto nearest = [](const Source& s, i64 memory) {
     const FitResult r = fit(s, options(memory, 1), kHardware);
@@ -270,7 +271,7 @@ TEST(Hardware, StepsOfAnyLength) {
       };
       const StepTime before = time(4092), last = time(4096), next = time(4100), far = time(4096 + 20000);
       const double slope = (last.step_s - before.step_s) / 4;
-      // What is done once, and spread over the passes, makes those that fill the pipeline a little shorter.
+      // Work that is done once is spread over the passes; it makes the passes that fill the pipeline a little shorter.
       EXPECT_NEAR(next.step_s, last.step_s + 4 * slope, 1e-6 * last.step_s);
       EXPECT_NEAR(far.step_s, last.step_s + 20000 * slope, 1e-4 * far.step_s);
       EXPECT_NEAR(far.pipeline_s + far.communication_s + far.optimizer_s + far.publish_s, far.step_s,

@@ -447,7 +447,7 @@ TEST(Explain, PutsTheNumbersIntoZerosTable) {
   EXPECT_THAT(text, HasSubstr("  Sent per step at stage 3: 3Ψ = 22.5e9 elements, 45.000 GB in 16 bit."));
   EXPECT_THAT(text, HasSubstr("host memory\n14Ψ/N = 14/64 · 7.5e9 = 1.641 GB"));
   EXPECT_THAT(text, HasSubstr("  = 7.5e9 parameters: 18 · 7.5e9 = 125.729 GiB, distributed optimizer 43.219 GiB."));
-  // Of a model of which no more is known, nothing is made up.
+  // Nothing is made up about a model of which only the size is known.
   EXPECT_THAT(text, HasSubstr("not known without layers, hidden size, heads, vocabulary and sequence length"));
   EXPECT_THAT(text, Not(HasSubstr("M_model = 4·")));
 }

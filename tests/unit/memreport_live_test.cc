@@ -125,7 +125,7 @@ class Planted {
   int lock_;
 };
 
-// What this process would show, under another pid.
+// The segment that this process would publish, under another pid.
 std::unique_ptr<LiveSegment> segment(i64 pid) {
   auto s = std::make_unique<LiveSegment>();
   s->header.bytes = sizeof(LiveSegment);

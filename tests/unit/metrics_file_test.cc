@@ -232,7 +232,7 @@ TEST_F(MetricsFileTest, MistakesAreToldWithTheirPlace) {
   EXPECT_ERROR(read_metrics(dir_.path()), Errc::Io, "metrics.jsonl");
 }
 
-// Who reads while a run writes sees its last line cut anywhere.
+// A reader of a run that is writing may see the last line cut anywhere.
 TEST_F(MetricsFileTest, AFileThatEndsAnywhereIsReadUpToThere) {
   const std::string text = run_line(0, "now") + step_line(1, 40) + step_line(2, 10) + kEvent + step_line(3, 10) +
                            memory_line(3) + run_line(3, "later") + step_line(4, 10);

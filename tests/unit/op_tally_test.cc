@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step is said to compute and move: against formulas, against itself when it is cut in parts, and against the
-// ops that an engine really calls.
+// The predicted operations and bytes of a step: against formulas, against themselves when the step is cut in parts, and
+// against the ops that an engine really calls.
 
 #include "plan/op_tally.h"
 
@@ -413,7 +413,7 @@ TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
   }
 }
 
-// What the communicator of one rank folds: every gradient once.
+// The communicator of one rank folds every gradient once.
 TEST(OpTally, ReductionsAreWhatTheCommunicatorFolds) {
   for (const i64 stage : {0, 2, 3}) {
     const Config c = tiny_config(tiny_gpt2(), 1, 2, stage);

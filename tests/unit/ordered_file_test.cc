@@ -104,7 +104,7 @@ TEST(OrderedFile, GivesBackWhatWasWritten) {
   }
 }
 
-// What is read comes before anybody asks for it.
+// Data is read before anybody asks for it.
 TEST(OrderedFile, ReadsAhead) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);

@@ -113,7 +113,7 @@ TEST(Simulate, BubblesOfKnownSizes) {
   EXPECT_DOUBLE_EQ(bubble({ZeroBubbleH1, 4, 0, 8}), 1. / 9);
 }
 
-// Where its conditions do not hold, ZB-H1's formula promises too much.
+// If its conditions do not hold, ZB-H1's formula promises too much.
 TEST(Simulate, ZeroBubbleWithHeavyWeightGradientsIsSlowerThanItsFormula) {
   const Costs costs{1, 0.8, 1.2};
   const ScheduleOptions o{ScheduleKind::ZeroBubbleH1, 4, 0, 8};

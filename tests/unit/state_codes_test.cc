@@ -35,7 +35,7 @@ Block encoded(DType t, const std::vector<float>& values) {
   return b;
 }
 
-// What a code says, from the words of the definition.
+// The value of a code, written from the text of the definition.
 double value_of(DType t, int k) {
   const int bits = t == DType::I8 ? 7 : 8;
   if (k == 0) return 0;
@@ -123,7 +123,8 @@ TEST(StateCodes, ZerosAndWhatIsNearToThemAreZeros) {
   }
 }
 
-// What is not finite shows in all of its block, and in no other; so does what is below zero and must not be.
+// A value that is not finite makes its whole block not finite, and no other block. So does a negative value in an
+// unsigned state.
 TEST(StateCodes, WhatIsNotFiniteShows) {
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   for (const DType t : kCoded) {

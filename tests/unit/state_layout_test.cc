@@ -79,7 +79,7 @@ TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
           end = stop;
         }
         EXPECT_LE(end * 4, states.bytes(s));
-        // What a rank owns of what it holds whole lies inside it.
+        // The part that a rank owns of a state that it holds whole lies inside the array.
         for (const Piece& p : layout.owned_pieces(r)) {
           if (!states.has(s, p.param)) continue;
           EXPECT_LE(states.offset(s, p) + p.count * 4, states.bytes(s));

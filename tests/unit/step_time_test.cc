@@ -243,7 +243,7 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   const StepTime late = Predicted(c, DeviceKind::Cuda)(gpu);
   EXPECT_NEAR(late.optimizer_s, t.optimizer_s - late.pipeline_s, 1e-3 * t.optimizer_s);
   EXPECT_NEAR(late.step_s, t.step_s - on_device.pipeline_s, 0.02 * t.step_s);
-  // What is longer than the passes is not hidden twice.
+  // An update that takes longer than the passes is not hidden twice.
   c.zero.offload_optimizer = {
       .device = OffloadDevice::Nvme, .nvme_path = "disk", .buffer_count = 1, .delayed_update = true};
   c.zero.sub_group_size = 1;

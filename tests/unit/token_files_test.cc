@@ -50,7 +50,7 @@ std::vector<i32> read(const TokenStream& stream, i64 position, i64 n, i64 vocab_
 }
 std::vector<i32> read_all(const TokenStream& stream) { return read(stream, 0, stream.num_tokens()); }
 
-// What make_data.py writes.
+// The tokens that make_data.py writes.
 std::vector<i32> made(i64 count, i64 vocabulary) {
   std::vector<i32> ids;
   for (i64 i = 0; i < count; ++i) ids.push_back(static_cast<i32>((31 * i * i + 7 * i) % vocabulary));
@@ -266,7 +266,7 @@ class MegatronIndex : public ::testing::Test {
   TempDirectory dir_;
   const std::string good_ = testing::read_file(golden("megatron-int32.idx"));
   const std::string bin_ = testing::read_file(golden("megatron-int32.bin"));
-  // Where the parts of the index begin.
+  // The offsets of the parts of the index.
   static constexpr size_t kVersion = 9, kType = 17, kSequences = 18, kDocuments = 26, kLengths = 34,
                           kPlaces = kLengths + 4 * 5, kEnds = kPlaces + 8 * 5;
 };
@@ -460,7 +460,7 @@ TEST(JsonlFile, TheTokenizersEndOfTextComesBehindEachText) {
   }
 }
 
-// What is to be predicted of the whole stream, and '.' for what is not.
+// The targets of the whole stream, with '.' for tokens that are not predicted.
 std::string targets_of(const TokenStream& stream) {
   std::vector<i32> ids(static_cast<size_t>(stream.num_tokens()));
   stream.read_targets(0, ids, kAnyId);

@@ -124,7 +124,7 @@ TEST(Tokenizer, FilesWithoutTokenizerJsonFollowTheirClass) {
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "merges.txt:2");
 }
 
-// What a change of one value makes of a good file: pointer, new value, code, words.
+// The error after one value of a good file is changed: pointer, new value, code, words.
 struct Refusal {
   const char *file, *pointer, *value;
   Errc code;
@@ -306,7 +306,7 @@ TEST(Tokenizer, CutsChangeNoIds) {
     EXPECT_GT(num_cuts, 30u) << name;
     EXPECT_EQ(parts, encode(*tokenizer, text)) << name;
   }
-  // Where nothing is known, there are none.
+  // Tokenizers about which nothing is known have no cuts.
   for (const char* name : {"llama2", "llama2-sp", "mixed"})
     EXPECT_EQ(open_tokenizer(test_data(std::string("tokenizers/") + name))->cut_after(text, 0), text.size()) << name;
 }
