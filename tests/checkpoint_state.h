@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A small model with known state for the checkpoint tests: every element of every state has a value that says which
-// parameter, state and index it is, so that any range can be checked wherever it was.
+// A small model with known state for the checkpoint tests: the value of every element encodes its parameter, state and
+// index, so that any range can be checked wherever it was stored.
 
 #include <cstring>
 

@@ -62,7 +62,7 @@ inline void on_ranks(int ranks, const std::function<void(int)>& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// Reads a configuration with changes ("a.b=v") for so many ranks, or says what is wrong with it and ends the program.
+// Reads a configuration with changes ("a.b=v") for so many ranks, or prints its errors and ends the program.
 inline Config read_config(const std::string& path, const std::vector<std::string>& set, int ranks) {
   const ConfigResult read = load_config(path, set, ranks);
   if (!read.ok()) {

@@ -9,7 +9,7 @@
 
 namespace ds::bench {
 
-// A tensor with the memory behind it, filled with numbers of every sign between -1 and 1.
+// A tensor that owns its memory, filled with numbers of every sign between -1 and 1.
 struct Tensor {
   std::vector<u8> bytes;
   TensorView view;

@@ -184,7 +184,7 @@ class Probe {
   }
 
  private:
-  // The median time of one call; 0: it does not run, and `status` says why.
+  // The median time of one call; 0: it does not run, and `status` gives the reason.
   template <class Call>
   double time(Call&& call, std::string& status) {
     for (int i = 0; i < 2; ++i) {

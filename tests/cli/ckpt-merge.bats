@@ -188,7 +188,7 @@ PY
   refuses 1 "no checkpoint and no model in this directory" empty -o out.h5
 }
 
-# warns TEXT: the newest complete step is merged, and why is said in one warning.
+# warns TEXT: the newest complete step is merged, and one warning gives the reason.
 warns() {
   run --separate-stderr "$merge" run -o out.h5
   echo "status $status, stderr: $stderr"
@@ -582,7 +582,7 @@ PY
   "$DS_BIN/ds-shard" zero -o sharded --quiet
   "$merge" sharded -o again --format hf --quiet
   grep -q '"model_type": "mine"' again/config.json
-  # Whoever names the tag means the same.
+  # Naming the tag's directory means the same.
   "$merge" zero/global_step4 -o tag --format hf --quiet
   diff -r mine tag
 }

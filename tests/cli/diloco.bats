@@ -125,7 +125,7 @@ setup() {
   ds-launch -n 2 ds-train cfg.json --out run --quiet &
   local launcher=$! status=0
   until_true 60 steps_at_least run 10
-  # The first worker goes on beside one that stands still.
+  # The first worker continues beside one that is stopped.
   local p still='' before
   for p in $(ranks_here); do
     if tr '\0' '\n' <"/proc/$p/environ" | grep -qx RANK=1; then still=$p; fi

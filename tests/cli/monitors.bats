@@ -200,7 +200,8 @@ PY
 import collections, json
 events = json.load(open("trace.json"))["traceEvents"]
 tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-# Perfetto tells threads by their numbers alone where that of a process is 0, and drops what overlaps an end by 1 ns.
+# Perfetto identifies threads by their numbers alone if that of a process is 0, and drops a span that overlaps an end by
+# 1 ns.
 assert len({tid for _, tid in tracks}) == len(tracks) and all(pid > 0 for pid, _ in tracks), tracks
 spans = collections.defaultdict(list)
 for e in events:

@@ -53,7 +53,7 @@ setup() {
   [[ $stderr == *"give --disk FILE"* ]]
   run -2 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12 --disk cfg.json
   [[ $stderr == *"cfg.json: not a document of ds-offload bench"* ]]
-  # On a GPU what goes between it and the host is not in the time: that is said.
+  # On a GPU, copies between it and the host are not part of the time; the report states that.
   run -0 --separate-stderr ds-memreport cfg.json --device cuda --gpu h100 --set zero_optimization.offload_optimizer.device=cpu
   assert_line --partial "without what is copied between the GPU and the host"
   run -0 --separate-stderr ds-memreport cfg.json --device cpu --peak 1e9 --bandwidth 1e12 \
@@ -195,7 +195,7 @@ run_broken() {
       assert_equal "$(losses broken)" "$(losses whole)"
     done
   done
-  # A write of half its bytes goes on where it ended.
+  # A write that stores half its bytes is continued from there.
   for at in 10 41 300; do
     rm -rf broken
     run_broken short $at --out broken "$@"
@@ -259,7 +259,7 @@ PYTHON
     [[ $stderr == *"disk: cannot write offloaded data: Input/output error"* ]] || fail "$stderr"
     assert_equal "$(ls -A disk)" ""
   done
-  # A write of half its bytes, two pages here, goes on where it ended.
+  # A write that stores half its bytes, two pages here, is continued from there.
   rm -rf broken
   run_broken short 5 --out broken "$@" --set train_micro_batch_size_per_gpu=4
   assert_equal "$status" 0

@@ -171,13 +171,13 @@ zero_one() { # stage is 0; intervals are short
     assert_output --partial "\"mean_comm_bytes_per_step\""
     assert_output --regexp "\"mean_comm_bytes_per_step\": \{[^}]*\"dp.one_bit\": $sum"
   done
-  # The first update behind the freeze gathers momentums at stage 1, and no other.
+  # The first update after the freeze gathers momentums at stage 1, and no other.
   one_bit '"freeze_step": 4' '"stage": 1'
   ds-launch -n 2 ds-train cfg.json --out gathers --quiet
   sum=$(grep '"type":"step"' gathers/metrics.jsonl | grep -o '"dp.all_gather":[0-9]*' | cut -d: -f2 | awk '{ s += $1 } END { printf "%.0f", s / 12 }')
   run ds-launch -n 2 ds-train cfg.json --check --json
   assert_output --regexp "\"mean_comm_bytes_per_step\": \\{[^}]*\"dp.all_gather\": $sum"
-  # What 1-bit LAMB keeps of parameters goes to the first rank of all for a checkpoint.
+  # For a checkpoint, the values that 1-bit LAMB keeps for each parameter go to the first rank of all.
   sed -i 's|"OneBitAdam"|"OneBitLamb"|' cfg.json
   ds-launch -n 4 ds-train cfg.json --out tensors --quiet --set tensor_parallel.tp_size=2
   run ds-memreport tensors/metrics.jsonl

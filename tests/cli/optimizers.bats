@@ -112,7 +112,7 @@ refused() { # config out what
   ds-train cfg.json --out run --quiet --steps 4 --resume latest
   ds-train bf16.json --out run --quiet --steps 5 --resume latest
   ds-train coded.json --out run --quiet --steps 6 --resume latest
-  # Each of its own kind where groups say so.
+  # Groups may have a kind each.
   sed 's|"optimizer": .*|"optimizer": {"params": {"lr": 3e-3}, "param_groups": [{"params": "*mlp*", "type": "AdamW8bit"}]},|' cfg.json >some.json
   ds-launch -n 2 ds-train some.json --out run --quiet --steps 8 --resume latest
   ds-train some.json --out whole --quiet --steps 6
@@ -189,7 +189,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   assert_equal "$(states_of whole.safetensors)" "exp_avg exp_avg_sq momentum_buffer"
   run grep -ac 'optimizer.exp_avg.wte' whole.safetensors
   assert_output 0
-  # A file with states goes back to a step, which goes on with the same bits.
+  # A file with states can be sharded into a step again.
   ds-shard whole.safetensors -o sharded --dp 2 --stage 2 --quiet
   ds-launch -n 2 ds-train groups.json --out whole --quiet --steps 8 --resume latest
   run ds-shard show sharded

@@ -104,7 +104,7 @@ PY
   wait $pid || status=$?
   assert_equal $status 75
   assert [ ! -e "/dev/shm/ds-train.$pid" ]
-  # The stopped run has told what it took.
+  # The stopped run has recorded the memory that it took.
   grep -q '"type":"memory"' run/metrics.jsonl
 
   ds-launch -n 2 ds-train cfg.json --out both --quiet --steps 1000000 &

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Saves beside training, saves that fail, and damage of every part: what is saved is the same however it is saved, and a
-# run goes on from the newest step that is whole.
+# Saves beside training, saves that fail, and damage of every part: a save writes the same however it is made, and a run
+# resumes from the newest step that is whole.
 
 bats_require_minimum_version 1.5.0
 
@@ -9,7 +9,7 @@ load tiny
 
 events() { grep -o "\"event\":\"$2\",\"step\":[0-9]*" "$1/metrics.jsonl" | sed 's/.*://' | tr '\n' ' '; }
 
-# The elements of a safetensors file, without its header: that one tells of the run's configuration too.
+# The elements of a safetensors file, without its header, which describes the run's configuration too.
 elements() { tail -c +$((8 + $(od -An -tu8 -N 8 "$1") + 1)) "$1"; }
 
 # Flips one bit of a file in place.

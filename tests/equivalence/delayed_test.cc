@@ -166,7 +166,7 @@ TEST(DelayedUpdates, ThatAreFinishedAreThoseOfMemory) {
                        train_threads(c, l.ranks(), kSteps), "LoCo");
 }
 
-// A run that saves finishes its updates first, and one that goes on from there, at another layout too, does as it does.
+// A run that saves finishes its updates first. A run that resumes from there, at another layout too, does the same.
 TEST(DelayedUpdates, GoOnFromCheckpoints) {
   for (const char* name : {"AdamW", "AdamW8bit"}) {
     const OptimizerCase& optimizer = optimizer_named(name);

@@ -172,7 +172,7 @@ TEST_P(DeviceTraining, Workers) {
     c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 3, .outer_gradient_bits = bits};
     c.batch.train *= 2;
     std::vector<std::vector<float>> masters(4);
-    const auto keep = [&](engine::Engine& engine) {  // behind a meeting
+    const auto keep = [&](engine::Engine& engine) {  // after a meeting
       std::vector<float>& all = masters[static_cast<size_t>(engine.mesh().rank())];
       for (const zero::Piece& piece : engine.held_pieces()) {
         const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
@@ -308,7 +308,7 @@ TEST_P(DeviceTraining, TilesGiveTheSameBits) {
   if (GetParam() == DType::F32) expect_close(tiles, whole, "whole");
 }
 
-// A server updates as the device does, wherever gradients and parameters stay, and a run goes on with what it has.
+// A server updates as the device does, wherever gradients and parameters stay, and a run resumes from its states.
 TEST_P(DeviceTraining, ServersChangeNoBit) {
   if (test_device() == nullptr) GTEST_SKIP() << "served_test has those of the CPU";
   const TempDirectory dir;
@@ -337,7 +337,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
         const plan::RunPlan& plan = engine.plan();
         EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(plan), plan.memory.by_tag[static_cast<size_t>(Tag::Host)])
             << what;
-        if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
+        if (want.skipped[step] || step == first) return;  // buffers hold other data than in the steps after
         const offload::FileCounts moved = engine.offload().of_step();
         EXPECT_EQ(moved.read_bytes, plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes) << what;
         EXPECT_EQ(moved.written_bytes, plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes)

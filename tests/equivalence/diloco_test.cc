@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// DiLoCo: what workers do is what runs do that never meet and whose parameters are set, in the steps of meetings, by an
-// outer optimizer that is written here, in fp32 to the bit and in fp64; ZeRO stages inside a worker are the same to the
-// bit; every worker has the same parameters behind a meeting; what travels is counted against the formula.
+// DiLoCo: workers train like runs that never meet and whose parameters are set, in the steps of meetings, by an outer
+// optimizer that is written here, in fp32 to the bit and in fp64. ZeRO stages inside a worker are the same to the bit,
+// every worker has the same parameters after a meeting, and traffic is counted against the formula.
 
 #include <barrier>
 
@@ -20,7 +20,7 @@ Config config_of(const Layout& l, int workers, i64 sync_every, OptimizerType inn
   return c;
 }
 
-// The traces of all ranks; each has the memory that its plan says.
+// The traces of all ranks; checks that each has the memory of its plan.
 std::vector<Trace> train(const Config& config, int ranks, i64 steps, const Hooks& hooks = {}) {
   std::vector<Trace> traces = traces_of_threads(config, ranks, steps, 1, hooks);
   for (const Trace& t : traces) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit Adam: what it does is what a simulation of all ranks in fp64 does with the same gradients, through warm-up and
-// freeze; ZeRO stage 1 is stage 0 to the bit; ranks of a pipeline and of tp agree; what overflows changes nothing; and
-// what travels is counted against the formula. Some of it holds for 1-bit LAMB, too.
+// 1-bit Adam updates like a simulation of all ranks in fp64 with the same gradients, through warm-up and freeze. ZeRO
+// stage 1 is stage 0 to the bit, ranks of a pipeline and of tp agree, overflows change nothing, and traffic is counted
+// against the formula. Some of it holds for 1-bit LAMB, too.
 
 #include "equivalence/one_bit.h"
 

@@ -329,7 +329,7 @@ TEST(ParamGroups, APatternThatMatchesNothingIsRefusedWithTheNearestName) {
   }
 }
 
-// The first update of LAMB in closed form: along the sign of the gradient, as long as the parameter's norm says.
+// The first update of LAMB in closed form: along the sign of the gradient, with a length given by the parameter's norm.
 TEST(Lamb, FirstUpdateHasTheLengthOfTheParameterTimesTheRate) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   c.optimizer.type = OptimizerType::Lamb;

@@ -102,7 +102,7 @@ TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
   EXPECT_EQ(gathered(breadth_first, 32), gathered(breadth_first, 8));
   EXPECT_GT(gathered(in_turn, 32), 3 * gathered(in_turn, 8));
   EXPECT_GT(gathered(in_turn, 8), 3 * gathered(breadth_first, 8));
-  // With a layer in each chunk, whatever the knobs say.
+  // With a layer in each chunk, whatever the settings of live parameters and reuse are.
   for (const i64 live : {0, 30'000, 1'000'000'000}) {
     for (const i64 reuse : {0, 30'000, 1'000'000'000}) {
       const auto change = [&](Config& c) { c.zero.max_live_parameters = live, c.zero.max_reuse_distance = reuse; };
@@ -273,8 +273,8 @@ TEST(TokenNorm, CountsASampleOnceHoweverManyRanksShareIt) {
     expect_one_ranks(train_threads(config(l), l.ranks(), kSteps), one, l.name());
 }
 
-// Both sums behind the data-parallel ones in one step: tied embeddings on one stage, and key and value heads that
-// several ranks have.
+// Both sums after the data-parallel ones in one step: tied embeddings on one stage, and key and value heads that
+// several ranks hold.
 TEST(TensorParallel, CopiedHeadsBesideTiedEmbeddings) {
   ModelConfig model = llama_model();
   model.tie_embeddings = true;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// States that a server has train with the bits of states in memory; it runs their updates, and goes on with them when
-// the run ends, at the same layout and at others. It is the server that ds-offload runs, in a thread of its own.
+// States at a server train with the bits of states in memory. The server runs their updates, keeps them when the run
+// ends, and serves the next run at the same layout and at others. It is the server that ds-offload runs, in a thread of
+// its own.
 
 #include <gmock/gmock.h>
 

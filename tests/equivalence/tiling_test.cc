@@ -186,7 +186,8 @@ TEST(Tiling, CheckpointsLoadWithTilesAndWithout) {
       };
       const Saved tiles = train_and_save(config(two, 1200), two, kSteps, dir / "tiles");
       const Saved whole = train_and_save(config(two, 0), two, kSteps, dir / "whole");
-      // Runs that resume from the same state do the same, whether tiles or whole layers wrote it.
+      // Every configuration resumes alike each time from one state. Other ranks, and stage 1 without tiles, change
+      // nothing.
       for (const auto& [layout, tile] : {std::pair{two, i64{1200}}, {other, 1200}, {two, 500}, {two, 0}, {less, 0}}) {
         const Trace a = resume(config(layout, tile), layout, kSteps, tiles.step);
         const Trace b = resume(config(layout, tile), layout, kSteps, tiles.step);

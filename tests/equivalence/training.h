@@ -91,7 +91,7 @@ inline Config tiny_config(const ModelConfig& model, int replicas, i64 accumulati
   return c;
 }
 
-// Sample k of an endless synthetic text that can be learnt: ids of a noisy arithmetic progression.
+// Sample k of an endless synthetic text that a model can learn: ids of a noisy arithmetic progression.
 inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32> targets) {
   const RngKey key{99, 5, 0};
   const i64 start = key.bits(static_cast<u64>(3 * sample)) % vocab,
@@ -308,7 +308,7 @@ inline std::vector<Trace> traces_of_threads(const Config& config, int ranks, i64
   return traces;
 }
 
-// Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says.
+// Rank 0's trace; checks that all ranks agree, and that each has the memory of its plan.
 inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
                            std::vector<std::unique_ptr<Communicator>> comms = {}, const OpTable& ops = *cpu_ops()) {
   std::vector<Trace> traces = traces_of_threads(config, ranks, steps, num_threads, hooks, std::move(comms), ops);

@@ -103,7 +103,7 @@ std::string damage(std::string text, const std::vector<std::string>& texts, Rand
   return text;
 }
 
-// Replaces one value somewhere in a tree that stays JSON, so that the damage reaches the tables behind the parser.
+// Replaces one value somewhere in a tree that stays JSON, so that the damage gets past the parser to the tables.
 void disturb(Json& value, Random& random) {
   static const Json kValues = Json::parse(
       R"([null, true, false, 0, 1, -1, 2, 3, 7, 1.5, 1e-30, 1e300, -1e300, 9223372036854775807, 18446744073709551615, "", "auto",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Damaged and forged HDF5 files, and forged answers of the process that parses them. Whatever the bytes: a table whose
-// every element can be read, or a ds::Error that says why not; never a crash or a hang of this process.
+// Damaged and forged HDF5 files, and forged answers of the process that parses them. Whatever the bytes, the result is
+// a table whose every element can be read, or a ds::Error with the reason; never a crash or a hang of this process.
 
 #include <algorithm>
 #include <cstring>
@@ -32,7 +32,7 @@ struct Seed {
 size_t below(std::mt19937& rng, size_t n) { return static_cast<size_t>(rng()) % std::max<size_t>(n, 1); }
 
 // The checksum of HDF5's metadata (Bob Jenkins, "lookup3", hashlittle with initial value 0), so that forged blocks of
-// the newer formats pass it and reach what lies behind.
+// the newer formats pass it and reach the code after it.
 u32 lookup3(const unsigned char* k, size_t length) {
   const auto rotate = [](u32 x, int n) { return (x << n) | (x >> (32 - n)); };
   u32 a = 0xdeadbeef + static_cast<u32>(length), b = a, c = a;
@@ -122,7 +122,7 @@ std::string mutate(const Seed& seed, std::mt19937& rng) {
         break;
       }
       case 3: put(at, below(rng, s.size()), 8); break;  // an address
-      case 4: {                                         // one block in the place of another
+      case 4: {                                         // one block instead of another
         const size_t from = place(), n = std::min({1 + below(rng, 64), s.size() - at, s.size() - from});
         std::memmove(s.data() + at, s.data() + from, n);
         break;
@@ -260,7 +260,7 @@ TEST(Hdf5Fuzz, TheParserOnMutants) {
   EXPECT_GT(outcome.refused, 200);
 }
 
-// A parser that a file has taken over says what it wants.
+// A parser that a file has taken over may answer anything.
 TEST(Hdf5Fuzz, ForgedAnswersAreRefusedOrSound) {
   constexpr i64 kFile = 1000;
   TensorTable good;

@@ -72,7 +72,7 @@ struct Counts {
   int accepted = 0, refused = 0;
 };
 
-// Opens, and reads all that is said to be there.
+// Opens the file, and reads everything that it claims to contain.
 template <class Open>
 void attempt(Open&& open, Counts& counts) {
   try {

@@ -394,8 +394,8 @@ TEST(Update, OfAParameterThatIsItsOwnMasterIsTheRuleBetweenDecodingAndRounding) 
   }
 }
 
-// A thousand updates of a 64th of what bf16 can say beside 1: to the nearest nothing moves, and stochastically the mean
-// moves as it should.
+// A thousand updates, each a 64th of the precision of bf16 at 1. Rounded to the nearest nothing moves; rounded
+// stochastically the mean moves as it should.
 TEST(Update, StochasticRoundingKeepsTheMean) {
   constexpr i64 n = 4096;
   constexpr int kSteps = 1000;
@@ -427,7 +427,7 @@ TEST(Update, StochasticRoundingKeepsTheMean) {
 }
 
 // Codes of ref are searched for in a list, in fp64: they differ by one at most, and where a number is in the middle of
-// two; after a hundred steps the weights are those of ref to what the codes can say.
+// two. After a hundred steps the weights are those of ref, up to the precision of the codes.
 TEST(Update, OfCodedStatesFollowsRef) {
   constexpr i64 n = 5003;
   ThreadPool pool(2);
@@ -500,7 +500,7 @@ TEST(Update, EncodesWhateverStatesMayBe) {
   std::vector<float> squares;
   for (i64 i = 0; i < n; ++i) {
     const float x = g[static_cast<size_t>(i)];
-    start.grad.view().as<float>()[i] = x * 64;  // kVerdict says 1/64
+    start.grad.view().as<float>()[i] = x * 64;  // kVerdict scales by 1/64
     start.master.view().as<float>()[i] = std::ldexp(static_cast<float>(i % 300 - 150), -140);
     squares.push_back(x * x);
   }

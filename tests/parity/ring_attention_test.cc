@@ -19,7 +19,7 @@ TensorView part(TensorView x, int d, i64 begin, i64 count) {
 
 struct MergeCase {
   i64 B, T, H, D;
-  i64 gap = 0;       // heads of o and o_part that do not take part, behind those that do
+  i64 gap = 0;       // heads of o and o_part that do not take part, after those that do
   i64 all_rows = 0;  // of o and lse, of which T from row 2 on take part; 0: T
   DType dtype = DType::F32;
 
@@ -146,7 +146,7 @@ struct Block {
 };
 
 // The calls that a range of queries and a range of keys need. Causal masks are aligned to the last query and the last
-// key, so the queries behind the last key are a call of their own.
+// key, so the queries after the last key are a call of their own.
 std::vector<Block> blocks_of(Range q, Range k, bool causal) {
   if (!causal) return {{q, k, false}};
   k.end = std::min(k.end, q.end);

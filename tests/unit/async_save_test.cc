@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A save beside other work: what is written is what was handed in, all ranks learn alike how it ended, and whoever
-// leaves early leaves nothing.
+// A save beside other work: it writes the values that were handed in, all ranks see the same end of it, and a rank that
+// leaves early leaves no files.
 
 #include "checkpoint/async_save.h"
 

@@ -254,7 +254,7 @@ TEST(AttentionPattern, CountsBeyondAShortSequenceAreAllOfIt) {
   }
 }
 
-// A layout of two heads over three blocks, in which block 1 of the second head sees what is behind it alone.
+// A layout of two heads over three blocks, in which block 1 of the second head sees only the block after it.
 constexpr const char* kUpper = "[[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 1, 0], [0, 0, 1], [1, 0, 1]]]";
 
 SparseAttentionConfig of_file(const std::string& path) {

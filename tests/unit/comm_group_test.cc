@@ -210,7 +210,7 @@ TEST(CommGroupFailure, AnErrorElsewhereIsSeenWithoutACall) {
   }
   group->look_for_failures();
   worlds[2]->abort(Error(Errc::Io, "out of cheese"));
-  group->throw_if_failed();  // nobody told it
+  group->throw_if_failed();  // it has not been informed
   EXPECT_EQ(error_of([&] { group->look_for_failures(); }).rank(), 2);
   EXPECT_EQ(error_of([&] { worlds[0]->throw_if_failed(); }).rank(), 2);
 }

@@ -262,7 +262,7 @@ TEST(CommbenchPatternBits, DifferByRankIndexAndRound) {
     EXPECT_LT(same(base, bytes_of(2, 0, 5)), 10);
     EXPECT_LT(same(base, bytes_of(1, 1, 5)), 10);
     EXPECT_LT(same(base, bytes_of(1, 0, 6)), 10);
-    std::vector<std::byte> tail(400);  // a part is what it is in the whole
+    std::vector<std::byte> tail(400);  // a part equals that of the whole
     Pattern{.ranks = 4, .dtype = DType::F32, .reduced = reduced, .op = ReduceOp::Sum, .salt = 5}.send(1, 900, tail);
     EXPECT_TRUE(std::equal(tail.begin(), tail.end(), base.end() - 400));
   }

@@ -25,7 +25,7 @@ namespace config_test {
 using ::testing::HasSubstr;
 using namespace ds::testing;
 
-// ---- wrong configurations: text, code, and what the message must say
+// ---- wrong configurations: text, code, and the words of the message
 // --------------------------------------------------
 
 struct Wrong {
@@ -661,7 +661,8 @@ TEST(Config, OneWarningStatesWhatNobodyHasChosen) {
   }
 }
 
-// Keeping no masters sets other types, and keys that then have no effect are reported.
+// Without separate masters, sums and states take the type of the parameters. The keys have no effect with bf16 off,
+// which is a warning.
 TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
   Config c = good(R"({"train_batch_size": 6, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
     "bf16_optimizer_states": true, "stochastic_rounding": true}})");
@@ -762,7 +763,8 @@ TEST(Config, WhatAsksForNothingPasses) {
   EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config-keys(5) lists all");
 }
 
-// A file of another kind: the first are told, the others counted, and none is looked up for a likeness.
+// A file of another kind: the first keys are listed, the others counted, and no similar key is searched for any of
+// them.
 TEST(Config, OfVeryManyUnknownKeysTheFirstAreTold) {
   std::string text = R"({"train_batch_size": 1, "amp": {"enabled": false)";
   for (int i = 0; i < 50'000; ++i) text += fmt::format(R"(, "stage{}": 1)", i);

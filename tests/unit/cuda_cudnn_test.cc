@@ -39,7 +39,7 @@ TEST(CudaCudnn, IsAskedForByName) {
   unsetenv("DS_ATTENTION");
 }
 
-// On its own the library is taken or refused; a newer one behind an old one is found.
+// A library alone is taken or refused; after an old one a newer one is found.
 TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;
@@ -72,7 +72,7 @@ TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
   EXPECT_EXIT(chooses_none(), ::testing::ExitedWithCode(0), "");  // in a process of its own: the parts stay
 }
 
-// One whose name says that it is too old is not asked, opens nothing, and the next is tried.
+// A library whose name shows that it is too old is not loaded; it opens nothing, and the next is tried.
 TEST(CudaCudnn, AnOldOneByItsNameIsPassedOver) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;
@@ -85,7 +85,8 @@ TEST(CudaCudnn, AnOldOneByItsNameIsPassedOver) {
                 ": cannot open shared object file: No such file or directory");
 }
 
-// Without a GPU the real library makes no handle: attention is for our kernels, said once, and the context is sound.
+// Without a GPU the real library makes no handle: our kernels compute attention, one warning reports that, and the
+// context is sound.
 TEST(CudaCudnn, WhereItCannotBeUsedOurKernelsGoOn) {
   setenv("DS_ATTENTION", "cudnn", 1);
   std::vector<std::string> warnings;
@@ -534,8 +535,8 @@ TEST(CudaCudnn, TheLibraryHasEnginesForAllThatIsServed) {
       EXPECT_EQ(found.error, "");
       const auto best = std::ranges::find_if(found.list, [](const Candidate& c) { return c.deterministic; });
       ASSERT_NE(best, found.list.end());
-      // Forward next to nothing; backward the scores, and gradients of keys and values for all heads where they are
-      // grouped. Without room for the scores it would not be the deterministic algorithm, which no note tells.
+      // Forward needs next to nothing; backward needs the scores, and if heads are grouped gradients of keys and values
+      // for all of them. An algorithm without room for the scores would not be deterministic, and no note states that.
       const auto scores = [&](i64 to) {
         return s.B * s.H * ((s.T + to - 1) / to) * ((s.S + to - 1) / to) * to * to * 2;
       };

@@ -37,7 +37,7 @@ class Data : public ::testing::Test {
   std::string write_bin(const std::string& name, const std::vector<u16>& tokens) const {
     return write(name, {reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2});
   }
-  // n tokens 0, 1, 2, ...: every token tells its position.
+  // n tokens 0, 1, 2, ...: the value of every token is its position.
   std::string write_counting_bin(const std::string& name, i64 n, u16 first = 0) const {
     std::vector<u16> tokens(static_cast<size_t>(n));
     std::iota(tokens.begin(), tokens.end(), first);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A learned position embedding that is repeated: the rows of every state, in whatever ranges and slices they are read;
-// what config.json says of it; and the models that have none.
+// the length in config.json; and the models without such an embedding.
 
 #include "checkpoint/extend_positions.h"
 
@@ -176,7 +176,7 @@ TEST(ExtendPositions, AgainAndToTheSameLength) {
     EXPECT_EQ(got[i], static_cast<float>(40 + i / kWidth % 4 % kRows * kWidth + i % kWidth));
 }
 
-// The manifest's configuration of the run, by which ds-memreport knows the model, says the length too.
+// The manifest's configuration of the run, by which ds-memreport knows the model, contains the length too.
 TEST(ExtendPositions, TheConfigurationOfTheRunSaysIt) {
   const TempDirectory dir;
   write_tensors(dir / "x.safetensors", {{kEmbedding, DType::F32, {kRows, kWidth}}});

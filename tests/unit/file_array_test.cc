@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arrays in files are what an array in memory would be, whatever is leased side by side and wherever leases begin; and
-// chunks of states have each element of each piece once.
+// Arrays in files behave like arrays in memory, whatever is leased side by side and wherever leases begin. Chunks of
+// states contain each element of each piece once.
 #include "offload/file_array.h"
 
 #include <gtest/gtest.h>
@@ -131,7 +131,7 @@ void lose(const std::string& dir) {
   }
 }
 
-// Whoever went on after a failure would train on what happens to be in memory.
+// A run that continued after a failure would train on arbitrary data in memory.
 TEST(FileArray, AFailureStays) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);

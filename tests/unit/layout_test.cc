@@ -82,7 +82,7 @@ TEST(Layout, StageThreeKeepsSmallRowsWholeUntilTheModelThreshold) {
 }
 
 // The picture of layout.h, drawn row by row and element by element: sizes and thresholds that meet, units that are
-// empty or stand elsewhere, rows with room for a larger slice.
+// empty or on other ranks, rows with room for a larger slice.
 TEST(Layout, IsThePicture) {
   std::mt19937 random(1);
   const auto below = [&](u32 n) { return static_cast<i64>(random() % n); };

@@ -37,7 +37,7 @@ namespace limits_test {
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr unsigned kSeconds = 20;  // after which a child waits for ever
+constexpr unsigned kSeconds = 20;  // after which SIGALRM ends a child that hangs
 
 struct LimitsTest : ::testing::Test {
   void SetUp() override {

@@ -35,7 +35,7 @@ FitOptions options(i64 memory, size_t most = 100000) {
       .world = {.ranks = 8, .nodes = 2}, .device = DeviceKind::Cuda, .memory = memory, .host_memory = 0, .most = most};
 }
 
-// Whatever can be said with the keys that are searched, and is legal: the fastest that fits.
+// Tries every legal combination of the keys that are searched: the fastest that fits.
 double best_of_all(i64 memory, i64& num_fitting) {
   const World world{.ranks = 8, .nodes = 2};
   double best = 0;
@@ -140,14 +140,13 @@ TEST(Fit, ASourceThatCannotBeIsRearranged) {
   }
   EXPECT_FALSE(can_be_rearranged(unsound({"train_batch_size=many"})));
   EXPECT_FALSE(can_be_rearranged(unsound({"tensor_parallel.tp_size=3", "no.such.key=1"})));
-  // Nothing says how large a step is where the ranks of data are not known.
+  // Without known ranks of data the size of a step is not known.
   const Source no_batch = unsound({"pipeline.stages=3", "train_batch_size=auto", "train_micro_batch_size_per_gpu=4"});
   EXPECT_TRUE(can_be_rearranged(no_batch));
   EXPECT_THROW(fit(no_batch, plenty, kHardware), Error);
 }
 
-// The second name of tensor parallelism, which configurations that were written have too, stands in no arrangement's
-// way.
+// The second name of tensor parallelism, which written configurations contain too, prevents no arrangement.
 TEST(Fit, TheSecondNameOfTensorParallelismYields) {
   const Source s = source({"tensor_parallel.tp_size=2", "tensor_parallel.autotp_size=2"});
   std::set<i64> degrees;
@@ -251,7 +250,7 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_TRUE(fit(source(), little_host, kHardware).fitting.empty());
 }
 
-// From some length on, what a step takes follows from shorter ones: it goes on as it did before.
+// From some length on, the time of a step is extrapolated from shorter ones: it grows as before.
 TEST(Hardware, StepsOfAnyLength) {
   const World world{.ranks = 8, .nodes = 2};
   for (const char* schedule : {"1f1b", "zb-h1", "interleaved", "gpipe", "naive"}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas of the field against the numbers that their papers print, and against what logs of Megatron-LM say; the
+// The formulas of the field against the numbers that their papers print, and against logs of Megatron-LM; the
 // properties that they promise; and the text that puts somebody's numbers in them.
 
 #include <fmt/format.h>
@@ -28,8 +28,8 @@ double zero_gb(double params, int stage, i64 N) { return model_states(params, st
 
 // --- ZeRO
 
-// Table 1 of the paper, as printed. It cuts off what is behind the point from 100 on (4187.5 is 4187, 257.75 is 257),
-// and rounds what is below (41.25 is 41.3, 1.875 is 1.88): zero_paper_gb.
+// Table 1 of the paper, as printed. It cuts off digits after the point from 100 on (4187.5 is 4187, 257.75 is 257), and
+// rounds smaller numbers (41.25 is 41.3, 1.875 is 1.88): zero_paper_gb.
 TEST(ZeroFormula, PrintsTable1OfThePaper) {
   struct Line {
     i64 N;
@@ -138,7 +138,7 @@ TEST(ZeroFormula, RefusesWhatIsNoStageAndNoRank) {
   EXPECT_THROW(zero_volume_elems(1, 4), Error);
 }
 
-// The bytes per parameter that are said to be the engine's are what the run plan, by which it allocates, adds up to.
+// The bytes per parameter of the engine, as the formulas have them, are the sum in the run plan, by which it allocates.
 TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
   for (const int dp : {1, 2, 3}) {
     for (int stage = 0; stage <= 3; ++stage) {

@@ -102,10 +102,10 @@ class Child {
   bool reaped_ = false;
 };
 
-// Shows counters for ever, as a rank does that is killed.
+// Shows counters forever, like a rank that is killed.
 void show() { new LiveCounters(identity(), record_of(1)); }
 
-// A file in the place of somebody's counters, gone at the end. Its maker lives, or has ended.
+// A file with the name of somebody's counters, removed at the end. Its maker lives, or has ended.
 class Planted {
  public:
   enum Maker { Lives, HasEnded };

@@ -454,7 +454,7 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
     std::vector<Diagnostic> diagnostics;
     read_model_file(ModelDir(once).dir(), diagnostics);
     EXPECT_TRUE(diagnostics.empty()) << to_string(diagnostics[0]);
-    const Json json = Json::parse(once);  // what was said is said again, in the same names
+    const Json json = Json::parse(once);  // everything given is written again, under the same names
     const Json said = Json::parse(text);
     for (const auto& [key, value] : said.items())
       if (value.is_number() || value.is_boolean()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Monitors: their files byte for byte, what they say, and what becomes of errors.
+// Monitors: their files byte for byte, their messages, and the handling of errors.
 #include "monitor/monitor.h"
 
 #include <fmt/format.h>
@@ -228,8 +228,8 @@ TEST(AppendedFile, IsAFileThatNothingElseShares) {
   EXPECT_TRUE(AppendedFile::create(dir / "new"));
 }
 
-// A strict reader of Prometheus's text format, for what a textfile collector takes: HELP and TYPE before the samples of
-// a metric, which stand together; no time stamps; no sample twice.
+// A strict reader of Prometheus's text format, for input that a textfile collector takes: HELP and TYPE before the
+// samples of a metric, which are contiguous; no time stamps; no sample twice.
 std::map<std::string, std::string> parse_prometheus(const std::string& text) {
   using ::testing::MatchesRegex;
   const auto help = MatchesRegex("# HELP [a-z_]+ .+");

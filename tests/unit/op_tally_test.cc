@@ -113,7 +113,8 @@ TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
   }
 }
 
-// The folds of a reduce-scatter have a source for each rank: counted at once, they are what the op itself counts.
+// The folds of a reduce-scatter have a source for each rank: counted at once, they add up to the counts of the op
+// itself.
 TEST(OpTally, FoldsOfManyRanksAreCountedAtOnce) {
   float there = 0;
   const TensorView source = TensorView::of(&there, DType::BF16, {12}), sum = TensorView::of(&there, DType::F32, {12});
@@ -351,7 +352,7 @@ void expect_same(const OpTally& got, const OpTally& want) {
   }
 }
 
-// Every rank of a run: what its engine calls in a step, call by call, is what its plan's tally says.
+// Every rank of a run: its engine calls in a step, call by call, the ops in its plan's tally.
 void expect_engine_agrees(const Config& c, int ranks) {
   const CommOptions options{.timeout_s = 60, .progress_thread = false};
   std::mutex one_at_a_time;

@@ -118,7 +118,7 @@ TEST(OrderedFile, ReadsAhead) {
   EXPECT_EQ(file.file()->counts().read_bytes, kPart);
 }
 
-// The file behind a directory's names, which it has not: changed below its user.
+// The unlinked file in a directory, changed without its user's knowledge.
 void in_file(const std::string& dir, auto&& change) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;

@@ -108,7 +108,7 @@ TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
   EXPECT_GE(come, 7 * 2);
 }
 
-// A file that is cut off meanwhile is the step's to tell.
+// If a file is cut off meanwhile, the step reports it.
 TEST(ReadAhead, LeavesMistakesToTheStep) {
   const TempDirectory dir;
   const std::string file = dir / "a.bin";

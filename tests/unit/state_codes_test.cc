@@ -181,7 +181,8 @@ TEST(StateCodes, OtherTypesPassThrough) {
   EXPECT_EQ(got[2], to_float(to_bf16(1e-30f)));
 }
 
-// Up and down, so often that the mean is the number itself; what bf16 can say stays; what is not finite, too.
+// Rounds up and down so often that the mean is the number itself. Numbers that bf16 can represent stay, and so do those
+// that are not finite.
 TEST(StochasticRounding, HasTheNumberAsItsMean) {
   for (const float x : {1.0009766f, -3.1f, 1e-20f, 65000.7f}) {
     double sum = 0;

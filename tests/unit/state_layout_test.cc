@@ -93,8 +93,8 @@ TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
   }
 }
 
-// Codes, with their scales behind them, beside bf16 and fp32: nothing overlaps, no block is cut, and what a rank owns
-// of what it holds whole lies where the whole has it.
+// Codes, followed by their scales, beside bf16 and fp32: nothing overlaps, no block is cut, and the part that a rank
+// owns of a state that it holds whole is inside that state.
 TEST(StateLayout, OfCodesHasTheirScalesToo) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);

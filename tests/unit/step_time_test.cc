@@ -183,7 +183,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   EXPECT_GT(idle.hidden_s, 0);
   EXPECT_NEAR(idle.hidden_s + idle.communication_s, busy.communication_s, 1e-12);
   EXPECT_NEAR(busy.step_s - idle.step_s, idle.hidden_s, 1e-12);
-  // Never more than what it goes on beside.
+  // Never more than the passes beside it take.
   const Links endless = links_of(0, 1);
   EXPECT_LE(p(cpu(1e9, 1e9, 4, 2), &endless).hidden_s, idle.pipeline_s);
   // Codes do, too.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formats of data files: those of others against files of their own writers (tests/golden/make_data.py), large
-// ones, how they are told apart, resuming, and hostile ones.
+// The formats of data files: foreign ones against files of their own writers (tests/golden/make_data.py), large files,
+// the detection of formats, resuming, and hostile files.
 
 #include "data/token_file.h"
 
@@ -128,7 +128,7 @@ TEST(DataFormat, TokensAndTextAreNotMixed) {
   EXPECT_EQ(open({golden("texts.jsonl"), dir / "a.txt"}).tokenizer(), "bytes");
 }
 
-// The bits of a loader that goes on at `consumed` are those of one that has not stopped.
+// The bits of a loader that resumes at `consumed` are those of one that has not stopped.
 TEST(DataFormat, EveryKindResumesExactly) {
   const TempDirectory dir;
   std::string nano;
@@ -427,7 +427,7 @@ TEST(JsonlFile, TextsOfTheLinesAreOneStream) {
   const std::string zurich = "Z\u00fcrich \U0001F642\n";
   const std::string last("A/\\\"\b\f\n\r\t\0", 10);
   EXPECT_EQ(text_of(read_all(open({golden("texts.jsonl")}))), "The first text." + zurich + zurich + last);
-  // With a token behind each text, which needs no place in the tokenizer.
+  // With a token after each text, which needs no place in the tokenizer.
   for (const i64 end : {10, 256, 70000}) {
     std::vector<i32> want;
     for (const std::string& text : {std::string("The first text."), zurich, zurich, std::string(), last}) {
@@ -518,7 +518,8 @@ TokenStream open_chat(const std::string& file, const ChatTemplateConfig& chat) {
   return TokenStream(std::span(&file, 1), {.chat_template = chat});
 }
 
-// Llama 2's form, and one with a begin of its own: what the assistant says is learnt with what ends it, but for blanks.
+// Llama 2's form, and one with a begin of its own. The assistant's messages are trained on together with the text that
+// ends them, but for blanks.
 TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl",
@@ -546,7 +547,7 @@ TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
   const TokenStream spelt = open_chat(dir / "a.jsonl", chatml), usual = open({dir / "a.jsonl"});
   EXPECT_EQ(read_all(spelt), read_all(usual));
   EXPECT_EQ(targets_of(spelt), targets_of(usual));
-  // A run goes on with the template that it began with.
+  // A run keeps the template that it began with.
   EXPECT_NE(stream.fingerprints().front().hash, other.fingerprints().front().hash);
   EXPECT_EQ(stream.fingerprints().front().hash, open_chat(dir / "a.jsonl", llama).fingerprints().front().hash);
 
@@ -750,8 +751,8 @@ TEST(JsonlFile, LinesHaveABoundedLength) {
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
 }
 
-// A line is read by simdjson, or, where that has nothing to say, such as of a NaN, by nlohmann's parser: both give the
-// same tokens and refuse the same lines, also of mutated ones.
+// simdjson reads a line or, if it cannot, as with a NaN, nlohmann's parser: both give the same tokens and refuse the
+// same lines, also of mutated ones.
 TEST(TokenFiles, BothParsersReadALineAlike) {
   const TempDirectory dir;
   std::vector<std::string> lines = {

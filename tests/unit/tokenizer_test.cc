@@ -67,7 +67,7 @@ TEST(Tokenizer, SpecialTokensAreFoundByTheirNames) {
 TEST(Tokenizer, TheConfigurationBesideItNamesSpecialTokens) {
   const TempDirectory dir;
   write_file(dir / "tokenizer.json", golden("llama3").dump());
-  EXPECT_FALSE(open_tokenizer(dir.path())->adds_bos());  // nobody says that the first token of the template is Bos
+  EXPECT_FALSE(open_tokenizer(dir.path())->adds_bos());  // no file states that the first token of the template is Bos
   write_file(dir / "tokenizer_config.json",
              R"({"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>", "lstrip": false}, "x": 1})");
   const auto llama = open_tokenizer(dir.path());
@@ -209,7 +209,7 @@ TEST(Tokenizer, DeepNestingIsRefused) {
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
 }
 
-// The reference numbers them itself, whatever the file says.
+// The reference numbers them itself, whatever ids the file gives.
 TEST(Tokenizer, AddedTokensFollowTheVocabularyInTheOrderOfTheList) {
   const Json file = golden("gpt2");
   const i64 end = static_cast<i64>(file["model"]["vocab"].size());

@@ -41,7 +41,7 @@ TEST(Zip, EntriesAreRangesOfTheFile) {
 }
 
 TEST(Zip, ReadsTheWayTorchSaveWrites) {
-  // Sizes behind the data, data aligned by an extra field, Zip64 end records.
+  // Sizes after the data, data aligned by an extra field, Zip64 end records.
   const std::string bytes = make_zip(
       {{.name = "x/data.pkl", .data = "hello", .flags = 0x800, .extra = field(0x4246, "ZZZZZ"), .descriptor = true},
        {.name = "x/data/0", .data = "abcd", .flags = 0x800, .descriptor = true}},
