@@ -421,7 +421,7 @@ inline void exercise_nonzero_blocks(const Ranks& ranks, i64 blocks, int one_in, 
     const Floats got = target.get();
     for (i64 i = 0; i < n; ++i)
       require(same_bits(got[i], want[i]) || (got[i] == 0 && want[i] == 0), fmt::format("sparse sums, element {}", i));
-    // Exchanges have room for the rank that has most in each of them.
+    // Exchanges have room for the rank that holds most in each of them.
     const i64 now = sent(*c, "t.sparse") - told;
     require(now >= (P - 1) * bytes && (room < P * blocks || now == (P - 1) * bytes), "bytes of sparse sums");
   }

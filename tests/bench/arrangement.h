@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // One configuration trained in several arrangements of ranks, which are threads of one process, so that all can take
-// turns step by step: what else the machine does meets them all alike.
+// turns step by step: other load of the machine affects them all alike.
 
 #include <fmt/format.h>
 #include <sys/resource.h>

@@ -36,7 +36,7 @@ struct ClockedTime {
 
 class OpClock final : public Device {
  public:
-  // One at a time: ops have no place for whose they are. The device outlives it.
+  // One at a time: ops do not record which clock they belong to. The device outlives it.
   explicit OpClock(Device& device) : device_(device) {
     DS_ASSERT(current_ == nullptr);
     current_ = this;

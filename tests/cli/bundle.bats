@@ -156,7 +156,7 @@ cublas_at() {
   assert_output --partial 'libcublasLt.so.13: cannot open shared object file: No such file or directory; it is in none of these folders either'
   assert_output --partial 'name its folder in LD_LIBRARY_PATH'
 
-  # One that lacks what is called, in front of one that has it, and one that is cut off.
+  # A library that lacks a called function, in front of a complete one, and one that is cut off.
   mkdir -p "$ROOT/srv/old" "$ROOT/srv/cut" "$ROOT/srv/full"
   echo 'int cublasLtCreate(void) { return 1; }' >old.c
   echo 'libcublasLt.so.13 { *; };' >versions

@@ -488,7 +488,7 @@ PY
   refuses 2 "is a name that runs use themselves" universal -o universal/latest_universal --format safetensors
   refuses 2 "is a name that runs use themselves" run -o run/step-00000010 --format hf
   [ ! -e a.safetensors ]
-  # Nor over what is read, or belongs to a model.
+  # Nor over a file that is read, or that belongs to a model.
   cp -r "$DS_SOURCE/tests/golden/gpt2" hf
   refuses 2 "is a file of the source hf" hf -o hf/config.json --format safetensors
   refuses 2 "--output hf/config.json: is a file of a model" hf -o out.h5 --output hf/config.json

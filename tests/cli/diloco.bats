@@ -65,7 +65,7 @@ setup() {
   assert_output --partial "start from the weights: --weights"
   ds-launch -n 2 ds-train cfg.json --out on --weights plain/step-00000012 --quiet
   assert [ "$(losses on | wc -l)" = 12 ]
-  # And it reads as any other run's.
+  # Its checkpoint is read like any other run's.
   ds-ckpt-merge on -o on.safetensors --quiet
   run ds-train cfg.json --weights on --generate 'the ' --max-tokens 4 --set diloco.enabled=true
   assert_success

@@ -730,7 +730,7 @@ mpi_rank() {
   local short='mount -t tmpfs -o size=5m tmpfs /dev/shm; TMPDIR=$PWD timeout 60 "$@"; s=$?; df -k --output=used /dev/shm; exit $s'
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 ./mpi_rank
   assert_line "rank 1 counts 2"
-  # But for the byte for each rank that has ended.
+  # Except for the byte for each rank that has ended.
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 find /dev/shm -type f ! -name 'ds-job.*.ended'
   assert_output --regexp '^ *Used'$'\n'' *0$'
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 --dry-run true

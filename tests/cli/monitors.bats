@@ -173,7 +173,7 @@ PY
   assert [ ! -e run ]
 }
 
-# metrics.jsonl is written first, and has the step that a monitor could not take.
+# metrics.jsonl is written first, and contains the step that a monitor could not take.
 @test "a monitor that fails later ends the run as save.on_error says, and loses no line" {
   mkdir -p csv/DeepSpeedJobName
   monitored() { # with a full disk for one of the files, from the third of its changes on
@@ -302,7 +302,7 @@ PY
         --set $where.output_path=refused --set $where.job_name=$name
     done
   done
-  # One that begins as those of csv_monitor do.
+  # A file that begins as those of csv_monitor do.
   (printf 'step,loss\r\n' && cat text.txt) >$file
   cp $file kept
   refused 2 "csv_monitor.output_path: $file is an input of this run, by data.train" --set data.train=$file $csv

@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# 1-bit Adam from the shell: what its signs have lost goes into checkpoints and comes back; what does not fit is refused.
+# 1-bit Adam from the shell: checkpoints save and restore the errors of its signs; a checkpoint that does not fit is
+# refused.
 
 bats_require_minimum_version 1.5.0
 
@@ -117,7 +118,7 @@ zero_one() { # stage is 0; intervals are short
     done
   done
   grep -q 'common_parameters@0' half/step-00000017/manifest.json
-  # One rank has nothing to send, and keeps what its own steps made all the same.
+  # One rank sends nothing, and still keeps its errors over its own steps.
   ds-train cfg.json --out alone --steps 20 --quiet
   run ! grep -q dp.one_bit alone/metrics.jsonl
   ds-train cfg.json --out parted --steps 13 --quiet
@@ -134,7 +135,7 @@ zero_one() { # stage is 0; intervals are short
 @test "between two means of parameters a checkpoint is the model of one rank, and another phase or optimizer says what is lost" {
   zero_one
   ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 13
-  # All pieces are the first rank's; what the second one has of its own is beside them.
+  # All pieces are the first rank's; the second one's own data is saved beside them.
   run ds-ckpt-merge run --verify --quiet -o run.safetensors
   assert_success
   run h5dump -H run/step-00000013/rank-00001.h5
@@ -196,7 +197,7 @@ zero_one() { # stage is 0; intervals are short
   run grep -o '"optimizer_numbers": .*' half/step-00000007/manifest.json
   assert_output --regexp '"transformer.wte.weight":\[0\.[0-9]+,[0-9.]+\]'
   resumes_bit_for_bit 4 7 --set pipeline.stages=2
-  # Another layout, and a file of whole tensors, go on with the same means and factors.
+  # Another layout, and a file of whole tensors, continue with the same means and factors.
   ds-ckpt-merge half/step-00000007 --optimizer -o half.safetensors --quiet
   ds-shard half.safetensors -o sharded --dp 2 --quiet
   local numbers

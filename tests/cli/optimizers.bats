@@ -66,7 +66,7 @@ refused() { # config out what
   with_optimizer SGD '"lr":0.05' >sgd.json
   for made in cfg lion lamb momentum sgd; do
     ds-train $made.json --out $made --quiet --steps 2
-    # The same through a file of whole tensors, which has no configuration.
+    # The same through a file of whole tensors, which contains no configuration.
     merged $made $made.safetensors
     ds-shard $made.safetensors -o $made-sharded --dp 2 --stage 1 --quiet
   done
@@ -298,7 +298,7 @@ END
   ds-memreport run
   ds-train cfg.json --set "optimizer=$groups" --check --json | python3 -c 'import json, sys; json.dump(json.load(sys.stdin)["config"], open("again.json", "w"))'
   ds-train again.json --check
-  # A group of another type has that type's defaults, but for what the optimizer is given.
+  # A group of another type has that type's defaults, except for settings that the optimizer is given.
   python3 -c 'import json; g = json.load(open("again.json"))["optimizer"]["param_groups"]; assert "type" not in g[0] and g[1]["lr"] == 1e-3 and g[1]["weight_decay"] == 0, g'
   # Frozen parameters have no state.
   run -3 ds-train cfg.json --set 'optimizer={"type":"AdamW","params":{"lr":1e-3}}' --out run --resume latest --steps 2

@@ -66,7 +66,8 @@ for r in ranks:
     group = next(g for g in groups if r["rank"] in g["ranks"])
     assert sum(r["counted_bytes"].values()) == group["device_bytes"], (r, group)
     assert 0.6 * group["process_bytes"] < r["base_bytes"] < 1.3 * group["process_bytes"], (r, group)
-    # The momentary part is of VmHWM, which has the pages of libraries, too: those of HDF5 come with the first save.
+    # The momentary part is of VmHWM, which includes the pages of libraries, too: those of HDF5 come with the first
+    # save.
     most, seen = group["device_bytes"] + group["process_bytes"] + group["momentary_bytes"], r["resident_bytes"] + r["momentary_bytes"]
     assert most - 4 * mib < seen < most + 4 * mib, (most / mib, seen / mib, r, group)
     assert 4 * mib < group["momentary_bytes"] < 12 * mib, group

@@ -220,7 +220,7 @@ END
 
 @test "a run directory that cannot be listed is not one without checkpoints" {
   ds-train cfg.json --out run --quiet --steps 3
-  # One file beside the standard ones: enough for the configuration, not for a folder while another is open.
+  # One descriptor beside the standard ones: enough for the configuration, not for a folder while another is open.
   run bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&- 10>&-; exec prlimit --nofile=4 ds-train cfg.json --out run --resume latest'
   refute_output --partial 'no checkpoint yet'
   refute_output --partial 'complete step'

@@ -133,7 +133,7 @@ offset_of() { # step rank state
     cmp <(elements a.safetensors) <(elements b.safetensors)
   done
 
-  # Whatever the damage; --check foresees what a run would do.
+  # For any damage, --check foresees what a run would do.
   for damage in 'truncate -s -1 run/step-00000008/rank-00000.h5' 'rm run/step-00000008/rank-00000.h5' \
     'flip run/step-00000008/manifest.json 3000' 'flip run/step-00000008/rank-00000.h5 60' \
     'rm run/step-00000008/manifest.json' 'rm -r run/step-00000008' \

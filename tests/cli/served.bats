@@ -324,7 +324,7 @@ ordinary() { # optimizer where
       run -0 ds-offload verify "$name"
       kill -9 "$server"
       wait "$server" || true
-      # Without it, what has checksums is not served, nor the other way round.
+      # Without it, states with checksums are not served, nor the other way round.
       # shellcheck disable=SC2086
       run -2 --separate-stderr ds-offload serve "$name" $where
       [[ $stderr == *"has its states with checksums; serve it with --checksum"* ]] || fail "$stderr"

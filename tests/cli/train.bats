@@ -407,7 +407,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
     # shellcheck disable=SC2086
     [[ $(needs $what) != *'"optimizer":'[1-9]* && $(needs $what) != *'"grads":'[1-9]* ]]
   done
-  # Whatever optimizer trained it.
+  # This holds for any optimizer.
   ds-train big.json "${one[@]}" --set optimizer.type=Lion --out run --resume latest --generate The --max-tokens 4 --quiet
 }
 

@@ -112,7 +112,7 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   }
 }
 
-// Those that look at whole parameters, and groups of several kinds.
+// Optimizers that look at whole parameters, and groups of several kinds.
 TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
   const auto& [stage, bf16] = GetParam();
   for (const auto& [type, tp] : {std::pair{OptimizerType::Lamb, 1},
@@ -138,7 +138,7 @@ TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
   }
 }
 
-// Those that are compressed, where ranks have errors that they keep.
+// Compressed collectives, with errors that ranks keep.
 TEST_P(Strategy, NorDoesOneThatIsCompressed) {
   const auto& [stage, bf16] = GetParam();
   for (const OptimizerType type :

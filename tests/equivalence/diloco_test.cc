@@ -49,7 +49,8 @@ void set_masters(engine::Engine& engine, const std::vector<float>& all) {
   }
 }
 
-// Nesterov's momentum as torch.optim.SGD has it, in T; its gradient is the mean of what workers' steps have undone.
+// Nesterov's momentum as in torch.optim.SGD, in T; its gradient is the mean of the differences that the workers' steps
+// have made.
 template <class T>
 struct Outer {
   Outer(const DilocoConfig& config, const std::vector<float>& begin)

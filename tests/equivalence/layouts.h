@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How a run is cut over ranks, as one value; the configuration that asks for it, and what must hold of its trace.
+// The cut of a run over ranks, as one value; the configuration that asks for it, and checks of its trace.
 
 #include "config/parallel.h"
 #include "equivalence/training.h"

@@ -127,7 +127,7 @@ class MovedStates final : public zero::StateStore {
     }
   }
 
-  // Calls visit(state, offset in its array, bytes) for what a piece has of each; scales follow their codes.
+  // Calls visit(state, offset in its array, bytes) for the states of a piece; scales follow their codes.
   template <class Visit>
   void for_each_range(const zero::Piece& piece, Visit&& visit) const {
     const zero::StateLayout& layout = parts_.layout;
@@ -177,7 +177,7 @@ class MovedStates final : public zero::StateStore {
     });
   }
 
-  // That the step is finite.
+  // Assumes that the step is finite.
   void guess(zero::VerdictHandle& verdict) {
     GradVerdict v = verdict.resolve();
     v.finite = true;

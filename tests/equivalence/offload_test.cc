@@ -114,7 +114,7 @@ TEST(OffloadArrays, TakeCodedGradients) {
   }
 }
 
-// However it is read and written.
+// The way in which the file is read and written does not matter.
 TEST(OffloadWays, AllGiveTheSameBits) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb"}) {

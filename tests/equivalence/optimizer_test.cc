@@ -97,7 +97,7 @@ TEST_P(Optimizers, RanksThatShareLayersTrainAsOne) {
 INSTANTIATE_TEST_SUITE_P(All, Optimizers, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
-// Momentum that OneCycle holds where betas could have it: the same training, whatever uses betas.
+// OneCycle with a constant momentum trains like the same momentum in betas, with every optimizer that uses betas.
 TEST(OneCycle, MovesTheBetasOfEveryOptimizerThatHasThem) {
   for (const OptimizerType type : {OptimizerType::AdamW, OptimizerType::Lion, OptimizerType::Lamb}) {
     Config given = config_of(of_four_heads(tiny_gpt2()), {}, 4);

@@ -96,7 +96,7 @@ TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
   expect_the_checkpoints_of_memory({at_servers(servers, "")});
 }
 
-// Whatever comes over a connection, the server refuses it or closes it, and serves the next one.
+// Any bytes over a connection are refused, or the server closes it, and serves the next one.
 TEST(ServedRuns, GarbageOverAConnectionIsRefused) {
   const Serving server;
   const Layout two = {.dp = 2, .stage = 2};

@@ -29,7 +29,7 @@ Hooks moved(int versions, Hooks hooks = {}) {
   return hooks;
 }
 
-// That a tier is at work, and not the device's.
+// Trains, and checks that the tier is used instead of device memory.
 Trace train_moved(const Config& c, const Layout& l, int versions, const Hooks& hooks = {}) {
   const i64 before = used, arrays_before = used_arrays;
   Trace t = train_threads(c, l.ranks(), kSteps, 1, moved(versions, hooks));
@@ -55,7 +55,7 @@ TEST_P(Tier, ChangesNoBit) {
   }
 }
 
-// The same of parameters that are their own masters in 16 bits, where no tier has a master.
+// The same for parameters that are their own masters in 16 bits: no tier then holds a master.
 TEST_P(Tier, ChangesNoBitWithoutMasters) {
   if (any_optimizer(GetParam(), &OptimizerRow::needs_matrices)) return;  // the configuration refuses it
   for (const Layout& l : {Layout{}, {.dp = 2, .stage = 0}, {.dp = 2, .pp = 2, .stage = 3}}) {

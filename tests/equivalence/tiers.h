@@ -52,7 +52,7 @@ struct TierRun {
 inline const std::vector<Layout> kTierLayouts = {
     {.stage = 1}, {.dp = 2, .stage = 2}, {.dp = 2, .pp = 2, .stage = 3}, {.dp = 3, .stage = 3}, {.tp = 2, .stage = 1}};
 
-// That the last of so many steps moves to and from files what was predicted.
+// Checks that the last of so many steps has the predicted traffic of files.
 inline Hooks with_predicted_traffic(i64 steps, const std::string& what) {
   return {.after_step = [steps, what](engine::Engine& engine, i64 step) {
     thread_local offload::FileCounts before;

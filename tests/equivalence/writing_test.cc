@@ -94,7 +94,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
 }
 
-// Layers whose attention has a window keep what is in it; the others keep all. Each new token sees what it sees in a
+// Layers whose attention has a window keep only its tokens; the others keep all. Each new token sees the same as in a
 // whole pass.
 TEST(Writing, KeepsWhatWindowsSee) {
   ModelConfig model = of_four_heads(tiny_llama());

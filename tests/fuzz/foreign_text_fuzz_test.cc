@@ -69,7 +69,7 @@ std::string hostile(Random& random, size_t most) {
   return text.substr(0, most);
 }
 
-// As a string of JSON: escaped, as an honest writer would have it, or as it is.
+// As a string of JSON: escaped, as an honest writer would do it, or as it is.
 std::string json_string(const std::string& text, bool escaped) {
   if (escaped) return Json(text).dump(-1, ' ', true, Json::error_handler_t::replace);
   std::string out = "\"";

@@ -27,7 +27,7 @@ std::string golden(const std::string& name) {
   return testing::read_file(test_data("tokenizers/" + name + "/tokenizer.json"));
 }
 
-// Bytes as texts have them: letters, blanks, broken and whole characters, pieces of special tokens.
+// Bytes as in texts: letters, blanks, broken and whole characters, pieces of special tokens.
 std::string any_text(Random& random) {
   static const std::string kPieces[] = {"a",
                                         "The ",

@@ -44,7 +44,7 @@ class Rank {
 
   bool is_first() const { return rank_ == 0; }
   void wait_for_all() { all_->barrier("test"); }
-  // What `config` trains on a new communicator; whole on every rank.
+  // Trains `config` on a new communicator; the trace is whole on every rank.
   Trace train(const Config& config, i64 steps, const Hooks& hooks = {}) {
     const CommOptions options{.timeout_s = 120, .progress_thread = config.zero.overlap_comm};
     std::unique_ptr<Communicator> comm =

@@ -2,7 +2,7 @@
 // Commands that tests/net/hosts needs and shells do not have:
 //
 //   net_helper serve SOCKET           a door to a host: runs the commands of `call` there, as sshd would
-//   net_helper call SOCKET COMMAND    runs COMMAND in a shell at the host, with our three streams; exits with its status.
+//   net_helper call SOCKET COMMAND    runs COMMAND in a shell at the host, with our three streams and its exit status.
 //                                     It is no descendant of ours: signals to us do not reach it
 //   net_helper link NS1 IF1 NS2 IF2 DELAY_MS MBIT
 //                                     a link between two network namespaces which is slow in both directions: two TAP

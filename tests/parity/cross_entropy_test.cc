@@ -132,7 +132,7 @@ TEST(CrossEntropy, LargeLogitsNeitherOverflowNorLoseTheLoss) {
   }
 }
 
-// As torch.nn.functional.cross_entropy(label_smoothing=0.2) has it, and PaLM's term added to it.
+// As in torch.nn.functional.cross_entropy(label_smoothing=0.2), with PaLM's term added.
 TEST(CrossEntropy, LabelSmoothingAndZLossAreTheirDefinitions) {
   std::vector<const OpTable*> tables = backends();
   tables.push_back(&ref_ops());

@@ -183,7 +183,7 @@ inline std::unique_ptr<Device> make_test_device(int num_threads) {
   return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
 }
 
-// How axes are made where ranks share a GPU.
+// Makes the communicator of an axis when ranks share a GPU.
 inline std::unique_ptr<Communicator> over_one_gpu(Communicator& host, const CommOptions& options) {
   return host.size() == 1 ? make_device_self_communicator(host, options) : make_staged_communicator(host, options);
 }

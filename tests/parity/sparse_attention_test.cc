@@ -255,7 +255,7 @@ void expect_close_results(const Results& got, const Results& want, const Case& c
   expect_close(got.dv, want.dv, slack, what + " dv");
 }
 
-// Which part of the elements differs by more than a tenth of what is typical?
+// The part of the elements that differ by more than a tenth of the typical size.
 double differing(const Tensor& a, const Tensor& b) {
   double square = 0, count = 0;
   for (i64 i = 0; i < a.numel(); ++i) square += double(a.at(i)) * a.at(i);

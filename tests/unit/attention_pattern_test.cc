@@ -235,7 +235,7 @@ TEST(AttentionPattern, RandomBlocksDependOnSeedHeadAndRowAlone) {
     heads.emplace(layout.keys().begin() + static_cast<std::ptrdiff_t>(head * size),
                   layout.keys().begin() + static_cast<std::ptrdiff_t>((head + 1) * size));
   EXPECT_EQ(heads.size(), 4u);
-  // One layout of all heads is that of the first; more heads change none.
+  // A layout for all heads is that of the first head; more heads do not change it.
   const std::vector<u64> first(layout.keys().begin(), layout.keys().begin() + static_cast<std::ptrdiff_t>(size));
   c.different_layout_per_head = false;
   const AttentionLayout one = make(c, 4, 80, 7);

@@ -688,6 +688,8 @@ TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
   }
 }
 
+// Settings that the schedule replaces are not written again, so the resolved configuration is read back without a
+// diagnostic.
 TEST(Config, AResolvedOneCycleIsReadBack) {
   for (const char* type : {"AdamW", "Lion", "Lamb"}) {
     const ConfigResult r = parse(fmt::format(R"({{"train_batch_size": 1, "optimizer": {{"type": "{}"}}, "scheduler":
@@ -742,7 +744,7 @@ TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
   EXPECT_EQ(c.zero.prefetch_bucket_size, 5);
 }
 
-// As DeepSpeed's documents and its own defaults have them.
+// As in DeepSpeed's documents, and with its own defaults.
 TEST(Config, MonitorsOfDeepSpeedPass) {
   const ConfigResult r = parse(R"({"train_batch_size": 1,
     "tensorboard": {"enabled": true, "output_path": "output/ds_logs/", "job_name": "train_bert"},

@@ -384,7 +384,7 @@ void replace_in_pickle(const std::string& path, const std::string& from, const s
   write_file(path, bytes);
 }
 
-// As Lion has it.
+// As Lion saves it.
 TEST_F(DeepSpeedDirectory, OneMomentAloneIsNoStateOfAdam) {
   const std::string tag = copy("zero1-fp16");
   for (const char* rank : {"0", "1"})

@@ -41,7 +41,7 @@ void write_tensors(const std::string& path, const std::vector<TensorInfo>& tenso
   sink->finish();
 }
 
-// Of GPT-2 as much as is looked at, in bf16 with masters and moments, and the masks of old files.
+// The tensors of GPT-2 that are looked at, in bf16 with masters and moments, and the masks of old files.
 std::vector<TensorInfo> tensors_of_gpt2() {
   std::vector<TensorInfo> tensors = {{kEmbedding, DType::BF16, {kRows, kWidth}},
                                      {"h.0.attn.c_attn.bias", DType::BF16, {5}},

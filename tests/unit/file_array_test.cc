@@ -221,7 +221,7 @@ TEST(ChunkLayout, HasEachElementOnce) {
             }
           });
           EXPECT_EQ(next, piece.begin + piece.count);
-          // A part of a piece lies where the piece has it.
+          // A part of a piece is where the piece stores it.
           if (piece.count < 2 * kStateBlock) continue;
           const zero::Piece tail = piece.part(kStateBlock, piece.count - kStateBlock);
           i64 seen = 0;

@@ -381,7 +381,7 @@ print(len(f), bad, np.array_equal(f['alias'], f['v1']), f['v0'].is_virtual)
   EXPECT_EQ(out, "43 [] True True\n");
 }
 
-// However many rows a slice has.
+// The size of the view does not depend on the number of rows of a slice.
 TEST(Hdf5, TheViewOfAHugeSliceIsSmall) {
   const TempDirectory dir;
   std::vector<Hdf5View::Part> pieces;

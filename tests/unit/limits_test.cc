@@ -67,7 +67,7 @@ std::string outcome_of(const std::function<void()>& body) {
   }
 }
 
-// How `body` ends in a child of a user who may have so many processes and threads, the child among them.
+// Returns the outcome of `body` in a child of a user who may have so many processes and threads, the child among them.
 std::string limited(rlim_t tasks, const std::function<void()>& body) {
   int ends[2];
   if (::pipe(ends) != 0) return "no pipe";
@@ -108,7 +108,7 @@ TEST_F(CountedTasksTest, ThreadsOfADeviceAreNamed) {
       "user (ulimit -u) is 2: raise it or use fewer threads");
 }
 
-// How `body` ends in a child that may have so much of the resource.
+// Returns the outcome of `body` in a child that may use so much of the resource.
 std::string limited_to(__rlimit_resource resource, rlim_t most, const std::function<void()>& body) {
   return limited(100, [&] {
     const rlimit limit{most, most};

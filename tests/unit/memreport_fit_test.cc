@@ -287,7 +287,7 @@ TEST(Hardware, StepsOfAnyLength) {
   }
 }
 
-// And bytes to the last one.
+// Bytes are exact to the last one.
 TEST(Fit, BytesOfLongStepsAreExact) {
   for (const int batch : {2 * 8 * 4500, 2 * 8 * 4501}) {
     const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"});

@@ -295,7 +295,7 @@ struct Log {
   const char *block, *embedding, *loaded, *other, *megabytes;
 };
 
-// What Megatron-LM itself printed at the start of runs with 18 bytes per parameter (vocabularies padded).
+// Memory that Megatron-LM itself printed at the start of runs with 18 bytes per parameter (vocabularies padded).
 TEST(Megatron, LogsSayTheSame) {
   const auto billions = [](double x) { return fmt::format("{:.2f}", x / 1e9); };
   for (const Log& log :

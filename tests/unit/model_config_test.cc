@@ -149,7 +149,7 @@ TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   EXPECT_TRUE(load(R"({"model_type": "llama", "attention_bias": true})").output_bias);
 }
 
-// transformers has a number for a missing key, and takes null for as many as heads.
+// transformers uses a number for a missing key, and reads null as the number of heads.
 TEST(ModelConfig, QwensKeyValueHeadsAreThirtyTwoWhereTheyAreNotSaid) {
   const char* shape = R"({"model_type": "qwen2", "hidden_size": 256, "num_attention_heads": 64)";
   EXPECT_EQ(load(fmt::format("{}}}", shape)).kv_heads, 32);

@@ -305,7 +305,7 @@ TEST(PrometheusFile, IsOfTheTextFormat) {
   }
 }
 
-// A field is reported under one name everywhere, and no other field has it.
+// A field is reported under one name everywhere, and no other field uses it.
 TEST(StepFields, HaveNamesOfTheirOwn) {
   std::set<std::string> names, metrics, curves;
   for (const StepField& f : step_fields()) {
@@ -577,7 +577,7 @@ TEST(Monitors, WhatLiesInThePlaceOfTheirFilesIsKnownBefore) {
   EXPECT_EQ(message("train_loss.csv", [](const std::string& path) { write_file(path, "st"); }), "");  // torn
 }
 
-// One that fails takes nothing from the others.
+// A monitor that fails takes nothing from the others.
 TEST(Monitors, AllAreCalledAndTheFirstErrorIsThrown) {
   const TempDirectory dir;
   fs::create_directories(dir / "csv/job");

@@ -23,7 +23,7 @@ bool matches(std::string_view pattern, std::string_view text) {
   return Pattern(pattern, Pattern::Kind::Name).find(text).has_value();
 }
 
-// As Python's re.search with IGNORECASE has it.
+// As in Python's re.search with IGNORECASE.
 TEST(Pattern, IsSearchedForInNamesWhateverTheirCase) {
   for (const char* pattern : {"block", "^GPT2", "Block$", "gpt2block|head", "(gpt|llama)\\d?Block", "[a-z]+2",
                               "(?=G)gp", "^(?!Head).*$", "G.T", "\\bgpt2block\\b", "(?P<n>gpt)2", ""})

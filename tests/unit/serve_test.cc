@@ -172,7 +172,7 @@ TEST_P(Serve, AStepThatIsNotDecidedIsForgotten) {
   recover(*g, *device_);
   EXPECT_EQ(states(*g), before);
   EXPECT_EQ(g->header().record.step, 7);
-  // And decided, with some of the slots entered.
+  // Passes of a step that is decided, with some of the slots entered.
   for (i64 done = 0; done <= kChunks; ++done) {
     g = fresh(true);
     {
@@ -297,7 +297,7 @@ TEST_P(Serve, ThereIsRoomOrItIsSaid) {
   EXPECT_TRUE(std::filesystem::is_empty(disk_.path()));
 }
 
-// Whatever lies beside them: what no link of the server's own names, and what somebody uses, stays.
+// Other files beside them stay: those that no link of the server's own names, and those in use.
 TEST(Leftovers, OnlyWhatARecordNamesIsRemoved) {
   namespace fs = std::filesystem;
   const testing::TempDirectory home, disk;

@@ -43,7 +43,7 @@ std::string error_of(const Schedules& schedules) {
   }
 }
 
-// Whatever the delays, and even if a stage holds one message of each kind at a time.
+// For any delays, and even if a stage holds one message of each kind at a time.
 TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
   u64 seed = 0;
   for_all([&](const ScheduleOptions& o) {

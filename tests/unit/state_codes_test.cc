@@ -148,7 +148,7 @@ TEST(StateCodes, WhatIsNotFiniteShows) {
   }
 }
 
-// Any piece of blocks is as the whole has it; the last block may be short.
+// Any piece of blocks is encoded as in the whole; the last block may be short.
 TEST(StateCodes, PiecesOfBlocksAreThoseOfTheWhole) {
   std::vector<float> values(1000);
   for (size_t i = 0; i < values.size(); ++i)

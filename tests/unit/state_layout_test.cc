@@ -31,7 +31,7 @@ std::vector<PerState<DType>> fp32_of(const Layout& layout) {
   return std::vector<PerState<DType>>(layout.rows().size());
 }
 
-// A state that every parameter has lies as the master does.
+// A state that every parameter has is laid out like the master.
 TEST(StateLayout, OfAllParametersIsTheLayouts) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);
@@ -50,7 +50,7 @@ TEST(StateLayout, OfAllParametersIsTheLayouts) {
   }
 }
 
-// One that only some have: every element of theirs has a place of its own, and others have none.
+// A state that only some parameters have: each of their elements has a place of its own, and others have none.
 TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);

@@ -104,7 +104,7 @@ TEST(Machine, ComesBackFromItsJson) {
   }
 }
 
-// All that an engine calls in a step has a measured rate, or moves bytes alone.
+// Every op that an engine calls in a step has a measured rate, or moves bytes alone.
 TEST(Machine, KnowsTheOpsOfEveryModel) {
   const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4, .rounds = 1});
   EXPECT_GT(m.op_overhead_s, 0);
@@ -120,7 +120,7 @@ TEST(Machine, KnowsTheOpsOfEveryModel) {
   }
 }
 
-// One rank: what its ops take one after the other, and its communicator's folds.
+// One rank: the sum over its ops, one after the other, and its communicator's folds.
 TEST(StepTime, OfOneRankIsTheRooflineSum) {
   for (const auto granularity : {CheckpointGranularity::None, CheckpointGranularity::Layer}) {
     Config c = tiny_config(tiny_gpt2(), 1, 3, 1);
@@ -206,9 +206,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   EXPECT_EQ(Predicted(c)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
 }
 
-// Ranks with more threads than their node has cores: all that they compute goes through the cores, and what is idle in
-// a pipeline's stage is another's time.
-// Beside a GPU: sums of gradients go to the host, in each micro-batch where they stay there, rounded parameters come
+// Beside a GPU: sums of gradients go to the host (in each micro-batch, if they are kept there), rounded parameters come
 // back, the ranks of a node share its processors, and late updates hide behind the passes.
 TEST(StepTime, OfAGpuKnowsItsHost) {
   Config c = config_of(tiny_gpt2(), {.stage = 2}, 4);
@@ -254,6 +252,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   EXPECT_GE(in_files(gpu).step_s, static_cast<double>(moved.read_bytes + moved.written_bytes) / 1e5);
 }
 
+// Ranks with more threads than their node has cores: all their work goes through the cores, and a pipeline stage uses
+// the time in which another is idle.
 TEST(StepTime, RanksShareTheCoresOfTheirNode) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   const Links links = links_of(1e-6, 1e-9, 4);

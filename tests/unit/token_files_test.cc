@@ -563,7 +563,8 @@ TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
                [&] { open_chat(dir / "c.jsonl", llama); });
 }
 
-// What JSON has no number for, where nobody reads it; where somebody does it is not a string.
+// Numbers that JSON cannot represent, in members that nobody reads; in a member that is read, such a number is not a
+// string.
 TEST(JsonlFile, NumbersThatJsonDoesNotHaveAreNobodysConcern) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl",

@@ -171,7 +171,7 @@ TEST_P(Weights, BehindNoWrapperTwoOfTheFilesNamesStandInTheMessage) {
   EXPECT_ERROR(load(file), Errc::Mismatch, "\n  names of the file: ");
   const std::string second = file.begin()->first;
   EXPECT_ERROR(load(file), Errc::Mismatch, second);
-  // Which of two would it be?
+  // Two tensors for one parameter: neither can be preferred.
   file = tensors;
   file["_orig_mod." + names[0]] = tensors[names[0]];
   EXPECT_ERROR(load(file), Errc::Mismatch, "_orig_mod." + names[0] + " is not a parameter of the model");
@@ -240,7 +240,7 @@ TEST_P(Weights, TiedNamesMustHaveTheValuesOfTheirParameter) {
 INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama, Family::Bert),
                          [](const auto& test) { return std::string(family_name(test.param)); });
 
-// What Google's files and those of other tasks have beside, or instead.
+// Names that Google's files and those of other tasks use in addition, or instead.
 class BertWeights : public Weights {};
 
 TEST_P(BertWeights, GammaAndBetaAreLayerNormsOldNames) {
