@@ -75,7 +75,7 @@ inline Config read_config(const std::string& path, const std::vector<std::string
 class Arrangement {
  public:
   using Transport = std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)>;
-  // transport: what the ranks talk through instead, if anything.
+  // transport: the transport through which the ranks talk instead, if any.
   Arrangement(std::string name, const std::string& path, const std::vector<std::string>& set, int ranks, int threads,
               const Transport& transport = {})
       : name_(std::move(name)), config_(read_config(path, set, ranks)), parts_(static_cast<size_t>(ranks)) {

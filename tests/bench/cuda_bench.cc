@@ -178,7 +178,7 @@ class Bench {
   }
 
   // An op that memory bounds. make(arena) takes operands and returns the call on them; as many sets of operands take
-  // turns as move 512 MiB together. bytes: what one call must read and write once.
+  // turns as move 512 MiB together. bytes: the data that one call must read and write once.
   using Make = std::function<std::function<void()>(Arena&)>;
   Timing rotated(i64 bytes, const Make& make) {
     Arena arena(device_);

@@ -47,7 +47,7 @@ class OpClock final : public Device {
   }
 
   void start() { used_ = 0, samples_.clear(), tally_ = {}, running_ = true; }
-  // Waits for the device; what it has done since start().
+  // Waits for the device; returns the calls since start() and their times.
   std::map<ClockedCall, ClockedTime> stop() {
     running_ = false;
     for (const Queue queue : {Queue::Compute, Queue::Comm, Queue::Copies}) device_.synchronize(queue);

@@ -10,9 +10,9 @@
 // printed beside that of the formula. Time that a sleep takes longer than asked for counts as busy.
 //
 // "real": the same steps as one rank with one thread, in turns. If nothing but the schedule cost time, a pipeline of p
-// stages would take 1 / (p (1 - bubble)) of that rank's time. What is measured is 1 - one rank's time / (p * its time):
-// the bubble, with uneven stages, communication, and shared memory bandwidth. On a machine that has other things to
-// do it means little.
+// stages would take 1 / (p (1 - bubble)) of that rank's time. The printed figure is 1 - one rank's time / (p * its
+// time): the bubble, with uneven stages, communication, and shared memory bandwidth. On a machine with other load it
+// means little.
 
 #include <cstring>
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-ckpt-merge as a user meets it: what it prints, what it refuses, with which exit code, and that a refusal writes
-# nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16, with optimizer state).
+# ds-ckpt-merge as a user meets it: its output, its refusals and their exit codes, and that a refusal writes nothing.
+# The checkpoint is the stored one of format version 1 (2 ranks, bf16, with optimizer state).
 
 setup() {
   merge=$DS_BIN/ds-ckpt-merge
@@ -83,7 +83,7 @@ bats_require_minimum_version 1.5.0
   refuses 2 "there are no files of a tokenizer" run -o new --format hf --config config.json --tokenizer run
   [ ! -e new ]
 }
-# Never with the real /dev: what replaces a node would replace that one.
+# Never with the real /dev: a file that replaces a node would replace that one.
 @test "an output that is no regular file stays what it is" {
   mkfifo pipe.h5
   ln -s pipe.h5 link.h5

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# scripts/gpu-check before there is a GPU: the steps on the simulator, what it makes of what programs print (stand-ins),
-# and what is left when a step fails, hangs, or takes everything with it.
+# scripts/gpu-check before there is a GPU: the steps on the simulator, its reading of programs' output (from stand-ins),
+# and its results when a step fails, hangs, or takes everything with it.
 
 bats_require_minimum_version 1.5.0
 load tiny

@@ -226,7 +226,7 @@ for s in map(json.loads, open(sys.argv[1])):
     assert s["offload"]["read_bytes"] == s["offload"]["written_bytes"] == group["file_read_bytes"] > 0, (s, group)
     assert group["file_written_bytes"] == group["file_read_bytes"] and 0 <= s["offload"]["hidden"] <= 1
 PYTHON
-  # On ranks of every kind; and what fits in the buffers does not go.
+  # On ranks of every kind; and data that fits in the buffers is not written.
   ds-launch -n 2 ds-train cfg.json --out tp --quiet --set tensor_parallel.tp_size=2
   ds-launch -n 2 ds-train cfg.json --out cut --quiet --set tensor_parallel.tp_size=2 "$@" \
     --set activation_checkpointing.partition_activations=true

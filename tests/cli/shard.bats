@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-shard as a user meets it: every layout and back with the same bytes, with and without optimizer state, what it
-# refuses, and that a refusal writes nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16).
+# ds-shard as a user meets it: every layout and back with the same bytes, with and without optimizer state, its
+# refusals, and that a refusal writes nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16).
 
 bats_require_minimum_version 1.5.0
 

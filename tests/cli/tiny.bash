@@ -29,7 +29,7 @@ setup() { tiny_setup; }
 losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
 merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
 
-teardown() { # what a failed test left running
+teardown() { # processes that a failed test left running
   ranks_here | xargs -r kill -9
 }
 

@@ -48,7 +48,7 @@ load tiny
   done
 }
 
-# Bytes of the last step's reduce-scatter: what a run counted, or --check --json predicts.
+# Bytes of the last step's reduce-scatter, as a run counted or --check --json predicts them.
 reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[0-9]*$'; }
 
 @test "gradients travel in the type that was asked for" {

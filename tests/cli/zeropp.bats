@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ZeRO++ from the shell: second shards move no bit, coded weights resume bit for bit, what does not fit is refused.
+# ZeRO++ from the shell: second shards move no bit, coded weights resume bit for bit, a checkpoint that does not fit is
+# refused.
 
 bats_require_minimum_version 1.5.0
 

@@ -188,7 +188,7 @@ TEST(DelayedUpdates, GoOnFromCheckpoints) {
   }
 }
 
-// An update that is under way when a run ends by an error is waited for: what it works with is there until then.
+// An update that is under way when a run ends by an error is waited for: its memory exists until then.
 TEST(DelayedUpdates, AreWaitedForWhenARunFails) {
   const TempDirectory dir;
   const Hooks fail = {.after_step = [](engine::Engine&, i64 step) {
@@ -208,7 +208,7 @@ TEST(DelayedUpdates, AreWaitedForWhenARunFails) {
   }
 }
 
-// With gradients and slices of parameters in files as well; what travels for an update is counted when it has ended.
+// With gradients and slices of parameters in files as well; the traffic of an update is counted when it has ended.
 TEST(DelayedUpdates, MoveWhatIsPredicted) {
   const TempDirectory dir;
   for (const bool arrays : {false, true}) {

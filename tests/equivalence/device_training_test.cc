@@ -122,7 +122,7 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
   train_by(OptimizerType::ZeroOneAdam, 0);
 }
 
-// ZeRO++ at stage 3: second shards move no bit; what travels as codes trains, in the memory that is predicted.
+// ZeRO++ at stage 3: second shards move no bit; runs with codes train, in the memory that is predicted.
 TEST_P(DeviceTraining, ZeroPlusPlus) {
   Config c = config_of(tiny_llama(), GetParam(), 4, 2, 3);
   const Trace want = train(c, 4);

@@ -18,7 +18,7 @@ namespace lending_test {
 constexpr auto kRing = SequenceParallelMode::Ring;
 const CommOptions kOptions{.timeout_s = 60};
 
-// body(communicator) on threads that lend; what they broke.
+// Runs body(communicator) on threads that lend; returns the rules that they broke.
 std::set<std::string> run_lending(int size, const std::function<void(Communicator&)>& body) {
   const auto rules = std::make_shared<LendingRules>();
   run_threads(size, kOptions, [&](Communicator& c) {

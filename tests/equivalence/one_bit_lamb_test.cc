@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit LAMB: what travels is that of a simulation of all ranks to the bit, and all else that of one in fp64, through
+// 1-bit LAMB: sent data is that of a simulation of all ranks to the bit, and all else that of one in fp64, through
 // warm-up and freeze and to the bounds of its factor; ZeRO stage 1 is stage 0.
 
 #include <set>

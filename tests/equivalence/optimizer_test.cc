@@ -284,7 +284,7 @@ TEST(NarrowStates, ThatAreNoNumbersAreFound) {
   }
 }
 
-// Encoding the decoded values of a state restores its bytes, also in a piece that begins or ends elsewhere.
+// Encoding the decoded values of a state restores its bytes.
 TEST(NarrowStates, ComeBackAsTheyWere) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   c.optimizer.type = OptimizerType::AdamW8bit;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pipeline, tensor and sequence parallelism and activation checkpointing, alone and together with ZeRO: what one rank
-// trains. Where only the place of layers changes, or what is kept, to the bit; where sums are cut, to their rounding.
+// Pipeline, tensor and sequence parallelism and activation checkpointing, alone and together with ZeRO, train like one
+// rank: to the bit if only the place of layers or the kept activations change, to the rounding if sums are cut.
 
 #include <algorithm>
 #include <cstdlib>
@@ -301,7 +301,7 @@ TEST(SequenceParallel, TrainsAsOneRank) {
   }
 }
 
-// Tied embeddings on the first and the last stage, and what all ranks of tp have: equal after every step.
+// Tied embeddings on the first and the last stage, and parameters that all ranks of tp hold: equal after every step.
 TEST(Copies, StayEqualBitForBit) {
   for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
     for (const i64 stage : {0, 1, 2, 3}) {

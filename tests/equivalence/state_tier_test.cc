@@ -68,7 +68,7 @@ TEST_P(Tier, ChangesNoBitWithoutMasters) {
   }
 }
 
-// A step that is skipped leaves no trace in any tier: what its passes wrote is never seen.
+// A step that is skipped leaves no trace in any tier: the values that its passes wrote are never seen.
 TEST_P(Tier, ASkippedStepIsForgotten) {
   const Config c = tier_config({}, GetParam(), DType::F16);
   f16 healthy{};

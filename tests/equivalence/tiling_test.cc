@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices in tiles, of which a rank never has one as a whole: what is computed depends on the tiles alone, by the
-// order of sums, and neither on ranks, stages and schedules nor on when tiles are gathered.
+// Matrices in tiles, of which a rank never holds one as a whole: results depend on the tiles alone, by the order of
+// sums, and neither on ranks, stages and schedules nor on when tiles are gathered.
 
 #include <mutex>
 

@@ -180,7 +180,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   trace.predicted = engine.plan().memory.by_tag;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
-  // Every rank's own forward pass over the parameters in their work type: what the last step published.
+  // Every rank's own forward pass over the parameters in their work type, as the last step published them.
   trace.eval_loss = *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
     for (i64 b = 0; b < B; ++b) {
       const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ARCHITECTURE.md promises: no ZeRO stage, bucket size, overlap or number of threads changes a bit; N ranks
+// The promises of ARCHITECTURE.md: no ZeRO stage, bucket size, overlap or number of threads changes a bit; N ranks
 // with m micro-batches are one rank with N*m.
 
 #include <algorithm>

@@ -171,7 +171,7 @@ TEST(CodedGradients, GoWithPipelinesAndTensors) {
   }
 }
 
-// communication_data_type: at any stage, over any ranks; what is fed back is fed back there, too.
+// communication_data_type: at any stage, over any ranks; errors are fed back there, too.
 TEST(CodedGradients, AreOfEveryStage) {
   for (const Layout& l : {Layout{.dp = 4},
                           {.dp = 4, .stage = 1},

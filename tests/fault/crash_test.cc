@@ -51,7 +51,7 @@ struct Broken {
   }
 };
 
-// The folder of all runs: their configuration, the step that they start from, what they must come to.
+// The folder of all runs: their configuration, the step that they start from, the state that they must reach.
 class Place {
  public:
   Place() {

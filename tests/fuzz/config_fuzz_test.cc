@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The configuration reader on damaged input: every file of the corpus, and thousands of deterministic mutations of it.
-// It must never crash or throw; what it refuses it must explain; what it accepts must survive resolved_json.
+// It must never crash or throw; a refusal must be explained; an accepted file must survive resolved_json.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hostile text at every place from which text reaches a terminal: strings of all files that the tools read, names of
-// files and directories, options. Whatever the tool makes of it, what it prints is UTF-8 without control characters,
-// no line of it is the other's, messages are short, and the tool ends with a status of its own.
+// files and directories, options. Whatever the tool makes of it, its output is UTF-8 without control characters, no
+// line of it comes from the text, messages are short, and the tool ends with a status of its own.
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -205,8 +205,8 @@ TEST(Hdf5Fuzz, MutatedFilesAreRefusedOrSound) {
   EXPECT_GT(outcome.refused, 100);
 }
 
-// Many files in one child: no time goes into making processes. Where the child dies, the same again one by one. Of what
-// hangs the limits are the only end, so they are short; what is slow on a busy machine counts as hung.
+// Many files in one child: no time goes into making processes. If the child dies, the same files are read again one by
+// one. Limits are the only end of a parser that hangs, so they are short; a slow one on a busy machine counts as hung.
 std::string parse_mutants(u32 seed, int first, int last) {
   std::mt19937 rng(seed);
   std::string answers;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Damaged tokenizer files and arbitrary bytes as text: what is refused is refused with a reason, what is read encodes
-// and decodes without a fault, and byte-level tokenizers give every text back.
+// Damaged tokenizer files and arbitrary bytes as text: a refusal has a reason, an accepted file encodes and decodes
+// without a fault, and byte-level tokenizers give every text back.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>

@@ -102,7 +102,7 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from safetensors.torch import save_file
 
-    # Without AMX DeepSpeed trains no fp16 on a CPU, though torch can: what is written does not depend on it.
+    # Without AMX DeepSpeed trains no fp16 on a CPU, though torch can: the files do not depend on it.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -48,7 +48,7 @@ std::vector<std::string> segments_left(const std::string& job) {
   return names;
 }
 
-// Processes that run `body(rank)`; what it throws is their story, "ok" otherwise.
+// Processes that run `body(rank)`; their story is the text of the error that it throws, or else "ok".
 class Ranks {
  public:
   Ranks(int size, const std::function<void(int)>& body) {

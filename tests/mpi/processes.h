@@ -17,7 +17,7 @@ class Processes : public ::testing::TestWithParam<std::tuple<const char*, int>> 
  protected:
   static bool is_rank() { return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr; }
 
-  // This very test on `ranks` processes; what they print is printed.
+  // This very test on `ranks` processes; their output is printed.
   static int run_under_mpirun(int ranks) {
     const auto* const info = ::testing::UnitTest::GetInstance()->current_test_info();
     const std::string filter = fmt::format("--gtest_filter={}.{}", info->test_suite_name(), info->name());

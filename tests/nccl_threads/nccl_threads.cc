@@ -193,7 +193,7 @@ Result collective(Comm comm, const char* kind, const void* source, size_t bytes,
   return submit(comm, std::move(phases));
 }
 
-// This thread is in an entry point: what it allocates is ours.
+// This thread is in an entry point: its allocations are ours.
 thread_local bool inside = false;
 struct Inside {
   Inside() { inside = true; }

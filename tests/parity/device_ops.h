@@ -33,8 +33,8 @@ inline Device* test_device() {
   return device.get();
 }
 
-// The memory of one call's arguments, there and back. What overlaps on the host is one piece on the device, at the same
-// distance from a 256-byte boundary.
+// The memory of one call's arguments, there and back. Arguments that overlap on the host are one piece on the device,
+// at the same distance from a 256-byte boundary.
 class RoundTrip {
  public:
   explicit RoundTrip(Device& device) : device_(device) {}

@@ -84,9 +84,9 @@ struct Fixture {
       sum += want[i] * want[i];
     }
     const Json& torch = errors.at(name).at(std::string(dtype_name(t)));
-    // Tensor cores round probabilities, which PyTorch keeps in fp32 on the fixtures' CPU. Where every query sees all
-    // keys all gradients have a part in that, and the largest of a few errors may be a third one. So it is for the bias
-    // of keys that are rotated: what it adds to all scores of a query cancels, and what is left are such roundings.
+    // Tensor cores round probabilities, which PyTorch keeps in fp32 on the fixtures' CPU. If every query sees all keys,
+    // all gradients have a part in that, and the largest of a few errors may be a third one. So it is for the bias of
+    // keys that are rotated: its contributions to all scores of a query cancel, and only such roundings are left.
     const bool cancels = name.ends_with("k_proj.bias");
     const double times = testing::test_device() != nullptr && (!config.causal() || cancels) ? 3 : 2;
     EXPECT_LE(max_error, times * torch.at("max_abs").get<double>() + 1e-6 * scale)

@@ -155,8 +155,9 @@ TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
   }
 }
 
-// After 1 and 100 steps over the same gradients, every back end has what the fp64 definitions of ref have, to a bound
-// in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of the elements.
+// After 1 and 100 steps over the same gradients, the results of every back end are those of the fp64 definitions of
+// ref, to a bound in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of
+// the elements.
 TEST(Update, EveryRuleFollowsItsDefinition) {
   constexpr i64 n = 5003;
   ThreadPool pool(2);
@@ -243,7 +244,7 @@ constexpr u32 kSite = 0x40000003u;
 constexpr i64 kFirst = 1024;
 
 // The rule on decoded states, whose results are encoded: every back end and number of threads has the bits of just
-// that, from the definitions of state_codes.h and what the rule is on fp32 states.
+// that, from the definitions of state_codes.h and the rule on fp32 states.
 TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
   UpdateParams p = params(true);
   p.rng = {.seed = 5, .site = 77, .step = 9};

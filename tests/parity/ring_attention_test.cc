@@ -76,7 +76,7 @@ TEST(AttentionMerge, AgreesWithRef) {
               [&](Stream& s) {
                 MergeInputs got(c);
                 ops->attention_merge(got.o_view, got.lse_view, got.part_view, got.lse_part, first, s);
-                // Merged rows are sums of two, the others the bits of one, and what lies beside them stays.
+                // Merged rows are sums of two, the others the bits of one, and the memory beside them stays.
                 expect_close(got.o, want.o, 8, what + " o");
                 expect_close(got.lse, want.lse, 8, what + " lse");
                 return std::vector<Tensor>{got.o, got.lse};

@@ -18,7 +18,7 @@ Tensor targets_for(i64 T, i64 V) {
   return targets;
 }
 
-// Logits whose rows lie apart; what lies between is compared too.
+// Logits whose rows lie apart; the memory between them is compared too.
 struct Logits {
   Tensor all;
   TensorView view;

@@ -719,7 +719,7 @@ TEST(SaveCheckpoint, ALatestThatCannotBeReplacedLeavesNoStep) {
 
 // ---- failing saves
 
-// The earlier step, `latest` and nothing else: what every failed save must leave.
+// Every failed save must leave the earlier step, `latest` and nothing else.
 void expect_untouched(const TempDirectory& dir) {
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
   EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000001");

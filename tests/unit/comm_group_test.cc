@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of a communicator, over threads: what they compute, how they share the fate of their world, and that every
-// error names ranks of the world.
+// Groups of a communicator, over threads: their results, the end that they share with their world, and that every error
+// names ranks of the world.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

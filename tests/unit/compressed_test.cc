@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compressed collectives over threads, on the CPU or on the device that DS_TEST_DEVICE asks for: the bits of a serial
-// oracle, bounds of their errors, error feedback over many steps, and what is not finite.
+// oracle, bounds of their errors, error feedback over many steps, and values that are not finite.
 
 #include "../compressed_exercise.h"
 

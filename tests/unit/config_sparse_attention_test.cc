@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The section sparse_attention: what its keys mean where they are left out, together, with a model and with the length
-// of its sequences.
+// The section sparse_attention: the meaning of its keys when they are left out, together, with a model and with the
+// length of its sequences.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The configuration reader: what a ds_config.json resolves to, and every way in which one is refused.
+// The configuration reader: the result of resolving a ds_config.json, and every way in which one is refused.
 #include "ds/config.h"
 
 #include <fmt/format.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by cuDNN without a GPU: what it serves and in which parts as data, its graphs computed here naively and
-// held against ref, and plans of the real library for a GPU that is only described. What a plan computes is left to
-// attention_test on a GPU with DS_ATTENTION=cudnn.
+// Attention by cuDNN without a GPU: the calls that it serves and their parts, its graphs computed here naively and
+// compared with ref, and plans of the real library for a GPU that is only described. attention_test with
+// DS_ATTENTION=cudnn tests the results of plans on a GPU.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 

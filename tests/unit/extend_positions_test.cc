@@ -162,7 +162,7 @@ TEST(ExtendPositions, OfPublishedModelsOnlyThatChanges) {
   }
 }
 
-// Once more than there is to be repeated, and to no more than there are: what was left out before comes along.
+// Once more than there is to be repeated, and to no more than there are: tensors that were left out before come along.
 TEST(ExtendPositions, AgainAndToTheSameLength) {
   const TempDirectory dir;
   write_tensors(dir / "model.safetensors", tensors_of_gpt2());

@@ -21,7 +21,7 @@ namespace file_array_test {
 using ds::testing::TempDirectory;
 using zero::LeaseTo;
 
-// Cuts of [0, size): what threads of an engine lease at the same time.
+// Cuts of [0, size), as threads of an engine lease them at the same time.
 TEST(FileArray, IsAnArray) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);

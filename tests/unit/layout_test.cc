@@ -233,7 +233,7 @@ TEST(Layout, CutsNoBlock) {
 }
 
 // In a layer of more than a tile, every matrix that may be in tiles is: each element is in one tile and owned once, a
-// tile is whole rows, has a unit of its own and is cut for all ranks; what else the layer has stays one unit.
+// tile is whole rows, has a unit of its own and is cut for all ranks; the rest of the layer stays one unit.
 TEST(Layout, MatricesAreInTiles) {
   for (const int P : {1, 2, 3}) {
     for (const i64 block : {1, 256}) {
@@ -299,7 +299,7 @@ TEST(Layout, MatricesAreInTiles) {
   }
 }
 
-// The shares of a vocabulary differ by a row; what lies beside them must not.
+// The shares of a vocabulary differ by a row; the layouts of other units must not.
 TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
   for (i64 threshold = 4000; threshold < 4300; threshold += 10) {
     const auto of = [&](i64 numel) {

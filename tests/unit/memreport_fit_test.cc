@@ -102,7 +102,7 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
   }
 }
 
-// The list is the same however much of it is asked for: what is never looked at would not be in it.
+// The list is the same however much of it is asked for: an arrangement that is never looked at would be missing.
 TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   const FitResult all = fit(source(), options(i64{3} << 20), kHardware);
   std::set<PipelineSchedule> schedules;

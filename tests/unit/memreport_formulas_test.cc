@@ -368,7 +368,7 @@ TEST(Megatron, StagesTogetherHaveTheModelOnceAndItsTiedMatrixTwice) {
 // --- ZeRO-Infinity, ZeRO-Offload, rules of thumb
 
 // Figure 2a: TB and GB there are powers of 1024, hidden sizes multiples of 1024, 32 sequences per node and 4 per GPU,
-// of 1024 tokens. What it prints as the first model's MSWM is not 16h², so that one is left out.
+// of 1024 tokens. The MSWM that it prints for the first model is not 16h², so that one is left out.
 TEST(Infinity, PrintsTheTableOfThePaper) {
   struct Line {
     i64 layers, hidden, heads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The counters that a rank shows while it trains, and who reads them: whole records, of processes that live, of this
+// The counters that a rank shows while it trains, and their readers: whole records, of processes that live, of this
 // user and this version.
 #include "memreport/live.h"
 

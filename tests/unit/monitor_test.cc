@@ -164,7 +164,7 @@ TEST(CsvFiles, AreThoseOfPythonsWriter) {
                           "train_loss.csv", "train_mfu.csv", "train_tokens_per_s.csv", "validation_loss.csv"));
 }
 
-// While it lives, no file grows beyond so many bytes: what a full disk does to one that grows.
+// While it lives, no file grows beyond so many bytes, as on a full disk.
 class SmallFiles {
  public:
   explicit SmallFiles(rlim_t bytes) {

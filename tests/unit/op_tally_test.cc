@@ -217,8 +217,8 @@ TEST(OpTally, TensorParallelismHalvesTheProductsOfBlocks) {
         EXPECT_EQ(2 * flops(half.total(pass)), flops(one.total(pass)));
         EXPECT_GT(flops(one.total(pass)), 0);
       }
-      // A sum over ranks forward and one backward for each of two products of a block, and what the ends of the
-      // model send.
+      // A sum over ranks forward and one backward for each of two products of a block, and the messages of the ends of
+      // the model.
       const auto& forward = half.chunks[0].of(Pass::Forward).messages;
       EXPECT_EQ(forward.at("tp.reduce_scatter").calls, 2 * config.layers + 1);
       EXPECT_TRUE(one.chunks[0].of(Pass::Forward).messages.empty());

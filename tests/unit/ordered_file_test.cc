@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array in a file whose uses are known in advance gives back what was written, whatever their order and however few
-// its buffers are; which of them go to the file, and what that moves, is known before.
+// An array in a file whose uses are known in advance returns the data that was written, whatever their order and
+// however few its buffers are. The parts that go to the file, and their traffic, are known before.
 #include "offload/ordered_file.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Regular expressions from elsewhere: what they match, and that none of them takes the process down or runs for long.
+// Regular expressions from elsewhere: their matches, and that none of them ends the process or runs for long.
 #include "base/pattern.h"
 
 #include <gtest/gtest.h>

@@ -106,7 +106,7 @@ TEST(PlanMemory, CheckpointsKeepWhatTheySay) {
   for (const int t : {1, 2}) {
     const MeshShape mesh{.tp = t};
     Config c = gpt2_124m(mesh);
-    // The branch of the attention is computed again: norm, projections and what it gives.
+    // The branch of the attention is computed again: norm, projections and its output.
     c.activation_checkpointing.granularity = CheckpointGranularity::Selective;
     expect_activations(c, mesh, sbh * (6 + 16.0 / t), 2 * sbh, {1});
     c.activation_checkpointing.granularity = CheckpointGranularity::Layer;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens that layers pass by: DeepSpeed's schedule, what is drawn, and what is refused.
+// Tokens that layers pass by: DeepSpeed's schedule, the draws, and the refusals.
 #include "config/random_ltd.h"
 
 #include <fmt/format.h>

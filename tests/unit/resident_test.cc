@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Resident memory: what counts, what is shared, what was there for a moment.
+// Resident memory: pages that count, pages that are shared, and the momentary peak.
 #include "probe/resident.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary tables by value: what transformers 5 computes for each scaling (LlamaRotaryEmbedding, 8 frequencies), and the
-// numbers of published models at full size. A frequency is read off position 1, the factor off position 0.
+// Rotary tables by value: those that transformers 5 computes for each scaling (LlamaRotaryEmbedding, 8 frequencies),
+// and the numbers of published models at full size. A frequency is read off position 1, the factor off position 0.
 
 #include <gtest/gtest.h>
 

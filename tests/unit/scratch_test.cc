@@ -325,8 +325,8 @@ TEST_P(Scratch, IsWhatPassesOfAllLengthsHold) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, Scratch, ::testing::ValuesIn(simd_backends()), name_of);
 
-// Calls of ops that reserve scratch, by all that this can depend on, of each thread. What oneDNN takes for AMX is no
-// simple function of shapes: whatever it is, the same calls take the same.
+// Calls of ops that reserve scratch, by everything that this can depend on, of each thread. oneDNN's scratch for AMX is
+// no simple function of shapes; but the same calls take the same.
 thread_local std::set<std::string> seen_calls;
 
 void note(const char* op, std::initializer_list<TensorView> views, std::initializer_list<i64> numbers) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokenizers by themselves: what they refuse and how, bytes that are no UTF-8, very long words, where texts may be cut,
-// and what is found in a folder. Equality with the reference is in tokenizer_reference_test.cc.
+// Tokenizers by themselves: their refusals, bytes that are no UTF-8, very long words, the places where texts may be
+// cut, and the choice of a file in a folder. Equality with the reference is in tokenizer_reference_test.cc.
 #include "data/tokenizer.h"
 
 #include <gtest/gtest.h>

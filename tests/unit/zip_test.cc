@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The zip container: what torch.save writes is read; every archive that two readers could understand in different ways
+// The zip container: archives of torch.save are read; every archive that two readers could understand in different ways
 // is refused.
 
 #include "formats/zip.h"
