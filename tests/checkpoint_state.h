@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A small model with known state for the checkpoint tests: every element of every state has a value that says which
-// parameter, state and index it is, so that any range can be checked wherever it was.
+// A small model with known state for the checkpoint tests: the value of every element encodes its parameter, state and
+// index, so that any range can be checked wherever it was stored.
 
 #include <cstring>
 
@@ -22,7 +22,7 @@ inline std::vector<ParamEntry> small_model() {
 
 // Exact in bf16: at most 8 significant bits.
 inline float param_value(i64 param, i64 i) { return static_cast<float>((i * 7 + param * 31) % 255 - 127) / 16; }
-// What the fp32 states hold; not exact in 16 bits, but rounds to param_value in bf16 and fp16.
+// The value of the fp32 states: not exact in 16 bits, but rounds to param_value in bf16 and fp16.
 inline float master_value(i64 param, i64 i) { return param_value(param, i) * (1 + 0x1p-13f); }
 inline float exp_avg_value(i64 param, i64 i) { return 1000.0f + static_cast<float>(param * 100000 + i); }
 inline float exp_avg_sq_value(i64 param, i64 i) { return 0.001f + static_cast<float>(param * 100000 + i); }
@@ -64,8 +64,8 @@ struct Ranks {
   int size() const noexcept { return tp * dp; }
 };
 
-// What tensor-parallel rank `tp` of `of` has of parameter `param` of sliced_model(): nothing for replicas that another
-// one saves.
+// The slice of parameter `param` of sliced_model() on tensor-parallel rank `tp` of `of`; nothing for a replica that
+// another rank saves.
 inline std::optional<model::ParamSlice> slice_of_rank(i64 param, int tp, int of) {
   if (of == 1) return model::ParamSlice{};
   const auto cut = [&](i64 first, i64 size) { return std::pair(first + size * tp / of, first + size * (tp + 1) / of); };
@@ -80,7 +80,7 @@ inline std::optional<model::ParamSlice> slice_of_rank(i64 param, int tp, int of)
   return tp == 0 ? std::optional(model::ParamSlice{}) : std::nullopt;
 }
 
-// Of sliced_model(), cut into slices and these into pieces of odd lengths, which begin within rows.
+// The ranges of sliced_model() that a rank owns: slices, cut into pieces of odd lengths that begin within rows.
 inline std::vector<Range> sliced_ranges(int rank, Ranks ranks, i64 seed) {
   const std::vector<ParamEntry> params = sliced_model();
   std::vector<Range> ranges;

@@ -187,8 +187,8 @@ inline void exercise_ring(Communicator& c, i64 elems, int salt) {
   for (i64 i = 0; i < elems; ++i) require(in[i] == salt + previous * i64{1000} + i, "send and recv");
 }
 
-// Calls on private memory, of one staged round and of several, each queued together with one on shared memory behind
-// it: whoever is done with the first says at once where the second has its sources.
+// Calls on private memory, of one staged round and of several, each queued together with a call on shared memory after
+// it: a rank that is done with the first announces at once where the second has its sources.
 inline void exercise_succession(Communicator& c, std::span<std::byte> shared) {
   constexpr i64 kSegments = 64;
   const size_t P = static_cast<size_t>(c.size()), rank = static_cast<size_t>(c.rank());

@@ -97,7 +97,7 @@ inline Floats inputs(int rank, i64 n, DType type, int salt) {
 
 class Oracle {
  public:
-  // What the codes of x say; `error`: of as many, or empty.
+  // The values that the codes of x decode to; `error`: as many elements as x, or empty.
   Floats quantized(std::span<const float> x, std::span<float> error, CodeFormat format, ErrorFeedback feedback) {
     const i64 n = std::ssize(x);
     Floats y(x.size());
@@ -223,7 +223,7 @@ class OneBitOracle {
 
 // ---- the program ----
 
-// What one message of n elements takes: the formula of the documentation, written out.
+// The size of one message of n elements: the formula of the documentation, written out.
 inline i64 coded_bytes(i64 n, CodeFormat format) {
   return ((n * format.bits + 7) / 8 + 3) / 4 * 4 + 4 * ((n + format.block - 1) / format.block);
 }
@@ -269,7 +269,7 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
   const Group node(ranks, local, "node"), across(ranks, equal, "across");
   MemoryLedger ledger;
   QuantizedReduceScatter op(L > 1 ? &*node : nullptr, *across, ranks.device, ledger, Tag::Comm, n + 5, format);
-  // Of three gradients the second one travels.
+  // The second of three gradients is reduced.
   LocoErrors errors(op, ledger, Tag::GradAccum, {n + 2, n, 3}, {.decay = 0.75f, .reset_period = 2});
   const i64 taken = ledger.num_allocations();
   ReduceScatterOracle oracle(nodes, L, n, format, feedback);
@@ -421,7 +421,7 @@ inline void exercise_nonzero_blocks(const Ranks& ranks, i64 blocks, int one_in, 
     const Floats got = target.get();
     for (i64 i = 0; i < n; ++i)
       require(same_bits(got[i], want[i]) || (got[i] == 0 && want[i] == 0), fmt::format("sparse sums, element {}", i));
-    // Exchanges have room for the rank that has most in each of them.
+    // Exchanges have room for the rank that holds most in each of them.
     const i64 now = sent(*c, "t.sparse") - told;
     require(now >= (P - 1) * bytes && (room < P * blocks || now == (P - 1) * bytes), "bytes of sparse sums");
   }

@@ -2,9 +2,8 @@
 #pragma once
 // A communicator that takes the contract at its word: the buffers of an operation are lent to it until its ticket is
 // waited for, or that of a later operation of the same order. It gives copies to another communicator, which may be as
-// quick as it likes, fills with NaN what will be written, and puts the results there when the wait ends. So whoever
-// reads a result too early computes with NaN, and whoever touches memory that is lent is told: on every run, whatever
-// the timing.
+// quick as it likes, fills targets with NaN, and puts the results there when the wait ends. So a caller that reads a
+// result too early computes with NaN, and one that touches lent memory is reported: on every run, whatever the timing.
 
 #include <cstring>
 #include <deque>
@@ -16,7 +15,7 @@
 
 namespace ds::testing {
 
-// What was done to memory that was lent; for all ranks of a test.
+// Violations of the rules for lent memory, by all ranks of a test.
 class LendingRules {
  public:
   void broken(std::string how) {

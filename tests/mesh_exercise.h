@@ -28,7 +28,7 @@ inline std::vector<NamedAxis> axes_of(const Mesh& mesh) {
           {mesh.gradients(), pp_ranks(s, c)}};
 }
 
-// Who is in it: by numbers, and by what the members say.
+// Checks the members of an axis: by their world ranks, and by a number that each of them sends.
 inline void require_members(Communicator& c, const std::vector<int>& ranks, int own) {
   require(c.size() == std::ssize(ranks) && ranks[c.rank()] == own, "rank and size of an axis");
   std::vector<i64> numbers(ranks.size());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// An OpTable whose ops are made from the members that they stand for: Op<&OpTable::matmul>::run and so on.
+// An OpTable whose ops are made from the members themselves: Op<&OpTable::matmul>::run and so on.
 
 #include "ds/kernels/ops.h"
 

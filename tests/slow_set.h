@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What takes long and tries what shorter tests try, too, in more arrangements, is done when an issue is: scripts/test
-// --slow sets DS_SLOW. tests/CMakeLists.txt has a test x.slow for each program that asks.
+// Long tests that repeat shorter ones in more arrangements form the slow set. scripts/test --slow sets DS_SLOW, which
+// selects it; run it when a piece of work is finished. tests/CMakeLists.txt adds a test x.slow for each program that
+// asks for the set.
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where the data of the tests lie: DS_TEST_DATA of the environment, for tests that have left the source tree
+// The directory of the tests' data: DS_TEST_DATA of the environment, for tests that have left the source tree
 // (scripts/bundle --tests), or else tests/golden.
 
 #include <cstdlib>

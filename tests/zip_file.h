@@ -19,7 +19,7 @@ std::string le(T value) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// An entry as its headers describe it. What is not as in a good archive is set by the test.
+// An entry as its headers describe it. A test sets the fields that differ from a good archive.
 struct ZipPart {
   std::string name, data;
   u16 flags = 0, method = 0;

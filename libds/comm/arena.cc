@@ -20,7 +20,7 @@ long futex(std::atomic<u32>& word, int op, u32 value, const timespec* limit) noe
   return syscall(SYS_futex, &word, op, value, limit, nullptr, 0);
 }
 
-// Where the threads of a world find a group's memory: created by the first to ask, removed when all have it.
+// Finds a group's memory for the threads of a world: created by the first to ask, removed when all have it.
 class GroupRegistry {
  public:
   template <class Make>

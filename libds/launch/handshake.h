@@ -25,7 +25,7 @@ namespace ds::launch {
 // SipHash-2-4 (Aumasson, Bernstein 2012), a keyed hash that authenticates short messages; libsodium's implementation.
 u64 siphash(std::string_view key16, std::string_view message);
 
-// Where the launcher listens, and the secret of the job.
+// The launcher's addresses and port, and the secret of the job.
 struct Home {
   std::string secret;  // 32 hexadecimal digits
   int port = 0;

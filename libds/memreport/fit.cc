@@ -308,7 +308,7 @@ Search::Found Search::found_as(const Tried& t) {
 
 std::optional<Search::Found> Search::try_one(const Frame& f, i64 micro, CheckpointGranularity least) {
   using enum CheckpointGranularity;
-  // Where it does not fit with all layers computed again, nothing else does; but passes that are split keep more then.
+  // If it does not fit with all layers computed again, nothing else does; but passes that are split keep more then.
   const Tried all_again = look(f, micro, Layer);
   if (all_again.config && !all_again.fits && f.schedule.kind != PipelineSchedule::ZeroBubbleH1) return std::nullopt;
   for (const CheckpointGranularity recompute : {None, Selective}) {

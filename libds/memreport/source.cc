@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a configuration comes from: a file of it, a model, a checkpoint.
+// The source of a configuration: a file of it, a model, a checkpoint.
 
 #include <algorithm>
 #include <filesystem>

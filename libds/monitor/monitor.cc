@@ -42,7 +42,7 @@ std::string directory_of(const MonitorConfig& config, std::string_view name, con
   return (error ? directory : there).string();
 }
 
-// Where `path` is or will be, behind its links.
+// The real path of `path`, which may not exist yet, with its links resolved.
 fs::path place_of(const std::string& path) {
   std::error_code error;
   const bool leads_somewhere = fs::status(path, error).type() != fs::file_type::none;  // not to itself

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where chunks of states are kept: in host memory, or in a file, of which some chunks are in memory at a time. The
-// address of a chunk is valid until it is given back.
+// Memory of chunks of states: host memory, or a file, of which some chunks are in memory at a time. The address of a
+// chunk is valid until it is given back.
 
 #include <memory>
 #include <optional>

@@ -20,7 +20,7 @@ struct Settings {
   DeviceKind device = DeviceKind::Cpu;  // where the run computes
   OffloadOptimizerConfig states = {};   // device None if the run has no states
   OffloadParamConfig params = {};
-  // Where inputs of layers are kept until the layers are recomputed; Nvme: the directory, and parts in memory.
+  // The place of inputs of layers until the layers are recomputed; Nvme: the directory, and parts in memory.
   OffloadDevice inputs = OffloadDevice::None;
   std::string inputs_path{};
   i64 input_buffers = 0;
@@ -48,7 +48,7 @@ class Offload {
   Offload(const Offload&) = delete;
 
   const zero::Tiers& tiers() const noexcept { return tiers_; }
-  // Where inputs of recomputed layers are kept outside device memory; null: there are none.
+  // The store for inputs of recomputed layers outside device memory; null: there are none.
   std::unique_ptr<zero::TierArray> make_inputs(const OrderedUses& inputs, Device& device, MemoryLedger& ledger);
   // Bytes of files, by contents.
   const MemoryLedger& files() const noexcept { return files_; }

@@ -22,7 +22,7 @@ TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host
   const bool varies = lengths.kinds.size() > 1;
   if (!whole_run && varies) scratch = comm = Bound::AtMost;
   if (!whole_run && plan.diloco.enabled) comm = Bound::AtMost;
-  // Where ranks average by signs, steps that are skipped send nothing for their update.
+  // If ranks average by signs, steps that are skipped send nothing for their update.
   if (std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs)) comm = Bound::AtMost;
   if (plan.has_sparse_gradients()) {
     scratch = Bound::AtMost;

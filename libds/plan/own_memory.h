@@ -8,7 +8,7 @@
 
 namespace ds::plan {
 
-// Where a plan runs.
+// The process in which a plan runs.
 struct Host {
   std::string_view backend;  // of the communicators: "self", "shm", "mpi"; others count as 0, since that is not known
   const OpTable& kernels;

@@ -172,7 +172,7 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
     return make_cpu_device(probe::cpu_backend(), thread_count(config, ranks));
   std::string why;
   const int gpus = num_cuda_devices(why);
-  // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know (connect_gpus).
+  // If nothing hides GPUs from a rank, it sees those of the node; else only all ranks together know (connect_gpus).
   DS_CHECK(config.communication.backend != CommBackend::Nccl || ranks.local_world_size <= gpus ||
                variables::gpus_are_chosen(),
            Errc::Unavailable,

@@ -15,7 +15,7 @@ struct Request {
   bool is_root() const noexcept { return ranks.rank == 0; }
   bool writes() const noexcept { return !options.out_dir.empty() && !options.read_only; }
 
-  // Where the run reads, and may not write.
+  // The places from which the run reads, and to which it may not write.
   monitor::Places places() const;
 
   // Rank 0 and --check look for these; neither opens what it finds. Throw Errc::Config, Errc::Unavailable or Errc::Io,

@@ -32,7 +32,7 @@ class BucketSlots {
   i64 elems_ = 0, open_elems_ = 0, num_ = 0, num_open_ = 0, taken_ = 0;
 };
 
-// Where each unit is staged: one unit at a time, followed by one that is written beside it, as tiles are.
+// The offset at which each unit is staged: one unit at a time, followed by one that is written beside it, as tiles are.
 std::vector<i64> staging_bases(const Layout& layout, const GradOptions& options, i64& end) {
   std::vector<i64> bases(layout.units().size(), 0);
   i64 largest = 0, largest_beside = 0;

@@ -33,7 +33,7 @@ class FreshGrads {
   size_t slot_of(size_t bucket) const noexcept { return slot_[bucket]; }
   size_t num_slots() const noexcept { return num_slots_; }
 
-  // Where backward writes the rows of a unit; null: rows of another group, or in tiles.
+  // The memory to which backward writes the rows of a unit; null: rows of another group, or in tiles.
   std::span<const TensorView> rows(i64 unit) const noexcept { return views_[static_cast<size_t>(unit)]; }
   // Before the first unit of a bucket is written: all that is not a row becomes zero, as in fresh memory.
   void zero_padding(size_t bucket);

@@ -25,9 +25,9 @@ class GradStore {
   // Before the gradients of a step.
   void begin(const GradStep& step);
 
-  // Where backward writes the gradients of `unit`, by row (null: of another group, or in tiles): units come in the
-  // order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit()
-  // ends the lease.
+  // The memory to which backward writes the gradients of `unit`, by row (null: of another group, or in tiles). Units
+  // come in the order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free.
+  // commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
   void commit(i64 unit, i64 micro);
 

@@ -11,7 +11,7 @@ bool accumulates_all(const Layout& layout, const GradOptions& options) {
   return !layout.states().shard_optimizer || options.accumulates_locally() || options.keeps_own;
 }
 
-// Where each segment would begin, if all of it were there, in an array of the slices that a rank owns.
+// The offset at which each segment would begin, if all of it were there, in an array of the slices that a rank owns.
 std::vector<i64> owned_bases(const Layout& layout, int rank) {
   std::vector<i64> bases;
   for (const Segment& s : layout.segments()) bases.push_back(s.shard_offset - s.slice * rank);

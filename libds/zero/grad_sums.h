@@ -42,7 +42,7 @@ class GradSums {
   void expect_owned(const Segment& s) const { expect(number(s), s.slice * rank_, s.slice); }
   // Whether leases are the memory in which sums are stored.
   bool in_place() const noexcept { return owned_->in_place(); }
-  // Where they are stored, in host memory other than the device's; null: elsewhere (TierArray::on_host).
+  // The address of sums that are stored in host memory other than the device's; otherwise null (TierArray::on_host).
   float* on_host(i64 segment, i64 first) const noexcept {
     return static_cast<float*>(owned_->on_host((owned_base_[segment] + first) * 4));
   }

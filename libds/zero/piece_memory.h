@@ -15,7 +15,8 @@ class PieceMemory {
   virtual void expect(const Piece&) const {}
   // Whether leases are the memory in which all pieces are stored.
   virtual bool in_place() const noexcept = 0;
-  // Where a piece is stored, in host memory other than the device's; null: elsewhere (TierArray::on_host).
+  // The address of a piece, if it is stored in host memory other than the device's; otherwise null
+  // (TierArray::on_host).
   virtual void* on_host(const Piece& piece) const noexcept = 0;
 };
 

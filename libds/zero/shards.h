@@ -50,7 +50,7 @@ struct ShardsPlan {
   bool has_param(i64 param) const noexcept { return layout.rows()[param].segment >= 0; }
 };
 
-// Where masters and states, sums of gradients and slices of parameters are stored; empty: in device memory.
+// The makers of the memory of masters and states, sums of gradients and slices of parameters; empty: device memory.
 struct Tiers {
   MakeStates states = {};
   MakeArray grads = {}, params = {};

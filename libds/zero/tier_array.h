@@ -54,8 +54,8 @@ class TierArray {
   virtual void expect(i64 begin, i64 bytes) { static_cast<void>(begin), static_cast<void>(bytes); }
   // Whether leases are the memory in which the array is stored.
   virtual bool in_place() const noexcept = 0;
-  // Where byte `begin` is stored, in host memory other than the device's; null: elsewhere. Valid while it is not
-  // leased.
+  // The address of byte `begin`, if it is stored in host memory other than the device's; otherwise null. Valid while it
+  // is not leased.
   virtual void* on_host(i64 begin) const noexcept { return static_cast<void>(begin), nullptr; }
 
  protected:

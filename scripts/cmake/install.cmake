@@ -10,7 +10,7 @@ install(TARGETS ${DS_TOOLS} RUNTIME)
 install(TARGETS ds ds_kernels_headers EXPORT libds LIBRARY NAMELINK_COMPONENT development)
 install(DIRECTORY libds/include/ds kernels/include/ds DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN *.h)
 
-# Where LD_LIBRARY_PATH names no CUDA libraries: beside the plug-in, then where NVIDIA's installer puts them.
+# If LD_LIBRARY_PATH names no CUDA libraries: beside the plug-in, then where NVIDIA's installer puts them.
 if(TARGET ds_cuda)
   set_target_properties(ds_cuda PROPERTIES INSTALL_RPATH "$ORIGIN:/usr/local/cuda/lib64")
   target_link_options(ds_cuda PRIVATE -Wl,--enable-new-dtags)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // One configuration trained in several arrangements of ranks, which are threads of one process, so that all can take
-// turns step by step: what else the machine does meets them all alike.
+// turns step by step: other load of the machine affects them all alike.
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -62,7 +62,7 @@ inline void on_ranks(int ranks, const std::function<void(int)>& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// Reads a configuration with changes ("a.b=v") for so many ranks, or says what is wrong with it and ends the program.
+// Reads a configuration with changes ("a.b=v") for so many ranks, or prints its errors and ends the program.
 inline Config read_config(const std::string& path, const std::vector<std::string>& set, int ranks) {
   const ConfigResult read = load_config(path, set, ranks);
   if (!read.ok()) {
@@ -75,7 +75,7 @@ inline Config read_config(const std::string& path, const std::vector<std::string
 class Arrangement {
  public:
   using Transport = std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)>;
-  // transport: what the ranks talk through instead, if anything.
+  // transport: the transport through which the ranks talk instead, if any.
   Arrangement(std::string name, const std::string& path, const std::vector<std::string>& set, int ranks, int threads,
               const Transport& transport = {})
       : name_(std::move(name)), config_(read_config(path, set, ranks)), parts_(static_cast<size_t>(ranks)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What the benchmarks of ops compute with.
+// Tensors for the benchmarks of ops.
 
 #include <initializer_list>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace ds::bench {
 
-// A tensor with the memory behind it, filled with numbers of every sign between -1 and 1.
+// A tensor that owns its memory, filled with numbers of every sign between -1 and 1.
 struct Tensor {
   std::vector<u8> bytes;
   TensorView view;

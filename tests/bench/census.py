@@ -59,7 +59,7 @@ def configurations(roots):
 
 
 def overrides(text, book, directory):
-    # One that names layers is of a model with so many.
+    # A schedule that names layers belongs to a model with so many.
     layers = re.search(r'"total_layer_num"\s*:\s*(\d+)', text)
     model = dict(MODEL, n_layer=int(layers[1])) if layers else MODEL
     values = [f"model={json.dumps(model)}", f"data.train={book}", "data.seq_length=16", "steps=3"]

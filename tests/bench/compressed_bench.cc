@@ -2,8 +2,8 @@
 // Collectives that send codes beside the ones that send elements: all-gather of bf16 weights (8 bits), reduce-scatter
 // of bf16 gradients (4 bits; all ranks in one node, and each in a node of its own), all-reduce of an fp32 momentum (1
 // bit); over shm and mpi. All in one run, taking turns, the fastest of each; times are those of the slowest rank. On
-// one machine elements travel at the speed of memory: then the ratio says what compressing costs, and what a network
-// would save is the ratio of bytes.
+// one machine elements travel at the speed of memory: there the ratio of times is the cost of compressing, and the
+// ratio of bytes is what a network would save.
 //   mpirun --bind-to core --mca pml ob1 -n 2 compressed_bench [largest number of elements]
 
 #include <fmt/format.h>

@@ -130,7 +130,7 @@ class Bench {
   void attention();
   void features();
   void gemm();
-  // clock: null, or what stands before the device, to time the ops of some steps.
+  // clock: null, or the device wrapper that times the ops of some steps.
   void step(const std::string& path, const Config& config, testing::OpClock* clock);
 
  private:
@@ -178,7 +178,7 @@ class Bench {
   }
 
   // An op that memory bounds. make(arena) takes operands and returns the call on them; as many sets of operands take
-  // turns as move 512 MiB together. bytes: what one call must read and write once.
+  // turns as move 512 MiB together. bytes: the data that one call must read and write once.
   using Make = std::function<std::function<void()>(Arena&)>;
   Timing rotated(i64 bytes, const Make& make) {
     Arena arena(device_);
@@ -445,8 +445,9 @@ void Bench::features() {
   codes();
 }
 
-// Long sequences: dense, over a layout of which a quarter or less is there, and of packed documents. Counted are the
-// pairs that see each other, so that a rate like that of the dense one says that nothing else was computed.
+// Long sequences: dense, over a layout in which a quarter of the blocks or less is present, and of packed documents.
+// Only pairs that see each other are counted, so a rate like that of the dense one shows that nothing else was
+// computed.
 void Bench::sparse_attention() {
   const i64 B = small_ ? 1 : 2, T = small_ ? 64 : 8192, H = small_ ? 1 : 16, D = 64, block = small_ ? 16 : 64;
   Arena arena(device_);
@@ -686,7 +687,7 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
                 t.seconds / num_steps * 1e3, t.flops / t.seconds * 1e-12, t.bytes / t.seconds * 1e-9);
   }
   std::fflush(stdout);
-  // A clock that misses ops would say nothing of what is slow.
+  // The times of a clock that misses ops would not show which op is slow.
   const plan::StepWork work = plan::tally_step(engine.model(), engine.plan());
   plan::OpTally want = work.total();
   want.add(work.reductions);
@@ -824,7 +825,7 @@ int main(int argc, char** argv) {
     }
   }
   if (parts.empty()) return usage();
-  // Warnings say that something else is measured than was asked for; gpu-check looks for them.
+  // A warning means that something else is measured than was asked for; gpu-check looks for warnings.
   set_log_sink([](LogLevel level, std::string_view message) {
     if (level == LogLevel::Warning)
       std::fprintf(stderr, "cuda_bench: warning: %.*s\n", static_cast<int>(message.size()), message.data());
@@ -835,7 +836,7 @@ int main(int argc, char** argv) {
       const bool steps = part.starts_with('=');
       const ConfigResult read = steps ? load_config(part.substr(1), overrides, 1) : ConfigResult{};
       DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
-      // As a run would open it, with what its configuration says of cuda.
+      // As a run would open it, with the cuda settings of its configuration.
       const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0);
       DS_CHECK(!by_op || !read.config.cuda.graphs, Errc::Config, "--by-op times no graphs: without cuda.graphs");
       std::optional<testing::OpClock> clock;
@@ -847,7 +848,7 @@ int main(int argc, char** argv) {
       if (part == "gemm") bench.gemm();
       if (steps) bench.step(part.substr(1), read.config, clock ? &*clock : nullptr);
     }
-    // What was measured and is not written was not measured.
+    // Results that could not be written do not count as measured.
     for (std::FILE* file : {stdout, json}) {
       const bool good = file == nullptr || (std::fflush(file) == 0 && std::ferror(file) == 0);
       DS_CHECK(good, Errc::Io, "{} cannot be written", file == stdout ? "standard output" : "the file of --json");

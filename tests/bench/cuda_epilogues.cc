@@ -73,7 +73,7 @@ class Memory {
   size_t bytes_;
 };
 
-// d[m,n] = op(a) op(b), columns contiguous; what of the epilogue and the scales is asked for.
+// d[m,n] = op(a) op(b), columns contiguous, with the requested epilogue and scales.
 struct Case {
   std::string name;
   int64_t m, n, k;
@@ -114,7 +114,7 @@ class Probe {
         b(static_cast<size_t>(c.k * c.n) * bytes_of(c.in), c.in),
         d(static_cast<size_t>(c.m * c.n) * bytes_of(c.out), c.out),
         aux(static_cast<size_t>(c.m * c.n) * 2, CUDA_R_16BF), bias(static_cast<size_t>(std::max(c.m, c.n)) * 4, c.out);
-    // A scale for each 128 elements at most, and what padding any layout of them has.
+    // A scale for each 128 elements at most, and the padding of any layout of them.
     const Memory scales_a(static_cast<size_t>((c.m + 128) * (c.k / 128 + 4)) * 4, CUDA_R_32F),
         scales_b(static_cast<size_t>((c.n + 128) * (c.k / 128 + 4)) * 4, CUDA_R_32F);
     cublasLtMatmulDesc_t operation = nullptr;
@@ -184,7 +184,7 @@ class Probe {
   }
 
  private:
-  // The median time of one call; 0: it does not run, and `status` says why.
+  // The median time of one call; 0: it does not run, and `status` gives the reason.
   template <class Call>
   double time(Call&& call, std::string& status) {
     for (int i = 0; i < 2; ++i) {

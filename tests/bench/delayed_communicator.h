@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A transport of known slowness: another communicator whose operations also take the time that a link of this latency
-// and bandwidth would, one after the other. Waiting for a link costs no processor time, so computation can go on beside
-// it even where every core is busy: what overlaps shows in the time of a step.
+// and bandwidth would, one after the other. Waiting for a link costs no processor time, so computation continues beside
+// it even if every core is busy: overlap shows in the time of a step.
 
 #include <chrono>
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace ds::bench {
 
-// Of one rank; its communicators share it.
+// The link of one rank; its communicators share it.
 class Link {
  public:
   using Clock = std::chrono::steady_clock;

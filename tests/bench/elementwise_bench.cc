@@ -46,7 +46,7 @@ void measure(benchmark::State& state, i64 bytes, Run run) {
 
 const OpTable& ops() { return *cpu_ops(); }
 
-// What a parallel_for costs beside the work: two empty tiles.
+// The overhead of a parallel_for: two empty tiles.
 void dispatch(benchmark::State& state) {
   ThreadPool pool(static_cast<int>(state.range(0)));
   for (auto _ : state) pool.parallel_for(2, [](i64 t, int) { benchmark::DoNotOptimize(t); });
@@ -86,7 +86,7 @@ void adamw(benchmark::State& state) {
           });
 }
 
-// What the states are kept in beside fp32. "M/s": elements, which is what is to be compared.
+// The types of the states, beside fp32. "M/s" are elements; compare these.
 template <DType First, DType Second>
 void adamw_states(benchmark::State& state) {
   Arena a;

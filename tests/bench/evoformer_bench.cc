@@ -22,7 +22,7 @@ namespace {
 using namespace ds;
 using bench::Tensor;
 
-// Of /proc/self/status, in KiB.
+// A field of /proc/self/status, in KiB.
 double resident_kib(const char* what) {
   std::ifstream in("/proc/self/status");
   for (std::string line; std::getline(in, line);) {

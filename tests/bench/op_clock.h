@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A device that times what it is asked to do, op by op, by events of the device: all that an engine enqueues over it,
-// its optimizer and what collectives run on their queue included.
+// A device that times its work op by op, by events of the device: everything that an engine enqueues over it, including
+// its optimizer and the work that collectives put on its queue.
 //
-// An op's time is that between an event recorded just before it and one recorded just after it on its queue. Where the
-// host is behind, the launch is in it; what one queue waits for another is in neither. Not in it: what a library gets
-// by native(), as NCCL does, and recorded graphs, which it does not make.
+// An op's time is that between an event recorded just before it and one recorded just after it on its queue. If the
+// host falls behind, the launch is included; waits of one queue for another are not. Not timed: work that a library
+// enqueues through native(), as NCCL does, and recorded graphs, which this device does not make.
 
 #include <array>
 #include <map>
@@ -36,7 +36,7 @@ struct ClockedTime {
 
 class OpClock final : public Device {
  public:
-  // One at a time: ops have no place for whose they are. The device outlives it.
+  // One at a time: ops do not record which clock they belong to. The device outlives it.
   explicit OpClock(Device& device) : device_(device) {
     DS_ASSERT(current_ == nullptr);
     current_ = this;
@@ -47,7 +47,7 @@ class OpClock final : public Device {
   }
 
   void start() { used_ = 0, samples_.clear(), tally_ = {}, running_ = true; }
-  // Waits for the device; what it has done since start().
+  // Waits for the device; returns the calls since start() and their times.
   std::map<ClockedCall, ClockedTime> stop() {
     running_ = false;
     for (const Queue queue : {Queue::Compute, Queue::Comm, Queue::Copies}) device_.synchronize(queue);

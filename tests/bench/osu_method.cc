@@ -26,7 +26,7 @@ constexpr int kWindow = 64;
 constexpr int kSkip =
     2;  // times the iterations, before they count: the system moves new processes between cores for a while
 
-// In huge pages where the system has them, as ds-commbench's are: copies between processes feel it.
+// In huge pages if the system has them, like those of ds-commbench: copies between processes depend on it.
 class Buffers {
  public:
   explicit Buffers(int bytes) : in_(take(bytes)), out_(take(bytes)) {}
@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
   std::vector<int> sizes;
   for (int i = 2; i < argc; ++i) sizes.push_back(std::atoi(argv[i]));
   if (sizes.empty()) sizes = {1024, 65536, 1 << 20};
-  // As ds-commbench has them: --blocking for collectives, and not for messages.
+  // As in ds-commbench: --blocking for collectives, and not for messages.
   const auto comm = make_mpi_communicator({.progress_thread = false}), messages = make_mpi_communicator({});
   const int rank = comm->rank(), P = comm->size(), peer = 1 - rank;
   if (rank == 0) fmt::print("{:<12} {:>10} {:>12} {:>12}\n", "operation", "bytes", "MPI us", "libds us");

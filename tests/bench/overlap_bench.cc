@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much of its communication a ZeRO step hides behind computation: two ranks of one thread each, over a link of
-// known latency and bandwidth (delayed_communicator.h) or none, with overlap_comm and without, in turns.
+// Measures how much of its communication a ZeRO step hides behind computation: two ranks of one thread each, over a
+// link of known latency and bandwidth (delayed_communicator.h) or none, with overlap_comm and without, in turns.
 //   overlap_bench CONFIG [TURNS [LATENCY_US [MB_PER_S [KEY=VALUE]...]]]
 // Hidden: (step without overlap - step with overlap) / time on the link. Of the possible: the same beside the shorter
 // of computation and communication, which nothing can better.

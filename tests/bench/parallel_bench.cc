@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What it costs to cut a model over two ranks of one thread each, instead of one rank with two threads: the same
-// configuration, samples and number of micro-batches, in turns.
+// Measures the cost of cutting a model over two ranks of one thread each, instead of one rank with two threads: the
+// same configuration, samples and number of micro-batches, in turns.
 //   parallel_bench CONFIG [TURNS [KEY=VALUE]...]
-// Tokens/s and processor time, as ratios to one rank with two threads, turn by turn, and their medians. The ratio of
-// processor times says what is done twice or besides (where ranks wait by spinning, that too), and means something on a
-// busy machine, where wall times go by who is let run.
+// Prints tokens/s and processor time as ratios to one rank with two threads, turn by turn, and their medians. The ratio
+// of processor times shows work that is done twice or in addition (including the spinning of ranks that wait). It is
+// meaningful on a busy machine, where wall times depend on the scheduler.
 
 #include "bench/arrangement.h"
 #include "pipeline/simulate.h"

@@ -6,13 +6,13 @@
 // "timed": the instructions of each stage run on a thread of their own, messages through the mesh's communicators as in
 // engine/train_step.cc. A pass sleeps instead of computing, so there may be more stages than cores: of one unit for all
 // of a stage's forward pass, and two for its backward pass, half of which is the weights'. A stage's idle time is the
-// time from the first pass of all to the last that it did not sleep; its share of the whole, over all stages, is beside
-// what the formula says. What a sleep takes longer than asked for counts as busy.
+// time from the first pass of all to the last that it did not sleep. Its share of the whole, over all stages, is
+// printed beside that of the formula. Time that a sleep takes longer than asked for counts as busy.
 //
 // "real": the same steps as one rank with one thread, in turns. If nothing but the schedule cost time, a pipeline of p
-// stages would take 1 / (p (1 - bubble)) of that rank's time. What is measured is 1 - one rank's time / (p * its time):
-// the bubble, with uneven stages, communication, and shared memory bandwidth. On a machine that has other things to
-// do it means little.
+// stages would take 1 / (p (1 - bubble)) of that rank's time. The printed figure is 1 - one rank's time / (p * its
+// time): the bubble, with uneven stages, communication, and shared memory bandwidth. On a machine with other load it
+// means little.
 
 #include <cstring>
 
@@ -193,7 +193,8 @@ int timed(double unit_ms) {
         const double unit = unit_ms * 1e-3 / kind.chunks;
         const pipeline::Costs seconds{.forward = unit, .backward_input = unit, .backward_weight = unit};
         const Measured measured = measure(meshes, options, seconds);
-        // Where the formula does not hold (zb-h1 of fewer micro-batches than stages), the simulation says it.
+        // If the formula does not hold (zb-h1 of fewer micro-batches than stages), the simulation gives the expected
+        // value.
         const bool holds = kind.kind != pipeline::ScheduleKind::ZeroBubbleH1 || m >= p;
         const auto schedules = pipeline::make_schedules(options);
         const pipeline::Timeline ideal = pipeline::simulate(schedules, {&seconds, 1});

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How memory and time grow with the length of sequences that are cut over two ranks and whose layers are computed
+// Measures the memory and time of sequences, by length, that are cut over two ranks and whose layers are computed
 // again:
 //   sequence_bench [CONFIG [LONGEST [STEPS [KEY=VALUE]...]]]     default: configs/gpt2-long.json 32768 1
 // Lengths from 4096 on, doubled; ring and ulysses; beside them one rank alone and one that keeps all activations. Bytes
-// are those that the ledger of the larger rank counted, over a run of STEPS; what does not depend on the length
+// are those that the ledger of the larger rank counted, over a run of STEPS; memory that does not depend on the length
 // (weights and optimizer) is apart. Per token they are constant if memory is linear. STEPS 0 takes all memory and no
 // step.
 

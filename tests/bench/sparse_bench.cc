@@ -2,9 +2,9 @@
 // Block-sparse attention beside dense attention in one run: sparse_bench [--threads N] [--lengths A,B] [--only LAYOUT]
 // [--save DIR].
 //
-// Forward and backward of 8 heads of 64 in fp32 and bf16, causal. For each layout: the share of the blocks of causal
-// attention that it has, its time as a share of the dense time, and one by the other: 1.0 is a cost in proportion. Then
-// what the layout itself takes to build. --save writes each layout, for sparse_peers.py, which times PyTorch with it.
+// Forward and backward of 8 heads of 64 in fp32 and bf16, causal. For each layout: its share of the blocks of causal
+// attention, its time as a share of the dense time, and one by the other: 1.0 is a cost in proportion. Then the time to
+// build the layout. --save writes each layout, for sparse_peers.py, which times PyTorch with it.
 
 #include <algorithm>
 #include <chrono>

@@ -81,7 +81,7 @@ def main():
                     plain = [x.detach() for x in (q, k, v)]
                     compiled(*plain, block_mask=met)
                     flex = seconds(lambda: compiled(*plain, block_mask=met))
-            except Exception as e:  # noqa: BLE001: what a version cannot do is told
+            except Exception as e:  # noqa: BLE001: an error of one version is printed
                 print(f"  flex_attention: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
         print(f"{name[:-4]:<18} {1e3 * fwd:>12.1f} {1e3 * bwd:>12.1f} {1e3 * flex:>12.1f}", flush=True)
 

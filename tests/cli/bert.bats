@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Masked language modelling from the shell: training, resuming, evaluation, and what a BERT cannot do.
+# Masked language modelling from the shell: training, resuming, evaluation, and the features that a BERT lacks.
 
 bats_require_minimum_version 1.5.0
 

@@ -26,7 +26,7 @@ setup_file() {
   mkdir -p "$ROOT"/{bin,lib64,proc,dev,tmp,"odd place/ä"}
   export BUNDLE="/odd place/ä/$(tar -tzf "$PACKAGE" | sed -n '1s,/.*,,p')"
   tar -xzf "$PACKAGE" -C "$ROOT/odd place/ä"
-  # A shell, what mpirun's script and this test call, and the libraries of these.
+  # A shell, the programs that mpirun's script and this test call, and the libraries of these.
   for program in bash env readlink cat mkdir; do cp -L "$(command -v "$program")" "$ROOT/bin/"; done
   ln -s bash "$ROOT/bin/sh"
   for library in $(ldd "$ROOT"/bin/* /usr/lib/x86_64-linux-gnu/lib{rt,dl,pthread,m,resolv,util}.so.? | grep -o '/[^ ]*\.so[^ :]*' | sort -u); do
@@ -136,7 +136,7 @@ needs_root() {
   refute_output --partial LD_LIBRARY_PATH
 }
 
-# cublas_at DIR: there is a cuBLASLt of this bundle's plug-in in DIR of the root; what it computes nobody asks.
+# cublas_at DIR: puts a cuBLASLt of this bundle's plug-in into DIR of the root; its results are not used.
 cublas_at() {
   mkdir -p "$ROOT$1"
   nm -D --undefined-only "$ROOT$BUNDLE/lib/libds_cuda.so" | sed -n 's/.* U \(cublasLt[A-Za-z]*\).*/int \1(void) { return 1; }/p' >cublas.c
@@ -156,7 +156,7 @@ cublas_at() {
   assert_output --partial 'libcublasLt.so.13: cannot open shared object file: No such file or directory; it is in none of these folders either'
   assert_output --partial 'name its folder in LD_LIBRARY_PATH'
 
-  # One that lacks what is called, in front of one that has it, and one that is cut off.
+  # A library that lacks a called function, in front of a complete one, and one that is cut off.
   mkdir -p "$ROOT/srv/old" "$ROOT/srv/cut" "$ROOT/srv/full"
   echo 'int cublasLtCreate(void) { return 1; }' >old.c
   echo 'libcublasLt.so.13 { *; };' >versions

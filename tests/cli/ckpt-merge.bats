@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-ckpt-merge as a user meets it: what it prints, what it refuses, with which exit code, and that a refusal writes
-# nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16, with optimizer state).
+# ds-ckpt-merge as a user meets it: its output, its refusals and their exit codes, and that a refusal writes nothing.
+# The checkpoint is the stored one of format version 1 (2 ranks, bf16, with optimizer state).
 
 setup() {
   merge=$DS_BIN/ds-ckpt-merge
@@ -83,7 +83,7 @@ bats_require_minimum_version 1.5.0
   refuses 2 "there are no files of a tokenizer" run -o new --format hf --config config.json --tokenizer run
   [ ! -e new ]
 }
-# Never with the real /dev: what replaces a node would replace that one.
+# Never with the real /dev: a file that replaces a node would replace that one.
 @test "an output that is no regular file stays what it is" {
   mkfifo pipe.h5
   ln -s pipe.h5 link.h5
@@ -188,7 +188,7 @@ PY
   refuses 1 "no checkpoint and no model in this directory" empty -o out.h5
 }
 
-# warns TEXT: the newest complete step is merged, and why is said in one warning.
+# warns TEXT: the newest complete step is merged, and one warning gives the reason.
 warns() {
   run --separate-stderr "$merge" run -o out.h5
   echo "status $status, stderr: $stderr"
@@ -488,14 +488,14 @@ PY
   refuses 2 "is a name that runs use themselves" universal -o universal/latest_universal --format safetensors
   refuses 2 "is a name that runs use themselves" run -o run/step-00000010 --format hf
   [ ! -e a.safetensors ]
-  # Nor over what is read, or belongs to a model.
+  # Nor over a file that is read, or that belongs to a model.
   cp -r "$DS_SOURCE/tests/golden/gpt2" hf
   refuses 2 "is a file of the source hf" hf -o hf/config.json --format safetensors
   refuses 2 "--output hf/config.json: is a file of a model" hf -o out.h5 --output hf/config.json
   refuses 2 "--output $shard: is a file of a model" shards -o out.h5 --output "$shard"
   "$merge" run -o model --format safetensors --quiet
   refuses 2 "--output ./model: is also DIR" model -o out.h5 --output ./model
-  # What is only named as a checkpoint's parts is nothing to keep.
+  # Files that only have the names of a checkpoint's parts are overwritten.
   mkdir -p results/step-00000100/eval other
   "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
   "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
@@ -554,7 +554,7 @@ PY
   run --separate-stderr "$merge" llama -o odd --format hf --config odd.json
   [ "$status" -eq 0 ]
   [[ $stderr == *"cannot check whether the weights fit the config.json of the output: config.json"*hidden_act* ]]
-  # What transformers would pass over is said.
+  # Tensors that transformers would ignore are reported.
   /usr/bin/python3 - <<'PY'
 import json, struct
 data = open("whole/model.safetensors", "rb").read()
@@ -582,7 +582,7 @@ PY
   "$DS_BIN/ds-shard" zero -o sharded --quiet
   "$merge" sharded -o again --format hf --quiet
   grep -q '"model_type": "mine"' again/config.json
-  # Whoever names the tag means the same.
+  # Naming the tag's directory means the same.
   "$merge" zero/global_step4 -o tag --format hf --quiet
   diff -r mine tag
 }

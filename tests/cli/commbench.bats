@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-commbench with real processes: every operation over shared memory and MPI, what it prints, what it refuses, and
-# ranks that die or stop.
+# ds-commbench with real processes: every operation over shared memory and MPI, its output, its refusals, and ranks that
+# die or stop.
 
 bats_require_minimum_version 1.5.0
 
@@ -15,7 +15,7 @@ setup() {
   cd "$BATS_TEST_TMPDIR" || exit 1
 }
 
-teardown() { # what a failed test left running
+teardown() { # processes that a failed test left running
   ranks_here | xargs -r kill -9
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What every tool has in common: help, version, completion, streams, misuse, manual.
+# Properties of every tool: help, version, completion, streams, misuse, manual.
 
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
@@ -16,10 +16,10 @@ setup() {
 
 common_options="--help --version --json --output --quiet --verbose --completion"
 
-# Of lines that begin with options, "  -n, --ranks N ...": the options.
+# The options at the beginnings of lines, as in " -n, --ranks N ...".
 leading_options() { sed -nE 's/^ +((-[a-zA-Z0-9], )?--?[a-zA-Z0-9-]+)( .*|$)/\1/p' | tr -d ' ' | tr , '\n' | sort -u; }
 
-# Of a tool and its commands.
+# The options of a tool and its commands.
 options_of_help() {
   local command
   {

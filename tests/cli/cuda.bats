@@ -32,7 +32,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   [[ $stderr == *"does not load"* ]]
   DS_CUDA_PLUGIN=$(ls "$DS_BIN"/../lib/libds.so.*.*.*) run -4 --separate-stderr ds-train cfg.json --check --set device=cuda
   [[ $stderr == *"is not a CUDA plug-in"* ]]
-  # "auto" goes on without.
+  # "auto" continues without the plug-in.
   DS_CUDA_PLUGIN=$PWD/broken.so run -0 --separate-stderr ds-train cfg.json --check
   [[ $output == *"1 rank on cpu"* && $stderr == *'device "auto" takes the CPU'*"does not load"* ]]
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Sequences that grow, from the shell: metrics say how long they are, a resumed run goes on with the same bits, no
-# arrangement of ranks moves one.
+# Growing sequences, from the shell: metrics contain their lengths, a resumed run continues with the same bits, and no
+# arrangement of ranks changes a bit.
 
 bats_require_minimum_version 1.5.0
 

@@ -27,7 +27,7 @@ with open("lines.jsonl", "w") as f:
 PY
 }
 
-# The tensors of a run, without the header that tells of its data.
+# The tensors of a run, without the header, which describes its data.
 tensors() {
   merged "$1" "$1.safetensors" >/dev/null
   python3 -c 'import struct, sys

@@ -65,7 +65,7 @@ setup() {
   assert_output --partial "start from the weights: --weights"
   ds-launch -n 2 ds-train cfg.json --out on --weights plain/step-00000012 --quiet
   assert [ "$(losses on | wc -l)" = 12 ]
-  # And it reads as any other run's.
+  # Its checkpoint is read like any other run's.
   ds-ckpt-merge on -o on.safetensors --quiet
   run ds-train cfg.json --weights on --generate 'the ' --max-tokens 4 --set diloco.enabled=true
   assert_success
@@ -83,7 +83,7 @@ setup() {
   assert_output --partial '"workers": 2'
   run grep '"type":"step","step":11,' run/metrics.jsonl
   refute_output --partial '"outer.all_reduce"'
-  # Where meetings and their norms are the largest calls, too, all is as predicted.
+  # Meetings and their norms can be the largest calls; memory is as predicted then, too.
   ds-launch -n 4 ds-train cfg.json --out stages --quiet --set pipeline.stages=2 --set diloco.outer_gradient_bits=8 --steps 7
   run ds-memreport stages/metrics.jsonl
   assert_line --regexp '^ *comm .* exact'
@@ -125,7 +125,7 @@ setup() {
   ds-launch -n 2 ds-train cfg.json --out run --quiet &
   local launcher=$! status=0
   until_true 60 steps_at_least run 10
-  # The first worker goes on beside one that stands still.
+  # The first worker continues beside one that is stopped.
   local p still='' before
   for p in $(ranks_here); do
     if tr '\0' '\n' <"/proc/$p/environ" | grep -qx RANK=1; then still=$p; fi

@@ -14,7 +14,7 @@ setup() {
 esc=$'\x1b' bel=$'\a'
 owned="$esc]0;owned$bel"
 
-# says STATUS TEXT COMMAND...: exit status, and what is on stderr, where no control character is.
+# says STATUS TEXT COMMAND...: checks the exit status, and that stderr contains TEXT and no control character.
 says() {
   local code=$1 text=$2
   shift 2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# scripts/gpu-check before there is a GPU: the steps on the simulator, what it makes of what programs print (stand-ins),
-# and what is left when a step fails, hangs, or takes everything with it.
+# scripts/gpu-check before there is a GPU: the steps on the simulator, its reading of programs' output (from stand-ins),
+# and its results when a step fails, hangs, or takes everything with it.
 
 bats_require_minimum_version 1.5.0
 load tiny
@@ -256,7 +256,7 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   stand_ins
   local kind of faulty pids=() parts
   read -ra parts <<<"$(faulty_parts)" # steps of the others differ by their arguments alone
-  for kind in fail hang; do # every third step at once, then those behind them
+  for kind in fail hang; do # every third step at once, then the steps after them
     for of in 0 1 2; do
       faulty=$(steps_of "${parts[@]}" | awk -v of=$of -v kind=$kind 'NR % 3 == of { print $1 ":" kind }' | xargs)
       DS_GPU_CHECK_DRY=1 DS_GPU_CHECK_FAULT=$faulty \
@@ -277,7 +277,7 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
       [[ $kind == fail ]] || faulted='ended at its limit of 1 s'
       while read -r part step _; do
         number=$((number + 1))
-        run grep -E "^$part +$step " summary # told where it is not as it should be
+        run grep -E "^$part +$step " summary # printed if it is not as it should be
         if ((number % 3 == of)); then
           assert_output --regexp " failed .* $faulted$"
         else

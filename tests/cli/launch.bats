@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-launch: exit statuses, environment, streams, signals; whoever is killed, nothing survives.
+# ds-launch: exit statuses, environment, streams, signals; nothing survives, whichever process is killed.
 
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
@@ -545,7 +545,7 @@ END
 
 is_stopped() { [[ $(ps -o stat= -p "$1") == T* ]]; }
 
-# Starts two ranks that save when they are told to stop; their pids are in ready.0 and ready.1.
+# Starts two ranks that save when they are asked to stop; their pids are in ready.0 and ready.1.
 start_savers() {
   start -n 2 bash -c "trap 'echo saved \$RANK; exit 75' TERM USR1; echo \$\$ >ready.\$RANK; while :; do sleep 0.05; done"
   until_true 10 test -s ready.0 -a -s ready.1
@@ -730,7 +730,7 @@ mpi_rank() {
   local short='mount -t tmpfs -o size=5m tmpfs /dev/shm; TMPDIR=$PWD timeout 60 "$@"; s=$?; df -k --output=used /dev/shm; exit $s'
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 ./mpi_rank
   assert_line "rank 1 counts 2"
-  # But for the byte for each rank that has ended.
+  # Except for the byte for each rank that has ended.
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 find /dev/shm -type f ! -name 'ds-job.*.ended'
   assert_output --regexp '^ *Used'$'\n'' *0$'
   run -0 unshare -m bash -c "$short" bash "$launch" -n 2 --dry-run true

@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# The examples of ds-config(5), as they stand on the page: the first one is gpt.json, those that begin with $ are commands,
-# and the others are members of gpt.json. A first line with # gives the number of ranks, the expected exit status and
-# message or the expected warning, or says that the block is a line of a data file.
+# The examples of ds-config(5), as the page prints them: the first one is gpt.json, those that begin with $ are
+# commands, and the others are members of gpt.json. A first line with # gives the number of ranks, the expected exit
+# status and message or the expected warning, or marks the block as a line of a data file.
 
 bats_require_minimum_version 1.5.0
 

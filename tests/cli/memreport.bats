@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-memreport as a user meets it: its prediction beside what a run counts, its sources, what it draws and refuses.
+# ds-memreport as a user meets it: its prediction beside the counts of a run, its sources, its charts and refusals.
 
 bats_require_minimum_version 1.5.0
 
@@ -14,7 +14,7 @@ refuses() { # STATUS TEXT ARGUMENTS...
   [[ -z $output ]]
 }
 
-# The counts of a run, and what is predicted of it, by tag: of rank 0.
+# The counts of a run and their prediction, by tag: of rank 0.
 same_as_counted() { # RUN PREDICTION
   python3 - "$1" "$2" <<'PY'
 import json, sys
@@ -216,7 +216,7 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"you have no run 
   python3 -c 'import json; t = json.load(open("p.json"))["time"]; assert t["step_s"] > 0 and "dp.reduce_scatter" in t["messages_s"], t'
   refuses 2 "no such document" cfg.json --machine cfg.json || refuses 2 "ds-machine/1" cfg.json --machine cfg.json
   refuses 2 "times need" cfg.json --bandwidth 1e12
-  # A peak alone: products take their time, and what only moves bytes none.
+  # A peak alone: products take their time, and ops that only move bytes none.
   run -0 --separate-stderr ds-memreport cfg.json --peak 1e12
   [[ $stderr == *"move bytes take no time"* ]]
   local products=$(grep -o "step  *[0-9.]* ms" <<<"$output")

@@ -1,7 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What ds-train does with options, ranks and terminals that make no sense: it says so once, in words, before anything
-# starts.
+# Options, ranks and terminals that make no sense: ds-train reports the mistake once, in words, before anything starts.
 
 bats_require_minimum_version 1.5.0
 
@@ -282,7 +281,7 @@ on_terminal() { # columns, TERM, command: what it shows
   run on_terminal 100 xterm "ds-train cfg.json --json -v --out run --set steps_per_print=1"
   assert_success
   assert_output --partial $'\x1b[K\r\x1b[Kds-train: step 1/2'
-  # What is left when cleared lines are taken away: whole notes and whole documents.
+  # Without the cleared lines, whole notes and whole documents are left.
   run sed -e 's/.*\r\x1b\[K//' -e 's/\r$//' <<<"$output"
   assert_equal "$(grep -vcE '^(ds-train: .*|\{"schema".*\})$' <<<"$output")" 0
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What a configuration asks to be told of a run: TensorBoard's event files, DeepSpeed's CSV files, Prometheus's text file,
-# and the reports of phases, messages and operations.
+# Monitors and reports that a configuration asks for: TensorBoard's event files, DeepSpeed's CSV files, Prometheus's
+# text file, and the reports of phases, messages and operations.
 
 bats_require_minimum_version 1.5.0
 
@@ -173,7 +173,7 @@ PY
   assert [ ! -e run ]
 }
 
-# metrics.jsonl is written first, and has the step that a monitor could not take.
+# metrics.jsonl is written first, and contains the step that a monitor could not take.
 @test "a monitor that fails later ends the run as save.on_error says, and loses no line" {
   mkdir -p csv/DeepSpeedJobName
   monitored() { # with a full disk for one of the files, from the third of its changes on
@@ -200,7 +200,8 @@ PY
 import collections, json
 events = json.load(open("trace.json"))["traceEvents"]
 tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-# Perfetto tells threads by their numbers alone where that of a process is 0, and drops what overlaps an end by 1 ns.
+# Perfetto identifies threads by their numbers alone if that of a process is 0, and drops a span that overlaps an end by
+# 1 ns.
 assert len({tid for _, tid in tracks}) == len(tracks) and all(pid > 0 for pid, _ in tracks), tracks
 spans = collections.defaultdict(list)
 for e in events:
@@ -301,7 +302,7 @@ PY
         --set $where.output_path=refused --set $where.job_name=$name
     done
   done
-  # One that begins as those of csv_monitor do.
+  # A file that begins as those of csv_monitor do.
   (printf 'step,loss\r\n' && cat text.txt) >$file
   cp $file kept
   refused 2 "csv_monitor.output_path: $file is an input of this run, by data.train" --set data.train=$file $csv

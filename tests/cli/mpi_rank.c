@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     if (strcmp(end, "abort") == 0) MPI_Abort(MPI_COMM_WORLD, 42);
     if (strcmp(end, "kill") == 0) raise(SIGKILL);
     if (strcmp(end, "exit") == 0) exit(5);
-    if (strcmp(end, "leave") == 0) _exit(0);  // without MPI_Finalize: its peers would wait for ever
+    if (strcmp(end, "leave") == 0) _exit(0);  // without MPI_Finalize: its peers would wait forever
   }
   MPI_Barrier(MPI_COMM_WORLD);
   MPI_Finalize();

@@ -1,7 +1,8 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-launch on several hosts, which are network namespaces joined by links of limited bandwidth (tests/net/hosts): what
-# ranks see, collectives and training over TCP; whoever is killed, frozen or cut off, it is named and nothing survives.
+# ds-launch on several hosts, which are network namespaces joined by links of limited bandwidth (tests/net/hosts): the
+# environment of ranks, collectives and training over TCP. A rank or host that is killed, frozen or cut off is named,
+# and nothing survives.
 
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
@@ -78,7 +79,8 @@ agent_that() { # does something before (or instead) it reaches a host: prints it
   echo "$BATS_TEST_TMPDIR/agent"
 }
 
-# Ranks on the hosts of a list that sleep, each with a background process; each says where its host's folder is.
+# Starts ranks that sleep on the hosts of a list, each with a background process; each writes the path of its host's
+# folder.
 start_sleepers() { # list, number of ranks, options...
   local list=$1 n=$2
   shift 2
@@ -461,7 +463,7 @@ END
   for junk in 'GET / HTTP/1.0\r\n\r\n' '\x01\x28\x00\x00\x00aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' '\xff\xff\xff\xff\xff'; do
     "$hosts" in "$net" 2 timeout 5 bash -c "exec 3<>/dev/tcp/$a/$port; printf '$junk' >&3; cat <&3 >/dev/null" || true
   done
-  # Connections that say nothing keep nobody out.
+  # Connections that send nothing keep nobody out.
   "$hosts" in "$net" 2 bash -c "for i in {1..150}; do exec {fd}<>/dev/tcp/$a/$port || exit; done; touch open; exec sleep $marker" 3>&- &
   until_true 10 test -e ready.0 -a -e ready.1
   run ! listens # all are there

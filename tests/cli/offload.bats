@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What is offloaded changes no number: from the shell, with real processes and files; and ds-offload.
+# Offloading changes no results: from the shell, with real processes and files. Also ds-offload.
 
 bats_require_minimum_version 1.5.0
 
@@ -53,7 +53,7 @@ setup() {
   [[ $stderr == *"give --disk FILE"* ]]
   run -2 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12 --disk cfg.json
   [[ $stderr == *"cfg.json: not a document of ds-offload bench"* ]]
-  # On a GPU what goes between it and the host is not in the time: that is said.
+  # On a GPU, copies between it and the host are not part of the time; the report states that.
   run -0 --separate-stderr ds-memreport cfg.json --device cuda --gpu h100 --set zero_optimization.offload_optimizer.device=cpu
   assert_line --partial "without what is copied between the GPU and the host"
   run -0 --separate-stderr ds-memreport cfg.json --device cpu --peak 1e9 --bandwidth 1e12 \
@@ -129,7 +129,7 @@ PYTHON
     ds-launch -n "$ranks" ds-train cfg.json --out "file$ranks" --quiet --set zero_optimization.stage=$((ranks == 4 ? 3 : ranks)) "$@"
     assert_equal "$(losses "file$ranks")" "$(losses memory)"
   done
-  # What a save waits for is counted, too, in the step behind it.
+  # Time that a save waits is counted, too, in the step after it.
   ds-train cfg.json --out saves --quiet "$@" --set save.every=1 --set zero_optimization.offload_optimizer.pipeline_read=false
   ds-train cfg.json --out late --quiet "$@" --set zero_optimization.offload_optimizer.pipeline_read=false
   python3 - saves/metrics.jsonl late/metrics.jsonl <<'PYTHON'
@@ -195,7 +195,7 @@ run_broken() {
       assert_equal "$(losses broken)" "$(losses whole)"
     done
   done
-  # A write of half its bytes goes on where it ended.
+  # A write that stores half its bytes is continued from there.
   for at in 10 41 300; do
     rm -rf broken
     run_broken short $at --out broken "$@"
@@ -226,7 +226,7 @@ for s in map(json.loads, open(sys.argv[1])):
     assert s["offload"]["read_bytes"] == s["offload"]["written_bytes"] == group["file_read_bytes"] > 0, (s, group)
     assert group["file_written_bytes"] == group["file_read_bytes"] and 0 <= s["offload"]["hidden"] <= 1
 PYTHON
-  # On ranks of every kind; and what fits in the buffers does not go.
+  # On ranks of every kind; and data that fits in the buffers is not written.
   ds-launch -n 2 ds-train cfg.json --out tp --quiet --set tensor_parallel.tp_size=2
   ds-launch -n 2 ds-train cfg.json --out cut --quiet --set tensor_parallel.tp_size=2 "$@" \
     --set activation_checkpointing.partition_activations=true
@@ -259,7 +259,7 @@ PYTHON
     [[ $stderr == *"disk: cannot write offloaded data: Input/output error"* ]] || fail "$stderr"
     assert_equal "$(ls -A disk)" ""
   done
-  # A write of half its bytes, two pages here, goes on where it ended.
+  # A write that stores half its bytes, two pages here, is continued from there.
   rm -rf broken
   run_broken short 5 --out broken "$@" --set train_micro_batch_size_per_gpu=4
   assert_equal "$status" 0

@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# 1-bit Adam from the shell: what its signs have lost goes into checkpoints and comes back; what does not fit is refused.
+# 1-bit Adam from the shell: checkpoints save and restore the errors of its signs; a checkpoint that does not fit is
+# refused.
 
 bats_require_minimum_version 1.5.0
 
@@ -31,7 +32,7 @@ one_bit() { # params zero
     done
   done
   h5dump -H whole/step-00000012/rank-00001.h5 | grep -A3 'DATASET "momentum_worker_error@0[.]' | grep -q H5T_IEEE_F32LE
-  # Who only reads weights loses nothing by that.
+  # A command that reads only weights loses nothing by that.
   run --separate-stderr ds-train cfg.json --out whole --resume latest --eval --set data.split=0.1
   assert_success
   [[ $stderr != *"is lost"* ]] || fail "$stderr"
@@ -117,7 +118,7 @@ zero_one() { # stage is 0; intervals are short
     done
   done
   grep -q 'common_parameters@0' half/step-00000017/manifest.json
-  # One rank has nothing to send, and keeps what its own steps made all the same.
+  # One rank sends nothing, and still keeps its errors over its own steps.
   ds-train cfg.json --out alone --steps 20 --quiet
   run ! grep -q dp.one_bit alone/metrics.jsonl
   ds-train cfg.json --out parted --steps 13 --quiet
@@ -134,7 +135,7 @@ zero_one() { # stage is 0; intervals are short
 @test "between two means of parameters a checkpoint is the model of one rank, and another phase or optimizer says what is lost" {
   zero_one
   ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 13
-  # All pieces are the first rank's; what the second one has of its own is beside them.
+  # All pieces are the first rank's; the second one's own data is saved beside them.
   run ds-ckpt-merge run --verify --quiet -o run.safetensors
   assert_success
   run h5dump -H run/step-00000013/rank-00001.h5
@@ -171,13 +172,13 @@ zero_one() { # stage is 0; intervals are short
     assert_output --partial "\"mean_comm_bytes_per_step\""
     assert_output --regexp "\"mean_comm_bytes_per_step\": \{[^}]*\"dp.one_bit\": $sum"
   done
-  # The first update behind the freeze gathers momentums at stage 1, and no other.
+  # The first update after the freeze gathers momentums at stage 1, and no other.
   one_bit '"freeze_step": 4' '"stage": 1'
   ds-launch -n 2 ds-train cfg.json --out gathers --quiet
   sum=$(grep '"type":"step"' gathers/metrics.jsonl | grep -o '"dp.all_gather":[0-9]*' | cut -d: -f2 | awk '{ s += $1 } END { printf "%.0f", s / 12 }')
   run ds-launch -n 2 ds-train cfg.json --check --json
   assert_output --regexp "\"mean_comm_bytes_per_step\": \\{[^}]*\"dp.all_gather\": $sum"
-  # What 1-bit LAMB keeps of parameters goes to the first rank of all for a checkpoint.
+  # For a checkpoint, the values that 1-bit LAMB keeps for each parameter go to the first rank of all.
   sed -i 's|"OneBitAdam"|"OneBitLamb"|' cfg.json
   ds-launch -n 4 ds-train cfg.json --out tensors --quiet --set tensor_parallel.tp_size=2
   run ds-memreport tensors/metrics.jsonl
@@ -196,7 +197,7 @@ zero_one() { # stage is 0; intervals are short
   run grep -o '"optimizer_numbers": .*' half/step-00000007/manifest.json
   assert_output --regexp '"transformer.wte.weight":\[0\.[0-9]+,[0-9.]+\]'
   resumes_bit_for_bit 4 7 --set pipeline.stages=2
-  # Another layout, and a file of whole tensors, go on with the same means and factors.
+  # Another layout, and a file of whole tensors, continue with the same means and factors.
   ds-ckpt-merge half/step-00000007 --optimizer -o half.safetensors --quiet
   ds-shard half.safetensors -o sharded --dp 2 --quiet
   local numbers

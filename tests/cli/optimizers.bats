@@ -48,7 +48,7 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
   done
 }
 
-# What a resume from a run or step is told; --check foresees it.
+# Resuming from a run or step fails with a message, which --check foresees.
 refused() { # config out what
   for check in "" --check; do
     # shellcheck disable=SC2086
@@ -66,7 +66,7 @@ refused() { # config out what
   with_optimizer SGD '"lr":0.05' >sgd.json
   for made in cfg lion lamb momentum sgd; do
     ds-train $made.json --out $made --quiet --steps 2
-    # The same through a file of whole tensors, which has no configuration.
+    # The same through a file of whole tensors, which contains no configuration.
     merged $made $made.safetensors
     ds-shard $made.safetensors -o $made-sharded --dp 2 --stage 1 --quiet
   done
@@ -95,7 +95,7 @@ refused() { # config out what
   # Other rates and decay, in groups or not, are the same optimizer.
   groups '{"params": "*ln_*", "weight_decay": 0.1}, {"params": "*mlp*c_fc*", "type": "Lamb", "lr": 1e-3}, {"params": "*mlp*", "type": "Lamb"}' >more.json
   ds-train more.json --out run --resume latest --quiet --steps 3
-  # What is frozen on the way goes on without its state, and does not come back with none.
+  # Parameters that are frozen meanwhile continue without their state, and cannot be trained again without one.
   groups '{"params": "*mlp*", "frozen": true}' >frozen.json
   ds-train frozen.json --out run --resume latest --quiet --steps 4
   ds-train frozen.json --out run --resume latest --quiet --steps 5
@@ -112,7 +112,7 @@ refused() { # config out what
   ds-train cfg.json --out run --quiet --steps 4 --resume latest
   ds-train bf16.json --out run --quiet --steps 5 --resume latest
   ds-train coded.json --out run --quiet --steps 6 --resume latest
-  # Each of its own kind where groups say so.
+  # Groups may have a kind each.
   sed 's|"optimizer": .*|"optimizer": {"params": {"lr": 3e-3}, "param_groups": [{"params": "*mlp*", "type": "AdamW8bit"}]},|' cfg.json >some.json
   ds-launch -n 2 ds-train some.json --out run --quiet --steps 8 --resume latest
   ds-train some.json --out whole --quiet --steps 6
@@ -189,7 +189,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   assert_equal "$(states_of whole.safetensors)" "exp_avg exp_avg_sq momentum_buffer"
   run grep -ac 'optimizer.exp_avg.wte' whole.safetensors
   assert_output 0
-  # A file with states goes back to a step, which goes on with the same bits.
+  # A file with states can be sharded into a step again.
   ds-shard whole.safetensors -o sharded --dp 2 --stage 2 --quiet
   ds-launch -n 2 ds-train groups.json --out whole --quiet --steps 8 --resume latest
   run ds-shard show sharded
@@ -298,9 +298,9 @@ END
   ds-memreport run
   ds-train cfg.json --set "optimizer=$groups" --check --json | python3 -c 'import json, sys; json.dump(json.load(sys.stdin)["config"], open("again.json", "w"))'
   ds-train again.json --check
-  # A group of another type has that type's defaults, but for what the optimizer is given.
+  # A group of another type has that type's defaults, except for settings that the optimizer is given.
   python3 -c 'import json; g = json.load(open("again.json"))["optimizer"]["param_groups"]; assert "type" not in g[0] and g[1]["lr"] == 1e-3 and g[1]["weight_decay"] == 0, g'
-  # What was frozen has no state.
+  # Frozen parameters have no state.
   run -3 ds-train cfg.json --set 'optimizer={"type":"AdamW","params":{"lr":1e-3}}' --out run --resume latest --steps 2
   assert_output --partial "has no state there (it was frozen"
 }

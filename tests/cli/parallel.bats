@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Pipeline, tensor and sequence parallelism with real processes: what one rank trains, resumes anywhere, and is planned.
+# Pipeline, tensor and sequence parallelism with real processes: they train like one rank, resume anywhere, and are
+# planned.
 
 bats_require_minimum_version 1.5.0
 

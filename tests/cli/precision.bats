@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
 # Runs without masters in fp32: each trains, resumes bit for bit at another ZeRO stage, with its states elsewhere, and
-# merges; with masters another run goes on from it.
+# merges. A run with masters resumes from it.
 
 bats_require_minimum_version 1.5.0
 

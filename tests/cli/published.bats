@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Models as other programs leave them: which of several files is read, names behind wrappers, adapters, and the output
-# directory of Hugging Face's Trainer.
+# Models as other programs leave them: the choice among several files, names with the prefixes of wrappers, adapters,
+# and the output directory of Hugging Face's Trainer.
 
 bats_require_minimum_version 1.5.0
 

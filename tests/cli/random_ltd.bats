@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Layers that see some tokens of each sample, from the shell: with the section as DeepSpeed's examples have it, in every
+# Layers that see some tokens of each sample, from the shell: with the section as in DeepSpeed's examples, in every
 # arrangement, resumed.
 
 bats_require_minimum_version 1.5.0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What a run tells of itself: the first and last lines of its metrics, and the counters in /dev/shm while it trains.
+# Records of a run: the first and last lines of its metrics, and the counters in /dev/shm while it trains.
 
 bats_require_minimum_version 1.5.0
 
@@ -66,7 +66,8 @@ for r in ranks:
     group = next(g for g in groups if r["rank"] in g["ranks"])
     assert sum(r["counted_bytes"].values()) == group["device_bytes"], (r, group)
     assert 0.6 * group["process_bytes"] < r["base_bytes"] < 1.3 * group["process_bytes"], (r, group)
-    # The momentary part is of VmHWM, which has the pages of libraries, too: those of HDF5 come with the first save.
+    # The momentary part is of VmHWM, which includes the pages of libraries, too: those of HDF5 come with the first
+    # save.
     most, seen = group["device_bytes"] + group["process_bytes"] + group["momentary_bytes"], r["resident_bytes"] + r["momentary_bytes"]
     assert most - 4 * mib < seen < most + 4 * mib, (most / mib, seen / mib, r, group)
     assert 4 * mib < group["momentary_bytes"] < 12 * mib, group
@@ -104,7 +105,7 @@ PY
   wait $pid || status=$?
   assert_equal $status 75
   assert [ ! -e "/dev/shm/ds-train.$pid" ]
-  # The stopped run has told what it took.
+  # The stopped run has recorded the memory that it took.
   grep -q '"type":"memory"' run/metrics.jsonl
 
   ds-launch -n 2 ds-train cfg.json --out both --quiet --steps 1000000 &

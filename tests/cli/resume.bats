@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Run directories and what becomes of them: whoever dies at whatever moment, the run goes on as if nothing had happened,
-# its record is whole, and the job says with one status why it ended.
+# Run directories: whichever process dies, at whatever moment, the run resumes as if nothing had happened and its record
+# is whole. The job's exit status gives the reason for its end.
 
 bats_require_minimum_version 1.5.0
 
@@ -220,7 +220,7 @@ END
 
 @test "a run directory that cannot be listed is not one without checkpoints" {
   ds-train cfg.json --out run --quiet --steps 3
-  # One file beside the standard ones: enough for the configuration, not for a folder while another is open.
+  # One descriptor beside the standard ones: enough for the configuration, not for a folder while another is open.
   run bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&- 10>&-; exec prlimit --nofile=4 ds-train cfg.json --out run --resume latest'
   refute_output --partial 'no checkpoint yet'
   refute_output --partial 'complete step'
@@ -355,8 +355,8 @@ END
   assert_output --partial "warning: 10 steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale"
 }
 
-# Two ranks at ZeRO stage 2 in bf16, five steps over the text that is made here; from version e8cd8a7, as are the digest of
-# what it merges to and the losses of the steps that it goes on with.
+# Two ranks at ZeRO stage 2 in bf16, five steps over the text that is made here; from version e8cd8a7, as are the digest
+# of the merged file and the losses of the steps after the resume.
 @test "a checkpoint of an older version merges to the bytes that it had, and goes on" {
   cp -r "$DS_SOURCE/tests/golden/checkpoint-e8cd8a7" old
   ds-ckpt-merge old -o old.safetensors --optimizer --verify >/dev/null

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Saves beside training, saves that fail, and damage of every part: what is saved is the same however it is saved, and a
-# run goes on from the newest step that is whole.
+# Saves beside training, saves that fail, and damage of every part: a save writes the same however it is made, and a run
+# resumes from the newest step that is whole.
 
 bats_require_minimum_version 1.5.0
 
@@ -9,7 +9,7 @@ load tiny
 
 events() { grep -o "\"event\":\"$2\",\"step\":[0-9]*" "$1/metrics.jsonl" | sed 's/.*://' | tr '\n' ' '; }
 
-# The elements of a safetensors file, without its header: that one tells of the run's configuration too.
+# The elements of a safetensors file, without its header, which describes the run's configuration too.
 elements() { tail -c +$((8 + $(od -An -tu8 -N 8 "$1") + 1)) "$1"; }
 
 # Flips one bit of a file in place.
@@ -19,7 +19,7 @@ flip() { # file offset
   printf '%b' "\\x$(printf %x $((byte ^ 16)))" | dd of="$1" bs=1 seek="$2" conv=notrunc status=none
 }
 
-# Where the data of a rank's first piece begins.
+# The offset of the data of a rank's first piece.
 offset_of() { # step rank state
   grep -m 1 "{\"file\":$2," "$1/manifest.json" | grep -o "\"$3\":{\"offset\":[0-9]*" | grep -o '[0-9]*$'
 }
@@ -133,7 +133,7 @@ offset_of() { # step rank state
     cmp <(elements a.safetensors) <(elements b.safetensors)
   done
 
-  # Whatever the damage; --check foresees what a run would do.
+  # For any damage, --check foresees what a run would do.
   for damage in 'truncate -s -1 run/step-00000008/rank-00000.h5' 'rm run/step-00000008/rank-00000.h5' \
     'flip run/step-00000008/manifest.json 3000' 'flip run/step-00000008/rank-00000.h5 60' \
     'rm run/step-00000008/manifest.json' 'rm -r run/step-00000008' \

@@ -43,7 +43,7 @@ setup() {
   assert_equal "$(cat "$BATS_TEST_TMPDIR/text")" mine
 }
 
-# The metrics of a run of 8 steps: DIRECTORY, what its losses have behind the point.
+# Writes the metrics of a run of 8 steps: DIRECTORY, the digits of its losses after the point.
 metrics() {
   mkdir -p "$1"
   for step in 1 2 3 4 5 6 7 8; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Servers of states, from the shell: a run goes on where it was, whoever was killed, with other ranks too; what a server
-# has is listed, written as a checkpoint and removed.
+# Servers of states, from the shell: a run resumes from its last step, whichever process was killed, with other ranks
+# too. The states of a server are listed, written as a checkpoint and removed.
 
 bats_require_minimum_version 1.5.0
 
@@ -68,7 +68,7 @@ ordinary() { # optimizer where
       cmp memory.safetensors dumped.safetensors
       run -0 h5dump -H dumped/step-00000012/model.h5
       run -0 ds-offload verify "$name"
-      case $where in # how it is read and written is said
+      case $where in # the log states how it is read and written
         --shm) grep -q "is attached, .*iB in memory" server.log ;;
         *threads*) grep -q "is attached, .*iB in a file (2 threads, " server.log ;;
         *) grep -Eq "is attached, .*iB in a file \((io_uring|1 thread)" server.log ;;
@@ -175,7 +175,7 @@ ordinary() { # optimizer where
   serve --shm
   train 1 --steps 6
   train 1 --steps 8
-  # From another directory, where nothing is: said.
+  # A run in another, empty directory reports that it resumes from the server.
   run -0 --separate-stderr ds-train cfg.json --out other --steps 9 "${served[@]}"
   [[ $stderr == *"resuming from step 8 of server '$name'"* ]]
   ds-train cfg.json --out away --resume latest --steps 10 --quiet
@@ -186,7 +186,7 @@ ordinary() { # optimizer where
   train 1
   ds-train cfg.json --out whole --quiet
   assert_equal "$(losses away)" "$(losses whole)"
-  # A step that is damaged does not say whose it is.
+  # A damaged step does not identify its run.
   truncate -s -1 away/step-00000012/rank-00000.h5
   run -0 --separate-stderr ds-train cfg.json --out away --resume latest "${served[@]}"
   [[ $stderr == *"step-00000012"*"resuming from the state of server '$name'"* ]] || fail "$stderr"
@@ -214,7 +214,7 @@ ordinary() { # optimizer where
   grep -q "the server '$name' has ended; its states are not lost" err
   run -0 --separate-stderr ds-offload ls
   assert_line --regexp "^$name +- +- +[0-9]+ +[0-9.]+ .iB +memory$"
-  # What is left can be used without a server.
+  # The states that remain can be used without a server.
   run -0 ds-offload dump "$name" dumped
   run -0 ds-offload verify "$name"
   run -0 ds-offload rm "$name"
@@ -305,7 +305,7 @@ ordinary() { # optimizer where
   run -0 --separate-stderr ds-train cfg.json --out away4 --resume away4/step-00000004 "${served[@]}"
   [[ $stderr == *"discarding the state of step"* ]]
   assert_equal "$(losses away4)" "$(losses memory)"
-  # A server that is behind a checkpoint is not taken for the truth.
+  # A server whose state is older than a checkpoint is not trusted.
   ds-train cfg.json --out away4 --resume latest --quiet --steps 14 --set steps=14
   run -3 --separate-stderr ds-train cfg.json --out away4 --resume latest --quiet "${served[@]}" --set steps=14
   [[ $stderr == *"is newer than the state that server '$name' has"* ]]
@@ -324,7 +324,7 @@ ordinary() { # optimizer where
       run -0 ds-offload verify "$name"
       kill -9 "$server"
       wait "$server" || true
-      # Without it, what has checksums is not served, nor the other way round.
+      # Without it, states with checksums are not served, nor the other way round.
       # shellcheck disable=SC2086
       run -2 --separate-stderr ds-offload serve "$name" $where
       [[ $stderr == *"has its states with checksums; serve it with --checksum"* ]] || fail "$stderr"
@@ -375,7 +375,7 @@ PYTHON
   train 1 --steps 1000000 2>train.log &
   local job=$!
   until_true 30 test -s away/metrics.jsonl
-  # Between two steps, so that neither slot of a chunk is written behind its change, before it is read.
+  # Stop between two steps, so that no slot of a chunk is rewritten between its change and its next read.
   ranks_here | xargs kill -STOP
   sleep 0.5
   python3 - "$(readlink -f "$(echo "$(place)"/*/states)")" "$(echo "$(place)"/*/table)" <<'PYTHON'
@@ -713,7 +713,7 @@ PYTHON
   kill -CONT "$server"
   wait $job
   assert_equal "$(losses away)" "$(losses whole)"
-  # A rank that is killed before it has said who it is leaves nothing.
+  # A rank that is killed before it has identified itself leaves nothing.
   kill -STOP "$server"
   run -1 --separate-stderr timeout 20 ds-offload rm "$name"
   [[ $stderr == *"does not answer"* ]]

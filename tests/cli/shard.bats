@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ds-shard as a user meets it: every layout and back with the same bytes, with and without optimizer state, what it
-# refuses, and that a refusal writes nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16).
+# ds-shard as a user meets it: every layout and back with the same bytes, with and without optimizer state, its
+# refusals, and that a refusal writes nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16).
 
 bats_require_minimum_version 1.5.0
 
@@ -139,7 +139,7 @@ PY
 import json
 s = json.load(open("show.json"))
 assert s["schema"] == "ds-shard/1" and s["world_size"] == 2 and len(s["ranks"]) == 2
-assert s["mesh"] is None and "dp" not in s  # of an older libds, which did not say it
+assert s["mesh"] is None and "dp" not in s  # from an older libds, which did not write it
 owned = sum(o["count"] for p in s["parameters"] for o in p["owners"])
 assert owned == sum(r["elements"] for r in s["ranks"]) == 155
 assert sum(r["master_bytes"] for r in s["ranks"]) == 4 * 155
@@ -416,7 +416,7 @@ JSON
   while read -r model name positions; do
     cp -r "$DS_SOURCE/tests/golden/$model" "$model"
     echo '{"model_max_length": 7}' >"$model/tokenizer_config.json"
-    /usr/bin/python3 - "$model" <<'PY' # as old files say it
+    /usr/bin/python3 - "$model" <<'PY' # as in old files
 import json, sys
 path = f"{sys.argv[1]}/config.json"
 config = json.load(open(path))

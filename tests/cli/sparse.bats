@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Block-sparse attention, and documents of packed samples, from the shell: trained, gone on with by other ranks, merged,
-# written with, drawn; and what is refused.
+# Block-sparse attention, and documents of packed samples, from the shell: training, resuming on other ranks, merging,
+# generation, drawings; and refusals.
 
 bats_require_minimum_version 1.5.0
 
@@ -83,7 +83,7 @@ JSON
   grep -q '^<svg ' pattern.svg
   assert_equal "$(grep -c '<text y="12">' pattern.svg)" 2
   xmllint --noout pattern.svg 2>/dev/null || python3 -c 'import sys, xml.dom.minidom as m; m.parse("pattern.svg")'
-  # Without a section: what the model hides.
+  # Without a section: the mask of the model.
   run -0 ds-train cfg.json --check --pattern causal.svg
   refute_output --partial 'attention of'
   grep -q 'all layers and heads' causal.svg

@@ -29,7 +29,7 @@ setup() { tiny_setup; }
 losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
 merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
 
-teardown() { # what a failed test left running
+teardown() { # processes that a failed test left running
   ranks_here | xargs -r kill -9
 }
 
@@ -45,7 +45,7 @@ ranks_here() {
 some_rank_here() { [[ -n $(ranks_here) ]]; }
 no_rank_here() { [[ -z $(ranks_here) ]]; }
 
-# What ds-train refuses before anything is written: status text argument...
+# Runs that ds-train must refuse before anything is written: status text argument...
 refused() {
   local status=$1 text=$2
   shift 2
@@ -70,9 +70,9 @@ killed_rank_is_named() {
 
 steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
 
-# A run of so many ranks that ends behind a step and goes on has the losses and the state of one that does not, and says
-# of nothing that it is lost: ranks, step, arguments. Leaves both (whole, half), and half as it was before it went on
-# (other).
+# Runs so many ranks, ends the run after a step and resumes it: the losses and the state are those of an uninterrupted
+# run, and nothing is reported as lost. Arguments: ranks, step, arguments. Leaves both runs (whole, half), and a copy of
+# half from before it resumed (other).
 resumes_bit_for_bit() {
   local ranks=$1 step=$2
   shift 2

@@ -48,7 +48,7 @@ load tiny
   done
 }
 
-# Bytes of the last step's reduce-scatter: what a run counted, or --check --json predicts.
+# Bytes of the last step's reduce-scatter, as a run counted or --check --json predicts them.
 reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[0-9]*$'; }
 
 @test "gradients travel in the type that was asked for" {
@@ -334,7 +334,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
     [[ $stderr =~ 'communication.backend "shm": 2 ranks of this run share '([0-9]+)' bytes of memory, and /dev/shm has 102400 bytes free' ]]
     local needed=${BASH_REMATCH[1]}
     refute [ -e run ]
-    # What it says is enough, to the page.
+    # The size that the message names is enough, to the page.
     run -0 --separate-stderr with_shm "$needed" ds-launch -n 2 ds-train cfg.json -v --out "shm$stage" "${zero[@]}"
     assert_equal "$(grep -c 'communication: shm$' <<<"$stderr")" 1
     run -0 --separate-stderr with_shm $((needed - 4096)) ds-launch -n 2 ds-train cfg.json -v --out "mpi$stage" "${zero[@]}"
@@ -407,7 +407,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
     # shellcheck disable=SC2086
     [[ $(needs $what) != *'"optimizer":'[1-9]* && $(needs $what) != *'"grads":'[1-9]* ]]
   done
-  # Whatever optimizer trained it.
+  # This holds for any optimizer.
   ds-train big.json "${one[@]}" --set optimizer.type=Lion --out run --resume latest --generate The --max-tokens 4 --quiet
 }
 

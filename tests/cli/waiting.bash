@@ -10,5 +10,5 @@ until_true() { # seconds command...: within so many seconds
   done
 }
 
-# What takes long, and is tried when an issue is done: scripts/test --slow.
+# Skips a long test unless the slow set runs (scripts/test --slow).
 slow_only() { [[ -n ${DS_SLOW-} ]] || skip "it is in the slow set"; }

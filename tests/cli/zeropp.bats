@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# ZeRO++ from the shell: second shards move no bit, coded weights resume bit for bit, what does not fit is refused.
+# ZeRO++ from the shell: second shards move no bit, coded weights resume bit for bit, a checkpoint that does not fit is
+# refused.
 
 bats_require_minimum_version 1.5.0
 
@@ -53,7 +54,7 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   run --separate-stderr ds-launch -n 2 ds-train cfg.json --out other $loco --resume latest
   assert_success
   [[ $stderr == *"other/step-00000005 was made by another layout of ranks"*"what compression had lost there is lost"* ]]
-  # One rank has no codes to lose anything by.
+  # A single rank sends no codes, so the saved errors are lost.
   run --separate-stderr ds-train cfg.json --out alone --resume latest
   assert_success
   [[ $stderr == *"what compression had lost there is lost"* ]]
@@ -72,7 +73,7 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   run ds-launch -n 4 ds-train cfg.json --check --json --set communication_data_type=int8
   assert_success
   assert_output --regexp '"dp.all_to_all": [0-9]{4}'
-  # Which sequences are cut over ranks changes nothing.
+  # The choice of sequences that are cut over ranks changes nothing.
   ds-launch -n 2 ds-train cfg.json --out sp --quiet --set communication_data_type=int8 --set sequence_parallel_size=2
   assert_equal "$(losses sp | wc -l)" 12
 }

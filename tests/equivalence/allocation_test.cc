@@ -112,7 +112,7 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   }
 }
 
-// Those that look at whole parameters, and groups of several kinds.
+// Optimizers that look at whole parameters, and groups of several kinds.
 TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
   const auto& [stage, bf16] = GetParam();
   for (const auto& [type, tp] : {std::pair{OptimizerType::Lamb, 1},
@@ -138,7 +138,7 @@ TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
   }
 }
 
-// Those that are compressed, where ranks have errors that they keep.
+// Compressed collectives, with errors that ranks keep.
 TEST_P(Strategy, NorDoesOneThatIsCompressed) {
   const auto& [stage, bf16] = GetParam();
   for (const OptimizerType type :
@@ -151,7 +151,7 @@ TEST_P(Strategy, NorDoesOneThatIsCompressed) {
     c.optimizer.bias_correction = false;
     c.optimizer.lr = 1e-4, c.optimizer.beta2 = 0.9;
     c.optimizer.freeze_step = c.optimizer.var_freeze_step = c.optimizer.local_step_scaler = 1;
-    c.optimizer.local_step_clipper = 1;  // all have the same parameters behind each step
+    c.optimizer.local_step_clipper = 1;  // all have the same parameters after each step
     if (type == OptimizerType::AdamW) {
       if (stage < 3) continue;
       c.zero.quantized_weights = c.zero.quantized_gradients = c.zero.loco.enabled = true;

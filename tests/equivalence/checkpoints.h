@@ -49,7 +49,7 @@ struct Saved {
   Trace trace;
 };
 
-// And the step that it ends with, as a checkpoint.
+// Trains, and saves the last step as a checkpoint.
 inline Saved train_and_save(const Config& c, const Layout& l, i64 steps, const std::string& dir, Hooks hooks = {}) {
   Saved saved;
   hooks.at_end = [&](engine::Engine& engine) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whatever is compressed where, what several ranks hold of one element stays the same on all of them: rows that ranks
-// of tp have whole, embeddings that two stages tie, whole states of dp. A code that said another thing of a copy would
+// Whatever is compressed where, the copies of one element on several ranks stay the same: rows that ranks of tp hold
+// whole, embeddings that two stages tie, whole states of dp. A code that decoded to another value for one copy would
 // let models drift apart that nobody compares.
 
 #include "equivalence/copies.h"
@@ -69,7 +69,7 @@ TEST_P(CompressedCopies, StayTheSame) {
     l.dp = method.workers > 1 ? 1 : 2;
     l.stage = method.stage;
     ModelConfig model = of_four_heads(tiny_gpt2());
-    // So wide that the layers of the last stage end within a block of codes, where the tied matrix is behind them.
+    // So wide that the layers of the last stage end within a block of codes, if the tied matrix comes after them.
     if (l.tp == 1) model.hidden = 192, model.head_dim = 48, model.intermediate = 4 * 192;
     Config c = config_of(model, l, 2 * l.dp);
     c.optimizer.lr = 1e-3;

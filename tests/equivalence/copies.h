@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What several ranks hold of one element is the same on all of them, bit for bit: tied embeddings on two stages, norms,
-// biases and key/value heads on ranks of tp, everything that ZeRO does not cut.
+// Copies of an element on several ranks are the same, bit for bit: tied embeddings on two stages, norms, biases and
+// key/value heads on ranks of tp, everything that ZeRO does not cut.
 
 #include <array>
 #include <cstring>
@@ -12,11 +12,11 @@
 
 namespace ds::testing {
 
-// Of one run with ranks in threads.
+// Compares the copies in one run with ranks in threads.
 class Copies {
  public:
-  // Collective: compares what the ranks hold now; of DiLoCo's workers, which have moments of their own, those of the
-  // first one.
+  // Collective: compares the copies that the ranks hold now. DiLoCo's workers have moments of their own; only those of
+  // the first worker are compared.
   void check(engine::Engine& engine, const std::string& what) {
     engine::HostState held(engine, engine.held_pieces());
     held.download();
@@ -66,7 +66,7 @@ class Copies {
     if (engine.mesh().rank() == 0) params_.clear();
     engine.mesh().world().barrier("test");
   }
-  // Of any element, so far.
+  // The largest number of copies of any element so far.
   i64 most() const noexcept { return most_; }
 
  private:

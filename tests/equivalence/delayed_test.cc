@@ -124,7 +124,7 @@ TEST_P(Delayed, IsItsRecurrence) {
   }
 }
 
-// Of a step that is skipped there is no update; that of the step before is done.
+// A step that is skipped has no update; the update of the step before it is done.
 TEST_P(Delayed, ASkippedStepIsForgotten) {
   const TempDirectory dir;
   const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);
@@ -166,7 +166,7 @@ TEST(DelayedUpdates, ThatAreFinishedAreThoseOfMemory) {
                        train_threads(c, l.ranks(), kSteps), "LoCo");
 }
 
-// A run that saves finishes its updates first, and one that goes on from there, at another layout too, does as it does.
+// A run that saves finishes its updates first. A run that resumes from there, at another layout too, does the same.
 TEST(DelayedUpdates, GoOnFromCheckpoints) {
   for (const char* name : {"AdamW", "AdamW8bit"}) {
     const OptimizerCase& optimizer = optimizer_named(name);
@@ -188,7 +188,7 @@ TEST(DelayedUpdates, GoOnFromCheckpoints) {
   }
 }
 
-// An update that is under way when a run ends by an error is waited for: what it works with is there until then.
+// An update that is under way when a run ends by an error is waited for: its memory exists until then.
 TEST(DelayedUpdates, AreWaitedForWhenARunFails) {
   const TempDirectory dir;
   const Hooks fail = {.after_step = [](engine::Engine&, i64 step) {
@@ -208,7 +208,7 @@ TEST(DelayedUpdates, AreWaitedForWhenARunFails) {
   }
 }
 
-// With gradients and slices of parameters in files as well; what travels for an update is counted when it has ended.
+// With gradients and slices of parameters in files as well; the traffic of an update is counted when it has ended.
 TEST(DelayedUpdates, MoveWhatIsPredicted) {
   const TempDirectory dir;
   for (const bool arrays : {false, true}) {

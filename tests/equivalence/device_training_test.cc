@@ -122,7 +122,7 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
   train_by(OptimizerType::ZeroOneAdam, 0);
 }
 
-// ZeRO++ at stage 3: second shards move no bit; what travels as codes trains, in the memory that is predicted.
+// ZeRO++ at stage 3: second shards move no bit; runs with codes train, in the memory that is predicted.
 TEST_P(DeviceTraining, ZeroPlusPlus) {
   Config c = config_of(tiny_llama(), GetParam(), 4, 2, 3);
   const Trace want = train(c, 4);
@@ -172,7 +172,7 @@ TEST_P(DeviceTraining, Workers) {
     c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 3, .outer_gradient_bits = bits};
     c.batch.train *= 2;
     std::vector<std::vector<float>> masters(4);
-    const auto keep = [&](engine::Engine& engine) {  // behind a meeting
+    const auto keep = [&](engine::Engine& engine) {  // after a meeting
       std::vector<float>& all = masters[static_cast<size_t>(engine.mesh().rank())];
       for (const zero::Piece& piece : engine.held_pieces()) {
         const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
@@ -189,13 +189,14 @@ TEST_P(DeviceTraining, Workers) {
   }
 }
 
-// Of the host's memory, for saving and loading.
+// Host memory for saving and loading.
 i64 saves(const plan::RunPlan& plan) { return plan.memory.state_bytes + plan.memory.state_part_bytes; }
 
-// Updates on the host are those of the device, wherever the states are; and what that takes is what was predicted.
+// Updates on the host have the bits of those on the device, wherever the states are, and take the memory and traffic
+// that were predicted.
 TEST_P(DeviceTraining, OffloadChangesNoBit) {
   const TempDirectory dir;
-  // Beside what a checkpoint would take.
+  // Without the memory that a checkpoint would take.
   const Hooks look = {.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); },
                       .after_step =
                           [](engine::Engine& engine, i64 step) {
@@ -307,7 +308,7 @@ TEST_P(DeviceTraining, TilesGiveTheSameBits) {
   if (GetParam() == DType::F32) expect_close(tiles, whole, "whole");
 }
 
-// A server updates as the device does, wherever gradients and parameters stay, and a run goes on with what it has.
+// A server updates as the device does, wherever gradients and parameters stay, and a run resumes from its states.
 TEST_P(DeviceTraining, ServersChangeNoBit) {
   if (test_device() == nullptr) GTEST_SKIP() << "served_test has those of the CPU";
   const TempDirectory dir;
@@ -336,7 +337,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
         const plan::RunPlan& plan = engine.plan();
         EXPECT_EQ(engine.ledger().peak(Tag::Host) + saves(plan), plan.memory.by_tag[static_cast<size_t>(Tag::Host)])
             << what;
-        if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
+        if (want.skipped[step] || step == first) return;  // buffers hold other data than in the steps after
         const offload::FileCounts moved = engine.offload().of_step();
         EXPECT_EQ(moved.read_bytes, plan.traffic.state_files.read_bytes + plan.traffic.array_files.read_bytes) << what;
         EXPECT_EQ(moved.written_bytes, plan.traffic.state_files.written_bytes + plan.traffic.array_files.written_bytes)
@@ -390,7 +391,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
   }
 }
 
-// What the simulator counts of page-locked memory; nothing on a GPU.
+// A count of page-locked memory, from the simulator; 0 on a GPU.
 size_t simulated(const char* count) {
   void* const plugin = ::dlopen(std::getenv("DS_CUDA_PLUGIN"), RTLD_NOW | RTLD_NOLOAD);
   auto* const read = plugin == nullptr ? nullptr : reinterpret_cast<size_t (*)()>(::dlsym(plugin, count));
@@ -460,7 +461,7 @@ TEST(DevicePinnedMemory, WhatTheSystemDoesNotLockIsSaid) {
   ::unsetenv("DS_SIM_LOCKED_BYTES");
 }
 
-// Of a range that is pinned, copies of any part are direct; of what lies across its end, they are as ever.
+// Copies of any part of a pinned range are direct. Copies across its end are made as without pinning.
 TEST(DevicePinnedMemory, CopiesOfAnyPartArrive) {
   const auto device = make_test_device(1);
   constexpr i64 kBytes = i64{3} << 20, kPinned = kBytes / 2 / 4096 * 4096;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// DiLoCo: what workers do is what runs do that never meet and whose parameters are set, in the steps of meetings, by an
-// outer optimizer that is written here, in fp32 to the bit and in fp64; ZeRO stages inside a worker are the same to the
-// bit; every worker has the same parameters behind a meeting; what travels is counted against the formula.
+// DiLoCo: workers train like runs that never meet and whose parameters are set, in the steps of meetings, by an outer
+// optimizer that is written here, in fp32 to the bit and in fp64. ZeRO stages inside a worker are the same to the bit,
+// every worker has the same parameters after a meeting, and traffic is counted against the formula.
 
 #include <barrier>
 
@@ -20,7 +20,7 @@ Config config_of(const Layout& l, int workers, i64 sync_every, OptimizerType inn
   return c;
 }
 
-// The traces of all ranks; each has the memory that its plan says.
+// The traces of all ranks; checks that each has the memory of its plan.
 std::vector<Trace> train(const Config& config, int ranks, i64 steps, const Hooks& hooks = {}) {
   std::vector<Trace> traces = traces_of_threads(config, ranks, steps, 1, hooks);
   for (const Trace& t : traces) {
@@ -49,12 +49,13 @@ void set_masters(engine::Engine& engine, const std::vector<float>& all) {
   }
 }
 
-// Nesterov's momentum as torch.optim.SGD has it, in T; its gradient is the mean of what workers' steps have undone.
+// Nesterov's momentum as in torch.optim.SGD, in T; its gradient is the mean of the differences that the workers' steps
+// have made.
 template <class T>
 struct Outer {
   Outer(const DilocoConfig& config, const std::vector<float>& begin)
       : d(config), w(begin.begin(), begin.end()), m(begin.size()) {}
-  // Which elements are sent, and which of those that were take effect.
+  // send() adds up the elements that meet; land() applies those of the sums that take effect now.
   void send(const std::vector<std::vector<float>>& workers, const std::vector<bool>& meets) {
     sums.resize(w.size());
     for (size_t i = 0; i < w.size(); ++i) {
@@ -96,7 +97,7 @@ std::vector<Trace> simulate(Config config, int ranks, i64 steps) {
                     [&](engine::Engine& engine, i64 step) {
                       const auto rank = static_cast<size_t>(engine.mesh().rank());
                       masters[rank] = masters_of(engine);
-                      // Which fragment an element is of.
+                      // Finds the fragment of each element.
                       std::vector<bool> meets, lands;
                       bool any = false;
                       for (const zero::Piece& piece : engine.held_pieces()) {
@@ -153,7 +154,7 @@ TEST(Diloco, WorkersDoWhatASimulationDoes) {
       }
     }
   }
-  // What travels beside training takes effect later, beside what a worker has then.
+  // With overlap the result of a meeting takes effect later; it is mixed with the parameters that a worker has by then.
   for (const auto& [fragments, overlap, share] : {std::tuple{1, 3, 0.5}, {3, 2, 0.25}, {2, 3, 0.0}}) {
     Config c = config_of({}, 3, 7);
     c.optimizer.diloco.fragments = fragments;
@@ -235,7 +236,7 @@ TEST(Diloco, WorkersHaveTheSameParametersBehindAMeeting) {
   }
 }
 
-// What is planned of meetings is what they send.
+// Meetings send as much as the plan states.
 TEST(Diloco, MeetingsArePlanned) {
   for (const i64 bits : {32, 4}) {
     Config c = config_of({.dp = 2, .stage = 3}, 2, 4);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model with two reduction groups: a matrix of each block is another one on every expert, of which each rank of dp
-// computes with one, so that its gradient is reduced over the ranks with the same expert, which also cut it by ZeRO.
-// Beside it the same model with one group: every rank has all experts, and the gradients of those that it does not use
-// are zero. Both train with the same bits, whether the ranks with one expert stand side by side or apart, save the
-// same, and go on from each other's checkpoints.
+// A model with two reduction groups. A matrix of each block differs on every expert, and each rank of dp computes with
+// one expert; so its gradient is reduced over the ranks with the same expert, which also cut it by ZeRO. Beside it the
+// same model with one group: every rank has all experts, and the gradients of those that it does not use are zero. Both
+// train with the same bits, whether the ranks with one expert are side by side or apart, save the same, and resume from
+// each other's checkpoints.
 
 #include "equivalence/checkpoints.h"
 #include "equivalence/optimizers.h"
@@ -221,8 +221,8 @@ TEST(Groups, OfOtherDivisorsTrainOtherwise) {
   EXPECT_LT(norm(8), norm(0));
 }
 
-// Whatever the layout that saved them: which rank trains on which samples does not depend on dp where experts stand
-// apart.
+// Runs resume whatever layout saved the checkpoint: with experts apart, which rank trains on which samples does not
+// depend on dp.
 TEST(Groups, ResumeAtAnotherLayoutAndMerge) {
   for (const bool bf16 : {false, true}) {
     const TempDirectory dir;

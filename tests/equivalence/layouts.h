@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How a run is cut over ranks, as one value; the configuration that asks for it, and what must hold of its trace.
+// The cut of a run over ranks, as one value; the configuration that asks for it, and checks of its trace.
 
 #include "config/parallel.h"
 #include "equivalence/training.h"
@@ -47,7 +47,7 @@ inline Config config_of(const ModelConfig& model, const Layout& l, i64 micro_bat
 
 using Traffic = std::map<std::string, CommCount>;
 
-// What a rank has sent in so many steps is what its plan says.
+// Checks that a rank has sent in so many steps the bytes and calls of its plan.
 inline void expect_planned_traffic(const Traffic& sent_all, const Traffic& plan, i64 steps, const std::string& what) {
   for (const auto& [name, planned] : plan) {
     const auto sent = sent_all.find(name);
@@ -58,7 +58,7 @@ inline void expect_planned_traffic(const Traffic& sent_all, const Traffic& plan,
   }
 }
 
-// What rank 0 has taken and sent is what its plan says.
+// Checks that rank 0 has allocated the memory and sent the bytes of its plan.
 inline void expect_planned(const Trace& t, i64 steps, const std::string& what) {
   for (size_t tag = 0; tag < t.counted.size(); ++tag)
     EXPECT_EQ(t.counted[tag], t.predicted[tag]) << what << ": " << tag_name(static_cast<Tag>(tag));

@@ -18,7 +18,7 @@ namespace lending_test {
 constexpr auto kRing = SequenceParallelMode::Ring;
 const CommOptions kOptions{.timeout_s = 60};
 
-// body(communicator) on threads that lend; what they broke.
+// Runs body(communicator) on threads that lend; returns the rules that they broke.
 std::set<std::string> run_lending(int size, const std::function<void(Communicator&)>& body) {
   const auto rules = std::make_shared<LendingRules>();
   run_threads(size, kOptions, [&](Communicator& c) {
@@ -74,7 +74,7 @@ TEST(LendingCommunicator, SeesWhatIsTouchedTooEarly) {
   EXPECT_EQ(
       broken([&](Communicator& c, std::span<float> memory) { exchange(c, memory, [&](Ticket&) { memory[0] = 2; }); }),
       Broken{sent});
-  EXPECT_EQ(broken([&](Communicator& c, std::span<float> memory) {  // that it has come says nothing of what was sent
+  EXPECT_EQ(broken([&](Communicator& c, std::span<float> memory) {  // its arrival proves nothing about the sent memory
               exchange(c, memory, [](Ticket&) {});
               memory[0] = 2;
             }),
@@ -82,7 +82,7 @@ TEST(LendingCommunicator, SeesWhatIsTouchedTooEarly) {
   EXPECT_EQ(
       broken([&](Communicator& c, std::span<float> memory) { exchange(c, memory, [&](Ticket&) { memory[9] = 0; }); }),
       Broken{R"(recv "t.recv" of the world: its target was written to before its ticket was waited for)"});
-  // A later operation that is done says that those before it are.
+  // A later operation that is done shows that those before it are.
   EXPECT_EQ(broken([&](Communicator& c, std::span<float> memory) {
               Ticket first = c.all_reduce(memory.data(), 2, DType::F32, ReduceOp::Sum, "t.reduce");
               Ticket second = c.all_reduce(&memory[2], 2, DType::F32, ReduceOp::Sum, "t.reduce");

@@ -193,7 +193,7 @@ Config config_of(const Case& a, const Layout& layout, i64 micro_batches) {
 Config config_of(const Case& a) { return config_of(a, a.layout, a.layout.dp * a.micro_batches()); }
 Config config_of_one_rank(const Case& a) { return config_of(a, {}, a.layout.dp * a.micro_batches()); }
 
-// What the library itself has against a case; empty: nothing. What would have no effect makes no case of its own.
+// The library's objection to a case, or an empty string. A setting that would have no effect is an objection, too.
 std::string problem(const Case& a) {
   const Layout& l = a.layout;
   if (l.ranks() > 8) return "more than 8 ranks";
@@ -388,7 +388,7 @@ TEST_P(Matrix, TrainsAsOneRank) {
   expect_close(got, want, name, tolerance_of(a.type));
 }
 
-// Who computes when is all that a schedule decides, also where each stage is several ranks.
+// A schedule decides only which rank computes when, also if each stage is several ranks.
 TEST(Schedules, AllGiveTheSameBits) {
   constexpr auto ring = SequenceParallelMode::Ring;
   i64 compared = 0;

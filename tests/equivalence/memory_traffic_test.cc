@@ -168,7 +168,7 @@ i64 of(const Sent& sent, const std::string& name) {
   return found == sent.end() ? 0 : found->second;
 }
 
-// Each rank sends as much as its plan says, in the last step and in the mean; where the plan has a bound, no step sends
+// Each rank sends as much as its plan states, in the last step and in the mean; if the plan has a bound, no step sends
 // more. `bounded`: whether the plan has bounds.
 void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std::string& what) {
   SCOPED_TRACE(fmt::format("{}, {} ranks, {} steps", what, ranks, steps));
@@ -176,7 +176,7 @@ void expect_run_planned(Config c, int ranks, i64 steps, bool bounded, const std:
   Hooks hooks;
   hooks.same_logits = false;
   hooks.length = [&](i64 step) { return plan::lengths_of_step(c, step + 1).sequence; };
-  std::vector<std::vector<Sent>> sent(static_cast<size_t>(ranks));  // behind each step
+  std::vector<std::vector<Sent>> sent(static_cast<size_t>(ranks));  // after each step
   hooks.after_step = [&](engine::Engine& engine, i64) {
     sent[static_cast<size_t>(engine.mesh().rank())].push_back(sent_by(engine.mesh()));
   };
@@ -280,7 +280,7 @@ TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   EXPECT_GT(never.plan.traffic.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
 }
 
-// Steps that are skipped send less, and put off what comes behind them.
+// Steps that are skipped send less, and put off the work that comes after them.
 TEST(StepsThatDiffer, InUpdatesOfWhichSomeAreSkippedSendNoMoreThanPlanned) {
   for (const OptimizerType type : {OptimizerType::OneBitAdam, OptimizerType::OneBitLamb, OptimizerType::ZeroOneAdam}) {
     for (const int scale : {8, 40}) {  // nothing overflows, or nearly all does

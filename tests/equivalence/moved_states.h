@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A tier of the tests: masters and states stand away from the device, in memory of their own, and come to it piece by
-// piece in a place that is poisoned before and after. What the engine, an optimizer or a checkpoint would read without
-// asking the store is no number. With one version, or with two: then a 16-bit run updates before it knows the verdict,
-// and parameters follow their masters when it does.
+// A tier of the tests: masters and states are kept away from the device, in memory of their own, and come to it piece
+// by piece, in a place that is poisoned before and after. If the engine, an optimizer or a checkpoint reads states
+// without asking the store, it reads NaNs. With one version, or with two: then a 16-bit run updates before it knows the
+// verdict, and parameters follow their masters when it does.
 
 #include <gtest/gtest.h>
 
@@ -127,7 +127,7 @@ class MovedStates final : public zero::StateStore {
     }
   }
 
-  // Calls visit(state, offset in its array, bytes) for what a piece has of each; scales follow their codes.
+  // Calls visit(state, offset in its array, bytes) for the states of a piece; scales follow their codes.
   template <class Visit>
   void for_each_range(const zero::Piece& piece, Visit&& visit) const {
     const zero::StateLayout& layout = parts_.layout;
@@ -177,7 +177,7 @@ class MovedStates final : public zero::StateStore {
     });
   }
 
-  // That the step is finite.
+  // Assumes that the step is finite.
   void guess(zero::VerdictHandle& verdict) {
     GradVerdict v = verdict.resolve();
     v.finite = true;
@@ -206,8 +206,8 @@ class MovedStates final : public zero::StateStore {
   bool leased_ = false;
 };
 
-// An array that stands away from the device; each lease is a copy, in memory that is given back when it ends (address
-// sanitizers see who reads it then). What is read of memory that was to be filled is no number.
+// An array that is kept away from the device. Each lease is a copy, in memory that is given back when it ends, so
+// address sanitizers see later reads. Reads of memory that was to be filled return NaNs.
 class MovedArray final : public zero::TierArray {
  public:
   // used: counts leases.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// States that are offloaded to a file train with the bits of states in memory, whatever the file is read with and
-// however many tiles of it are in memory at a time; they are saved, loaded and merged alike, and what they take of
-// memory and of the disk is what was predicted.
+// States that are offloaded to a file train with the bits of states in memory, whatever method reads the file and
+// however many of its tiles are in memory at a time. They are saved, loaded and merged alike, and take the memory and
+// disk traffic that were predicted.
 
 #include <gmock/gmock.h>
 
@@ -89,8 +89,8 @@ TEST(OffloadArrays, ChangeNoBit) {
   }
 }
 
-// Sums of coded gradients are added to behind the backward pass of the next layer; of the last layer in the next
-// micro-batch, when what is there already may have been asked for again.
+// Sums of coded gradients are added to after the backward pass of the next layer; those of the last layer in the next
+// micro-batch, when the existing sums may have been requested again.
 TEST(OffloadArrays, TakeCodedGradients) {
   const TempDirectory dir;
   for (const Layout& l : {Layout{.dp = 2, .stage = 1}, {.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 2}}) {
@@ -114,7 +114,7 @@ TEST(OffloadArrays, TakeCodedGradients) {
   }
 }
 
-// However it is read and written.
+// The way in which the file is read and written does not matter.
 TEST(OffloadWays, AllGiveTheSameBits) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb"}) {
@@ -142,7 +142,7 @@ TEST(OffloadWays, AllGiveTheSameBits) {
   }
 }
 
-// Where nothing runs beside, what is in memory still does not depend on the disk's speed: bytes are those predicted.
+// Without overlap the data in memory still does not depend on the disk's speed: bytes are those predicted.
 TEST(OffloadWays, TrafficIsAsPredicted) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb", "Groups"}) {
@@ -172,7 +172,7 @@ Config with_inputs_in_a_file(Config c, const std::string& dir, i64 buffers) {
   return c;
 }
 
-// Whatever ranks share layers, sequences and what is kept; in memory and in traffic it is what was predicted.
+// Any ranks may share layers, sequences and inputs; memory and traffic are as predicted.
 TEST(OffloadInputs, ChangeNoBit) {
   const TempDirectory dir;
   for (ModelConfig model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
@@ -272,7 +272,7 @@ TEST(OffloadCheckpoints, AreThoseOfMemory) {
       {{.name = "a file", .config = [&](const Config& c) { return offloaded(c, dir.path()); }}});
 }
 
-// A disk that is not there, or has no room, is said before the first step.
+// A disk that is missing or full is reported before the first step.
 TEST(OffloadWays, WhatCannotBeHadIsSaid) {
   Config c = offloaded(tier_config({.stage = 1}, kOptimizers[0], DType::BF16), "/nowhere/at/all");
   try {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What tests of the 1-bit family share: a simulation of all ranks, with no code of ours, and the end of a step over
-// gradients that a test makes up.
+// Common parts of the tests of the 1-bit family: a simulation of all ranks without code of the library, and the end of
+// a step over gradients that a test makes up.
 
 #include "equivalence/checkpoints.h"
 #include "update/update.h"
@@ -44,7 +44,7 @@ struct Simulation {
     for (const Chunk& c : chunks) params = std::max(params, c.param + 1);
   }
 
-  // Of a step whose gradients are summed: their mean.
+  // One step of the warm-up; g is the mean of the ranks' gradients.
   void warm_up(const std::vector<double>& g) {
     ++t;
     for (size_t i = 0; i < w.size(); ++i) {
@@ -53,7 +53,8 @@ struct Simulation {
     }
     move();
   }
-  // What e, with x added to it, sends; it keeps the rest. Each parameter, or each chunk of one, has a scale.
+  // Adds x to the error e and returns the signs that are sent; the rest stays in e. Each parameter, or each chunk of
+  // one, has a scale.
   std::vector<T> signs(std::vector<T>& e, const std::vector<T>& x, bool of_params) const {
     std::vector<double> squares(of_params ? params : chunks.size()), counts(squares.size());
     const auto number = [&](const Chunk& c) { return of_params ? c.param : static_cast<size_t>(&c - chunks.data()); };
@@ -122,7 +123,7 @@ struct Simulation {
   i64 t = 0;
 };
 
-// Of a rank's engine at stage 0, which has all: each piece side by side.
+// The gradients in a rank's engine at stage 0, which has all of them: the pieces one after another.
 inline std::vector<double> gradients_of(engine::Engine& engine, double divisor) {
   std::vector<double> all;
   for (const zero::Piece& piece : engine.plan().dp().layout.whole_pieces()) {

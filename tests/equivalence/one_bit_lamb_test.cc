@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit LAMB: what travels is that of a simulation of all ranks to the bit, and all else that of one in fp64, through
+// 1-bit LAMB: sent data is that of a simulation of all ranks to the bit, and all else that of one in fp64, through
 // warm-up and freeze and to the bounds of its factor; ZeRO stage 1 is stage 0.
 
 #include <set>
@@ -32,7 +32,7 @@ TEST(OneBitLamb, StageOneIsStageZero) {
   }
 }
 
-// Of all ranks: what travels to the bit, all else in fp64.
+// Against a simulation of all ranks: sent data to the bit, all else in fp64.
 TEST(OneBitLamb, DoesWhatASimulationOfAllRanksDoes) {
   constexpr i64 kSteps = 200;
   for (const auto& [P, decay] : {std::pair{1, 0.1}, {2, 0.1}, {3, 0.0}, {4, 0.1}}) {
@@ -47,7 +47,7 @@ TEST(OneBitLamb, DoesWhatASimulationOfAllRanksDoes) {
         const auto uniform = [&](const RngKey& k) {
           return static_cast<float>(k.bits(static_cast<u64>(i))) * 0x1p-31f - 1;
         };
-        // Of some parameters they grow behind the freeze, of some they shrink.
+        // After the freeze the gradients of some parameters grow, and those of others shrink.
         const float size = 0.01f * std::pow(param % 3 == 0   ? 1.02f
                                             : param % 3 == 1 ? 0.98f
                                                              : 1.0f,

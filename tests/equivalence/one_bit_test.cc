@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit Adam: what it does is what a simulation of all ranks in fp64 does with the same gradients, through warm-up and
-// freeze; ZeRO stage 1 is stage 0 to the bit; ranks of a pipeline and of tp agree; what overflows changes nothing; and
-// what travels is counted against the formula. Some of it holds for 1-bit LAMB, too.
+// 1-bit Adam updates like a simulation of all ranks in fp64 with the same gradients, through warm-up and freeze. ZeRO
+// stage 1 is stage 0 to the bit, ranks of a pipeline and of tp agree, overflows change nothing, and traffic is counted
+// against the formula. Some of it holds for 1-bit LAMB, too.
 
 #include "equivalence/one_bit.h"
 
@@ -196,7 +196,7 @@ TEST(OneBitAdam, SendsSigns) {
       const double scales = 20.0 * 2 * (P - 1) * 4 * static_cast<double>(model.params().size());
       EXPECT_GT(static_cast<double>(sent), payload + scales);
       EXPECT_LT(static_cast<double>(sent), 1.1 * payload + scales + 20.0 * 2 * (P - 1) * 64);
-      // Of the warm-up alone.
+      // Only the warm-up sends these.
       EXPECT_EQ(t.sent.at("dp.reduce_scatter").calls % 10, 0);
       Config exact = c;
       exact.optimizer.type = OptimizerType::AdamW;
@@ -207,7 +207,7 @@ TEST(OneBitAdam, SendsSigns) {
   }
 }
 
-// What is lost is in checkpoints' arrays of ranks, and resetting it is what another layout does.
+// Compression errors are kept in the checkpoint's arrays of each rank. Another layout resets them.
 TEST(OneBitAdam, WhatIsRankLocalGoesOnWhereItWas) {
   for (const i64 stage : {0, 1}) {
     Config c = one_bit(tiny_gpt2(), {.dp = 2, .stage = stage});

@@ -97,7 +97,7 @@ TEST_P(Optimizers, RanksThatShareLayersTrainAsOne) {
 INSTANTIATE_TEST_SUITE_P(All, Optimizers, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
-// Momentum that OneCycle holds where betas could have it: the same training, whatever uses betas.
+// OneCycle with a constant momentum trains like the same momentum in betas, with every optimizer that uses betas.
 TEST(OneCycle, MovesTheBetasOfEveryOptimizerThatHasThem) {
   for (const OptimizerType type : {OptimizerType::AdamW, OptimizerType::Lion, OptimizerType::Lamb}) {
     Config given = config_of(of_four_heads(tiny_gpt2()), {}, 4);
@@ -284,7 +284,7 @@ TEST(NarrowStates, ThatAreNoNumbersAreFound) {
   }
 }
 
-// What files say of states becomes what the states were, also where a piece begins and ends elsewhere.
+// Encoding the decoded values of a state restores its bytes.
 TEST(NarrowStates, ComeBackAsTheyWere) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   c.optimizer.type = OptimizerType::AdamW8bit;
@@ -329,7 +329,7 @@ TEST(ParamGroups, APatternThatMatchesNothingIsRefusedWithTheNearestName) {
   }
 }
 
-// The first update of LAMB in closed form: along the sign of the gradient, as long as the parameter's norm says.
+// The first update of LAMB in closed form: along the sign of the gradient, with a length given by the parameter's norm.
 TEST(Lamb, FirstUpdateHasTheLengthOfTheParameterTimesTheRate) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   c.optimizer.type = OptimizerType::Lamb;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pipeline, tensor and sequence parallelism and activation checkpointing, alone and together with ZeRO: what one rank
-// trains. Where only the place of layers changes, or what is kept, to the bit; where sums are cut, to their rounding.
+// Pipeline, tensor and sequence parallelism and activation checkpointing, alone and together with ZeRO, train like one
+// rank: to the bit if only the place of layers or the kept activations change, to the rounding if sums are cut.
 
 #include <algorithm>
 #include <cstdlib>
@@ -102,7 +102,7 @@ TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
   EXPECT_EQ(gathered(breadth_first, 32), gathered(breadth_first, 8));
   EXPECT_GT(gathered(in_turn, 32), 3 * gathered(in_turn, 8));
   EXPECT_GT(gathered(in_turn, 8), 3 * gathered(breadth_first, 8));
-  // With a layer in each chunk, whatever the knobs say.
+  // With a layer in each chunk, whatever the settings of live parameters and reuse are.
   for (const i64 live : {0, 30'000, 1'000'000'000}) {
     for (const i64 reuse : {0, 30'000, 1'000'000'000}) {
       const auto change = [&](Config& c) { c.zero.max_live_parameters = live, c.zero.max_reuse_distance = reuse; };
@@ -273,8 +273,8 @@ TEST(TokenNorm, CountsASampleOnceHoweverManyRanksShareIt) {
     expect_one_ranks(train_threads(config(l), l.ranks(), kSteps), one, l.name());
 }
 
-// Both sums behind the data-parallel ones in one step: tied embeddings on one stage, and key and value heads that
-// several ranks have.
+// Both sums after the data-parallel ones in one step: tied embeddings on one stage, and key and value heads that
+// several ranks hold.
 TEST(TensorParallel, CopiedHeadsBesideTiedEmbeddings) {
   ModelConfig model = llama_model();
   model.tie_embeddings = true;
@@ -301,7 +301,7 @@ TEST(SequenceParallel, TrainsAsOneRank) {
   }
 }
 
-// Tied embeddings on the first and the last stage, and what all ranks of tp have: equal after every step.
+// Tied embeddings on the first and the last stage, and parameters that all ranks of tp hold: equal after every step.
 TEST(Copies, StayEqualBitForBit) {
   for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
     for (const i64 stage : {0, 1, 2, 3}) {
@@ -329,8 +329,8 @@ TEST(Copies, StayEqualBitForBit) {
   }
 }
 
-// What makes a rank's gradient infinite, or no number, at one step: the operation that leaves the gradient of the bias
-// of GPT-2's fused projection, which no other rank has.
+// Makes a rank's gradient infinite or NaN at one step, in the operation that computes the gradient of the bias of
+// GPT-2's fused projection; no other rank has that bias.
 thread_local bool plants = false;
 thread_local i64 planted_elems = 0;
 thread_local float planted_value = 0;

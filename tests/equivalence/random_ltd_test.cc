@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layers that see some of the tokens: with which ranks a run is arranged changes no bit, and what a layer computes is
-// what it computes of those tokens alone.
+// Layers that see some of the tokens: the arrangement of ranks changes no bit, and a layer computes the same as it
+// would of those tokens alone.
 
 #include "equivalence/optimizers.h"
 

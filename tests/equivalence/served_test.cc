@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// States that a server has train with the bits of states in memory; it runs their updates, and goes on with them when
-// the run ends, at the same layout and at others. It is the server that ds-offload runs, in a thread of its own.
+// States at a server train with the bits of states in memory. The server runs their updates, keeps them when the run
+// ends, and serves the next run at the same layout and at others. It is the server that ds-offload runs, in a thread of
+// its own.
 
 #include <gmock/gmock.h>
 
@@ -76,7 +77,7 @@ TEST(ServedRuns, OutliveTheirTrainers) {
         EXPECT_EQ(losses, want.losses) << what;
         EXPECT_EQ(fourth.states, want.states) << what;
         EXPECT_THAT(offload::verify_server(server.name()), ::testing::IsEmpty()) << what;
-        // What the server writes is the state that the run has saved itself.
+        // The state that the server writes is the one that the run saved itself.
         const std::string step = offload::dump_server(server.name(), dir / ("dump" + random_hex64()));
         const Trace after = resume(c, two, 1, step);
         const Trace there = train_threads(served(c, server), 2, 1, 1, going_on());
@@ -95,7 +96,7 @@ TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
   expect_the_checkpoints_of_memory({at_servers(servers, "")});
 }
 
-// Whatever comes over a connection, the server refuses it or closes it, and serves the next one.
+// Any bytes over a connection are refused, or the server closes it, and serves the next one.
 TEST(ServedRuns, GarbageOverAConnectionIsRefused) {
   const Serving server;
   const Layout two = {.dp = 2, .stage = 2};

@@ -14,7 +14,7 @@
 
 namespace ds::testing {
 
-// Serves as long as it lives; leaves nothing behind.
+// Serves while it exists; leaves no files.
 class Serving {
  public:
   explicit Serving(std::string path = {}, bool checksum = false) {

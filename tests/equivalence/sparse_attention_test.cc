@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training with block-sparse attention: a layout with all blocks is no layout, bit for bit; one with some gives the
-// same bits whatever the ranks, stages and what is kept, and the same to the rounding where sums are cut; what is
-// written with caches is what whole passes give; memory and messages are as planned.
+// Training with block-sparse attention: a layout with all blocks is no layout, bit for bit. One with some gives the
+// same bits whatever the ranks, stages and recomputation, and the same to the rounding if sums are cut. Text written
+// with caches is that of whole passes; memory and messages are as planned.
 
 #include "config/sparse_attention.h"
 #include "equivalence/layouts.h"
@@ -111,7 +111,7 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
         std::vector<i32> prompt(20), unused(20);
         fill_sample(3, model.vocab_size, prompt, unused);
         const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = 60});
-        // Not all of its 80 tokens are kept, unless some head meets each; and what is, is what was predicted.
+        // Not all of its 80 tokens are kept, unless some head meets each; the memory of those that are is as predicted.
         const std::vector<std::vector<i32>> prompts = {prompt};
         const auto memory = infer::plan_writing(model, engine.model(), engine.plan(), prompts, 60, 1);
         const auto activations = static_cast<size_t>(Tag::Activations);
@@ -134,7 +134,7 @@ Config with_documents(Config c) {
   return c;
 }
 
-// A document gives what it gives alone, wherever it stands in a sample.
+// A document's results are those that it has alone, wherever it is in a sample.
 TEST(Documents, SeeThemselvesAlone) {
   for (const ModelConfig& model : kModels) {
     Config c = with_documents(config_with(model, {}, Mode::None));

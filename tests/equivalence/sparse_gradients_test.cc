@@ -87,7 +87,7 @@ TEST(SparseGradients, GoWithWhatElseThereIs) {
   expect_same_as_dense(c, l, "with coded weights");
 }
 
-// Where most rows have gradients, all of them travel as they did.
+// If most rows have gradients, all rows travel, as without sparse gradients.
 TEST(SparseGradients, AreDenseWhereThatIsLess) {
   const Layout l{.dp = 2, .stage = 2};
   Config c = sparse_config(tiny_llama(), l);

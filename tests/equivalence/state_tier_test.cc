@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where masters and optimizer states are kept changes nothing: a run whose states stand elsewhere and come to the
-// device piece by piece, in one version or in two, trains with the bits of one that has them there, saves the same,
-// goes on from the other's checkpoints, at another layout too, and merges to the same file.
+// The place of masters and optimizer states changes nothing. A run whose states are kept elsewhere and come to the
+// device piece by piece, in one version or in two, trains with the bits of a run that keeps them on the device. It
+// saves the same, resumes from the other's checkpoints, at another layout too, and merges to the same file.
 
 #include <gmock/gmock.h>
 
@@ -29,7 +29,7 @@ Hooks moved(int versions, Hooks hooks = {}) {
   return hooks;
 }
 
-// That a tier is at work, and not the device's.
+// Trains, and checks that the tier is used instead of device memory.
 Trace train_moved(const Config& c, const Layout& l, int versions, const Hooks& hooks = {}) {
   const i64 before = used, arrays_before = used_arrays;
   Trace t = train_threads(c, l.ranks(), kSteps, 1, moved(versions, hooks));
@@ -55,7 +55,7 @@ TEST_P(Tier, ChangesNoBit) {
   }
 }
 
-// The same of parameters that are their own masters in 16 bits, where no tier has a master.
+// The same for parameters that are their own masters in 16 bits: no tier then holds a master.
 TEST_P(Tier, ChangesNoBitWithoutMasters) {
   if (any_optimizer(GetParam(), &OptimizerRow::needs_matrices)) return;  // the configuration refuses it
   for (const Layout& l : {Layout{}, {.dp = 2, .stage = 0}, {.dp = 2, .pp = 2, .stage = 3}}) {
@@ -68,7 +68,7 @@ TEST_P(Tier, ChangesNoBitWithoutMasters) {
   }
 }
 
-// A step that is skipped leaves no trace in any tier: what its passes wrote is never seen.
+// A step that is skipped leaves no trace in any tier: the values that its passes wrote are never seen.
 TEST_P(Tier, ASkippedStepIsForgotten) {
   const Config c = tier_config({}, GetParam(), DType::F16);
   f16 healthy{};
@@ -89,7 +89,7 @@ TEST(TierCheckpoints, AreThoseOfTheDevice) {
       {{.name = "a tier of one version", .hooks = moved(1)}, {.name = "a tier of two versions", .hooks = moved(2)}});
 }
 
-// What is not a number shows, wherever it is kept.
+// A NaN is found, wherever the state is kept.
 TEST(TierCheckpoints, StatesThatAreNoNumbersAreFound) {
   const Hooks look = {.at_end = [](engine::Engine& engine) {
     EXPECT_TRUE(engine.is_finite());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What tests of tiers share: runs that a tier must not change.
+// Common parts of the tests of tiers: runs that a tier must not change.
 
 #include <algorithm>
 #include <functional>
@@ -48,11 +48,11 @@ struct TierRun {
   Hooks hooks = {};
 };
 
-// Of every stage that has tiers.
+// Layouts at every stage that has tiers.
 inline const std::vector<Layout> kTierLayouts = {
     {.stage = 1}, {.dp = 2, .stage = 2}, {.dp = 2, .pp = 2, .stage = 3}, {.dp = 3, .stage = 3}, {.tp = 2, .stage = 1}};
 
-// That the last of so many steps moves to and from files what was predicted.
+// Checks that the last of so many steps has the predicted traffic of files.
 inline Hooks with_predicted_traffic(i64 steps, const std::string& what) {
   return {.after_step = [steps, what](engine::Engine& engine, i64 step) {
     thread_local offload::FileCounts before;
@@ -97,8 +97,8 @@ inline void expect_a_skipped_step_is_forgotten(const OptimizerCase& optimizer, c
   }
 }
 
-// What the last of the tiers saves is what memory saves; runs go on from the one's checkpoint in the other, at another
-// layout too, and merge to the same files.
+// The last of the tiers saves the same as memory does. A run resumes in one from the other's checkpoint, at another
+// layout too, and both merge to the same files.
 inline void expect_the_checkpoints_of_memory(const std::vector<TierRun>& tiers) {
   for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
     const OptimizerCase& optimizer = optimizer_named(which);

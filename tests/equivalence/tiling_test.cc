@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices in tiles, of which a rank never has one as a whole: what is computed depends on the tiles alone, by the
-// order of sums, and neither on ranks, stages and schedules nor on when tiles are gathered.
+// Matrices in tiles, of which a rank never holds one as a whole: results depend on the tiles alone, by the order of
+// sums, and neither on ranks, stages and schedules nor on when tiles are gathered.
 
 #include <mutex>
 
@@ -147,7 +147,7 @@ TEST(Tiling, WithWhatIsOffloaded) {
   }
 }
 
-// What a step holds of parameters and fresh gradients is bounded by tiles, and no more by layers.
+// Tiles, not layers, bound the parameters and fresh gradients that a step holds.
 TEST(Tiling, MemoryIsThatOfTiles) {
   ModelConfig model = gpt2();
   model.hidden = 192, model.head_dim = 48, model.intermediate = 768;
@@ -186,7 +186,8 @@ TEST(Tiling, CheckpointsLoadWithTilesAndWithout) {
       };
       const Saved tiles = train_and_save(config(two, 1200), two, kSteps, dir / "tiles");
       const Saved whole = train_and_save(config(two, 0), two, kSteps, dir / "whole");
-      // Who goes on from the same state does the same, whatever wrote it.
+      // Every configuration resumes alike each time from one state. Other ranks, and stage 1 without tiles, change
+      // nothing.
       for (const auto& [layout, tile] : {std::pair{two, i64{1200}}, {other, 1200}, {two, 500}, {two, 0}, {less, 0}}) {
         const Trace a = resume(config(layout, tile), layout, kSteps, tiles.step);
         const Trace b = resume(config(layout, tile), layout, kSteps, tiles.step);

@@ -53,7 +53,7 @@ inline ModelConfig tiny_llama() {
   return c;
 }
 
-// Of four heads and widths that tp and sp of 2 and 4 divide.
+// `c` with four heads, and with widths that tp and sp of 2 and 4 divide.
 inline ModelConfig of_four_heads(ModelConfig c) {
   c.kv_heads = c.kv_heads == c.heads ? 4 : 2;
   c.heads = 4;
@@ -91,7 +91,7 @@ inline Config tiny_config(const ModelConfig& model, int replicas, i64 accumulati
   return c;
 }
 
-// Sample k of an endless synthetic text that can be learnt: ids of a noisy arithmetic progression.
+// Sample k of an endless synthetic text that a model can learn: ids of a noisy arithmetic progression.
 inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32> targets) {
   const RngKey key{99, 5, 0};
   const i64 start = key.bits(static_cast<u64>(3 * sample)) % vocab,
@@ -180,7 +180,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   trace.predicted = engine.plan().memory.by_tag;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
-  // Every rank's own forward pass over the parameters in their work type: what the last step published.
+  // Every rank's own forward pass over the parameters in their work type, as the last step published them.
   trace.eval_loss = *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
     for (i64 b = 0; b < B; ++b) {
       const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
@@ -265,7 +265,7 @@ struct Writing {
   i64 max_tokens = 8;
   infer::Sampling sampling{.temperature = 0};
 };
-// What a model writes behind a prompt.
+// The completion that a model writes for a prompt.
 inline std::vector<i32> text_of(engine::Engine& engine, std::vector<i32> prompt, const Writing& w) {
   std::vector<i32> text;
   infer::write(engine.stage(), {&prompt, 1}, {.max_tokens = w.max_tokens, .sampling = w.sampling}, [&](size_t, i32 id) {
@@ -308,7 +308,7 @@ inline std::vector<Trace> traces_of_threads(const Config& config, int ranks, i64
   return traces;
 }
 
-// Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says.
+// Rank 0's trace; checks that all ranks agree, and that each has the memory of its plan.
 inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
                            std::vector<std::unique_ptr<Communicator>> comms = {}, const OpTable& ops = *cpu_ops()) {
   std::vector<Trace> traces = traces_of_threads(config, ranks, steps, num_threads, hooks, std::move(comms), ops);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who evaluates or writes text has weights alone: the bits of a trainer, and none of its memory.
+// Evaluation and generation allocate only weights: they have the bits of a trainer and none of its other memory.
 
 #include <mutex>
 

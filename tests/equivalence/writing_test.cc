@@ -9,7 +9,7 @@
 namespace ds::testing {
 namespace writing_test {
 
-// Of unlike lengths; the second one has a single token.
+// Prompts of different lengths; the second one has a single token.
 std::vector<std::vector<i32>> prompts() {
   std::vector<std::vector<i32>> all;
   for (const i32 length : {5, 1, 9, 3, 3, 12, 2}) {
@@ -94,7 +94,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
 }
 
-// Layers whose attention has a window keep what is in it; the others keep all. Each new token sees what it sees in a
+// Layers whose attention has a window keep only its tokens; the others keep all. Each new token sees the same as in a
 // whole pass.
 TEST(Writing, KeepsWhatWindowsSee) {
   ModelConfig model = of_four_heads(tiny_llama());

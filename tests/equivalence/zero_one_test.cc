@@ -36,7 +36,7 @@ TEST(ZeroOneAdam, RefreshesAndMeetsAsDeepSpeedCounts) {
   }
 }
 
-// How many updates of each kind there are, and one of them, is what counting them all says.
+// The number of updates of each kind, and an example of it, agree with a count over all updates.
 TEST(ZeroOneAdam, KindsOfUpdatesAreCounted) {
   for (const i64 scaler : {1, 3, 16}) {
     for (const i64 freeze : {1, 7, 100, 1000}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ARCHITECTURE.md promises: no ZeRO stage, bucket size, overlap or number of threads changes a bit; N ranks
+// The promises of ARCHITECTURE.md: no ZeRO stage, bucket size, overlap or number of threads changes a bit; N ranks
 // with m micro-batches are one rank with N*m.
 
 #include <algorithm>
@@ -465,7 +465,7 @@ TEST(Dropout, MasksDifferFromMicroBatchToMicroBatch) {
   }
 }
 
-// What a step reports and counts, on meshes whose numbers of samples and tokens differ.
+// The report of a step and its counts, on meshes whose numbers of samples and tokens differ.
 TEST(StepReport, CountsStepsSamplesAndTokens) {
   for (const auto& [ranks, sp, accumulation] : {std::tuple{1, 1, 3}, {2, 1, 3}, {4, 2, 2}}) {
     ModelConfig model = of_four_heads(tiny_gpt2());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ZeRO++ at stage 3: second shards within groups of ranks (hpZ) move no bit and take what they send from the whole
 // group; weights that travel as codes (qwZ) train nearly as well, with the same bits whatever else is chosen beside it;
-// and memory and messages are what is predicted.
+// memory and messages are as predicted.
 
 #include "equivalence/layouts.h"
 
@@ -40,7 +40,7 @@ TEST(SecondShards, MoveNoBit) {
           const std::string what = fmt::format("{} hpz {} tiles {}", l.name(), near, tiles);
           expect_same_training(t, want, what);
           expect_planned(t, 4, what);
-          // Whoever gathers a unit a second time gets it from those near.
+          // A unit that is gathered a second time comes from the ranks nearby.
           EXPECT_LT(sent(t, "dp.all_gather"), sent(want, "dp.all_gather")) << what;
           EXPECT_GT(sent(t, "hpz.all_gather"), 0) << what;
         }
@@ -171,7 +171,7 @@ TEST(CodedGradients, GoWithPipelinesAndTensors) {
   }
 }
 
-// communication_data_type: at any stage, over any ranks; what is fed back is fed back there, too.
+// communication_data_type: at any stage, over any ranks; errors are fed back there, too.
 TEST(CodedGradients, AreOfEveryStage) {
   for (const Layout& l : {Layout{.dp = 4},
                           {.dp = 4, .stage = 1},
@@ -215,7 +215,7 @@ TEST(CodedGradients, AreOfEveryStage) {
   }
 }
 
-// Errors are fed back: nothing but losses and memory changes, and what is known before a run is what is counted in it.
+// Errors are fed back: nothing but losses and memory changes, and the prediction before a run equals the count in it.
 TEST(CodedGradients, TrainWithErrorFeedback) {
   for (const int near : {1, 2, 4}) {
     const Layout l{.dp = 4, .stage = 3};
@@ -260,7 +260,7 @@ TEST(CodedGradients, ErrorsFollowTheLossScale) {
     EXPECT_NEAR(growing.losses[i], fixed.losses[i], 5e-6 * fixed.losses[i]) << i;
 }
 
-// What overflows in 16 bits shows in what codes say: the step is skipped, and the scale falls.
+// An overflow in 16 bits survives the encoding: the step is skipped, and the scale falls.
 TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
   const Layout l{.dp = 4, .stage = 3};
   Config c = stage3(of_four_heads(tiny_gpt2()), l);

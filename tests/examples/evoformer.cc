@@ -51,7 +51,7 @@ struct Sizes {
   i64 B, N, T, H, D;
 };
 
-// True where the gradients of L = sum(o * dout) say how L changes.
+// True if the gradients of L = sum(o * dout) predict how L changes.
 bool step(ds::EvoformerAttention& attention, const Sizes& s, std::mt19937& random) {
   const i64 M = s.B * s.N;  // b*N + n is one dim
   Tensor q({M, s.T, s.H, s.D}), k({M, s.T, s.H, s.D}), v({M, s.T, s.H, s.D}), dout({M, s.T, s.H, s.D});

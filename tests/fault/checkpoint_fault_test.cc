@@ -30,7 +30,7 @@ std::atomic<int> calls = 0;
 Fault fault = Fault::None;
 int fault_at = 0, fault_errno = 0;
 
-// What happened, in order, while `recording`.
+// File operations in order, logged while `recording`.
 bool recording = false;
 std::mutex log_mutex;
 std::vector<std::pair<std::string, std::string>> events;
@@ -234,7 +234,7 @@ TEST(SaveOrder, OneRefusalLeavesNoTemporaryFiles) {
   }
 }
 
-// What a power failure may keep is what was synced: at every rename, all that the new name shows must be.
+// A power failure preserves only synced data: at every rename, everything that the new name shows must be synced.
 TEST(SaveOrder, EverythingIsSyncedBeforeItGetsItsName) {
   const TempDirectory dir;
   const std::string run = dir / "run";

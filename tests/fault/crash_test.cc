@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A run of two ranks is broken at each of its changes to files in turn (crash_shim.c): processes die, the power fails,
-// calls fail. Whatever the moment, its newest committed step is there, verifies, and is the state that an unbroken run
-// had at that step; and the next run goes on from it to the same end.
+// calls fail. Whatever the moment, its newest committed step exists, verifies, and is the state of an unbroken run at
+// that step. The next run resumes from it and reaches the same end.
 //
 // An ordinary run tries some moments of each kind, DS_SLOW=1 all of them, or every DS_SLOW-th.
 
@@ -51,7 +51,7 @@ struct Broken {
   }
 };
 
-// The folder of all runs: their configuration, the step that they start from, what they must come to.
+// The folder of all runs: their configuration, the step that they start from, the state that they must reach.
 class Place {
  public:
   Place() {
@@ -70,7 +70,7 @@ class Place {
   }
   std::string operator/(const std::string& name) const { return dir_ / name; }
 
-  // The exit status of a command; what it said is in errors().
+  // The exit status of a command; its messages are in errors().
   int run(const std::string& command) {
     const std::string line = fmt::format("cd '{}' && PATH='{}':$PATH CUDA_VISIBLE_DEVICES= {} >out 2>errors",
                                          dir_.path(), DS_BIN_DIR, command);
@@ -79,7 +79,7 @@ class Place {
   }
   std::string errors() const { return read_file(dir_ / "errors"); }
 
-  // The elements of the merged state; the header before them tells of the run's configuration too.
+  // The elements of the merged state, without the header, which describes the run's configuration too.
   std::string elements() const {
     const std::string file = read_file(dir_ / "state.safetensors");
     u64 header = 0;
@@ -141,7 +141,7 @@ std::set<std::string> temporaries(const std::string& dir) {
   return names;
 }
 
-// The newest step that the run's own record says is saved.
+// The newest step that is saved according to the run's own record.
 i64 recorded_step(const std::string& run) {
   i64 step = kBefore;
   std::istringstream lines(read_file(run + "/metrics.jsonl"));
@@ -152,7 +152,7 @@ i64 recorded_step(const std::string& run) {
   return step;
 }
 
-// The newest step verifies, is `least` or later, and holds the unbroken run's state; the run goes on from it.
+// The newest step verifies, is `least` or later, and holds the unbroken run's state; the run resumes from it.
 void expect_whole(i64 least) {
   Place& p = place();
   ASSERT_EQ(p.run("ds-ckpt-merge run -o state.safetensors --optimizer --verify --json"), 0) << p.errors();
@@ -266,7 +266,7 @@ i64 durable_step(const std::string& run, const std::vector<Call>& calls) {
   return durable;
 }
 
-// Each rank says which file and why, not one alone.
+// Each rank reports the file and the reason, not one alone.
 void expect_said_by_all(const Broken& b, const char* words) {
   bool save_alone = true;
   for (const Call& c : b.calls) save_alone &= c.other != "refused" || c.path.find("/.tmp-step-") != c.path.npos;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The configuration reader on damaged input: every file of the corpus, and thousands of deterministic mutations of it.
-// It must never crash or throw; what it refuses it must explain; what it accepts must survive resolved_json.
+// It must never crash or throw; a refusal must be explained; an accepted file must survive resolved_json.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -103,7 +103,7 @@ std::string damage(std::string text, const std::vector<std::string>& texts, Rand
   return text;
 }
 
-// Replaces one value somewhere in a tree that stays JSON, so that the damage reaches the tables behind the parser.
+// Replaces one value somewhere in a tree that stays JSON, so that the damage gets past the parser to the tables.
 void disturb(Json& value, Random& random) {
   static const Json kValues = Json::parse(
       R"([null, true, false, 0, 1, -1, 2, 3, 7, 1.5, 1e-30, 1e300, -1e300, 9223372036854775807, 18446744073709551615, "", "auto",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hostile text at every place from which text reaches a terminal: strings of all files that the tools read, names of
-// files and directories, options. Whatever the tool makes of it, what it prints is UTF-8 without control characters,
-// no line of it is the other's, messages are short, and the tool ends with a status of its own.
+// files and directories, options. Whatever the tool makes of it, its output is UTF-8 without control characters, no
+// line of it comes from the text, messages are short, and the tool ends with a status of its own.
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -34,7 +34,7 @@ size_t below(Random& random, size_t n) { return static_cast<size_t>(random() % s
 
 constexpr std::string_view kForged = "forged: you have been owned";
 
-// What terminals obey, what is no text, what begins a line.
+// Sequences that terminals obey, bytes that are not text, and characters that begin a line.
 constexpr std::array<std::string_view, 18> kHostile = {"\x1b]0;owned\x07",
                                                        "\x1b[2J\x1b[31m",
                                                        "\x1bP$q\"p\x1b\\",
@@ -69,7 +69,7 @@ std::string hostile(Random& random, size_t most) {
   return text.substr(0, most);
 }
 
-// As a string of JSON: escaped, as an honest writer would have it, or as it is.
+// As a string of JSON: escaped, as an honest writer would do it, or as it is.
 std::string json_string(const std::string& text, bool escaped) {
   if (escaped) return Json(text).dump(-1, ' ', true, Json::error_handler_t::replace);
   std::string out = "\"";
@@ -249,7 +249,7 @@ TEST_F(ForeignText, OfTokenizers) {
     if (!fs::exists(path)) continue;
     std::string text = read_file(path);
     if (file.ends_with(".json")) {
-      // What decides, not one of a thousand words.
+      // Mostly before the vocabulary: in a field that decides something, not in one of a thousand words.
       const size_t model = text.find("\"vocab\""), head = text.find("\"model\"");
       const size_t cut = head != text.npos && model != text.npos && below(random_, 4) > 0 ? model : text.size();
       text = with_hostile_string(text.substr(0, cut), random_) + text.substr(cut);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Damaged and forged HDF5 files, and forged answers of the process that parses them. Whatever the bytes: a table whose
-// every element can be read, or a ds::Error that says why not; never a crash or a hang of this process.
+// Damaged and forged HDF5 files, and forged answers of the process that parses them. Whatever the bytes, the result is
+// a table whose every element can be read, or a ds::Error with the reason; never a crash or a hang of this process.
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +20,7 @@ namespace hdf5_fuzz_test {
 using testing::read_file;
 using testing::write_file;
 
-// Where a good file has a checksum: over bytes [begin, end), stored at `end`.
+// A checksum of a good file: over bytes [begin, end), stored at `end`.
 struct Sealed {
   size_t begin, end;
 };
@@ -32,7 +32,7 @@ struct Seed {
 size_t below(std::mt19937& rng, size_t n) { return static_cast<size_t>(rng()) % std::max<size_t>(n, 1); }
 
 // The checksum of HDF5's metadata (Bob Jenkins, "lookup3", hashlittle with initial value 0), so that forged blocks of
-// the newer formats pass it and reach what lies behind.
+// the newer formats pass it and reach the code after it.
 u32 lookup3(const unsigned char* k, size_t length) {
   const auto rotate = [](u32 x, int n) { return (x << n) | (x >> (32 - n)); };
   u32 a = 0xdeadbeef + static_cast<u32>(length), b = a, c = a;
@@ -122,7 +122,7 @@ std::string mutate(const Seed& seed, std::mt19937& rng) {
         break;
       }
       case 3: put(at, below(rng, s.size()), 8); break;  // an address
-      case 4: {                                         // one block in the place of another
+      case 4: {                                         // one block instead of another
         const size_t from = place(), n = std::min({1 + below(rng, 64), s.size() - at, s.size() - from});
         std::memmove(s.data() + at, s.data() + from, n);
         break;
@@ -205,8 +205,8 @@ TEST(Hdf5Fuzz, MutatedFilesAreRefusedOrSound) {
   EXPECT_GT(outcome.refused, 100);
 }
 
-// Many files in one child: no time goes into making processes. Where the child dies, the same again one by one. Of what
-// hangs the limits are the only end, so they are short; what is slow on a busy machine counts as hung.
+// Many files in one child: no time goes into making processes. If the child dies, the same files are read again one by
+// one. Limits are the only end of a parser that hangs, so they are short; a slow one on a busy machine counts as hung.
 std::string parse_mutants(u32 seed, int first, int last) {
   std::mt19937 rng(seed);
   std::string answers;
@@ -260,7 +260,7 @@ TEST(Hdf5Fuzz, TheParserOnMutants) {
   EXPECT_GT(outcome.refused, 200);
 }
 
-// A parser that a file has taken over says what it wants.
+// A parser that a file has taken over may answer anything.
 TEST(Hdf5Fuzz, ForgedAnswersAreRefusedOrSound) {
   constexpr i64 kFile = 1000;
   TensorTable good;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hostfiles and lists of hosts on damaged input: what is refused is explained, line by line; of what is accepted
-// nothing could be an option or mean anything to a shell, and it reads the same when it is written again.
+// Hostfiles and lists of hosts on damaged input: refusals are explained, line by line; nothing in an accepted file
+// could be an option or mean anything to a shell, and it reads the same when it is written again.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

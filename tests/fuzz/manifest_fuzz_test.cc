@@ -51,7 +51,7 @@ std::string mutate(std::string s, std::mt19937& rng) {
       case 1: s.erase(at, length); break;
       case 2: s.insert(at, kTokens[below(std::size(kTokens))]); break;
       case 3: s.insert(below(s.size()), s.substr(at, length)); break;
-      default: {  // another value in the place of a number
+      default: {  // another value instead of a number
         const size_t digit = s.find_first_of("0123456789", at);
         if (digit == std::string::npos) break;
         const size_t end = s.find_first_not_of("0123456789", digit);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How long a fuzz test goes on: DS_FUZZ_FACTOR times its usual rounds. The tests labelled slow set it.
+// The number of rounds of a fuzz test: DS_FUZZ_FACTOR times its usual rounds. The tests labelled slow set it.
 
 #include <algorithm>
 #include <cstdlib>

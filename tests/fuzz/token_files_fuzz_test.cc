@@ -72,7 +72,7 @@ struct Counts {
   int accepted = 0, refused = 0;
 };
 
-// Opens, and reads all that is said to be there.
+// Opens the file, and reads everything that it claims to contain.
 template <class Open>
 void attempt(Open&& open, Counts& counts) {
   try {
@@ -186,7 +186,7 @@ bool is_number(std::string_view s) {
   return s.empty();
 }
 
-// With 0 for numbers that no double holds, and for those that JSON has no word for, outside of strings.
+// With 0 for numbers that no double represents, and for those that JSON cannot write, outside of strings.
 std::string with_doubles(const std::string& line) {
   constexpr std::string_view kOfNumbers = "-+.0123456789eE";
   std::string out;

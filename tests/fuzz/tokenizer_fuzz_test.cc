@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Damaged tokenizer files and arbitrary bytes as text: what is refused is refused with a reason, what is read encodes
-// and decodes without a fault, and byte-level tokenizers give every text back.
+// Damaged tokenizer files and arbitrary bytes as text: a refusal has a reason, an accepted file encodes and decodes
+// without a fault, and byte-level tokenizers give every text back.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
@@ -27,7 +27,7 @@ std::string golden(const std::string& name) {
   return testing::read_file(test_data("tokenizers/" + name + "/tokenizer.json"));
 }
 
-// Bytes as texts have them: letters, blanks, broken and whole characters, pieces of special tokens.
+// Bytes as in texts: letters, blanks, broken and whole characters, pieces of special tokens.
 std::string any_text(Random& random) {
   static const std::string kPieces[] = {"a",
                                         "The ",

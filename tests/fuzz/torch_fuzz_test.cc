@@ -77,7 +77,7 @@ std::string mutate(std::string s, std::mt19937& rng) {
   return s;
 }
 
-// Reads all that the file says it has, up to a bound that no honest tensor of these files reaches.
+// Reads everything that the file claims to contain, up to a bound that no honest tensor of these files reaches.
 void read_everything(const TensorSource& source) {
   constexpr i64 kEnough = 1 << 16;
   std::vector<char> out;

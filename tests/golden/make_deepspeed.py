@@ -50,7 +50,7 @@ CASES = {
     "zero1-elastic": (3, zero(1, elastic_checkpoint=True), 1, False),
     "zero2-bf16": (3, BF16 | zero(2, round_robin_gradients=True), 2, False),
     "zero2-fp32": (2, zero(2), 1, False),
-    # Three ranks and six parameters: dealt out, they stand in another order than the module's, and than DeepSpeed's own
+    # Three ranks and six parameters: dealt out, they are in another order than the module's, and than DeepSpeed's own
     # safe_get_full_* believes (its param_slice_mappings are made before).
     "zero2-dealt": (3, BF16 | zero(2, round_robin_gradients=True), 1, False),
     "zero3-bf16": (3, BF16 | zero(3, stage3_param_persistence_threshold=20), 2, False),
@@ -102,7 +102,7 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from safetensors.torch import save_file
 
-    # Without AMX DeepSpeed trains no fp16 on a CPU, though torch can: what is written does not depend on it.
+    # Without AMX DeepSpeed trains no fp16 on a CPU, though torch can: the files do not depend on it.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -80,8 +80,8 @@ MODELS = {
         vocab_size=101, hidden_size=36, intermediate_size=58, num_hidden_layers=2, num_attention_heads=4, head_dim=14,
         num_key_value_heads=2, max_position_embeddings=48, rms_norm_eps=1e-6, tie_word_embeddings=True,
         rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
-    # What the models above leave at its default. Small, but with biases of 26 elements and more: over fewer PyTorch's own
-    # error, our yardstick, is a matter of luck.
+    # Settings that the models above leave at their defaults. Small, but with biases of 26 elements and more: with
+    # fewer, PyTorch's own error, our yardstick, is a matter of luck.
     "gpt2-untied": transformers.GPT2Config(
         **SMALL_GPT2, activation_function="gelu", n_inner=38, tie_word_embeddings=False,
         scale_attn_by_inverse_layer_idx=True),

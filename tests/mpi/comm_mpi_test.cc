@@ -42,7 +42,7 @@ std::unique_ptr<Communicator> compose(double timeout_s) {
   return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2, 0, {.timeout_s = timeout_s});
 }
 
-// What the ranks do, by name.
+// The programs of the ranks, by name.
 const std::map<std::string, void (*)()> kPrograms = {
     {"exercise",
      [] {
@@ -131,7 +131,7 @@ const std::map<std::string, void (*)()> kPrograms = {
     {"absent",
      [] {
        auto c = make_mpi_communicator({.timeout_s = 0.5});
-       // Where the machine is busy, time in which the others did not run does not count.
+       // On a busy machine, time in which the other ranks did not run does not count.
        if (c->rank() == 1) std::this_thread::sleep_for(3s);
        c->barrier("meeting");
      }},

@@ -48,7 +48,7 @@ std::vector<std::string> segments_left(const std::string& job) {
   return names;
 }
 
-// Processes that run `body(rank)`; what it throws is their story, "ok" otherwise.
+// Processes that run `body(rank)`; their story is the text of the error that it throws, or else "ok".
 class Ranks {
  public:
   Ranks(int size, const std::function<void(int)>& body) {
@@ -355,7 +355,7 @@ TEST_F(CommShm, EndingEarlyIsNotDying) {
     auto c = join(r, 3);
     double x = r;
     c->all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "t").wait();
-    if (r == 0) return;  // the others go on without it, longer than a look at its health takes
+    if (r == 0) return;  // the others continue without it, longer than a look at its health takes
     std::this_thread::sleep_for((r - 1) * 700ms);
     if (r == 1) {
       c->recv(&x, 8, 2, "t").wait();

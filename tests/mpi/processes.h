@@ -17,7 +17,7 @@ class Processes : public ::testing::TestWithParam<std::tuple<const char*, int>> 
  protected:
   static bool is_rank() { return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr; }
 
-  // This very test on `ranks` processes; what they print is printed.
+  // This very test on `ranks` processes; their output is printed.
   static int run_under_mpirun(int ranks) {
     const auto* const info = ::testing::UnitTest::GetInstance()->current_test_info();
     const std::string filter = fmt::format("--gtest_filter={}.{}", info->test_suite_name(), info->name());
@@ -44,7 +44,7 @@ class Rank {
 
   bool is_first() const { return rank_ == 0; }
   void wait_for_all() { all_->barrier("test"); }
-  // What `config` trains on a new communicator; whole on every rank.
+  // Trains `config` on a new communicator; the trace is whole on every rank.
   Trace train(const Config& config, i64 steps, const Hooks& hooks = {}) {
     const CommOptions options{.timeout_s = 120, .progress_thread = config.zero.overlap_comm};
     std::unique_ptr<Communicator> comm =

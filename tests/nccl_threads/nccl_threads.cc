@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for NCCL where there is no GPU: its entry points over threads of one process and host memory. Ranks meet by
-// unique id; a group of calls is carried out by a thread of the communicator while the caller polls, as NCCL does it
-// when non-blocking. Sends wait for their receiver, and what meets must be of one kind and size. No streams: a group is
-// done when the communicator no longer says InProgress, which suits devices whose queues run at once. Faults are
-// switched on by ds_test_nccl_fault.
+// A stand-in for NCCL on machines without a GPU: its entry points over threads of one process and host memory. Ranks
+// meet by unique id; a thread of the communicator carries out a group of calls while the caller polls, as non-blocking
+// NCCL does. Sends wait for their receiver, and calls that meet must be of one kind and size. No streams: a group is
+// done when the communicator no longer returns InProgress, which suits devices whose queues run at once.
+// ds_test_nccl_fault switches faults on.
 
 #include <algorithm>
 #include <atomic>
@@ -193,7 +193,7 @@ Result collective(Comm comm, const char* kind, const void* source, size_t bytes,
   return submit(comm, std::move(phases));
 }
 
-// This thread is in an entry point: what it allocates is ours.
+// This thread is in an entry point: its allocations are ours.
 thread_local bool inside = false;
 struct Inside {
   Inside() { inside = true; }

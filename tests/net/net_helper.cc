@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests/net/hosts needs and shells do not have:
+// Commands that tests/net/hosts needs and shells do not have:
 //
 //   net_helper serve SOCKET           a door to a host: runs the commands of `call` there, as sshd would
-//   net_helper call SOCKET COMMAND    runs COMMAND by a shell behind the door, with our three streams; its exit status.
-//                                     It is no descendant of ours, and nothing that befalls us befalls it
+//   net_helper call SOCKET COMMAND    runs COMMAND in a shell at the host, with our three streams and its exit status.
+//                                     It is no descendant of ours: signals to us do not reach it
 //   net_helper link NS1 IF1 NS2 IF2 DELAY_MS MBIT
 //                                     a link between two network namespaces which is slow in both directions: two TAP
 //                                     devices, and frames that wait their time (kernels without netem)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What libds looks for in libcudnn.so.9, of a version that it refuses.
+// A stand-in for libcudnn.so.9 with the symbols that libds looks up, of a version that it refuses.
 
 #include <stddef.h>
 

@@ -16,9 +16,9 @@ std::string describe(const OpTable* ops, DType t, Activation f, i64 n) {
          std::to_string(static_cast<int>(f)) + ", " + std::to_string(n) + " elements";
 }
 
-// How many times the limit of fp32 holds where a GPU's approximations are in it: an exponential that may be off by 4
+// A factor for the limit of fp32 on a GPU, whose approximations are included: an exponential that may be off by 4
 // halves of a unit in the last place, a reciprocal by 2 (kernels/cuda/simt.h; the simulator is off by all of it),
-// beside the few that the limits are made of.
+// beside the few units that the limits are made of.
 double hardware_factor(const OpTable* ops, DType t) {
   return t == DType::F32 && ops->name == std::string_view("cuda") ? 3 : 1;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of attention may ask for beyond a causal mask and a window: layouts of blocks, soft caps, biases by
-// relative position, sinks and documents. ref against a dense softmax with an explicit mask and against finite
-// differences in fp64; every CPU against ref, alone and together; threads; and that no layout is passed over.
-// sparse_attention_test has more of layouts, on every device.
+// Terms of attention beyond a causal mask and a window: layouts of blocks, soft caps, biases by relative position,
+// sinks and documents. ref is compared with a dense softmax with an explicit mask and with finite differences in fp64,
+// every CPU with ref, each term alone and all together; threads do not change a bit, and every layout is tried.
+// sparse_attention_test tests layouts on every device.
 
 #include <functional>
 
@@ -36,7 +36,7 @@ struct Layout {
   std::vector<u64> keys, queries;
 };
 
-// Of every block a coin; the diagonal always when `rows_have_keys`.
+// Each block is present at random; the diagonal always is if `rows_have_keys`.
 HasBlock random_blocks(u32 seed, float share, bool rows_have_keys = true) {
   return [=](i64 layout, i64 query, i64 key) {
     if (rows_have_keys && query == key) return true;
@@ -57,7 +57,7 @@ struct Case {
   i64 sinks = 0, reach = -1;  // -1: there is no bias
   bool documents = false;
 
-  // What the further terms point to.
+  // The tables that the terms point to.
   std::vector<float> bias_table() const {
     const RngKey key{.seed = 11, .site = 4, .step = 0};
     std::vector<float> table(reach < 0 ? 0 : static_cast<size_t>(std::max(H, grid.heads) * (2 * reach + 1)));

@@ -32,7 +32,7 @@ struct Case {
   }
 };
 
-// Heads [first, first + count) of a buffer [B, tokens, heads, D]: what a model passes after one fused projection.
+// Heads [first, first + count) of a buffer [B, tokens, heads, D], as a model passes them after one fused projection.
 struct Slice {
   Tensor* buffer;
   i64 first, count;

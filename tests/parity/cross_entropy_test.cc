@@ -76,7 +76,7 @@ TEST(CrossEntropy, AgreesWithTheOracle) {
             expect_close(got.losses, want.losses, 64, what + ": losses");
             expect_close(got.dh, want.dh, work == DType::F32 ? 64 : 6, what + ": dh");
             expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
-            // Its terms are of both signs and alike in size: what is left of them is smaller than they are.
+            // Its terms are of both signs and alike in size: their sum is smaller than they are.
             expect_close(got.dbias, want.dbias, std::max(64.0, 16 * rounding), what + ": dbias");
             if (HasFatalFailure()) return;
           }
@@ -132,7 +132,7 @@ TEST(CrossEntropy, LargeLogitsNeitherOverflowNorLoseTheLoss) {
   }
 }
 
-// As torch.nn.functional.cross_entropy(label_smoothing=0.2) has it, and PaLM's term added to it.
+// As in torch.nn.functional.cross_entropy(label_smoothing=0.2), with PaLM's term added.
 TEST(CrossEntropy, LabelSmoothingAndZLossAreTheirDefinitions) {
   std::vector<const OpTable*> tables = backends();
   tables.push_back(&ref_ops());
@@ -221,8 +221,8 @@ TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
   }
 }
 
-// More elements of logits (5e9) than 32 bits count: what is at their end must be what small parts give. So many only on
-// a GPU with 40 GB; elsewhere as many as show that the test is right.
+// More elements of logits (5e9) than 32 bits count: results at their end must equal those of small parts. So many only
+// on a GPU with 40 GB; elsewhere as many as show that the test is right.
 TEST(CrossEntropy, LogitsBeyond32Bits) {
   const auto device = make_test_device(1);
   const bool large = !device->is_host() && device->memory().free > i64{40'000'000'000};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the general tests of products, column sums and cross-entropy do not reach in the CUDA backend, on the simulator:
-// rows of more than one tile, unaligned memory, sums in parts, a library that fuses nothing, threads in any order.
+// Cases of the CUDA backend that the general tests of products, column sums and cross-entropy do not reach, on the
+// simulator: rows of more than one tile, unaligned memory, sums in parts, a library that fuses nothing, threads in any
+// order.
 
 #include <cmath>
 #include <cstdlib>

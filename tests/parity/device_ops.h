@@ -33,8 +33,8 @@ inline Device* test_device() {
   return device.get();
 }
 
-// The memory of one call's arguments, there and back. What overlaps on the host is one piece on the device, at the same
-// distance from a 256-byte boundary.
+// The memory of one call's arguments, there and back. Arguments that overlap on the host are one piece on the device,
+// at the same distance from a 256-byte boundary.
 class RoundTrip {
  public:
   explicit RoundTrip(Device& device) : device_(device) {}
@@ -183,7 +183,7 @@ inline std::unique_ptr<Device> make_test_device(int num_threads) {
   return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
 }
 
-// How axes are made where ranks share a GPU.
+// Makes the communicator of an axis when ranks share a GPU.
 inline std::unique_ptr<Communicator> over_one_gpu(Communicator& host, const CommOptions& options) {
   return host.size() == 1 ? make_device_self_communicator(host, options) : make_staged_communicator(host, options);
 }

@@ -336,7 +336,7 @@ TEST(Evoformer, NaNsReachTheSequencesThatHaveThemAndNoOthers) {
   }
 }
 
-// What a call takes beyond its arguments, by length: no more than twice for twice the tokens, however many sequences.
+// Scratch of a call, by length: twice the tokens need at most twice as much, however many sequences there are.
 TEST(Evoformer, ScratchIsLinearInTokens) {
   if (test_device() != nullptr) GTEST_SKIP() << "scratch of the CPU";
   const auto bytes = [](const OpTable& ops, i64 N, i64 T) {
@@ -439,7 +439,7 @@ TEST(Evoformer, ErrsAtMostTwiceAsPyTorch) {
     for (DType t : kWorkDTypes) {
       const Tensor q = f.input("q", t, {M, f.T, f.H, f.D}), k = f.input("k", t, {M, f.T, f.H, f.D}),
                    v = f.input("v", t, {M, f.T, f.H, f.D}), dout = f.input("dout", t, {M, f.T, f.H, f.D});
-      // fp16 has no -1e9 but -inf, of which a mask of all keys would be another thing.
+      // fp16 cannot represent -1e9 but -inf, which as a mask of all keys would give another result.
       const Tensor bias1 = f.input("bias1", DType::F32, {M, f.T});
       Tensor pairs;
       if (f.tensors->find("bias2") != nullptr) pairs = f.input("bias2", t, {f.B, f.H, f.T, f.T});

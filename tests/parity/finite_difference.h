@@ -39,7 +39,7 @@ struct Doubles {
   }
 };
 
-// `loss()` reads x; `gradient` is what the backward pass says about it.
+// `loss()` reads x; `gradient` is its gradient from the backward pass.
 template <class Loss>
 void expect_gradient(Doubles& x, const Doubles& gradient, Loss loss, const std::string& what) {
   ASSERT_EQ(x.value.size(), gradient.value.size()) << what;

@@ -9,7 +9,7 @@
 namespace ds::testing {
 namespace matmul_test {
 
-// A matrix whose rows lie apart; what lies between them must stay as it is, and is compared too.
+// A matrix whose rows lie apart; the memory between them must stay as it is, and is compared too.
 struct Matrix {
   Tensor all;
   TensorView view;

@@ -67,7 +67,7 @@ class Model {
  public:
   // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
   explicit Model(const ModelConfig& model, i64 kept = 0) : Model(model, model.vocab_size, kept) {}
-  // Of each sample all layers but the first see `kept` tokens; 0: all.
+  // `kept`: the tokens of each sample that all layers but the first see; 0: all.
   Model(const ModelConfig& model, i64 num_ids, i64 kept) : engine_(config(model, kept)) {
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));

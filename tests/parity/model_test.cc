@@ -84,9 +84,9 @@ struct Fixture {
       sum += want[i] * want[i];
     }
     const Json& torch = errors.at(name).at(std::string(dtype_name(t)));
-    // Tensor cores round probabilities, which PyTorch keeps in fp32 on the fixtures' CPU. Where every query sees all
-    // keys all gradients have a part in that, and the largest of a few errors may be a third one. So it is for the bias
-    // of keys that are rotated: what it adds to all scores of a query cancels, and what is left are such roundings.
+    // Tensor cores round probabilities, which PyTorch keeps in fp32 on the fixtures' CPU. If every query sees all keys,
+    // all gradients have a part in that, and the largest of a few errors may be a third one. So it is for the bias of
+    // keys that are rotated: its contributions to all scores of a query cancel, and only such roundings are left.
     const bool cancels = name.ends_with("k_proj.bias");
     const double times = testing::test_device() != nullptr && (!config.causal() || cancels) ? 3 : 2;
     EXPECT_LE(max_error, times * torch.at("max_abs").get<double>() + 1e-6 * scale)
@@ -257,9 +257,9 @@ TEST_P(Models, TenAdamWSteps) {
     add(norm_error, r.grad_norm, norms[s]);
     add(torch_norm_error, torch_norms[s], norms[s]);
   }
-  // The fixtures are of a CPU, where PyTorch keeps probabilities in fp32; tensor cores round them.
-  // In 16 bit, the gradient of a tied matrix is rounded for each of its two uses, so that it does not depend on where
-  // they stand: up to the square root of two more error in it than where the sum is rounded.
+  // The fixtures are of a CPU, where PyTorch keeps probabilities in fp32; tensor cores round them. In 16 bit, the
+  // gradient of a tied matrix is rounded for each of its two uses, so that it does not depend on their stages: its
+  // error may be up to the square root of two larger than that of a sum that is rounded once.
   const bool twice = engine.model().tied() && dtype != DType::F32;
   const double times = testing::test_device() != nullptr ? 3 : twice ? 2 * std::numbers::sqrt2 : 2;
   EXPECT_LE(loss_error, times * torch_loss_error + 1e-5);

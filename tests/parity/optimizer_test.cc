@@ -155,8 +155,9 @@ TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
   }
 }
 
-// After 1 and 100 steps over the same gradients, every back end has what the fp64 definitions of ref have, to a bound
-// in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of the elements.
+// After 1 and 100 steps over the same gradients, the results of every back end are those of the fp64 definitions of
+// ref, to a bound in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of
+// the elements.
 TEST(Update, EveryRuleFollowsItsDefinition) {
   constexpr i64 n = 5003;
   ThreadPool pool(2);
@@ -243,7 +244,7 @@ constexpr u32 kSite = 0x40000003u;
 constexpr i64 kFirst = 1024;
 
 // The rule on decoded states, whose results are encoded: every back end and number of threads has the bits of just
-// that, from the definitions of state_codes.h and what the rule is on fp32 states.
+// that, from the definitions of state_codes.h and the rule on fp32 states.
 TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
   UpdateParams p = params(true);
   p.rng = {.seed = 5, .site = 77, .step = 9};
@@ -394,8 +395,8 @@ TEST(Update, OfAParameterThatIsItsOwnMasterIsTheRuleBetweenDecodingAndRounding) 
   }
 }
 
-// A thousand updates of a 64th of what bf16 can say beside 1: to the nearest nothing moves, and stochastically the mean
-// moves as it should.
+// A thousand updates, each a 64th of the precision of bf16 at 1. Rounded to the nearest nothing moves; rounded
+// stochastically the mean moves as it should.
 TEST(Update, StochasticRoundingKeepsTheMean) {
   constexpr i64 n = 4096;
   constexpr int kSteps = 1000;
@@ -427,7 +428,7 @@ TEST(Update, StochasticRoundingKeepsTheMean) {
 }
 
 // Codes of ref are searched for in a list, in fp64: they differ by one at most, and where a number is in the middle of
-// two; after a hundred steps the weights are those of ref to what the codes can say.
+// two. After a hundred steps the weights are those of ref, up to the precision of the codes.
 TEST(Update, OfCodedStatesFollowsRef) {
   constexpr i64 n = 5003;
   ThreadPool pool(2);
@@ -500,7 +501,7 @@ TEST(Update, EncodesWhateverStatesMayBe) {
   std::vector<float> squares;
   for (i64 i = 0; i < n; ++i) {
     const float x = g[static_cast<size_t>(i)];
-    start.grad.view().as<float>()[i] = x * 64;  // kVerdict says 1/64
+    start.grad.view().as<float>()[i] = x * 64;  // kVerdict scales by 1/64
     start.master.view().as<float>()[i] = std::ldexp(static_cast<float>(i % 300 - 150), -140);
     squares.push_back(x * x);
   }

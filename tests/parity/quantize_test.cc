@@ -29,7 +29,7 @@ TensorView columns(const Tensor& t, i64 n) {
   return v;
 }
 
-// R rows of n elements as codes and scales, with a gap behind each row, which no op may touch.
+// R rows of n elements as codes and scales, with a gap after each row, which no op may touch.
 struct Coded {
   Coded(i64 R, i64 n, CodeFormat f, i64 gap = 8)
       : format(f),
@@ -212,7 +212,7 @@ TEST(Quantize, WhatIsNotFiniteShowsInItsBlockAndInNoOther) {
   }
 }
 
-// x + scale*e = what the codes say + the new error, where nothing decays: what is lost now is there the next time.
+// x + scale*e = the decoded values + the new error, if nothing decays: a loss of this step is in the error of the next.
 TEST(Quantize, TheErrorIsWhatTheCodesLeaveOut) {
   ThreadPool pool(2);
   Stream s{.pool = &pool};

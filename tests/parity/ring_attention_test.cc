@@ -19,7 +19,7 @@ TensorView part(TensorView x, int d, i64 begin, i64 count) {
 
 struct MergeCase {
   i64 B, T, H, D;
-  i64 gap = 0;       // heads of o and o_part that do not take part, behind those that do
+  i64 gap = 0;       // heads of o and o_part that do not take part, after those that do
   i64 all_rows = 0;  // of o and lse, of which T from row 2 on take part; 0: T
   DType dtype = DType::F32;
 
@@ -76,13 +76,13 @@ TEST(AttentionMerge, AgreesWithRef) {
               [&](Stream& s) {
                 MergeInputs got(c);
                 ops->attention_merge(got.o_view, got.lse_view, got.part_view, got.lse_part, first, s);
-                // Merged rows are sums of two, the others the bits of one, and what lies beside them stays.
+                // Merged rows are sums of two, the others the bits of one, and the memory beside them stays.
                 expect_close(got.o, want.o, 8, what + " o");
                 expect_close(got.lse, want.lse, 8, what + " lse");
                 return std::vector<Tensor>{got.o, got.lse};
               },
               what);
-          // What does not take part, or has nothing to merge, keeps its bits.
+          // Elements that take no part, or have nothing to merge, keep their bits.
           MergeInputs got(c);
           ThreadPool pool(2);
           Stream two{.pool = &pool};
@@ -146,7 +146,7 @@ struct Block {
 };
 
 // The calls that a range of queries and a range of keys need. Causal masks are aligned to the last query and the last
-// key, so the queries behind the last key are a call of their own.
+// key, so the queries after the last key are a call of their own.
 std::vector<Block> blocks_of(Range q, Range k, bool causal) {
   if (!causal) return {{q, k, false}};
   k.end = std::min(k.end, q.end);
@@ -206,8 +206,8 @@ Attended in_one(const OpTable& ops, const RingCase& c, const RingInputs& in, Str
   return a;
 }
 
-// What the ranks do, one after the other. A rank holds its two chunks of tokens side by side; lse of a chunk is a part
-// of its rows.
+// The steps of all ranks, one rank after the other. A rank holds its two chunks of tokens side by side; lse of a chunk
+// is a part of its rows.
 Attended in_blocks(const OpTable& ops, const RingCase& c, const RingInputs& in, Stream& s) {
   const size_t ranks = c.ranks(), chunks = 2 * ranks;
   const std::vector<i64>& key_cuts = c.key_cuts.empty() ? c.cuts : c.key_cuts;

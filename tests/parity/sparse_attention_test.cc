@@ -255,7 +255,7 @@ void expect_close_results(const Results& got, const Results& want, const Case& c
   expect_close(got.dv, want.dv, slack, what + " dv");
 }
 
-// Which part of the elements differs by more than a tenth of what is typical?
+// The part of the elements that differ by more than a tenth of the typical size.
 double differing(const Tensor& a, const Tensor& b) {
   double square = 0, count = 0;
   for (i64 i = 0; i < a.numel(); ++i) square += double(a.at(i)) * a.at(i);
@@ -266,7 +266,7 @@ double differing(const Tensor& a, const Tensor& b) {
 
 class SparseAttention : public ::testing::Test {
  protected:
-  // With `hiding`, dense attention must be something else: whoever ignores the layout fails.
+  // With `hiding`, dense attention must give another result, so that code which ignores the layout fails.
   static void expect_agrees(const Case& c, const Layout& layout, bool hiding, bool backward = true) {
     const Inputs in(c);
     const Results want = reference(c, in, layout, backward);
@@ -487,8 +487,8 @@ TEST_F(SparseAttention, PagesChangeNoBit) {
           }
           return false;
         };
-        // Pages that are seen, backwards, and the last one, which is not full; the others are in the place of one of
-        // them.
+        // Pages that are seen are stored in reverse order, then the last one, which is not full; the others share the
+        // place of one of them.
         std::vector<i32> places(static_cast<size_t>(pages), 0);
         i32 used = 0;
         for (i64 p = pages - 2; p >= 0; --p) {

@@ -18,7 +18,7 @@ Tensor targets_for(i64 T, i64 V) {
   return targets;
 }
 
-// Logits whose rows lie apart; what lies between is compared too.
+// Logits whose rows lie apart; the memory between them is compared too.
 struct Logits {
   Tensor all;
   TensorView view;
@@ -144,8 +144,8 @@ struct Inputs {
   }
 };
 
-// What the ranks do, one after the other, with host loops for the reductions. dh of several ranks is summed in fp32 and
-// rounded once.
+// The steps of all ranks, one rank after the other, with host loops for the reductions. dh of several ranks is summed
+// in fp32 and rounded once.
 Result in_parts(const OpTable& ops, const Case& c, const Inputs& in, Stream& s) {
   Result r{Tensor(DType::F32, {c.T}), Tensor(c.work, {c.T, c.C}), Tensor(DType::F32, {c.V(), c.C}),
            Tensor(DType::F32, {c.V()})};

@@ -58,7 +58,7 @@ def compare(name, auto, model_dir, weights, bin_dir, ids, dtypes=DTYPES):
     with torch.no_grad():
         for dtype in dtypes:
             model, _ = load(auto, model_dir, DTYPES[dtype])
-            # The reference has the weights as they are rounded to the type.
+            # The reference uses the weights as rounded to the type.
             want = exact_logits(auto, model.config, model.state_dict(), ids)
             theirs = errors(model(input_ids=ids).logits, want)
             ours = errors(our_logits(bin_dir, model_dir, weights, ids, dtype), want)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A save beside other work: what is written is what was handed in, all ranks learn alike how it ended, and whoever
-// leaves early leaves nothing.
+// A save beside other work: it writes the values that were handed in, all ranks see the same end of it, and a rank that
+// leaves early leaves no files.
 
 #include "checkpoint/async_save.h"
 
@@ -28,8 +28,8 @@ std::unique_ptr<StepSave> sample_save(const std::string& dir, i64 step, RankStat
   return std::make_unique<StepSave>(dir, sample_meta(step, DType::BF16), small_model(), state.pieces(), comm);
 }
 
-// What a training loop does: a number is reduced in every step, and busy() rides along. Returns the save and how many
-// steps were taken meanwhile.
+// Acts as a training loop: every step reduces a number, which carries busy() along. Returns the save and the number of
+// steps taken meanwhile.
 std::pair<std::unique_ptr<StepSave>, int> train_until_ended(AsyncSave& background, Communicator& comm) {
   for (int steps = 1;; ++steps) {
     i64 busy = background.busy();

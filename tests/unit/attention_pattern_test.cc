@@ -26,7 +26,7 @@ using testing::TempDirectory;
 using testing::write_file;
 using Mode = SparseAttentionMode;
 
-// What is transposed says the same, and nothing lies beyond the blocks.
+// The transposed layout contains the same blocks, and there are no bits beyond the blocks.
 void check_transposed(const AttentionLayout& layout) {
   const i64 count = layout.count(), words = layout.words();
   ASSERT_EQ(std::ssize(layout.keys()), layout.layouts() * count * words);
@@ -235,7 +235,7 @@ TEST(AttentionPattern, RandomBlocksDependOnSeedHeadAndRowAlone) {
     heads.emplace(layout.keys().begin() + static_cast<std::ptrdiff_t>(head * size),
                   layout.keys().begin() + static_cast<std::ptrdiff_t>((head + 1) * size));
   EXPECT_EQ(heads.size(), 4u);
-  // One layout of all heads is that of the first; more heads change none.
+  // A layout for all heads is that of the first head; more heads do not change it.
   const std::vector<u64> first(layout.keys().begin(), layout.keys().begin() + static_cast<std::ptrdiff_t>(size));
   c.different_layout_per_head = false;
   const AttentionLayout one = make(c, 4, 80, 7);
@@ -254,7 +254,7 @@ TEST(AttentionPattern, CountsBeyondAShortSequenceAreAllOfIt) {
   }
 }
 
-// A layout of two heads over three blocks, in which block 1 of the second head sees what is behind it alone.
+// A layout of two heads over three blocks, in which block 1 of the second head sees only the block after it.
 constexpr const char* kUpper = "[[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 1, 0], [0, 0, 1], [1, 0, 1]]]";
 
 SparseAttentionConfig of_file(const std::string& path) {

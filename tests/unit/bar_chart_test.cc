@@ -464,7 +464,7 @@ TEST(BarText, HoldsForRandomCharts) {
     if (chart.bars.empty()) continue;
     const auto rows = rows_of(chart);
     const double scale = static_cast<double>(std::max<i64>(scale_of(chart), 1));
-    // Where the cells begin and end.
+    // Find the columns in which the cells begin and end.
     size_t total_width = 0;
     bool any_over = false;
     for (const auto& row : rows) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of what is offloaded: what is written is read, however requests are cut and carried out; what the system
-// refuses is an error that says what and where.
+// Files of offloaded data: reads return the data that was written, however requests are cut and carried out. A refusal
+// of the system is an error with the reason and the place.
 #include "offload/block_file.h"
 
 #include <gmock/gmock.h>

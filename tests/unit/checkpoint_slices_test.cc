@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training states in which ranks have slices of parameters: saved at any tensor- and data-parallel ranks, loaded,
-// merged and shown at any others; and what is wrong with a slice is said.
+// merged and shown at any others. Faulty slices are reported.
 
 #include <unistd.h>
 

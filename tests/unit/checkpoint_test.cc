@@ -364,7 +364,7 @@ TEST_F(DamagedCheckpoint, VerifyListsEveryBadFile) {
   EXPECT_NE(bad[1].find("rank-00001.h5"), std::string::npos);
 }
 
-// Neither a refusal of the system nor a run that removes the step beside us says anything about the files.
+// A refusal of the system, or a run that removes the step meanwhile, is no evidence about the files.
 TEST_F(DamagedCheckpoint, WhatCannotBeReadIsNoDamage) {
   CheckpointReader reader(step);
   rlimit before = {};
@@ -528,11 +528,11 @@ TEST(FindCheckpoint, LatestStepNamesAndPaths) {
   EXPECT_EQ(find_checkpoint("/nowhere", newest), newest);
   EXPECT_EQ(find_checkpoint("/nowhere", dir.path()), newest);
   EXPECT_EQ(find_checkpoint(newest), newest);
-  fs::rename(dir / "step-00000005", dir / "kept");  // a path, from where the caller stands, and no step's name
+  fs::rename(dir / "step-00000005", dir / "kept");  // a path from the current directory, and no step's name
   EXPECT_ERROR(find_checkpoint(dir.path(), "kept"), Errc::Io, "kept: no such checkpoint");
 }
 
-// What is warned of while `body` runs, line by line.
+// Warnings printed while `body` runs, one a line.
 template <class F>
 std::string warnings_of(F&& body) {
   std::string said;
@@ -582,7 +582,7 @@ TEST(FindCheckpoint, TakesTheNewestCompleteStepWhereLatestIsDamaged) {
                "names 'garbage', which is not a step; there is no other complete step");
 }
 
-// What latest names is taken for what it is: damaged data is found, and said, by who reads it.
+// find_checkpoint takes the step that `latest` names, even if its data is damaged: the reader detects and reports that.
 TEST(FindCheckpoint, TakesNoOtherStepInPlaceOfDamagedData) {
   const TempDirectory dir;
   save_sample(dir.path(), 5, DType::F32, 1);
@@ -712,14 +712,14 @@ TEST(SaveCheckpoint, ALatestThatCannotBeReplacedLeavesNoStep) {
   save_sample(dir.path(), 1, DType::F32, 2, 1);
   fs::remove(dir / "latest");
   fs::create_directory(dir / "latest");
-  EXPECT_ERROR(save_sample(dir.path(), 1, DType::BF16, 2, 2), Errc::Io, "latest");  // what stood there stands there
+  EXPECT_ERROR(save_sample(dir.path(), 1, DType::BF16, 2, 2), Errc::Io, "latest");  // the old directory stays
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
   load_sample(dir / "step-00000001", DType::F32, 1, 1);
 }
 
 // ---- failing saves
 
-// The earlier step, `latest` and nothing else: what every failed save must leave.
+// Every failed save must leave the earlier step, `latest` and nothing else.
 void expect_untouched(const TempDirectory& dir) {
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
   EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000001");
@@ -746,7 +746,7 @@ int in_child(const std::function<void()>& body) {
 TEST(SaveCheckpoint, AFullDiskLeavesWhatWasThere) {
   const TempDirectory dir;
   save_sample(dir.path(), 1, DType::BF16, 2);
-  // A limit on the size of files stands for a full disk: every file of the save fails at some limit.
+  // A limit on the size of files acts as a full disk: every file of the save fails at some limit.
   for (rlim_t limit : {0, 100, 1000, 3000, 5000, 8000}) {
     EXPECT_EQ(in_child([&] {
                 std::signal(SIGXFSZ, SIG_IGN);

@@ -109,7 +109,7 @@ TEST(ComposedComm, GroupsAreOfTheKindThatTheirRanksAllow) {
   });
 }
 
-// What each rank's body threw.
+// The messages of the errors that the ranks' bodies threw.
 std::vector<std::string> messages_of(int nodes, int local_size, double timeout_s,
                                      const std::function<void(Communicator&)>& body) {
   std::vector<std::string> messages(static_cast<size_t>(nodes * local_size));

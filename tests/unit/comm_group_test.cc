@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of a communicator, over threads: what they compute, how they share the fate of their world, and that every
-// error names ranks of the world.
+// Groups of a communicator, over threads: their results, the end that they share with their world, and that every error
+// names ranks of the world.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -210,7 +210,7 @@ TEST(CommGroupFailure, AnErrorElsewhereIsSeenWithoutACall) {
   }
   group->look_for_failures();
   worlds[2]->abort(Error(Errc::Io, "out of cheese"));
-  group->throw_if_failed();  // nobody told it
+  group->throw_if_failed();  // it has not been informed
   EXPECT_EQ(error_of([&] { group->look_for_failures(); }).rank(), 2);
   EXPECT_EQ(error_of([&] { worlds[0]->throw_if_failed(); }).rank(), 2);
 }

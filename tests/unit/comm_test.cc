@@ -205,7 +205,7 @@ TEST(Comm, MessagesOfAllSizesKeepTheirOrder) {
   });
 }
 
-// Tickets may be lost to an exception; the memory that they stood for is freed after this.
+// Tickets may be lost to an exception; the memory of their operations is freed after this.
 TEST(Comm, DrainWaitsForWhatIsUnderWay) {
   std::atomic<bool> came = false;
   run_threads(2, options(), [&](Communicator& c) {
@@ -285,7 +285,7 @@ TEST(CommFailure, WhoLooksHearsOfAFailureWithoutACall) {
   auto communicators = make_thread_communicators(2, options());
   communicators[0]->look_for_failures();
   communicators[1]->abort(Error(Errc::Io, "out of cheese"));
-  communicators[0]->throw_if_failed();  // nobody told it
+  communicators[0]->throw_if_failed();  // it has not been informed
   EXPECT_STREQ(error_of([&] { communicators[0]->look_for_failures(); }).what(), "rank 1 gave up: out of cheese");
   EXPECT_EQ(error_of([&] { communicators[0]->throw_if_failed(); }).rank(), 1);
 }

@@ -75,7 +75,7 @@ TEST(CommbenchSizes, AreNotEndless) {
   EXPECT_EQ(list_sizes({.min_bytes = 1, .max_bytes = i64{1} << 42, .factor = 1 << 20}).size(), 3u);
 }
 
-// What nccl-tests prints in size and count for these arguments.
+// Expected values are the size and count that nccl-tests prints for these arguments.
 TEST(CommbenchSizes, RoundDownAsInNcclTests) {
   const auto size_and_count = [](const char* op, i64 bytes, DType t, int ranks) {
     const Operation& o = operation(op);
@@ -262,7 +262,7 @@ TEST(CommbenchPatternBits, DifferByRankIndexAndRound) {
     EXPECT_LT(same(base, bytes_of(2, 0, 5)), 10);
     EXPECT_LT(same(base, bytes_of(1, 1, 5)), 10);
     EXPECT_LT(same(base, bytes_of(1, 0, 6)), 10);
-    std::vector<std::byte> tail(400);  // a part is what it is in the whole
+    std::vector<std::byte> tail(400);  // a part equals that of the whole
     Pattern{.ranks = 4, .dtype = DType::F32, .reduced = reduced, .op = ReduceOp::Sum, .salt = 5}.send(1, 900, tail);
     EXPECT_TRUE(std::equal(tail.begin(), tail.end(), base.end() - 400));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compressed collectives over threads, on the CPU or on the device that DS_TEST_DEVICE asks for: the bits of a serial
-// oracle, bounds of their errors, error feedback over many steps, and what is not finite.
+// oracle, bounds of their errors, error feedback over many steps, and values that are not finite.
 
 #include "../compressed_exercise.h"
 
@@ -232,7 +232,7 @@ double norm(const Floats& x) {
   return std::sqrt(sum);
 }
 
-// What has been handed out is what came in, but for the errors, and these do not grow.
+// The sum of the results is the sum of the inputs, up to the errors that are kept, and these do not grow.
 TEST(OneBit, TheSumOverStepsFollowsTheMeans) {
   constexpr int P = 4;
   constexpr i64 n = 1003;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every number of a configuration at the ends of its type and beyond: each is refused in words that name its key, or
-// what is predicted with it is right. With -DDS_SANITIZE=undefined this is also the proof that no product of two of
-// them overflows on the way.
+// its prediction is right. With -DDS_SANITIZE=undefined this is also the proof that no product of two of them overflows
+// on the way.
 
 #include <gtest/gtest.h>
 
@@ -111,7 +111,7 @@ std::vector<Number> all_numbers() {
   return all;
 }
 
-// What a sound prediction cannot be.
+// Checks properties of every valid prediction.
 void check_prediction(const Config& c, int ranks) {
   const memreport::Prediction p = memreport::predict(c, {.ranks = ranks, .nodes = 1}, DeviceKind::Cpu);
   const auto product = static_cast<long double>(c.batch.train) * static_cast<long double>(c.data.seq_length);
@@ -250,7 +250,7 @@ TEST(ConfigExtremes, ProductsAreNamedAndNotComputed) {
   }
 }
 
-// A step of any number of micro-batches: what is gathered nowhere is not looked at use by use.
+// A step of any number of micro-batches: units that are gathered nowhere are not looked at use by use.
 TEST(ConfigExtremes, APlanDoesNotGrowWithAccumulationWhereNothingIsGathered) {
   for (const int stage : {0, 2}) {
     const ConfigResult r = parse_config(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of keys, row by row: each is live, stands in ds-config-keys(5), and has the default that stands there.
+// The table of keys, row by row: each is live, is listed in ds-config-keys(5), and has the default that the page gives.
 #include "config/keys.h"
 
 #include <fmt/format.h>
@@ -269,7 +269,8 @@ TEST(ConfigResolved, OldFormsOfOffloadAreTheNewOnes) {
   EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
 }
 
-// What decides the schedule of one stage is said where it has chunks.
+// A single stage with several chunks: the keys that decide its schedule are written out, and read back without
+// diagnostics.
 TEST(ConfigResolved, BreadthFirstIsReadBack) {
   const ConfigResult r = parse(R"({"train_batch_size": 4,
     "pipeline": {"schedule": "breadth-first", "virtual_stages": 2, "partition": "uniform"}})");
@@ -281,7 +282,8 @@ TEST(ConfigResolved, BreadthFirstIsReadBack) {
   EXPECT_EQ(again.config.pipeline.partition, "uniform");
 }
 
-// What asks for a report, or for another way to the same numbers, is a warning; what asks for neither is silent.
+// Keys that ask for a report, or for another way to the same numbers, cause a warning; values that ask for neither are
+// silent.
 TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
   const ConfigResult r = parse(
       R"({"train_batch_size": 4, "comms_logger": {"enabled": false, "debug": true}, "comms_config": {"verbose": true},
@@ -354,7 +356,7 @@ bool has_constant_default(const std::string& entry, const Key& key) {
   return entry.find(fmt::format("default {}", default_of(key))) != entry.npos;
 }
 
-// Every other key stands somewhere on the page.
+// Every other key is somewhere on the page.
 TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
   const std::string page = manual_page();
   const auto has_word = [&](std::string_view word) {
@@ -364,7 +366,7 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
     return false;
   };
   for (const Key& key : config_keys()) {
-    if (key.kind == KeyKind::Alias) continue;  // told in one sentence for all
+    if (key.kind == KeyKind::Alias) continue;  // one sentence covers them all
     EXPECT_TRUE(has_word(key.path)) << key.path;
     if (key.kind != KeyKind::Effect) continue;
     const std::string entry = manual_entry(page, key.path);
@@ -418,7 +420,7 @@ constexpr std::string_view kTableHeads[] = {
     "These keys are errors.\n"};
 static_assert(std::size(kTableHeads) == kNumTables);
 
-// Where a key stands and what is said of it; no text: it has an entry of its own.
+// The table that lists a key, and the text about it; no text: the key has an entry of its own.
 std::pair<Table, std::string> fate(const Key& key) {
   const auto must_be = [&](std::string what) {
     return std::pair(kNotYetTable, sentence(key.note.empty() ? what : fmt::format("{}: {}", what, key.note)));
@@ -440,7 +442,7 @@ std::pair<Table, std::string> fate(const Key& key) {
     case KeyKind::Silent: return {kIgnoredTable, "Kept for the program that wrote the file."};
     case KeyKind::Alias: {
       const bool plain = key.name.ends_with(fmt::format(".stage3_{}", key.path.substr(key.path.find('.') + 1)));
-      return {kAliasTable, plain ? "" : fmt::format(".Cm {}", key.name)};  // a sentence tells of all of these
+      return {kAliasTable, plain ? "" : fmt::format(".Cm {}", key.name)};  // a sentence covers all of these
     }
     case KeyKind::Deprecated: return {kAliasTable, fmt::format("(deprecated)\n.Cm {}", key.name)};
     case KeyKind::Refused: return {kRefusedTable, sentence(std::string(key.note))};
@@ -462,8 +464,8 @@ TEST(ConfigFiles, DeepSpeedsOwnDefaultsPass) {
   }
 }
 
-// The tables of the other keys are made of the rows of the reader: keys of which the same is said share a line.
-// DS_UPDATE_MANUAL=1 writes them anew.
+// The tables of the other keys are made from the rows of the reader; keys with the same text share a line.
+// DS_UPDATE_MANUAL=1 rewrites them.
 TEST(ConfigFiles, TheTableOfOtherKeysIsThatOfTheReader) {
   std::map<std::string_view, std::pair<Table, std::string>> fates;
   for (const Key& key : config_keys()) {
@@ -496,8 +498,8 @@ TEST(ConfigFiles, TheTableOfOtherKeysIsThatOfTheReader) {
   EXPECT_GT(fates.size(), 100u);
 }
 
-// A default that the page gives as a value is what the reader takes where the key is left out, whatever else its
-// section says: writing it out changes nothing, and a mistake stays one.
+// If a key is left out, the reader takes the default that the page gives as a value, whatever else its section
+// contains: writing it out changes nothing, and a mistake stays one.
 TEST(ConfigFiles, DefaultsOfTheManualPageAreWhatAbsentKeysMean) {
   const std::string page = manual_page();
   const auto section = [](const Key& key) { return key.path.substr(0, key.path.find('.')); };
@@ -522,7 +524,7 @@ TEST(ConfigFiles, DefaultsOfTheManualPageAreWhatAbsentKeysMean) {
   EXPECT_GT(pairs, 200);
 }
 
-// Defaults that depend on other keys: what the page says in words, for each of them.
+// Defaults that depend on other keys: the words of the page, for each of them.
 TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
   const struct {
     std::string_view key, words, config, value;  // no value: nothing is resolved

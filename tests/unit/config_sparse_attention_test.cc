@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The section sparse_attention: what its keys mean where they are left out, together, with a model and with the length
-// of its sequences.
+// The section sparse_attention: the meaning of its keys when they are left out, together, with a model and with the
+// length of its sequences.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -61,7 +61,7 @@ TEST(ConfigSparseAttention, DefaultsAreDeepSpeedsAndFollowMode) {
   EXPECT_EQ(resolved(R"({"mode": "variable", "global_block_end_indices": null})"), variable);
 }
 
-// What a short sequence resolves to is read back.
+// The resolved form for a short sequence is read back.
 TEST(ConfigSparseAttention, WindowsMayBeWiderThanTheSequence) {
   for (const char* mode : {"bigbird", "bslongformer", "local"}) {
     for (const int tokens : {1, 16, 32, 40}) {
@@ -99,7 +99,7 @@ TEST(ConfigSparseAttention, TheDirectionIsTheModels) {
   EXPECT_FALSE(resolved(R"({"attention": "bidirectional"})", kLlama).unidirectional);
   EXPECT_TRUE(resolved(R"({"attention": "bidirectional", "horizontal_global_attention": true})", kLlama)
                   .horizontal_global_attention);
-  // What a file has is seen as the model sees.
+  // A layout from a file is causal if the model is.
   EXPECT_TRUE(resolved(R"({"mode": "layout", "layout": "blocks.h5"})", kLlama).unidirectional);
 }
 

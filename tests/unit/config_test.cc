@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The configuration reader: what a ds_config.json resolves to, and every way in which one is refused.
+// The configuration reader: the result of resolving a ds_config.json, and every way in which one is refused.
 #include "ds/config.h"
 
 #include <fmt/format.h>
@@ -25,7 +25,7 @@ namespace config_test {
 using ::testing::HasSubstr;
 using namespace ds::testing;
 
-// ---- wrong configurations: text, code, and what the message must say
+// ---- wrong configurations: text, code, and the words of the message
 // --------------------------------------------------
 
 struct Wrong {
@@ -661,8 +661,8 @@ TEST(Config, OneWarningStatesWhatNobodyHasChosen) {
   }
 }
 
-// What a schedule has is not written again, so that what is resolved is read back without a word.
-// What follows from keeping no masters, and what says so where it has no effect.
+// Without separate masters, sums and states take the type of the parameters. The keys have no effect with bf16 off,
+// which is a warning.
 TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
   Config c = good(R"({"train_batch_size": 6, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
     "bf16_optimizer_states": true, "stochastic_rounding": true}})");
@@ -688,6 +688,8 @@ TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
   }
 }
 
+// Settings that the schedule replaces are not written again, so the resolved configuration is read back without a
+// diagnostic.
 TEST(Config, AResolvedOneCycleIsReadBack) {
   for (const char* type : {"AdamW", "Lion", "Lamb"}) {
     const ConfigResult r = parse(fmt::format(R"({{"train_batch_size": 1, "optimizer": {{"type": "{}"}}, "scheduler":
@@ -704,7 +706,7 @@ TEST(Config, AResolvedOneCycleIsReadBack) {
   EXPECT_THAT(to_string(group.diagnostics[0]), HasSubstr("optimizer.param_groups[0].betas: has no effect"));
 }
 
-// What pydantic takes for DeepSpeed; and forms that it had before.
+// Values that pydantic accepts for DeepSpeed, and older forms of sections.
 TEST(Config, SectionsOfPydanticAreReadAsTheyReadThem) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "_comment": {"of": ["mine"]}, "zero_optimization": {
       "stage": "2", "overlap_comm": 1, "load_from_fp32_weights": "true", "zero_hpz_partition_size": "1",
@@ -742,7 +744,7 @@ TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
   EXPECT_EQ(c.zero.prefetch_bucket_size, 5);
 }
 
-// As DeepSpeed's documents and its own defaults have them.
+// As in DeepSpeed's documents, and with its own defaults.
 TEST(Config, MonitorsOfDeepSpeedPass) {
   const ConfigResult r = parse(R"({"train_batch_size": 1,
     "tensorboard": {"enabled": true, "output_path": "output/ds_logs/", "job_name": "train_bert"},
@@ -763,7 +765,8 @@ TEST(Config, WhatAsksForNothingPasses) {
   EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config-keys(5) lists all");
 }
 
-// A file of another kind: the first are told, the others counted, and none is looked up for a likeness.
+// A file of another kind: the first keys are listed, the others counted, and no similar key is searched for any of
+// them.
 TEST(Config, OfVeryManyUnknownKeysTheFirstAreTold) {
   std::string text = R"({"train_batch_size": 1, "amp": {"enabled": false)";
   for (int i = 0; i < 50'000; ++i) text += fmt::format(R"(, "stage{}": 1)", i);

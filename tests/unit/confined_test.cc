@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the child of formats/confined can do, and what becomes of one that does something else.
+// The rights of the child of formats/confined, and its end if it does something else.
 
 #include "formats/confined.h"
 
@@ -46,7 +46,7 @@ TEST(Confined, OurErrorsComeAsTheyWere) {
   EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Unavailable, "x.h5: /a is compressed"); }),
                Errc::Unavailable, "x.h5: /a is compressed");
   EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Corrupt, "a\x1b[2Jb"); }), Errc::Corrupt, R"(a\x1b[2Jb)");
-  // No parser has reason to say that the configuration is wrong, say.
+  // For example, no parser has reason to report a wrong configuration.
   EXPECT_ERROR(run([]() -> std::string { throw Error(Errc::Config, "c"); }), Errc::Corrupt, "gave an invalid answer");
 }
 

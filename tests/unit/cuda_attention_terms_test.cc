@@ -142,7 +142,7 @@ TEST(CudaAttentionTerms, StepsBetweenSinksAndWindowAreLeftOut) {
   EXPECT_FALSE(meets(seen, {16, 32}));
   EXPECT_TRUE(meets(seen, {0, 16}));
   EXPECT_TRUE(meets(seen, {832, 848}));
-  // Of a layout: those of the very same steps, in its units.
+  // With a layout: exactly the same steps, in its units.
   p.blocks = {.block = 16, .count = 100, .layouts = 1};
   p.grid.row0 = p.grid.col0 = 48;
   EXPECT_EQ(Layout::of(p, false).units_within(seen.hidden, 64).begin, (48 + 64) / 16);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by cuDNN without a GPU: what it serves and in which parts as data, its graphs computed here naively and
-// held against ref, and plans of the real library for a GPU that is only described. What a plan computes is left to
-// attention_test on a GPU with DS_ATTENTION=cudnn.
+// Attention by cuDNN without a GPU: the calls that it serves and their parts, its graphs computed here naively and
+// compared with ref, and plans of the real library for a GPU that is only described. attention_test with
+// DS_ATTENTION=cudnn tests the results of plans on a GPU.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ TEST(CudaCudnn, IsAskedForByName) {
   unsetenv("DS_ATTENTION");
 }
 
-// On its own the library is taken or refused; a newer one behind an old one is found.
+// A library alone is taken or refused; after an old one a newer one is found.
 TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;
@@ -55,7 +55,8 @@ TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
   EXPECT_EQ(std::filesystem::path(taken.file).filename().string().substr(0, real.size()), real);
 }
 
-// What an old one has opened stays, and would be half of the next: it is said, and no other is taken.
+// The parts that an old library has opened stay loaded, and the next library would use them. This is reported, and no
+// other library is taken.
 TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;
@@ -71,7 +72,7 @@ TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
   EXPECT_EXIT(chooses_none(), ::testing::ExitedWithCode(0), "");  // in a process of its own: the parts stay
 }
 
-// One whose name says that it is too old is not asked, opens nothing, and the next is tried.
+// A library whose name shows that it is too old is not loaded; it opens nothing, and the next is tried.
 TEST(CudaCudnn, AnOldOneByItsNameIsPassedOver) {
   if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
     GTEST_SKIP() << why;
@@ -84,7 +85,8 @@ TEST(CudaCudnn, AnOldOneByItsNameIsPassedOver) {
                 ": cannot open shared object file: No such file or directory");
 }
 
-// Without a GPU the real library makes no handle: attention is for our kernels, said once, and the context is sound.
+// Without a GPU the real library makes no handle: our kernels compute attention, one warning reports that, and the
+// context is sound.
 TEST(CudaCudnn, WhereItCannotBeUsedOurKernelsGoOn) {
   setenv("DS_ATTENTION", "cudnn", 1);
   std::vector<std::string> warnings;
@@ -533,8 +535,8 @@ TEST(CudaCudnn, TheLibraryHasEnginesForAllThatIsServed) {
       EXPECT_EQ(found.error, "");
       const auto best = std::ranges::find_if(found.list, [](const Candidate& c) { return c.deterministic; });
       ASSERT_NE(best, found.list.end());
-      // Forward next to nothing; backward the scores, and gradients of keys and values for all heads where they are
-      // grouped. Without room for the scores it would not be the deterministic algorithm, which no note tells.
+      // Forward needs next to nothing; backward needs the scores, and if heads are grouped gradients of keys and values
+      // for all of them. An algorithm without room for the scores would not be deterministic, and no note states that.
       const auto scores = [&](i64 to) {
         return s.B * s.H * ((s.T + to - 1) / to) * ((s.S + to - 1) / to) * to * to * 2;
       };

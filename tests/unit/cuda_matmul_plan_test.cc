@@ -217,8 +217,8 @@ TEST(CudaMatmulPlan, LargeRaggedDimensionsAreSplit) {
   EXPECT_EQ(parts[1].a.data, at(dz, kBody));
   EXPECT_TRUE(parts[1].params.accumulate);
 
-  // Whole: rows that are no multiple apart, few columns, fp32, rows that are to be as they are alone, what would be
-  // rounded twice, and a dimension along which nothing is contiguous.
+  // Whole: rows that are no multiple apart, few columns, fp32, rows whose result must be that of the rows alone,
+  // products that would be rounded twice, and a dimension along which nothing is contiguous.
   EXPECT_EQ(split_ragged(call(matrix(R, V, DType::F32), h, weight, {.trans_b = true}), parts), 0);
   EXPECT_EQ(split_ragged(call(matrix(R, 1001, DType::F32), h, matrix(1001, C), {.trans_b = true}), parts), 0);
   EXPECT_EQ(split_ragged(call(z, matrix(R, C, DType::F32), matrix(V, C, DType::F32), {.trans_b = true}), parts), 0);

@@ -8,7 +8,7 @@
 namespace ds::cuda {
 namespace cuda_update_plan_test {
 
-// Addresses are made up: plans do not look behind them.
+// Addresses are made up: plans do not access the memory.
 UpdateTensor tensor(i64 n, size_t address, DType param = DType::BF16, size_t param_address = 0) {
   const auto view = [n](size_t at, DType t) { return TensorView::of(reinterpret_cast<void*>(at), t, {n}); };
   return {view(param_address, param),

@@ -116,7 +116,8 @@ TEST(Curriculum, LengthsThatDoNotFitAreFoundBeforeTheRun) {
   EXPECT_THAT(message(std::string(kBert), 1), HasSubstr("end with [SEP]"));
   EXPECT_THAT(message(model + R"(, "activation_checkpointing": {"cpu_checkpointing": true})", 1),
               HasSubstr("one length"));
-  // Of the lengths that there could be, those of samples alone are looked at.
+  // Lengths are enumerated only below that of the samples, however many the schedule could reach; then the longest
+  // follows.
   CurriculumConfig many;
   many.max_difficulty = 1 << 24;
   many.difficulty_step = 1;

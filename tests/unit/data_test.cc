@@ -37,7 +37,7 @@ class Data : public ::testing::Test {
   std::string write_bin(const std::string& name, const std::vector<u16>& tokens) const {
     return write(name, {reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2});
   }
-  // n tokens 0, 1, 2, ...: every token tells its position.
+  // n tokens 0, 1, 2, ...: the value of every token is its position.
   std::string write_counting_bin(const std::string& name, i64 n, u16 first = 0) const {
     std::vector<u16> tokens(static_cast<size_t>(n));
     std::iota(tokens.begin(), tokens.end(), first);
@@ -332,7 +332,7 @@ TEST_F(WeightedData, EachFileComesAsOftenAsItsWeightSays) {
   // Over epochs whose draws are whole rounds every sample of a file comes equally often.
   EXPECT_EQ(times.size(), 24u);
   for (const auto& [first, n] : times) EXPECT_EQ(n, kEpochs * weights[first / 1000 - 1]) << first;
-  // And within one they differ by one at most.
+  // Within one epoch the counts differ from the weights by one at most.
   for (const auto& [first, n] : in_first)
     EXPECT_LE(std::abs(static_cast<float>(n) - weights[first / 1000 - 1]), 1) << first;
 }
@@ -413,7 +413,7 @@ TEST_F(Data, SequentialBatchesCoverEverySampleOnceAndPadTheLast) {
   }
 }
 
-// Whatever its ranks and micro-batches are.
+// This holds for any ranks and micro-batches.
 TEST_F(Data, SequentialSampleKBelongsToWorkerKModTheirNumber) {
   constexpr i64 kSamples = 23, kLength = 2;
   const std::string file = write_counting_bin("a.bin", kSamples * kLength + 1);

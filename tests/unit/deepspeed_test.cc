@@ -336,7 +336,7 @@ TEST_F(DeepSpeedDirectory, ForeignShardsAreNamedWithTheirRank) {
   const std::string a = "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
                     b = "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt";
   std::string tag = copy("zero2-bf16");
-  fs::copy(tag + a, tag + b, fs::copy_options::overwrite_existing);  // rank 0's in the place of rank 1's
+  fs::copy(tag + a, tag + b, fs::copy_options::overwrite_existing);  // rank 0's instead of rank 1's
   refused(Errc::Mismatch, "the shard of another rank or save", 1);
   tag = copy("zero2-bf16");                                                                         // of three ranks
   fs::copy(fixture("zero1-bf16/global_step4") + b, tag + b, fs::copy_options::overwrite_existing);  // of two
@@ -367,7 +367,7 @@ TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
   refused(Errc::Corrupt, "two checkpoints in one directory");
 }
 
-// Writes `to` for `from` wherever it stands in the pickle of a file of torch.save, and its new checksum.
+// Replaces `from` by `to` everywhere in the pickle of a file of torch.save, and updates its checksum.
 void replace_in_pickle(const std::string& path, const std::string& from, const std::string& to) {
   std::string bytes = read_file(path);
   const std::vector<ZipEntry> entries = read_zip(File::open_read(path));
@@ -384,7 +384,7 @@ void replace_in_pickle(const std::string& path, const std::string& from, const s
   write_file(path, bytes);
 }
 
-// As Lion has it.
+// As Lion saves it.
 TEST_F(DeepSpeedDirectory, OneMomentAloneIsNoStateOfAdam) {
   const std::string tag = copy("zero1-fp16");
   for (const char* rank : {"0", "1"})

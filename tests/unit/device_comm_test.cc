@@ -371,7 +371,7 @@ TEST(NcclFailure, AnAbortThatHangsIsNotWaitedForLong) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 4s);
 }
 
-// A CPU whose events do not happen while it is told so: what a GPU looks like whose peer hangs.
+// A CPU whose events do not happen while it is stuck, like a GPU whose peer hangs.
 class SlowDevice final : public Device {
  public:
   std::atomic<bool> stuck{false};
@@ -430,9 +430,9 @@ TEST(NcclQueues, OperationsAreOrderedByEventsAndTheHostDoesNotWait) {
       device.stuck = true;
       i64 x = 1;
       Ticket t = c->all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "t");
-      EXPECT_EQ(device.waits, (std::array<int, 2>{0, 1}));  // Comm behind Compute
+      EXPECT_EQ(device.waits, (std::array<int, 2>{0, 1}));  // Comm after Compute
       t.wait();
-      EXPECT_EQ(device.waits, (std::array<int, 2>{1, 1}));  // Compute behind Comm
+      EXPECT_EQ(device.waits, (std::array<int, 2>{1, 1}));  // Compute after Comm
       EXPECT_FALSE(t.done());
       device.stuck = false;
       EXPECT_TRUE(t.done());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// EvoformerAttention, the public door to the ops: what it refuses, by name, and that it computes what they do.
+// EvoformerAttention, the public door to the ops: its refusals, by name, and that it computes the same as they do.
 
 #include "ds/evoformer.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A learned position embedding that is repeated: the rows of every state, in whatever ranges and slices they are read;
-// what config.json says of it; and the models that have none.
+// the length in config.json; and the models without such an embedding.
 
 #include "checkpoint/extend_positions.h"
 
@@ -41,7 +41,7 @@ void write_tensors(const std::string& path, const std::vector<TensorInfo>& tenso
   sink->finish();
 }
 
-// Of GPT-2 as much as is looked at, in bf16 with masters and moments, and the masks of old files.
+// The tensors of GPT-2 that are looked at, in bf16 with masters and moments, and the masks of old files.
 std::vector<TensorInfo> tensors_of_gpt2() {
   std::vector<TensorInfo> tensors = {{kEmbedding, DType::BF16, {kRows, kWidth}},
                                      {"h.0.attn.c_attn.bias", DType::BF16, {5}},
@@ -94,7 +94,7 @@ TEST(ExtendPositions, RepeatsTheRowsOfEveryState) {
       }
     }
   }
-  // What stands beside what was left out is read by its own number.
+  // Elements after the part left out are read at their own index.
   EXPECT_EQ(values_of(*state, State::Master, number_of(*state, "h.0.attn.masked_bias"), 0, 1), std::vector<float>{70});
   EXPECT_EQ(values_of(*state, State::Master, number_of(*state, "h.0.attn.c_attn.bias"), 1, 2),
             (std::vector<float>{51, 52}));
@@ -162,7 +162,7 @@ TEST(ExtendPositions, OfPublishedModelsOnlyThatChanges) {
   }
 }
 
-// Once more than there is to be repeated, and to no more than there are: what was left out before comes along.
+// Once more than there is to be repeated, and to no more than there are: tensors that were left out before come along.
 TEST(ExtendPositions, AgainAndToTheSameLength) {
   const TempDirectory dir;
   write_tensors(dir / "model.safetensors", tensors_of_gpt2());
@@ -176,7 +176,7 @@ TEST(ExtendPositions, AgainAndToTheSameLength) {
     EXPECT_EQ(got[i], static_cast<float>(40 + i / kWidth % 4 % kRows * kWidth + i % kWidth));
 }
 
-// The manifest's configuration of the run, by which ds-memreport knows the model, says the length too.
+// The manifest's configuration of the run, by which ds-memreport knows the model, contains the length too.
 TEST(ExtendPositions, TheConfigurationOfTheRunSaysIt) {
   const TempDirectory dir;
   write_tensors(dir / "x.safetensors", {{kEmbedding, DType::F32, {kRows, kWidth}}});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arrays in files are what an array in memory would be, whatever is leased side by side and wherever leases begin; and
-// chunks of states have each element of each piece once.
+// Arrays in files behave like arrays in memory, whatever is leased side by side and wherever leases begin. Chunks of
+// states contain each element of each piece once.
 #include "offload/file_array.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace file_array_test {
 using ds::testing::TempDirectory;
 using zero::LeaseTo;
 
-// Cuts of [0, size): what threads of an engine lease at the same time.
+// Cuts of [0, size), as threads of an engine lease them at the same time.
 TEST(FileArray, IsAnArray) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);
@@ -121,7 +121,7 @@ TEST(FileArray, KnowsItsBuffersApart) {
   }
 }
 
-// What reads of a file find below is gone.
+// Truncates the open files below a directory, so that reads find nothing.
 void lose(const std::string& dir) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;
@@ -131,7 +131,7 @@ void lose(const std::string& dir) {
   }
 }
 
-// Whoever went on after a failure would train on what happens to be in memory.
+// A run that continued after a failure would train on arbitrary data in memory.
 TEST(FileArray, AFailureStays) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);
@@ -221,7 +221,7 @@ TEST(ChunkLayout, HasEachElementOnce) {
             }
           });
           EXPECT_EQ(next, piece.begin + piece.count);
-          // A part of a piece lies where the piece has it.
+          // A part of a piece is where the piece stores it.
           if (piece.count < 2 * kStateBlock) continue;
           const zero::Piece tail = piece.part(kStateBlock, piece.count - kStateBlock);
           i64 seen = 0;

@@ -167,7 +167,7 @@ TEST(File, ErrorsNameThePathAndTheReason) {
   EXPECT_ERROR(File::open_read(path).read_at(3, c, 4), Errc::Corrupt, "ends at byte 5, 2 more are missing");
 }
 
-// A device, a pipe, a file of any length: what is held has a bound.
+// A device, a pipe, a file of any length: the data held in memory has a bound.
 TEST(File, WhatSomebodyNamesIsReadToABound) {
   const TempDirectory dir;
   write_file(dir / "x", "some text");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where NVIDIA's libraries are looked for, in a tree of folders made here, and which of several is opened.
+// The folders in which NVIDIA's libraries are looked for, in a tree made here, and the choice among several.
 
 #include "base/find_library.h"
 

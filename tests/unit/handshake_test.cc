@@ -50,7 +50,7 @@ TEST(Handshake, FieldsOfTheWayHomeSurviveTheVariable) {
   EXPECT_THROW(host_home_of(""), Error);
 }
 
-// One connection to a launcher that knows `secret`, or says something else.
+// Answers one connection like a launcher that knows `secret`, or with `instead`.
 void answer_one(int listener, const std::string& secret, std::string_view instead = {}) {
   pollfd waiting{listener, POLLIN, 0};
   ::poll(&waiting, 1, 5000);

@@ -158,7 +158,7 @@ std::vector<std::string> names(const TensorSource& source) {
   return out;
 }
 
-// Small and large tensors come from different places of a file, so that these alone would not tell.
+// Small and large tensors come from different places of a file, so that these alone would not show the order.
 TEST(Hdf5, TensorsKeepTheirOrder) {
   const TempDirectory dir;
   std::vector<TensorInfo> tensors;
@@ -212,7 +212,7 @@ with h5py.File('x.h5', 'w', libver='latest', userblock_size=512) as f:
   double last = 0;
   source->read("most", 7999, 1, &last);
   EXPECT_EQ(last, 8006);
-  source->read("plain", 0, 4, x);  // behind a user block
+  source->read("plain", 0, 4, x);  // after a user block
   EXPECT_EQ(x[3], 3.0f);
 }
 
@@ -381,7 +381,7 @@ print(len(f), bad, np.array_equal(f['alias'], f['v1']), f['v0'].is_virtual)
   EXPECT_EQ(out, "43 [] True True\n");
 }
 
-// However many rows a slice has.
+// The size of the view does not depend on the number of rows of a slice.
 TEST(Hdf5, TheViewOfAHugeSliceIsSmall) {
   const TempDirectory dir;
   std::vector<Hdf5View::Part> pieces;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way to other hosts: what mpirun hands over, what reaches a host, and what goes there.
+// The way to other hosts: the arguments from mpirun, the commands that reach a host, and the data that goes there.
 #include "launch/host_shim.h"
 
 #include <gmock/gmock.h>

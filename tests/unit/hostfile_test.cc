@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hostfiles and lists of hosts: what is read, and that every mistake is named by where it stands.
+// Hostfiles and lists of hosts: valid entries, and the place that is named for every mistake.
 #include "launch/hostfile.h"
 
 #include <fmt/format.h>

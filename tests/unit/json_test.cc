@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The JSON reader: what it takes, what it refuses and where it says so; and the search for the nearest name.
+// The JSON reader: valid and refused texts, and the places named in its errors. Also the search for the nearest name.
 #include "base/json.h"
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a text keeps of its keys, against looking at every token that it writes.
+// The keys that a text keeps, compared with those that each token it writes looks at.
 
 #include "infer/kept_keys.h"
 

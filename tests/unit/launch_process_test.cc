@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stays behind when a launcher is killed, and who can tell.
+// Processes that outlive a killed launcher, and how they are detected.
 #include "launch/process.h"
 
 #include <fmt/format.h>
@@ -27,7 +27,7 @@ namespace launch_process_test {
 
 namespace fs = std::filesystem;
 
-// Its last descriptor may be closed in any order: a socket that still takes connections says nothing.
+// A process may close its last descriptors in any order: a socket that still takes connections proves nothing.
 TEST(Peer, AnEndingProcessIsKnownThoughItsSocketStillListens) {
   const ds::testing::TempDirectory folder;
   const std::string path = folder / "socket";
@@ -87,7 +87,7 @@ void wait_until_stopped(pid_t pid) {
   while (state_of(pid) != 'T') std::this_thread::yield();
 }
 
-// A process that blocks `blocked`, stops until it is told, and returns 7.
+// A process that blocks `blocked`, stops until one of `waking` arrives, and returns 7.
 pid_t start_stopping(const std::vector<int>& blocked, const std::vector<int>& waking) {
   const pid_t pid = ::fork();
   if (pid == 0) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which environments show that another launcher started several copies of a process.
+// Environments that show that another launcher started several copies of a process.
 #include <gtest/gtest.h>
 
 #include "ds/launchers.h"

@@ -82,7 +82,7 @@ TEST(Layout, StageThreeKeepsSmallRowsWholeUntilTheModelThreshold) {
 }
 
 // The picture of layout.h, drawn row by row and element by element: sizes and thresholds that meet, units that are
-// empty or stand elsewhere, rows with room for a larger slice.
+// empty or on other ranks, rows with room for a larger slice.
 TEST(Layout, IsThePicture) {
   std::mt19937 random(1);
   const auto below = [&](u32 n) { return static_cast<i64>(random() % n); };
@@ -206,8 +206,8 @@ TEST(Layout, IsThePicture) {
   }
 }
 
-// Where states are kept in blocks: every piece begins at a multiple of a block of its row, and only the end of a row
-// ends one that is short. Such a layout has a name of its own; others keep theirs.
+// With states in blocks every piece begins at a multiple of a block of its row, and only the end of a row ends a short
+// block. Such a layout has an id of its own; others keep theirs.
 TEST(Layout, CutsNoBlock) {
   for (const i64 stage : {0, 1, 3}) {
     for (const int P : {1, 2, 3, 5}) {
@@ -233,7 +233,7 @@ TEST(Layout, CutsNoBlock) {
 }
 
 // In a layer of more than a tile, every matrix that may be in tiles is: each element is in one tile and owned once, a
-// tile is whole rows, has a unit of its own and is cut for all ranks; what else the layer has stays one unit.
+// tile is whole rows, has a unit of its own and is cut for all ranks; the rest of the layer stays one unit.
 TEST(Layout, MatricesAreInTiles) {
   for (const int P : {1, 2, 3}) {
     for (const i64 block : {1, 256}) {
@@ -299,7 +299,7 @@ TEST(Layout, MatricesAreInTiles) {
   }
 }
 
-// The shares of a vocabulary differ by a row; what lies beside them must not.
+// The shares of a vocabulary differ by a row; the layouts of other units must not.
 TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
   for (i64 threshold = 4000; threshold < 4300; threshold += 10) {
     const auto of = [&](i64 numel) {

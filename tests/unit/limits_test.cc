@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the system refuses a thread or a process: an error that names what could not be started and the limit, no wait
-// for ever, and what had been started is gone. Each case is a child process of a user of its own with few tasks.
+// If the system refuses a thread or a process, the error names the thread or process and the limit, nothing waits
+// forever, and everything started before is gone. Each case is a child process of a user of its own with few tasks.
 
 #include "base/limits.h"
 
@@ -37,7 +37,7 @@ namespace limits_test {
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr unsigned kSeconds = 20;  // after which a child waits for ever
+constexpr unsigned kSeconds = 20;  // after which SIGALRM ends a child that hangs
 
 struct LimitsTest : ::testing::Test {
   void SetUp() override {
@@ -45,7 +45,7 @@ struct LimitsTest : ::testing::Test {
   }
 };
 
-// Where a limit of tasks is told or met exactly.
+// Tests in which a limit of tasks is named or met exactly.
 struct CountedTasksTest : LimitsTest {
   void SetUp() override {
 #ifdef __SANITIZE_THREAD__
@@ -67,7 +67,7 @@ std::string outcome_of(const std::function<void()>& body) {
   }
 }
 
-// How `body` ends in a child of a user who may have so many processes and threads, the child among them.
+// Returns the outcome of `body` in a child of a user who may have so many processes and threads, the child among them.
 std::string limited(rlim_t tasks, const std::function<void()>& body) {
   int ends[2];
   if (::pipe(ends) != 0) return "no pipe";
@@ -108,7 +108,7 @@ TEST_F(CountedTasksTest, ThreadsOfADeviceAreNamed) {
       "user (ulimit -u) is 2: raise it or use fewer threads");
 }
 
-// How `body` ends in a child that may have so much of the resource.
+// Returns the outcome of `body` in a child that may use so much of the resource.
 std::string limited_to(__rlimit_resource resource, rlim_t most, const std::function<void()>& body) {
   return limited(100, [&] {
     const rlimit limit{most, most};

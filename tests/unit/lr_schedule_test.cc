@@ -46,7 +46,7 @@ TEST(LrSchedule, IsThatOfTheOriginals) {
       ASSERT_EQ(betas.has_value(), moves);
       if (moves) beta_sum += weight * betas->first;
     }
-    // What a rate is divided by is rounded once in a cosine of 10000 steps.
+    // The absolute tolerance allows for one rounding of the quotient in a cosine over 10000 steps.
     const double least = 1e-15 * c.at("lr").get<double>();
     for (const Json& point : c.at("lr_at")) {
       const double want = point.at(1).get<double>();

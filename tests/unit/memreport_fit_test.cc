@@ -17,7 +17,7 @@ constexpr const char* kText =
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
         "data": {"seq_length": 32}, "bf16": {"enabled": true}, "train_batch_size": 16})";
 
-// Of which a run on 8 ranks can be, or cannot.
+// A configuration for 8 ranks; `sound`: it is valid.
 Source source(std::vector<std::string> overrides = {}, bool sound = true) {
   Source s;
   s.ranks = 8;
@@ -35,7 +35,7 @@ FitOptions options(i64 memory, size_t most = 100000) {
       .world = {.ranks = 8, .nodes = 2}, .device = DeviceKind::Cuda, .memory = memory, .host_memory = 0, .most = most};
 }
 
-// Whatever can be said with the keys that are searched, and is legal: the fastest that fits.
+// Tries every legal combination of the keys that are searched: the fastest that fits.
 double best_of_all(i64 memory, i64& num_fitting) {
   const World world{.ranks = 8, .nodes = 2};
   double best = 0;
@@ -102,7 +102,7 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
   }
 }
 
-// The list is the same however much of it is asked for: what is never looked at would not be in it.
+// The list is the same however much of it is asked for: an arrangement that is never looked at would be missing.
 TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   const FitResult all = fit(source(), options(i64{3} << 20), kHardware);
   std::set<PipelineSchedule> schedules;
@@ -116,7 +116,7 @@ TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   }
 }
 
-// Of one that cannot be on these ranks the batch and all else is kept.
+// A configuration that is not valid on these ranks keeps its batch and everything else that can stay.
 TEST(Fit, ASourceThatCannotBeIsRearranged) {
   const auto unsound = [](std::vector<std::string> overrides) { return source(std::move(overrides), false); };
   const FitOptions plenty = options(i64{4} << 20, 3);
@@ -140,14 +140,13 @@ TEST(Fit, ASourceThatCannotBeIsRearranged) {
   }
   EXPECT_FALSE(can_be_rearranged(unsound({"train_batch_size=many"})));
   EXPECT_FALSE(can_be_rearranged(unsound({"tensor_parallel.tp_size=3", "no.such.key=1"})));
-  // Nothing says how large a step is where the ranks of data are not known.
+  // Without known ranks of data the size of a step is not known.
   const Source no_batch = unsound({"pipeline.stages=3", "train_batch_size=auto", "train_micro_batch_size_per_gpu=4"});
   EXPECT_TRUE(can_be_rearranged(no_batch));
   EXPECT_THROW(fit(no_batch, plenty, kHardware), Error);
 }
 
-// The second name of tensor parallelism, which configurations that were written have too, stands in no arrangement's
-// way.
+// The second name of tensor parallelism, which written configurations contain too, prevents no arrangement.
 TEST(Fit, TheSecondNameOfTensorParallelismYields) {
   const Source s = source({"tensor_parallel.tp_size=2", "tensor_parallel.autotp_size=2"});
   std::set<i64> degrees;
@@ -155,8 +154,9 @@ TEST(Fit, TheSecondNameOfTensorParallelismYields) {
   EXPECT_EQ(degrees, (std::set<i64>{1, 2, 4}));
 }
 
-// What nobody said of a batch follows and is no change; what computes more again than it must is near to a source that
-// does; of one change the fastest counts.
+// Settings of the batch that the source does not fix follow from the others and count as no change. A source that
+// recomputes more than it must is near to arrangements that do so, too. Among arrangements with one change the fastest
+// is chosen.
 TEST(Fit, TheNearestChangesTheFewestSettings) {
   const auto nearest = [](const Source& s, i64 memory) {
     const FitResult r = fit(s, options(memory, 1), kHardware);
@@ -250,7 +250,7 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_TRUE(fit(source(), little_host, kHardware).fitting.empty());
 }
 
-// From some length on, what a step takes follows from shorter ones: it goes on as it did before.
+// From some length on, the time of a step is extrapolated from shorter ones: it grows as before.
 TEST(Hardware, StepsOfAnyLength) {
   const World world{.ranks = 8, .nodes = 2};
   for (const char* schedule : {"1f1b", "zb-h1", "interleaved", "gpipe", "naive"}) {
@@ -270,7 +270,7 @@ TEST(Hardware, StepsOfAnyLength) {
       };
       const StepTime before = time(4092), last = time(4096), next = time(4100), far = time(4096 + 20000);
       const double slope = (last.step_s - before.step_s) / 4;
-      // What is done once, and spread over the passes, makes those that fill the pipeline a little shorter.
+      // Work that is done once is spread over the passes; it makes the passes that fill the pipeline a little shorter.
       EXPECT_NEAR(next.step_s, last.step_s + 4 * slope, 1e-6 * last.step_s);
       EXPECT_NEAR(far.step_s, last.step_s + 20000 * slope, 1e-4 * far.step_s);
       EXPECT_NEAR(far.pipeline_s + far.communication_s + far.optimizer_s + far.publish_s, far.step_s,
@@ -287,7 +287,7 @@ TEST(Hardware, StepsOfAnyLength) {
   }
 }
 
-// And bytes to the last one.
+// Bytes are exact to the last one.
 TEST(Fit, BytesOfLongStepsAreExact) {
   for (const int batch : {2 * 8 * 4500, 2 * 8 * 4501}) {
     const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas of the field against the numbers that their papers print, and against what logs of Megatron-LM say; the
+// The formulas of the field against the numbers that their papers print, and against logs of Megatron-LM; the
 // properties that they promise; and the text that puts somebody's numbers in them.
 
 #include <fmt/format.h>
@@ -28,8 +28,8 @@ double zero_gb(double params, int stage, i64 N) { return model_states(params, st
 
 // --- ZeRO
 
-// Table 1 of the paper, as printed. It cuts off what is behind the point from 100 on (4187.5 is 4187, 257.75 is 257),
-// and rounds what is below (41.25 is 41.3, 1.875 is 1.88): zero_paper_gb.
+// Table 1 of the paper, as printed. It cuts off digits after the point from 100 on (4187.5 is 4187, 257.75 is 257), and
+// rounds smaller numbers (41.25 is 41.3, 1.875 is 1.88): zero_paper_gb.
 TEST(ZeroFormula, PrintsTable1OfThePaper) {
   struct Line {
     i64 N;
@@ -138,7 +138,7 @@ TEST(ZeroFormula, RefusesWhatIsNoStageAndNoRank) {
   EXPECT_THROW(zero_volume_elems(1, 4), Error);
 }
 
-// The bytes per parameter that are said to be the engine's are what the run plan, by which it allocates, adds up to.
+// The bytes per parameter of the engine, as the formulas have them, are the sum in the run plan, by which it allocates.
 TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
   for (const int dp : {1, 2, 3}) {
     for (int stage = 0; stage <= 3; ++stage) {
@@ -295,7 +295,7 @@ struct Log {
   const char *block, *embedding, *loaded, *other, *megabytes;
 };
 
-// What Megatron-LM itself printed at the start of runs with 18 bytes per parameter (vocabularies padded).
+// Memory that Megatron-LM itself printed at the start of runs with 18 bytes per parameter (vocabularies padded).
 TEST(Megatron, LogsSayTheSame) {
   const auto billions = [](double x) { return fmt::format("{:.2f}", x / 1e9); };
   for (const Log& log :
@@ -368,7 +368,7 @@ TEST(Megatron, StagesTogetherHaveTheModelOnceAndItsTiedMatrixTwice) {
 // --- ZeRO-Infinity, ZeRO-Offload, rules of thumb
 
 // Figure 2a: TB and GB there are powers of 1024, hidden sizes multiples of 1024, 32 sequences per node and 4 per GPU,
-// of 1024 tokens. What it prints as the first model's MSWM is not 16h², so that one is left out.
+// of 1024 tokens. The MSWM that it prints for the first model is not 16h², so that one is left out.
 TEST(Infinity, PrintsTheTableOfThePaper) {
   struct Line {
     i64 layers, hidden, heads;
@@ -447,7 +447,7 @@ TEST(Explain, PutsTheNumbersIntoZerosTable) {
   EXPECT_THAT(text, HasSubstr("  Sent per step at stage 3: 3Ψ = 22.5e9 elements, 45.000 GB in 16 bit."));
   EXPECT_THAT(text, HasSubstr("host memory\n14Ψ/N = 14/64 · 7.5e9 = 1.641 GB"));
   EXPECT_THAT(text, HasSubstr("  = 7.5e9 parameters: 18 · 7.5e9 = 125.729 GiB, distributed optimizer 43.219 GiB."));
-  // Of a model of which no more is known, nothing is made up.
+  // Nothing is made up about a model of which only the size is known.
   EXPECT_THAT(text, HasSubstr("not known without layers, hidden size, heads, vocabulary and sequence length"));
   EXPECT_THAT(text, Not(HasSubstr("M_model = 4·")));
 }

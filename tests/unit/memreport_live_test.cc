@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The counters that a rank shows while it trains, and who reads them: whole records, of processes that live, of this
+// The counters that a rank shows while it trains, and their readers: whole records, of processes that live, of this
 // user and this version.
 #include "memreport/live.h"
 
@@ -102,10 +102,10 @@ class Child {
   bool reaped_ = false;
 };
 
-// Shows counters for ever, as a rank does that is killed.
+// Shows counters forever, like a rank that is killed.
 void show() { new LiveCounters(identity(), record_of(1)); }
 
-// A file in the place of somebody's counters, gone at the end. Its maker lives, or has ended.
+// A file with the name of somebody's counters, removed at the end. Its maker lives, or has ended.
 class Planted {
  public:
   enum Maker { Lives, HasEnded };
@@ -125,7 +125,7 @@ class Planted {
   int lock_;
 };
 
-// What this process would show, under another pid.
+// The segment that this process would publish, under another pid.
 std::unique_ptr<LiveSegment> segment(i64 pid) {
   auto s = std::make_unique<LiveSegment>();
   s->header.bytes = sizeof(LiveSegment);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ds-memreport says of a run before it starts, against the plans of its ranks, one by one.
+// Predictions of ds-memreport for a run, against the plans of its ranks, one by one.
 
 #include <gmock/gmock.h>
 

@@ -208,7 +208,7 @@ TEST(Mesh, CountsAreOfAllCommunicatorsTogether) {
   }));
 }
 
-// What goes through host memory is not counted there again.
+// Collectives of devices that go through host memory are not counted there a second time.
 TEST(Mesh, CountsOfDevicesAreThoseOfTheHost) {
   std::vector<std::map<std::string, CommCount>> counts(2);
   const auto body = [&](std::map<std::string, CommCount>& mine) {

@@ -131,7 +131,7 @@ TEST_F(MetricsFileTest, TheLastStartCounts) {
   EXPECT_EQ(f.speed.steps, 1);
   EXPECT_DOUBLE_EQ(f.speed.mean_step_ms, 10);
   EXPECT_EQ(f.ranks[1].resident_bytes, 0);
-  // And before it has taken a step.
+  // A run that has not taken a step yet.
   const MetricsFile begun = read(run_line(0, "first") + step_line(1, 4000) + memory_line(1) + run_line(1, "second"));
   EXPECT_EQ(begun.last_step, 1);
   EXPECT_EQ(begun.speed.steps, 0);
@@ -232,7 +232,7 @@ TEST_F(MetricsFileTest, MistakesAreToldWithTheirPlace) {
   EXPECT_ERROR(read_metrics(dir_.path()), Errc::Io, "metrics.jsonl");
 }
 
-// Who reads while a run writes sees its last line cut anywhere.
+// A reader of a run that is writing may see the last line cut anywhere.
 TEST_F(MetricsFileTest, AFileThatEndsAnywhereIsReadUpToThere) {
   const std::string text = run_line(0, "now") + step_line(1, 40) + step_line(2, 10) + kEvent + step_line(3, 10) +
                            memory_line(3) + run_line(3, "later") + step_line(4, 10);

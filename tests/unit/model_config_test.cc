@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model configurations: the published ones are read as they are, what they leave open is resolved as Hugging Face does,
-// and sizes that contradict each other are refused.
+// Model configurations: the published ones are read as they are, open settings are resolved as Hugging Face does, and
+// sizes that contradict each other are refused.
 #include "ds/model_config.h"
 
 #include <fmt/format.h>
@@ -149,7 +149,7 @@ TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   EXPECT_TRUE(load(R"({"model_type": "llama", "attention_bias": true})").output_bias);
 }
 
-// transformers has a number for a missing key, and takes null for as many as heads.
+// transformers uses a number for a missing key, and reads null as the number of heads.
 TEST(ModelConfig, QwensKeyValueHeadsAreThirtyTwoWhereTheyAreNotSaid) {
   const char* shape = R"({"model_type": "qwen2", "hidden_size": 256, "num_attention_heads": 64)";
   EXPECT_EQ(load(fmt::format("{}}}", shape)).kv_heads, 32);
@@ -257,7 +257,7 @@ TEST(ModelConfig, PassesOverWhatOtherProgramsLeft) {
   EXPECT_THAT(failure(R"({"model_type": "gpt2", "n_layers": 6})", Errc::Config), HasSubstr("did you mean n_layer?"));
 }
 
-// Values that turn nothing on, whatever family reads the key, and what transformers passes over inside of objects.
+// Values that turn nothing on, whatever family reads the key, and keys that transformers ignores inside of objects.
 TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
   const std::string
       llama = R"("model_type": "llama", "hidden_size": 32, "num_attention_heads": 4)",
@@ -329,7 +329,7 @@ TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
   }
 }
 
-// Where Python takes null for false, and that is not the default.
+// Keys for which Python takes null for false, and false is not the default.
 TEST(ModelConfig, NullIsFalse) {
   const ModelConfig m = load(R"({"model_type": "gpt2", "tie_word_embeddings": null, "scale_attn_weights": null})");
   EXPECT_FALSE(m.tie_embeddings);
@@ -454,7 +454,7 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
     std::vector<Diagnostic> diagnostics;
     read_model_file(ModelDir(once).dir(), diagnostics);
     EXPECT_TRUE(diagnostics.empty()) << to_string(diagnostics[0]);
-    const Json json = Json::parse(once);  // what was said is said again, in the same names
+    const Json json = Json::parse(once);  // everything given is written again, under the same names
     const Json said = Json::parse(text);
     for (const auto& [key, value] : said.items())
       if (value.is_number() || value.is_boolean()) {

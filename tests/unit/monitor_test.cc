@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Monitors: their files byte for byte, what they say, and what becomes of errors.
+// Monitors: their files byte for byte, their messages, and the handling of errors.
 #include "monitor/monitor.h"
 
 #include <fmt/format.h>
@@ -164,7 +164,7 @@ TEST(CsvFiles, AreThoseOfPythonsWriter) {
                           "train_loss.csv", "train_mfu.csv", "train_tokens_per_s.csv", "validation_loss.csv"));
 }
 
-// While it lives, no file grows beyond so many bytes: what a full disk does to one that grows.
+// While it lives, no file grows beyond so many bytes, as on a full disk.
 class SmallFiles {
  public:
   explicit SmallFiles(rlim_t bytes) {
@@ -228,8 +228,8 @@ TEST(AppendedFile, IsAFileThatNothingElseShares) {
   EXPECT_TRUE(AppendedFile::create(dir / "new"));
 }
 
-// A strict reader of Prometheus's text format, for what a textfile collector takes: HELP and TYPE before the samples of
-// a metric, which stand together; no time stamps; no sample twice.
+// A strict reader of Prometheus's text format, for input that a textfile collector takes: HELP and TYPE before the
+// samples of a metric, which are contiguous; no time stamps; no sample twice.
 std::map<std::string, std::string> parse_prometheus(const std::string& text) {
   using ::testing::MatchesRegex;
   const auto help = MatchesRegex("# HELP [a-z_]+ .+");
@@ -305,7 +305,7 @@ TEST(PrometheusFile, IsOfTheTextFormat) {
   }
 }
 
-// A field is reported under one name everywhere, and no other field has it.
+// A field is reported under one name everywhere, and no other field uses it.
 TEST(StepFields, HaveNamesOfTheirOwn) {
   std::set<std::string> names, metrics, curves;
   for (const StepField& f : step_fields()) {
@@ -577,7 +577,7 @@ TEST(Monitors, WhatLiesInThePlaceOfTheirFilesIsKnownBefore) {
   EXPECT_EQ(message("train_loss.csv", [](const std::string& path) { write_file(path, "st"); }), "");  // torn
 }
 
-// One that fails takes nothing from the others.
+// A monitor that fails takes nothing from the others.
 TEST(Monitors, AllAreCalledAndTheFirstErrorIsThrown) {
   const TempDirectory dir;
   fs::create_directories(dir / "csv/job");

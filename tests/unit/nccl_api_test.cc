@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Our declarations of NCCL against nccl.h, where that is; and what is said where the library is not.
+// Our declarations of NCCL against nccl.h, if that is installed, and the error without the library.
 
 #include "comm/nccl_api.h"
 

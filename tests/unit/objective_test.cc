@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masked language modelling: what a sample holds, how many positions are chosen and what becomes of them, that draws
-// depend on seed, epoch and sample alone, and where the ids of the special tokens come from.
+// Masked language modelling: the contents of a sample, the number of chosen positions and their new values, that draws
+// depend on seed, epoch and sample alone, and the source of the ids of the special tokens.
 #include "data/objective.h"
 
 #include <gtest/gtest.h>

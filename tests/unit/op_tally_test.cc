@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step is said to compute and move: against formulas, against itself when it is cut in parts, and against the
-// ops that an engine really calls.
+// The predicted operations and bytes of a step: against formulas, against themselves when the step is cut in parts, and
+// against the ops that an engine really calls.
 
 #include "plan/op_tally.h"
 
@@ -113,7 +113,8 @@ TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
   }
 }
 
-// The folds of a reduce-scatter have a source for each rank: counted at once, they are what the op itself counts.
+// The folds of a reduce-scatter have a source for each rank: counted at once, they add up to the counts of the op
+// itself.
 TEST(OpTally, FoldsOfManyRanksAreCountedAtOnce) {
   float there = 0;
   const TensorView source = TensorView::of(&there, DType::BF16, {12}), sum = TensorView::of(&there, DType::F32, {12});
@@ -216,8 +217,8 @@ TEST(OpTally, TensorParallelismHalvesTheProductsOfBlocks) {
         EXPECT_EQ(2 * flops(half.total(pass)), flops(one.total(pass)));
         EXPECT_GT(flops(one.total(pass)), 0);
       }
-      // A sum over ranks forward and one backward for each of two products of a block, and what the ends of the
-      // model send.
+      // A sum over ranks forward and one backward for each of two products of a block, and the messages of the ends of
+      // the model.
       const auto& forward = half.chunks[0].of(Pass::Forward).messages;
       EXPECT_EQ(forward.at("tp.reduce_scatter").calls, 2 * config.layers + 1);
       EXPECT_TRUE(one.chunks[0].of(Pass::Forward).messages.empty());
@@ -351,7 +352,7 @@ void expect_same(const OpTally& got, const OpTally& want) {
   }
 }
 
-// Every rank of a run: what its engine calls in a step, call by call, is what its plan's tally says.
+// Every rank of a run: its engine calls in a step, call by call, the ops in its plan's tally.
 void expect_engine_agrees(const Config& c, int ranks) {
   const CommOptions options{.timeout_s = 60, .progress_thread = false};
   std::mutex one_at_a_time;
@@ -413,7 +414,7 @@ TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
   }
 }
 
-// What the communicator of one rank folds: every gradient once.
+// The communicator of one rank folds every gradient once.
 TEST(OpTally, ReductionsAreWhatTheCommunicatorFolds) {
   for (const i64 stage : {0, 2, 3}) {
     const Config c = tiny_config(tiny_gpt2(), 1, 2, stage);

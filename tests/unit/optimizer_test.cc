@@ -80,7 +80,7 @@ void define(const UpdateConfig& u, Param& p, Matrix g, double lr, i64 step) {
   Matrix direction(n);
   switch (u.type) {
     case OptimizerType::AdamW:
-    case OptimizerType::AdamW8bit:   // to what the codes can say
+    case OptimizerType::AdamW8bit:   // to the precision of the codes
     case OptimizerType::OneBitAdam:  // of one rank, up to its freeze
     case OptimizerType::ZeroOneAdam:
     case OptimizerType::Adam:

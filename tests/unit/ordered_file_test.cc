@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array in a file whose uses are known in advance gives back what was written, whatever their order and however few
-// its buffers are; which of them go to the file, and what that moves, is known before.
+// An array in a file whose uses are known in advance returns the data that was written, whatever their order and
+// however few its buffers are. The parts that go to the file, and their traffic, are known before.
 #include "offload/ordered_file.h"
 
 #include <gmock/gmock.h>
@@ -104,7 +104,7 @@ TEST(OrderedFile, GivesBackWhatWasWritten) {
   }
 }
 
-// What is read comes before anybody asks for it.
+// Data is read before anybody asks for it.
 TEST(OrderedFile, ReadsAhead) {
   const TempDirectory dir;
   const auto device = make_cpu_device(*cpu_ops(), 1);
@@ -118,7 +118,7 @@ TEST(OrderedFile, ReadsAhead) {
   EXPECT_EQ(file.file()->counts().read_bytes, kPart);
 }
 
-// The file behind a directory's names, which it has not: changed below its user.
+// The unlinked file in a directory, changed without its user's knowledge.
 void in_file(const std::string& dir, auto&& change) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;

@@ -38,7 +38,7 @@ constexpr i32 kNone = kIgnoredTarget;
 
 TEST(Packing, PutsTheLongestFirstWhereTheLeastRoomIs) {
   const TempDirectory dir;
-  // Of 3, 5, 2, 4 tokens, and one of a token, of which nothing is learnt; the last one has no end.
+  // Documents of 3, 5, 2, 4 tokens, and one of a single token, which has no target; the last one has no end.
   const TokenStream stream =
       stream_of(dir, {11, 12, kEnd, 21, 22, 23, 24, kEnd, 31, kEnd, kEnd, 41, 42, 43, kEnd, 51, 52});
   const Packing packing(stream, 7, kEnd, 65536);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Regular expressions from elsewhere: what they match, and that none of them takes the process down or runs for long.
+// Regular expressions from elsewhere: their matches, and that none of them ends the process or runs for long.
 #include "base/pattern.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ bool matches(std::string_view pattern, std::string_view text) {
   return Pattern(pattern, Pattern::Kind::Name).find(text).has_value();
 }
 
-// As Python's re.search with IGNORECASE has it.
+// As in Python's re.search with IGNORECASE.
 TEST(Pattern, IsSearchedForInNamesWhateverTheirCase) {
   for (const char* pattern : {"block", "^GPT2", "Block$", "gpt2block|head", "(gpt|llama)\\d?Block", "[a-z]+2",
                               "(?=G)gp", "^(?!Head).*$", "G.T", "\\bgpt2block\\b", "(?P<n>gpt)2", ""})

@@ -156,7 +156,7 @@ const Refusal kRefusals[] = {
     {"Protocol0", "(lp0\n.", Errc::Unavailable, "protocol 0 or 1"},
     {"Protocol1", "\x80\1N.", Errc::Unavailable, "protocol 1"},
     {"Protocol6", "\x80\6N.", Errc::Unavailable, "protocol 6"},
-    // calls of what is no name, states of what has none
+    // calls of objects that are no names, states of objects that have none
     {"CallOfAString", pickle(text("x") + ")R"), Errc::Corrupt, "a str is called"},
     {"CallOfARecord", pickle(global("torch", "device") + ")R" + ")R"), Errc::Corrupt, "a object is called"},
     {"CallWithAList", pickle(global("torch", "device") + "]R"), Errc::Corrupt, "with a list for arguments"},

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory that a plan gives each rank of a mesh, against formulas written out by hand (the engine takes what its
-// plan says, to the byte: tests/equivalence). With s tokens per sequence, b sequences per micro-batch, h hidden, a
-// heads and t tensor-parallel ranks, one GPT block in 16 bit without masks of dropout and without scores (attention by
-// tiles) keeps sbh (8 + 24/t) + 4abs/t bytes; Korthikanti et al. 2022, table 2, whose 34 count 2 for the masks.
+// The memory that a plan gives each rank of a mesh, against formulas written out by hand (tests/equivalence checks that
+// the engine takes the memory of its plan, to the byte). With s tokens per sequence, b sequences per micro-batch, h
+// hidden, a heads and t tensor-parallel ranks, one GPT block in 16 bit without masks of dropout and without scores
+// (attention by tiles) keeps sbh (8 + 24/t) + 4abs/t bytes; Korthikanti et al. 2022, table 2, whose 34 count 2 for the
+// masks.
 
 #include <gtest/gtest.h>
 
@@ -105,7 +106,7 @@ TEST(PlanMemory, CheckpointsKeepWhatTheySay) {
   for (const int t : {1, 2}) {
     const MeshShape mesh{.tp = t};
     Config c = gpt2_124m(mesh);
-    // The branch of the attention is computed again: norm, projections and what it gives.
+    // The branch of the attention is computed again: norm, projections and its output.
     c.activation_checkpointing.granularity = CheckpointGranularity::Selective;
     expect_activations(c, mesh, sbh * (6 + 16.0 / t), 2 * sbh, {1});
     c.activation_checkpointing.granularity = CheckpointGranularity::Layer;
@@ -159,7 +160,7 @@ TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
   }
 }
 
-// Whatever it is called: "has no effect" is what the configuration says.
+// Any schedule, under any name: the configuration warns that it "has no effect".
 TEST(PlanMemory, OneStageKeepsOneMicroBatch) {
   for (const PipelineSchedule kind :
        {PipelineSchedule::Naive, PipelineSchedule::GPipe, PipelineSchedule::ZeroBubbleH1}) {
@@ -175,7 +176,7 @@ TEST(PlanMemory, OneStageKeepsOneMicroBatch) {
 TEST(PassMemory, WordsOfALayoutAreAligned) {
   Config c = gpt2_124m({});
   c.model.vocab_size = 100;
-  c.data.seq_length = 48;  // an odd number of views of 4-byte elements stands before nothing that is wider
+  c.data.seq_length = 48;  // an odd number of views of 4-byte elements comes before nothing that is wider
   c.sparse_attention.mode = SparseAttentionMode::Local;
   const model::Model model = model::make_model(c, {});
   const plan::RunPlan plan = plan::make_run_plan(c, model, {}, {});

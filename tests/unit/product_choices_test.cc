@@ -71,7 +71,7 @@ TEST_F(ProductChoicesTest, RanksShareAFile) {
   }
 }
 
-// A full disk may cut a line off: it is none, and the next one does not go behind it.
+// A full disk may cut a line off: the rest is no line, and the next line replaces it.
 TEST_F(ProductChoicesTest, ALineThatIsCutOffIsPassedOverAndReplaced) {
   std::vector<std::string> warnings;
   set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
@@ -88,7 +88,7 @@ TEST_F(ProductChoicesTest, ALineThatIsCutOffIsPassedOverAndReplaced) {
   set_log_sink(nullptr);
 }
 
-// Nor does one go behind lines of something else, which has come meanwhile.
+// Nor is a line added to a file of something else, which has appeared meanwhile.
 TEST_F(ProductChoicesTest, AnotherFileIsLeftAsItIs) {
   std::vector<std::string> warnings;
   set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
@@ -103,7 +103,7 @@ TEST_F(ProductChoicesTest, AnotherFileIsLeftAsItIs) {
   EXPECT_EQ(warnings.size(), 3u);
 }
 
-// A limit of file size stands for the disk.
+// A limit of file size acts as a full disk.
 TEST_F(ProductChoicesTest, WhatCannotBeWrittenWholeIsNotWritten) {
   write("# ds-autotune/1\na\tb\tc\t1\n");
   const std::string before = read();

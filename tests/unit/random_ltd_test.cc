@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens that layers pass by: DeepSpeed's schedule, what is drawn, and what is refused.
+// Tokens that layers pass by: DeepSpeed's schedule, the draws, and the refusals.
 #include "config/random_ltd.h"
 
 #include <fmt/format.h>
@@ -154,7 +154,7 @@ TEST(RandomLtd, ADroppingLayerCountsWhatItComputes) {
   c.random_ltd.data_efficiency = c.random_ltd.data_routing = c.random_ltd.enabled = true;
   c.random_ltd.layers = {1, 2};
   EXPECT_EQ(model::make_model(c).flops_per_token(8), whole);
-  // Of each of two layers 12 C^2 parameters and attention to T tokens: 6 N and 12 C T for each token.
+  // Each of the two layers has 12 C^2 parameters and attends to T tokens: 6 N and 12 C T operations for each token.
   const double layer = 6 * 12 * 16, attention = 12 * 4 * 8;
   EXPECT_DOUBLE_EQ(whole - model::make_model(c, {}, {.sequence = 8, .kept = 2}).flops_per_token(8),
                    2 * (layer * 3 / 4 + attention * 15 / 16));

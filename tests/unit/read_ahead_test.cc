@@ -80,7 +80,7 @@ TEST(ReadAhead, BringsThePagesOfTheStepThatComes) {
   const BatchShape shape{.micro = 2, .num_ranks = 1, .seq_length = kSampleTokens};
   for (const std::vector<float>& weights : {std::vector<float>{}, std::vector<float>{1, 0.5f}}) {
     const BatchLoader loader(TokenStream(files, {.format = DataFormat::Bin}), shape, 5, 65536, next_token(), weights);
-    // Of eight samples, of which one may be there.
+    // The pages of eight samples, one of which may be in memory already.
     const i64 come = pages_that_come(files, 7 * 2, [&] {
       ReadAhead ahead(loader, 4, 0);
       ahead.expect(16);
@@ -97,7 +97,8 @@ TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
   std::vector<u16> tokens(256 * kSampleTokens, 3);
   for (size_t i = kSampleTokens / 2 - 1; i < tokens.size(); i += kSampleTokens / 2) tokens[i] = 0;  // two to a sample
   const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens)};
-  // What has read the tokens keeps them in memory as long as it maps them.
+  // The stream that Packing scans is a temporary: a stream keeps the pages it has read in memory as long as it maps
+  // them.
   const Packing packing(TokenStream(files, {.format = DataFormat::Bin}), kSampleTokens, 0, 65536);
   const TokenStream stream(files, {.format = DataFormat::Bin});
   const i64 come = pages_that_come(files, 7 * 2, [&] {
@@ -107,7 +108,7 @@ TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
   EXPECT_GE(come, 7 * 2);
 }
 
-// A file that is cut off meanwhile is the step's to tell.
+// If a file is cut off meanwhile, the step reports it.
 TEST(ReadAhead, LeavesMistakesToTheStep) {
   const TempDirectory dir;
   const std::string file = dir / "a.bin";

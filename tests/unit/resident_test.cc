@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Resident memory: what counts, what is shared, what was there for a moment.
+// Resident memory: pages that count, pages that are shared, and the momentary peak.
 #include "probe/resident.h"
 
 #include <gtest/gtest.h>
@@ -110,7 +110,7 @@ TEST(Resident, AMeterReadsOnceASecondAtMost) {
   expect_near(meter.sample() - meter.base_bytes(), kSize);
 }
 
-// How much more is resident in a child process while it works, at most; -1 where that cannot be told.
+// The largest increase of resident memory in a child process while it works; -1 if it cannot be measured.
 template <class Work>
 i64 peak_in_child(Work work) {
   int result[2];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary tables by value: what transformers 5 computes for each scaling (LlamaRotaryEmbedding, 8 frequencies), and the
-// numbers of published models at full size. A frequency is read off position 1, the factor off position 0.
+// Rotary tables by value: those that transformers 5 computes for each scaling (LlamaRotaryEmbedding, 8 frequencies),
+// and the numbers of published models at full size. A frequency is read off position 1, the factor off position 0.
 
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ TEST(RopeTables, EqualTransformers) {
       .type = LongRope, .factor = 4, .original_max_positions = 32, .short_factor = kShort, .long_factor = kLong};
   RopeScaling longrope_8 = longrope;
   longrope_8.factor = 8;
-  // What lies within max_positions is not scaled, whatever original_max_position_embeddings says.
+  // Dynamic scaling leaves positions within max_positions unscaled, whatever original_max_position_embeddings is.
   const RopeScaling dynamic{.type = RopeType::Dynamic, .factor = 2, .original_max_positions = 16};
   const Case cases[] = {
       {"linear",

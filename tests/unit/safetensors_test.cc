@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The safetensors container: what is written can be read, exactly; every malformed header is refused with a reason.
+// The safetensors container: written files are read back exactly; every malformed header is refused with a reason.
 
 #include "formats/safetensors.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Worker scratch as it is said to be and as pools hold it: op by op on every backend of this machine, and of engines
-// that train.
+// Worker scratch as predicted and as pools hold it: op by op on every backend of this machine, and of engines that
+// train.
 
 #include "plan/scratch.h"
 
@@ -17,7 +17,7 @@ namespace scratch_test {
 
 constexpr int kThreads[] = {1, 2, 3, 5};
 
-// `call(ops, stream)` calls one op: for real on a new pool, and metered. What the meter says, for one thread.
+// `call(ops, stream)` calls one op: for real on a new pool, and metered. Returns the meter's bytes for one thread.
 template <class Call>
 i64 expect_metered(const OpTable& ops, int threads, const std::string& what, Call call) {
   const OpTable* const metered = scratch_ops(ops.name);
@@ -185,7 +185,7 @@ TEST(Scratch, IsNotKnownOfOtherBackends) {
   EXPECT_EQ(scratch_ops("auto"), nullptr);
 }
 
-// Every rank of a run: what its device holds after each step, and after an evaluation, is what its plan says.
+// Every rank of a run: after each step, and after an evaluation, its device holds the scratch of its plan.
 void expect_engines_hold(const Config& c, int ranks, int threads, const OpTable& ops, bool any = true) {
   Hooks hooks;
   const auto check = [&](engine::Engine& engine, const char* when) {
@@ -325,8 +325,8 @@ TEST_P(Scratch, IsWhatPassesOfAllLengthsHold) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, Scratch, ::testing::ValuesIn(simd_backends()), name_of);
 
-// Calls of ops that reserve scratch, by all that this can depend on, of each thread. What oneDNN takes for AMX is no
-// simple function of shapes: whatever it is, the same calls take the same.
+// Calls of ops that reserve scratch, by everything that this can depend on, of each thread. oneDNN's scratch for AMX is
+// no simple function of shapes; but the same calls take the same.
 thread_local std::set<std::string> seen_calls;
 
 void note(const char* op, std::initializer_list<TensorView> views, std::initializer_list<i64> numbers) {

@@ -149,7 +149,7 @@ TEST_P(Serve, AStepThatIsDecidedIsDoneWhateverWasDoneOfIt) {
   }
 }
 
-// Of two versions: passes that run before the step is decided.
+// States in two versions: passes run before the step is decided.
 TEST_P(Serve, AStepThatIsNotDecidedIsForgotten) {
   std::unique_ptr<Generation> g = fresh(true);
   const std::vector<float> before = states(*g);
@@ -172,7 +172,7 @@ TEST_P(Serve, AStepThatIsNotDecidedIsForgotten) {
   recover(*g, *device_);
   EXPECT_EQ(states(*g), before);
   EXPECT_EQ(g->header().record.step, 7);
-  // And decided, with some of the slots entered.
+  // Passes of a step that is decided, with some of the slots entered.
   for (i64 done = 0; done <= kChunks; ++done) {
     g = fresh(true);
     {
@@ -194,7 +194,7 @@ TEST_P(Serve, AStepThatIsNotDecidedIsForgotten) {
   }
 }
 
-// What is damaged is told, and not taken for something else.
+// Damaged files are reported, and not taken for something else.
 TEST_P(Serve, WhatIsDamagedIsSaid) {
   std::unique_ptr<Generation> g = fresh(false);
   const auto refused = [&](std::string_view file, const std::string& content, Errc code) {
@@ -240,7 +240,7 @@ TEST_P(Serve, WhatIsDamagedIsSaid) {
   EXPECT_THROW(passes.execute({&none, 1}, Passes::Params::Write), Error);
 }
 
-// Of a chunk that is damaged, nobody gets anything, and others are as before; without checksums nobody knows.
+// Nobody gets the data of a damaged chunk; other chunks are as before. Without checksums the damage is not detected.
 TEST_P(Serve, AByteThatIsNotAsItWasWrittenIsSaid) {
   for (const bool two_versions : {false, true}) {
     std::unique_ptr<Generation> g = fresh(two_versions);
@@ -297,7 +297,7 @@ TEST_P(Serve, ThereIsRoomOrItIsSaid) {
   EXPECT_TRUE(std::filesystem::is_empty(disk_.path()));
 }
 
-// Whatever lies beside them: what no link of the server's own names, and what somebody uses, stays.
+// Other files beside them stay: those that no link of the server's own names, and those in use.
 TEST(Leftovers, OnlyWhatARecordNamesIsRemoved) {
   namespace fs = std::filesystem;
   const testing::TempDirectory home, disk;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of a mesh: what ds-shard writes for data-, tensor-, sequence-parallel ranks and pipeline stages is what an
-// engine with that mesh saves, piece by piece and byte by byte; and what cannot be cut is said.
+// Shards of a mesh: for data-, tensor-, sequence-parallel ranks and pipeline stages ds-shard writes the files that an
+// engine with that mesh saves, piece by piece and byte by byte. A model that cannot be cut is reported.
 
 #include <algorithm>
 
@@ -81,7 +81,7 @@ std::string save_engine(const std::string& dir, const ModelConfig& model, const 
           params.push_back({tie.alias, std::ranges::find(params, tie.name, &ParamEntry::name)->shape, tie.name});
         engine::HostState state(engine, engine.saved_pieces());
         state.download();
-        for (const StatePiece& p : state.pieces()) {  // another value for each element, whoever has it
+        for (const StatePiece& p : state.pieces()) {  // another value for each element, on whichever rank
           const model::ParamRow& row = engine.row_of(p.param);
           const model::SliceMap map(row.slice, row.whole_shape());
           for (i64 i = 0; i < p.count; ++i) {
@@ -155,7 +155,7 @@ TEST(MeshShards, AreWhatRanksOfThatMeshSave) {
       const Sharding sharding = shard_model(*state, model_to_cut(*state, ""), c.mesh, c.partition, options);
       expect_same_pieces(sharding, run.manifest());
 
-      // The bytes: checksums of what stands in the files.
+      // The bytes: checksums of the contents of the files.
       const std::string out = dir / fmt::format("{}", ++at);
       std::filesystem::create_directory(out);
       Manifest m;

@@ -66,7 +66,7 @@ TEST(ShardUnits, OfAMillionMatricesTakeTimeByTheirNumber) {
   EXPECT_LT(seconds, 10);
 }
 
-// A file of very many tensors is laid out for a while: whoever waits is told, and may end it.
+// Laying out a file of very many tensors takes a while: progress is reported, and the callback may end it.
 TEST(ShardProgress, ComesWhileFilesAreLaidOut) {
   const testing::TempDirectory dir;
   std::vector<TensorInfo> tensors;

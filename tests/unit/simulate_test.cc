@@ -43,7 +43,7 @@ std::string error_of(const Schedules& schedules) {
   }
 }
 
-// Whatever the delays, and even if a stage holds one message of each kind at a time.
+// For any delays, and even if a stage holds one message of each kind at a time.
 TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
   u64 seed = 0;
   for_all([&](const ScheduleOptions& o) {
@@ -113,7 +113,7 @@ TEST(Simulate, BubblesOfKnownSizes) {
   EXPECT_DOUBLE_EQ(bubble({ZeroBubbleH1, 4, 0, 8}), 1. / 9);
 }
 
-// Where its conditions do not hold, ZB-H1's formula promises too much.
+// If its conditions do not hold, ZB-H1's formula promises too much.
 TEST(Simulate, ZeroBubbleWithHeavyWeightGradientsIsSlowerThanItsFormula) {
   const Costs costs{1, 0.8, 1.2};
   const ScheduleOptions o{ScheduleKind::ZeroBubbleH1, 4, 0, 8};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator comes to hold for itself, against what was predicted from its calls.
+// Memory that a communicator allocates for itself, against the prediction from its calls.
 
 #include "comm/staging_size.h"
 

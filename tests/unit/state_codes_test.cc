@@ -35,7 +35,7 @@ Block encoded(DType t, const std::vector<float>& values) {
   return b;
 }
 
-// What a code says, from the words of the definition.
+// The value of a code, written from the text of the definition.
 double value_of(DType t, int k) {
   const int bits = t == DType::I8 ? 7 : 8;
   if (k == 0) return 0;
@@ -123,7 +123,8 @@ TEST(StateCodes, ZerosAndWhatIsNearToThemAreZeros) {
   }
 }
 
-// What is not finite shows in all of its block, and in no other; so does what is below zero and must not be.
+// A value that is not finite makes its whole block not finite, and no other block. So does a negative value in an
+// unsigned state.
 TEST(StateCodes, WhatIsNotFiniteShows) {
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   for (const DType t : kCoded) {
@@ -147,7 +148,7 @@ TEST(StateCodes, WhatIsNotFiniteShows) {
   }
 }
 
-// Any piece of blocks is as the whole has it; the last block may be short.
+// Any piece of blocks is encoded as in the whole; the last block may be short.
 TEST(StateCodes, PiecesOfBlocksAreThoseOfTheWhole) {
   std::vector<float> values(1000);
   for (size_t i = 0; i < values.size(); ++i)
@@ -180,7 +181,8 @@ TEST(StateCodes, OtherTypesPassThrough) {
   EXPECT_EQ(got[2], to_float(to_bf16(1e-30f)));
 }
 
-// Up and down, so often that the mean is the number itself; what bf16 can say stays; what is not finite, too.
+// Rounds up and down so often that the mean is the number itself. Numbers that bf16 can represent stay, and so do those
+// that are not finite.
 TEST(StochasticRounding, HasTheNumberAsItsMean) {
   for (const float x : {1.0009766f, -3.1f, 1e-20f, 65000.7f}) {
     double sum = 0;

@@ -31,7 +31,7 @@ std::vector<PerState<DType>> fp32_of(const Layout& layout) {
   return std::vector<PerState<DType>>(layout.rows().size());
 }
 
-// A state that every parameter has lies as the master does.
+// A state that every parameter has is laid out like the master.
 TEST(StateLayout, OfAllParametersIsTheLayouts) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);
@@ -50,7 +50,7 @@ TEST(StateLayout, OfAllParametersIsTheLayouts) {
   }
 }
 
-// One that only some have: every element of theirs has a place of its own, and others have none.
+// A state that only some parameters have: each of their elements has a place of its own, and others have none.
 TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);
@@ -79,7 +79,7 @@ TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
           end = stop;
         }
         EXPECT_LE(end * 4, states.bytes(s));
-        // What a rank owns of what it holds whole lies inside it.
+        // The part that a rank owns of a state that it holds whole lies inside the array.
         for (const Piece& p : layout.owned_pieces(r)) {
           if (!states.has(s, p.param)) continue;
           EXPECT_LE(states.offset(s, p) + p.count * 4, states.bytes(s));
@@ -93,8 +93,8 @@ TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
   }
 }
 
-// Codes, with their scales behind them, beside bf16 and fp32: nothing overlaps, no block is cut, and what a rank owns
-// of what it holds whole lies where the whole has it.
+// Codes, followed by their scales, beside bf16 and fp32: nothing overlaps, no block is cut, and the part that a rank
+// owns of a state that it holds whole is inside that state.
 TEST(StateLayout, OfCodesHasTheirScalesToo) {
   const model::Model model = model::make_model(tiny(), 8);
   const Units units = units_of(model);

@@ -104,7 +104,7 @@ TEST(Machine, ComesBackFromItsJson) {
   }
 }
 
-// All that an engine calls in a step has a measured rate, or moves bytes alone.
+// Every op that an engine calls in a step has a measured rate, or moves bytes alone.
 TEST(Machine, KnowsTheOpsOfEveryModel) {
   const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4, .rounds = 1});
   EXPECT_GT(m.op_overhead_s, 0);
@@ -120,7 +120,7 @@ TEST(Machine, KnowsTheOpsOfEveryModel) {
   }
 }
 
-// One rank: what its ops take one after the other, and its communicator's folds.
+// One rank: the sum over its ops, one after the other, and its communicator's folds.
 TEST(StepTime, OfOneRankIsTheRooflineSum) {
   for (const auto granularity : {CheckpointGranularity::None, CheckpointGranularity::Layer}) {
     Config c = tiny_config(tiny_gpt2(), 1, 3, 1);
@@ -183,7 +183,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   EXPECT_GT(idle.hidden_s, 0);
   EXPECT_NEAR(idle.hidden_s + idle.communication_s, busy.communication_s, 1e-12);
   EXPECT_NEAR(busy.step_s - idle.step_s, idle.hidden_s, 1e-12);
-  // Never more than what it goes on beside.
+  // Never more than the passes beside it take.
   const Links endless = links_of(0, 1);
   EXPECT_LE(p(cpu(1e9, 1e9, 4, 2), &endless).hidden_s, idle.pipeline_s);
   // Codes do, too.
@@ -206,9 +206,7 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   EXPECT_EQ(Predicted(c)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
 }
 
-// Ranks with more threads than their node has cores: all that they compute goes through the cores, and what is idle in
-// a pipeline's stage is another's time.
-// Beside a GPU: sums of gradients go to the host, in each micro-batch where they stay there, rounded parameters come
+// Beside a GPU: sums of gradients go to the host (in each micro-batch, if they are kept there), rounded parameters come
 // back, the ranks of a node share its processors, and late updates hide behind the passes.
 TEST(StepTime, OfAGpuKnowsItsHost) {
   Config c = config_of(tiny_gpt2(), {.stage = 2}, 4);
@@ -243,7 +241,7 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   const StepTime late = Predicted(c, DeviceKind::Cuda)(gpu);
   EXPECT_NEAR(late.optimizer_s, t.optimizer_s - late.pipeline_s, 1e-3 * t.optimizer_s);
   EXPECT_NEAR(late.step_s, t.step_s - on_device.pipeline_s, 0.02 * t.step_s);
-  // What is longer than the passes is not hidden twice.
+  // An update that takes longer than the passes is not hidden twice.
   c.zero.offload_optimizer = {
       .device = OffloadDevice::Nvme, .nvme_path = "disk", .buffer_count = 1, .delayed_update = true};
   c.zero.sub_group_size = 1;
@@ -254,6 +252,8 @@ TEST(StepTime, OfAGpuKnowsItsHost) {
   EXPECT_GE(in_files(gpu).step_s, static_cast<double>(moved.read_bytes + moved.written_bytes) / 1e5);
 }
 
+// Ranks with more threads than their node has cores: all their work goes through the cores, and a pipeline stage uses
+// the time in which another is idle.
 TEST(StepTime, RanksShareTheCoresOfTheirNode) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   const Links links = links_of(1e-6, 1e-9, 4);

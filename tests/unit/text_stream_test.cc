@@ -12,7 +12,7 @@
 namespace ds::testing {
 namespace text_stream_test {
 
-// What each token adds, found by decoding all of them again.
+// The text that each token adds, found by decoding all tokens again.
 std::vector<std::string> by_decoding_all(const Tokenizer& tokenizer, std::vector<i32> ids, std::span<const i32> more) {
   std::vector<std::string> added;
   size_t known = tokenizer.decode(ids).size();

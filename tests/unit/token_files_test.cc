@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formats of data files: those of others against files of their own writers (tests/golden/make_data.py), large
-// ones, how they are told apart, resuming, and hostile ones.
+// The formats of data files: foreign ones against files of their own writers (tests/golden/make_data.py), large files,
+// the detection of formats, resuming, and hostile files.
 
 #include "data/token_file.h"
 
@@ -50,7 +50,7 @@ std::vector<i32> read(const TokenStream& stream, i64 position, i64 n, i64 vocab_
 }
 std::vector<i32> read_all(const TokenStream& stream) { return read(stream, 0, stream.num_tokens()); }
 
-// What make_data.py writes.
+// The tokens that make_data.py writes.
 std::vector<i32> made(i64 count, i64 vocabulary) {
   std::vector<i32> ids;
   for (i64 i = 0; i < count; ++i) ids.push_back(static_cast<i32>((31 * i * i + 7 * i) % vocabulary));
@@ -128,7 +128,7 @@ TEST(DataFormat, TokensAndTextAreNotMixed) {
   EXPECT_EQ(open({golden("texts.jsonl"), dir / "a.txt"}).tokenizer(), "bytes");
 }
 
-// The bits of a loader that goes on at `consumed` are those of one that has not stopped.
+// The bits of a loader that resumes at `consumed` are those of one that has not stopped.
 TEST(DataFormat, EveryKindResumesExactly) {
   const TempDirectory dir;
   std::string nano;
@@ -266,7 +266,7 @@ class MegatronIndex : public ::testing::Test {
   TempDirectory dir_;
   const std::string good_ = testing::read_file(golden("megatron-int32.idx"));
   const std::string bin_ = testing::read_file(golden("megatron-int32.bin"));
-  // Where the parts of the index begin.
+  // The offsets of the parts of the index.
   static constexpr size_t kVersion = 9, kType = 17, kSequences = 18, kDocuments = 26, kLengths = 34,
                           kPlaces = kLengths + 4 * 5, kEnds = kPlaces + 8 * 5;
 };
@@ -427,7 +427,7 @@ TEST(JsonlFile, TextsOfTheLinesAreOneStream) {
   const std::string zurich = "Z\u00fcrich \U0001F642\n";
   const std::string last("A/\\\"\b\f\n\r\t\0", 10);
   EXPECT_EQ(text_of(read_all(open({golden("texts.jsonl")}))), "The first text." + zurich + zurich + last);
-  // With a token behind each text, which needs no place in the tokenizer.
+  // With a token after each text, which needs no place in the tokenizer.
   for (const i64 end : {10, 256, 70000}) {
     std::vector<i32> want;
     for (const std::string& text : {std::string("The first text."), zurich, zurich, std::string(), last}) {
@@ -460,7 +460,7 @@ TEST(JsonlFile, TheTokenizersEndOfTextComesBehindEachText) {
   }
 }
 
-// What is to be predicted of the whole stream, and '.' for what is not.
+// The targets of the whole stream, with '.' for tokens that are not predicted.
 std::string targets_of(const TokenStream& stream) {
   std::vector<i32> ids(static_cast<size_t>(stream.num_tokens()));
   stream.read_targets(0, ids, kAnyId);
@@ -518,7 +518,8 @@ TokenStream open_chat(const std::string& file, const ChatTemplateConfig& chat) {
   return TokenStream(std::span(&file, 1), {.chat_template = chat});
 }
 
-// Llama 2's form, and one with a begin of its own: what the assistant says is learnt with what ends it, but for blanks.
+// Llama 2's form, and one with a begin of its own. The assistant's messages are trained on together with the text that
+// ends them, but for blanks.
 TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl",
@@ -546,7 +547,7 @@ TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
   const TokenStream spelt = open_chat(dir / "a.jsonl", chatml), usual = open({dir / "a.jsonl"});
   EXPECT_EQ(read_all(spelt), read_all(usual));
   EXPECT_EQ(targets_of(spelt), targets_of(usual));
-  // A run goes on with the template that it began with.
+  // A run keeps the template that it began with.
   EXPECT_NE(stream.fingerprints().front().hash, other.fingerprints().front().hash);
   EXPECT_EQ(stream.fingerprints().front().hash, open_chat(dir / "a.jsonl", llama).fingerprints().front().hash);
 
@@ -562,7 +563,8 @@ TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
                [&] { open_chat(dir / "c.jsonl", llama); });
 }
 
-// What JSON has no number for, where nobody reads it; where somebody does it is not a string.
+// Numbers that JSON cannot represent, in members that nobody reads; in a member that is read, such a number is not a
+// string.
 TEST(JsonlFile, NumbersThatJsonDoesNotHaveAreNobodysConcern) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl",
@@ -750,8 +752,8 @@ TEST(JsonlFile, LinesHaveABoundedLength) {
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
 }
 
-// A line is read by simdjson, or, where that has nothing to say, such as of a NaN, by nlohmann's parser: both give the
-// same tokens and refuse the same lines, also of mutated ones.
+// simdjson reads a line or, if it cannot, as with a NaN, nlohmann's parser: both give the same tokens and refuse the
+// same lines, also of mutated ones.
 TEST(TokenFiles, BothParsersReadALineAlike) {
   const TempDirectory dir;
   std::vector<std::string> lines = {

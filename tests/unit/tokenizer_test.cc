@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokenizers by themselves: what they refuse and how, bytes that are no UTF-8, very long words, where texts may be cut,
-// and what is found in a folder. Equality with the reference is in tokenizer_reference_test.cc.
+// Tokenizers by themselves: their refusals, bytes that are no UTF-8, very long words, the places where texts may be
+// cut, and the choice of a file in a folder. Equality with the reference is in tokenizer_reference_test.cc.
 #include "data/tokenizer.h"
 
 #include <gtest/gtest.h>
@@ -67,7 +67,7 @@ TEST(Tokenizer, SpecialTokensAreFoundByTheirNames) {
 TEST(Tokenizer, TheConfigurationBesideItNamesSpecialTokens) {
   const TempDirectory dir;
   write_file(dir / "tokenizer.json", golden("llama3").dump());
-  EXPECT_FALSE(open_tokenizer(dir.path())->adds_bos());  // nobody says that the first token of the template is Bos
+  EXPECT_FALSE(open_tokenizer(dir.path())->adds_bos());  // no file states that the first token of the template is Bos
   write_file(dir / "tokenizer_config.json",
              R"({"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>", "lstrip": false}, "x": 1})");
   const auto llama = open_tokenizer(dir.path());
@@ -124,7 +124,7 @@ TEST(Tokenizer, FilesWithoutTokenizerJsonFollowTheirClass) {
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "merges.txt:2");
 }
 
-// What a change of one value makes of a good file: pointer, new value, code, words.
+// The error after one value of a good file is changed: pointer, new value, code, words.
 struct Refusal {
   const char *file, *pointer, *value;
   Errc code;
@@ -209,7 +209,7 @@ TEST(Tokenizer, DeepNestingIsRefused) {
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
 }
 
-// The reference numbers them itself, whatever the file says.
+// The reference numbers them itself, whatever ids the file gives.
 TEST(Tokenizer, AddedTokensFollowTheVocabularyInTheOrderOfTheList) {
   const Json file = golden("gpt2");
   const i64 end = static_cast<i64>(file["model"]["vocab"].size());
@@ -306,7 +306,7 @@ TEST(Tokenizer, CutsChangeNoIds) {
     EXPECT_GT(num_cuts, 30u) << name;
     EXPECT_EQ(parts, encode(*tokenizer, text)) << name;
   }
-  // Where nothing is known, there are none.
+  // Tokenizers about which nothing is known have no cuts.
   for (const char* name : {"llama2", "llama2-sp", "mixed"})
     EXPECT_EQ(open_tokenizer(test_data(std::string("tokenizers/") + name))->cut_after(text, 0), text.size()) << name;
 }

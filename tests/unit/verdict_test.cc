@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which exit status a job that has ended gets, and whose fault it was.
+// The exit status of a job that has ended, and the rank that is to blame.
 #include "launch/verdict.h"
 
 #include <gmock/gmock.h>

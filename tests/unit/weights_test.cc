@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Initial weights: which names, types and directories are taken, and what is said about the others.
+// Initial weights: valid names, types and directories, and the errors for others.
 
 #include "run/weights.h"
 
@@ -111,7 +111,7 @@ TEST_P(Weights, WithAndWithoutTheFirstPartOfTheirNames) {
 }
 
 TEST_P(Weights, Fp64IsRoundedOnce) {
-  // Just above the middle of two fp32 numbers, by less than fp32 or bf16 can tell.
+  // Just above the middle of two fp32 numbers, by less than fp32 or bf16 can represent.
   const std::vector<double> exact(static_cast<size_t>(engine.row_of(0).numel()), 1 + 0x1p-24 + 0x1p-50);
   Tensors file = tensors;
   file[names[0]].type = "F64";
@@ -171,7 +171,7 @@ TEST_P(Weights, BehindNoWrapperTwoOfTheFilesNamesStandInTheMessage) {
   EXPECT_ERROR(load(file), Errc::Mismatch, "\n  names of the file: ");
   const std::string second = file.begin()->first;
   EXPECT_ERROR(load(file), Errc::Mismatch, second);
-  // Which of two would it be?
+  // Two tensors for one parameter: neither can be preferred.
   file = tensors;
   file["_orig_mod." + names[0]] = tensors[names[0]];
   EXPECT_ERROR(load(file), Errc::Mismatch, "_orig_mod." + names[0] + " is not a parameter of the model");
@@ -240,7 +240,7 @@ TEST_P(Weights, TiedNamesMustHaveTheValuesOfTheirParameter) {
 INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama, Family::Bert),
                          [](const auto& test) { return std::string(family_name(test.param)); });
 
-// What Google's files and those of other tasks have beside, or instead.
+// Names that Google's files and those of other tasks use in addition, or instead.
 class BertWeights : public Weights {};
 
 TEST_P(BertWeights, GammaAndBetaAreLayerNormsOldNames) {
@@ -323,7 +323,7 @@ TEST(PublishedWeights, StandBesideConfigJson) {
     std::filesystem::remove(dir / name);
   }
   for (const char* folder : {"runs", "pytorch_model_fsdp_0"}) std::filesystem::create_directory(dir / folder);
-  write_file(dir / "runs/model.pt", "x");  // of no model that stands here
+  write_file(dir / "runs/model.pt", "x");  // of no model in this directory
   EXPECT_EQ(published_weights(dir.path()), "");
   for (const char* name :
        {"__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp", "onnx/model.onnx", "model.onnx",

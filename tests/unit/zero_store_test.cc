@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stores of parameters and gradients by themselves: what they publish, gather and sum, in how many calls, what
-// their memory holds beside it, and how large it is.
+// The stores of parameters and gradients by themselves: the values that they publish, gather and sum, the number of
+// calls, and the contents and size of their memory.
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The zip container: what torch.save writes is read; every archive that two readers could understand in different ways
+// The zip container: archives of torch.save are read; every archive that two readers could understand in different ways
 // is refused.
 
 #include "formats/zip.h"
@@ -41,7 +41,7 @@ TEST(Zip, EntriesAreRangesOfTheFile) {
 }
 
 TEST(Zip, ReadsTheWayTorchSaveWrites) {
-  // Sizes behind the data, data aligned by an extra field, Zip64 end records.
+  // Sizes after the data, data aligned by an extra field, Zip64 end records.
   const std::string bytes = make_zip(
       {{.name = "x/data.pkl", .data = "hello", .flags = 0x800, .extra = field(0x4246, "ZZZZZ"), .descriptor = true},
        {.name = "x/data/0", .data = "abcd", .flags = 0x800, .descriptor = true}},

@@ -166,7 +166,7 @@ class Bpe : public Model {
     }
   }
 
-  // Where no merge makes a token in which U+2581 stands behind another character, nothing is ever joined across such a
+  // If no merge makes a token in which U+2581 comes after another character, nothing is ever joined across such a
   // place, and a text that comes as one word may be cut there.
   void find_cuts() {
     const auto tokens = std::move(merged_);

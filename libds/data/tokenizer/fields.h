@@ -15,7 +15,7 @@ namespace ds::tokenizer {
 
 using Json = nlohmann::json;  // sorted members: a vocabulary of 10^5 is looked up in time
 
-// Where a value stands, for messages: "FILE: model.merges".
+// The place of a value, for messages: "FILE: model.merges".
 struct Place {
   std::string file, path;
   Place operator/(std::string_view key) const;

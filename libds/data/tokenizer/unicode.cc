@@ -32,7 +32,7 @@ int scan_char(std::string_view text, size_t at) noexcept {
   return length;
 }
 
-// Where the run of ASCII that starts at `at` ends.
+// The end of the run of ASCII that starts at `at`.
 size_t end_of_ascii(std::string_view text, size_t at) noexcept {
   for (u64 word; at + 8 <= text.size(); at += 8) {
     std::memcpy(&word, text.data() + at, 8);

@@ -36,7 +36,7 @@ class WordPiece : public Model {
       piece = at > 0 ? prefix_ : "";
       const size_t affix = piece.size();
       piece += word.substr(at, longest_);
-      // Where the bound cut a character, its rest goes too.
+      // If the bound cut a character, its rest goes too.
       for (size_t end = at + piece.size() - affix; end < word.size() && !is_lead(word[end]); --end) piece.pop_back();
       std::optional<i32> id;
       while (piece.size() > affix && !(id = vocabulary_.id(piece))) piece.resize(previous_char(piece, piece.size()));

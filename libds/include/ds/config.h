@@ -161,8 +161,8 @@ struct Bf16Config {
   bool stochastic_rounding = false;            // for updated parameters that have no master
 };
 
-// Where data is kept between its uses: on the device (None), in host memory, in a file on a disk, or at a server of
-// states (ds-offload serve), which also runs the updates.
+// The place of data between its uses: the device (None), host memory, a file on a disk, or a server of states
+// (ds-offload serve), which also runs the updates.
 enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
 struct OffloadOptimizerConfig {  // master weights and optimizer states
   OffloadDevice device = OffloadDevice::None;
@@ -394,7 +394,7 @@ struct SaveConfig {
   SaveFailure on_error = SaveFailure::Stop;  // whether the run stops when a save fails before the run's end
 };
 
-// Where one of DeepSpeed's monitors writes: output_path/job_name.
+// One of DeepSpeed's monitors, which writes to output_path/job_name.
 struct MonitorConfig {
   bool enabled = false;
   std::string output_path{};  // empty: a directory in the run directory, named after the monitor

@@ -27,7 +27,8 @@
 
 namespace ds {
 
-// Where an op runs: the CPU backends use `pool`, CUDA uses `native` (a cudaStream_t). Ops of one stream run in order.
+// The queue in which an op runs: the CPU backends use `pool`, CUDA uses `native` (a cudaStream_t). Ops of one stream
+// run in order.
 struct Stream {
   ThreadPool* pool = nullptr;
   void* native = nullptr;
