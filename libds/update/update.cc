@@ -245,6 +245,7 @@ void Update::make_momentum_whole() {
   std::vector<AllGatherSegment> segments;
   i64 at = 0;
   for (const zero::Segment& s : dp.layout.segments()) {
+    if (!s.trained) continue;
     segments.push_back({all.as<float>() + at, s.slice * 4});
     at += s.slice * dp.layout.num_ranks();
   }
