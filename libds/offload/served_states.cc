@@ -58,13 +58,15 @@ ServedSet ServedStates::describe() const {
     ServedPart& p = set.parts.emplace_back();
     p.param = part.piece.param, p.begin = part.piece.begin, p.count = part.piece.count, p.chunk = part.chunk;
     const bool trained = parts_.layout.is_trained(p.param);
-    if (trained) p.work = work_of(part.piece) - window();
-    if (trained && options_.gradients != nullptr) {
+    p.work = trained ? work_of(part.piece) - window() : -1;
+    if (!trained) {
+      p.gradient = -1;
+    } else if (options_.gradients != nullptr) {
       const void* const there = options_.apart ? parts_.gradients.on_host(part.piece)
                                                : parts_.gradients.lease(part.piece, zero::LeaseTo::Read).data();
       DS_ASSERT(options_.gradients->contains(there));
       p.gradient = static_cast<const char*>(there) - options_.gradients->data();
-    } else if (trained) {
+    } else {
       p.gradient = reinterpret_cast<char*>(gradient_of(part.piece)) - window();
     }
     p.offsets = part.offsets;

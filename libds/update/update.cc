@@ -249,7 +249,7 @@ void Update::make_momentum_whole() {
     segments.push_back({all.as<float>() + at, s.slice * 4});
     at += s.slice * dp.layout.num_ranks();
   }
-  axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
+  if (!segments.empty()) axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 void Update::states_were_set() {

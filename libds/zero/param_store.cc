@@ -59,8 +59,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
                                             : TensorView::of(nullptr, options.work, {row.numel()}));
     }
   }
-  for (const MatrixTile& t : layout.tiles())
-    views_.push_back({TensorView::of(nullptr, options.work, {t.rows, t.cols})});
+  views_.resize(layout.units().size());
+  for (const MatrixTile& t : layout.tiles()) views_[t.unit] = {TensorView::of(nullptr, options.work, {t.rows, t.cols})};
   for (const Segment& s : layout.segments()) {
     if (whole(s)) point_rows(s, whole_segment(s));
   }
