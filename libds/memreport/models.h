@@ -18,7 +18,8 @@
 
 namespace ds::memreport {
 
-// All configurations that it is asked about have one model, sequence length and set of frozen parameters. Several threads may call it.
+// All configurations that it is asked about have one model, sequence length and set of frozen parameters. Several
+// threads may call it.
 class Models {
  public:
   const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {

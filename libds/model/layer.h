@@ -350,7 +350,8 @@ struct Model {
   // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
   // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of
-  // its blocks. Matrices that are not trained, and layers without a backward pass, count with the products that they have.
+  // its blocks. Matrices that are not trained, and layers without a backward pass, count with the products that they
+  // have.
   double flops_per_token(i64 T) const noexcept;
 };
 

@@ -55,9 +55,7 @@ class ServedStates final : public zero::StateStore {
     return reinterpret_cast<float*>(window() + gradients_at_) + piece.shard_offset;
   }
   // Whether the parameter is its own master in leases, whose master the server has nevertheless.
-  bool owns_master(i64 param) const noexcept {
-    return parts_.work == DType::F32 || !parts_.layout.is_trained(param);
-  }
+  bool owns_master(i64 param) const noexcept { return parts_.work == DType::F32 || !parts_.layout.is_trained(param); }
   zero::PieceState leased_state(i64 param) const noexcept;
   StateSet stored(i64 param, bool but_master) const noexcept;
   // Calls visit(place, bytes) for each of these states in the lease of a piece, and for the scales of its blocks.

@@ -22,7 +22,7 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers in the group so far
   for (i64 l = begin; l < end; ++l) {
-    chunk.keep.push_back(l < model.backward_end()       ? Keep::Nothing
+    chunk.keep.push_back(l < model.backward_end()      ? Keep::Nothing
                          : model.layers[l]->is_block() ? checkpointing.keep
                                                        : Keep::All);
     const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;

@@ -93,8 +93,8 @@ struct StashSizes {
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk);
 
 // Slots for the activations of a stage: of[chunk][micro-batch] is an index into slots shared by all chunks, as few as
-// are used at once. Forward takes a slot; Backward or BackwardWeight returns it. Without them the last use of the output
-// does: its message, or the last pass of the next chunk.
+// are used at once. Forward takes a slot; Backward or BackwardWeight returns it. Without them the last use of the
+// output does: its message, or the last pass of the next chunk.
 struct KeptSlots {
   i64 count = 1;
   std::vector<std::vector<i64>> of;

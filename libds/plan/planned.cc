@@ -20,6 +20,7 @@ Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKi
     : Planned(config, model_of(config, mesh, coord_of(mesh, rank)), mesh, rank, device) {}
 
 Planned::Planned(const Config& config, model::Model&& given, const MeshShape& mesh, int rank, DeviceKind device)
-    : model(with_frozen_groups(std::move(given), config)), plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
+    : model(with_frozen_groups(std::move(given), config)),
+      plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
 
 }  // namespace ds::plan

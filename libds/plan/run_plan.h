@@ -136,8 +136,8 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
-// `model`: of model::shard_of(), after optim::freeze_groups(); it must outlive the plan. `device`: where it runs, not Auto. `cuts`: of
-// pipeline::cuts_of(), where they are known already; else empty.
+// `model`: of model::shard_of(), after optim::freeze_groups(); it must outlive the plan. `device`: where it runs, not
+// Auto. `cuts`: of pipeline::cuts_of(), where they are known already; else empty.
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 

@@ -72,8 +72,9 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
     const bool head = l + 1 == std::ssize(model.layers);
     // Layers without a backward pass leave nothing behind but the last one's output.
     const bool backward = train && chunk.keep_of(l) != model::Keep::Nothing;
-    planner.begin_layer(train ? chunk.keep_of(l) : model::Keep::Input,
-                        backward && l > model.backward_end() && (plan.stage.split_backward || chunk.continues_group(l)));
+    planner.begin_layer(
+        train ? chunk.keep_of(l) : model::Keep::Input,
+        backward && l > model.backward_end() && (plan.stage.split_backward || chunk.continues_group(l)));
     if (!acts.empty() && acts.back().stash.rank > 0) acts.back().restored = planner.working(plan.work, {rows, C});
     model::LayerActs& a = acts.emplace_back(model.layers[at]->plan(planner, plan.work, shape.B, shape.T, mode));
     if (!head && train) {

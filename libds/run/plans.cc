@@ -21,8 +21,7 @@ namespace {
 chart::PlanChart chart_of(const Config& config, int world_size) {
   Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
   const model::Model& model = plans.of(0)->model;
-  const pipeline::ScheduleOptions schedule =
-      pipeline::schedule_of(config, model, pipeline::cuts_of(config, model));
+  const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config, model, pipeline::cuts_of(config, model));
   const pipeline::Costs costs;
   chart::PlanChart chart{.schedule = schedule,
                          .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),

@@ -72,8 +72,10 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     for (size_t r = 0; r < units[u].size(); ++r)
       layout.rows_[static_cast<size_t>(param) + r].param = param + narrow<i64>(r);
     const auto add_segment = [&](Kept want, bool of_trained) {
-      Segment s{
-          .unit = narrow<i64>(u), .persistent = want == Kept::Persistent, .trained = of_trained, .offset = place.padded};
+      Segment s{.unit = narrow<i64>(u),
+                .persistent = want == Kept::Persistent,
+                .trained = of_trained,
+                .offset = place.padded};
       bool any = false;
       for (size_t r = 0; r < units[u].size(); ++r) {
         if (kept[r] != want || units[u][r].trained != of_trained) continue;

@@ -110,11 +110,11 @@ class ParamStore final : public PieceMemory {
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
-  // Per segment: what its gather waits for (one message brings all segments of a unit that it can), and its place in the
-  // pool while it is gathered from all ranks; else -1.
+  // Per segment: what its gather waits for (one message brings all segments of a unit that it can), and its place in
+  // the pool while it is gathered from all ranks; else -1.
   std::vector<Ticket> arriving_;
   std::vector<i64> arriving_at_;
-  std::vector<std::optional<SecondaryShard>> second_;  // per segment; none: empty
+  std::vector<std::optional<SecondaryShard>> second_;   // per segment; none: empty
   std::vector<AllGatherSegment> gathered_, published_;  // scratch of gather() and publish()
   std::vector<Ticket> tickets_;
   const GatherPlan* plan_ = nullptr;

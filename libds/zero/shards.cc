@@ -25,7 +25,8 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, c
                           .device = device,
                           .ledger = ledger,
                           .held = plan.layout.held_pieces(plan.rank)};
-  const auto fixed = std::ranges::stable_partition(parts.held, [&](const Piece& p) { return plan.layout.is_trained(p); });
+  const auto fixed =
+      std::ranges::stable_partition(parts.held, [&](const Piece& p) { return plan.layout.is_trained(p); });
   parts.fixed.assign(fixed.begin(), fixed.end());
   parts.held.erase(fixed.begin(), fixed.end());
   states_ = tiers.states ? tiers.states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where the states of a rank's pieces of trained parameters lie in memory: one array for each state. A state that each of
-// them has in fp32 has the order of the layout's shard arrays. In other arrays piece follows piece, each at a multiple of 32 bytes, and
-// after it the scales of its codes, aligned likewise. A state that every rank holds whole (the momentum of 1-bit Adam)
-// has the order of all slices of all segments. A pure function of the layout, the rank and the states of each
-// parameter.
+// Where the states of a rank's pieces of trained parameters lie in memory: one array for each state. A state that each
+// of them has in fp32 has the order of the layout's shard arrays. In other arrays piece follows piece, each at a
+// multiple of 32 bytes, and after it the scales of its codes, aligned likewise. A state that every rank holds whole
+// (the momentum of 1-bit Adam) has the order of all slices of all segments. A pure function of the layout, the rank and
+// the states of each parameter.
 
 #include <algorithm>
 #include <span>
@@ -19,8 +19,9 @@ namespace ds::zero {
 class StateLayout {
  public:
   StateLayout() = default;
-  // has[p]: the states of parameter p, including Master, and none if it is not trained; dtypes[p]: the dtypes in which they are stored. The layout
-  // cuts no block of codes. whole: fp32 states that every rank holds of all parameters, whichever rank owns them.
+  // has[p]: the states of parameter p, including Master, and none if it is not trained; dtypes[p]: the dtypes in which
+  // they are stored. The layout cuts no block of codes. whole: fp32 states that every rank holds of all parameters,
+  // whichever rank owns them.
   StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
               StateSet whole = {});
 
