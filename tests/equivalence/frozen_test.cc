@@ -141,6 +141,17 @@ TEST(Frozen, TakesTheStepsOfARateOfZeroWithCheckpointedActivations) {
                              {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer}});
 }
 
+TEST(Frozen, TakesTheStepsOfARateOfZeroWithInputsInFiles) {
+  const TempDirectory dir;
+  expect_steps_of_rate_zero({{.checkpoints = Granularity::Layer},
+                             {.pp = 2, .checkpoints = Granularity::Layer, .interval = 2},
+                             {.tp = 2, .checkpoints = Granularity::Layer, .partition = true}},
+                            [&](Config& c) {
+                              c.activation_checkpointing.nvme_path = dir.path();
+                              c.activation_checkpointing.buffer_count = 1;
+                            });
+}
+
 TEST(Frozen, TakesTheStepsOfARateOfZeroWithDropoutAndDroppedTokens) {
   expect_steps_of_rate_zero({{}, {.dp = 2, .pp = 2, .stage = 3}, {.pp = 2, .checkpoints = Granularity::Layer}},
                             [](Config& c) {
