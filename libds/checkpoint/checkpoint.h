@@ -37,8 +37,10 @@ struct ParamEntry {
   // the checkpoint.
   std::optional<StateSet> optimizer_states = {};
   std::string optimizer = {};  // the optimizer of these states, if it is not CheckpointMeta::optimizer
+  bool frozen = false;         // it has no master either, whether others have one or not
   bool may_have(State s) const noexcept {
-    return !is_optimizer_state(s) || !optimizer_states || (*optimizer_states)[s];
+    if (s == State::Param) return true;
+    return !frozen && (!is_optimizer_state(s) || !optimizer_states || (*optimizer_states)[s]);
   }
   bool operator==(const ParamEntry&) const = default;
 };

@@ -28,6 +28,8 @@ constexpr int kVersion = 1;
 constexpr int kVersionOfSlices = 2;
 // For states that only some parameters have, or that earlier versions do not know.
 constexpr int kVersionOfStates = 3;
+// For parameters without a master beside others that have one.
+constexpr int kVersionOfFrozen = 4;
 constexpr size_t kMaxSliceRanges = 1024;  // an attribute of HDF5 holds them
 constexpr int kMaxDepth = 64;
 constexpr std::string_view kFormat = "libds-checkpoint";
@@ -140,6 +142,7 @@ StateSet states_from(const Json& names) {
 void optimizer_to_json(const ParamEntry& p, Json& row) {
   if (p.optimizer_states) row["states"] = names_of(*p.optimizer_states);
   if (!p.optimizer.empty()) row["optimizer"] = p.optimizer;
+  if (p.frozen) row["frozen"] = true;
 }
 
 std::string optimizer_from(const Json& name) {
@@ -152,6 +155,7 @@ std::string optimizer_from(const Json& name) {
 void optimizer_from_json(const Json& row, ParamEntry& p) {
   if (row.contains("states")) p.optimizer_states = states_from(row.at("states"));
   if (row.contains("optimizer")) p.optimizer = optimizer_from(row.at("optimizer"));
+  if (row.contains("frozen")) p.frozen = row.at("frozen").get<bool>();
 }
 
 Json embed(const std::string& document, const char* what) {
@@ -281,6 +285,7 @@ std::vector<ParamEntry> params_from_json(const Json& rows) {
 }
 
 int version_of(const Manifest& m) noexcept {
+  if (std::ranges::any_of(m.params, &ParamEntry::frozen)) return kVersionOfFrozen;
   const auto any_piece = [&](auto&& is_new) {
     return std::ranges::any_of(m.files, [&](const FileRecord& f) { return std::ranges::any_of(f.pieces, is_new); });
   };
@@ -297,8 +302,8 @@ int version_of(const Manifest& m) noexcept {
 Manifest from_json(const Json& j) {
   DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
   const i64 version = whole_at(j, "version");
-  DS_CHECK(version >= kVersion && version <= kVersionOfStates, Errc::Unavailable,
-           "format version {}; this libds reads versions {} to {}", version, kVersion, kVersionOfStates);
+  DS_CHECK(version >= kVersion && version <= kVersionOfFrozen, Errc::Unavailable,
+           "format version {}; this libds reads versions {} to {}", version, kVersion, kVersionOfFrozen);
   DS_CHECK(whole_at(j, "checksum_block_bytes") == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
   Manifest m;
   m.id = j.at("id").get<std::string>();

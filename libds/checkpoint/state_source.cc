@@ -44,9 +44,10 @@ std::unique_ptr<StateSource> open_ours(const std::string& dir, const std::string
 
 void StateSource::read(State state, DType dtype, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
                        void* out) {
-  if (state == State::Param && dtype != stored_dtype(state, param) && has(State::Master)) {
+  const bool has_master = has(State::Master) && params()[param].may_have(State::Master);
+  if (state == State::Param && dtype != stored_dtype(state, param) && has_master) {
     state = State::Master;
-  } else if (state == State::Master && !has(State::Master)) {
+  } else if (state == State::Master && !has_master) {
     state = State::Param;
   }
   const DType stored = stored_dtype(state, param);

@@ -77,8 +77,11 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
 }
 
 model::Model Engine::make_model(const MeshCoord& coord, const model::PassLengths& lengths) const {
-  if (parts_.model) return parts_.model(config_, mesh_.shape(), coord);
-  return model::make_model(config_, model::shard_of(config_, mesh_.shape(), coord.tp, coord.sp), lengths);
+  model::Model model =
+      parts_.model ? parts_.model(config_, mesh_.shape(), coord)
+                   : model::make_model(config_, model::shard_of(config_, mesh_.shape(), coord.tp, coord.sp), lengths);
+  optim::freeze_groups(model, config_);
+  return model;
 }
 
 // Lays the stage out for passes of these lengths.
@@ -244,7 +247,7 @@ std::optional<double> Engine::evaluate(i64 batches,
 void Engine::finish_updates() {
   if (!plan_.trains() || !shards_.front()->states().is_delayed()) return;
   for (const auto& s : shards_) s->states().finish();
-  zero::publish(shards_);  // saved state, such as errors of codes, belongs to these parameters and stays
+  zero::publish_update(shards_);  // saved state, such as errors of codes, belongs to these parameters and stays
 }
 
 bool Engine::is_finite() {

@@ -21,7 +21,8 @@ ParamTable make_param_table(const Config& config, const model::Model& model, con
     }
     for (size_t p = 0; p < table.params.size(); ++p) {
       const ParamOptimizer& of = table.optimizers[p];
-      if (of.states != any) table.params[p].optimizer_states = of.states;
+      table.params[p].frozen = !of.trains;
+      if (of.trains && of.states != any) table.params[p].optimizer_states = of.states;
       if (of.trains && of.name != table.optimizer) table.params[p].optimizer = of.name;
     }
     table.optimizers.resize(table.params.size() + model.ties.size());

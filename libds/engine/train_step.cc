@@ -97,7 +97,7 @@ StepRecord Engine::train_step(const StepBatch& batch) {
   meter.end(&PhaseTimes::update_ms, "update");
   const bool met = update_->outer_step(report.step);
   if (met) meter.end(&PhaseTimes::update_ms, "meet");
-  zero::publish(shards_);
+  zero::publish_update(shards_);
   meter.end(&PhaseTimes::update_ms, "publish");
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits

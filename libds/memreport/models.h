@@ -12,19 +12,23 @@
 #include "ds/memreport.h"
 #include "memreport/step_time.h"
 #include "model/models.h"
+#include "optim/optimizer.h"
 #include "pipeline/partition.h"
 #include "plan/own_memory.h"
 
 namespace ds::memreport {
 
-// All configurations that it is asked about have one model and sequence length. Several threads may call it.
+// All configurations that it is asked about have one model, sequence length and set of frozen parameters. Several
+// threads may call it.
 class Models {
  public:
   const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
     const model::Shard s = model::shard_of(config, mesh, coord.tp, coord.sp);
     const std::lock_guard lock(mutex_);
     auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
-    if (!model) model = std::make_unique<model::Model>(model::make_model(config, s));
+    if (model) return *model;
+    model = std::make_unique<model::Model>(model::make_model(config, s));
+    optim::freeze_groups(*model, config);
     return *model;
   }
   // `cuts`: of these configuration and mesh.

@@ -249,8 +249,8 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   p.num_params = whole.num_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
-  p.bubble_fraction = pipeline::bubble_fraction(pipeline::schedule_of(config));
   const std::vector<i64> cuts = models.cuts(config, p.mesh);
+  p.bubble_fraction = pipeline::bubble_fraction(pipeline::schedule_of(config, whole, cuts));
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
     for (RankGroup& g : groups_of(config, world, p.mesh, stage, device, cuts, models)) p.groups.push_back(std::move(g));
   }

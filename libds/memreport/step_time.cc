@@ -325,9 +325,11 @@ class Stages {
     const MeshShape mesh = mesh_shape(config, world.ranks);
     // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
     // fills.
-    const std::vector<i64> cuts = models.cuts(config, mesh);
+    cuts_ = models.cuts(config, mesh);
+    const std::vector<i64>& cuts = cuts_;
+    const bool trains_all = std::ranges::all_of(model_.params(), [](const auto* row) { return row->trained; });
     for (int stage = 0; stage < mesh.pp; ++stage) {
-      std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
+      std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1, trains_all ? 0 : stage};
       for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
         const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
         layers.push_back(cuts[block + 1] - cuts[block]);
@@ -346,7 +348,8 @@ class Stages {
   }
 
   StepTime predicted(const Config& config) const {
-    return predict_step(model_, stages_, pipeline::make_schedules(pipeline::schedule_of(config)), machine_, links_);
+    return predict_step(model_, stages_, pipeline::make_schedules(pipeline::schedule_of(config, model_, cuts_)),
+                        machine_, links_);
   }
   LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
 
@@ -354,6 +357,7 @@ class Stages {
   const model::Model& model_;
   const Links* links_;
   Machine machine_;
+  std::vector<i64> cuts_;
   std::map<std::vector<i64>, std::pair<plan::RunPlan, plan::StepWork>> works_;
   std::vector<StageWork> stages_;
 };

@@ -101,10 +101,10 @@ class BertEmbedding final : public BertLayer {
 
   void backward_weight(const PassContext& ctx, RowViews g, TensorView, TensorView, const LayerActs& a) const override {
     const TensorView dsum = a.gradients[kDSum];
-    ctx.ops.embedding_bwd(g.own[kPositions], dsum, stream_part(ctx, ctx.row_positions), 0, false, ctx.stream);
-    ctx.ops.embedding_bwd(g.own[kTypes], dsum, stream_part(ctx, ctx.token_types), 0, false, ctx.stream);
-    ctx.ops.cast(g.own[kNormW], a.gradients[kDNormW], ctx.stream);
-    ctx.ops.cast(g.own[kNormB], a.gradients[kDNormB], ctx.stream);
+    look_up_backward(ctx, g.own[kPositions], dsum, stream_part(ctx, ctx.row_positions));
+    look_up_backward(ctx, g.own[kTypes], dsum, stream_part(ctx, ctx.token_types));
+    round_gradient(ctx, g.own[kNormW], a.gradients[kDNormW]);
+    round_gradient(ctx, g.own[kNormB], a.gradients[kDNormB]);
     embedding_backward(ctx, g.shared, dsum, V_, padding_);
   }
 
@@ -239,7 +239,7 @@ class BertBlock final : public BertLayer {
     weight(kValueW, g[kDV], all);
     for (const auto& [row, grad] :
          {std::pair{kNorm1W, kDNorm1W}, {kNorm1B, kDNorm1B}, {kNorm2W, kDNorm2W}, {kNorm2B, kDNorm2B}})
-      ctx.ops.cast(out.own[row], g[grad], ctx.stream);
+      round_gradient(ctx, out.own[row], g[grad]);
   }
 
  private:
@@ -388,10 +388,10 @@ class BertHead final : public BertLayer {
                        const LayerActs& a) const override {
     const auto& g = a.gradients;
     linear_backward_weight(ctx, out.own[kDenseW], out.own[kDenseB], g[kDDense], x, Orientation::OutIn);
-    ctx.ops.cast(out.own[kBias], g[kDBias], ctx.stream);
-    ctx.ops.cast(out.own[kNormW], g[kDNormW], ctx.stream);
-    ctx.ops.cast(out.own[kNormB], g[kDNormB], ctx.stream);
-    ctx.ops.cast(out.shared, ctx.head_weight_grad, ctx.stream);
+    round_gradient(ctx, out.own[kBias], g[kDBias]);
+    round_gradient(ctx, out.own[kNormW], g[kDNormW]);
+    round_gradient(ctx, out.own[kNormB], g[kDNormB]);
+    round_gradient(ctx, out.shared, ctx.head_weight_grad);
   }
 
   void logits(const PassContext& ctx, RowViews p, const LayerActs& a, TensorView out) const override {

@@ -21,13 +21,26 @@ i64 Model::vocab_share() const noexcept {
   return vocab_begin(vocab, shard, shard.tp_rank + 1) - vocab_begin(vocab, shard, shard.tp_rank);
 }
 
+bool Model::trains(i64 layer) const noexcept {
+  const auto trained = [](const ParamRow& row) { return row.trained; };
+  return std::ranges::any_of(layers[static_cast<size_t>(layer)]->rows(), trained) ||
+         (uses_shared(layer) && std::ranges::any_of(shared, trained));
+}
+
+i64 Model::backward_end() const noexcept {
+  i64 layer = 0;
+  while (layer + 1 < std::ssize(layers) && !trains(layer)) ++layer;
+  return layer;
+}
+
+bool Model::trains_projection() const noexcept {
+  const auto trained = [](const ParamRow& row) { return row.trained && row.shape.size() > 1; };
+  return tied() ? std::ranges::any_of(shared, trained) : std::ranges::any_of(layers.back()->rows(), trained);
+}
+
 namespace {
 
-i64 matrix_elems(const Layer& layer) noexcept {
-  i64 n = 0;
-  for (const ParamRow& r : layer.rows()) n += r.shape.size() > 1 ? r.whole_numel() : 0;
-  return n;
-}
+i64 matrix_elems(const ParamRow& r) noexcept { return r.shape.size() > 1 ? r.whole_numel() : 0; }
 
 // Columns [first, first + n) of a matrix, if there is one.
 TensorView columns(TensorView v, i64 first, i64 n) {
@@ -140,9 +153,9 @@ class Head final : public Layer {
 
   void backward_weight(const PassContext& ctx, RowViews grads, TensorView, TensorView,
                        const LayerActs& acts) const override {
-    ctx.ops.cast(grads.own[0], acts.gradients[0], ctx.stream);
-    if (norm_ == NormKind::LayerNorm) ctx.ops.cast(grads.own[1], acts.gradients[1], ctx.stream);
-    ctx.ops.cast(projection(grads), ctx.head_weight_grad, ctx.stream);
+    round_gradient(ctx, grads.own[0], acts.gradients[0]);
+    if (norm_ == NormKind::LayerNorm) round_gradient(ctx, grads.own[1], acts.gradients[1]);
+    round_gradient(ctx, projection(grads), ctx.head_weight_grad);
   }
 
   void logits(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView out) const override {
@@ -164,7 +177,9 @@ class Head final : public Layer {
 
 i64 Model::num_matmul_params() const noexcept {
   i64 n = tied() ? vocab * hidden : 0;
-  for (size_t l = 1; l < layers.size(); ++l) n += matrix_elems(*layers[l]);
+  for (size_t l = 1; l < layers.size(); ++l) {
+    for (const ParamRow& row : layers[l]->rows()) n += matrix_elems(row);
+  }
   return n;
 }
 
@@ -174,11 +189,20 @@ double Model::flops_per_token(i64 T) const noexcept {
     const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
     met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
   }
-  double multiplied = static_cast<double>(tied() ? vocab * hidden : 0), attended = 0;
-  for (size_t l = 1; l < layers.size(); ++l) {
-    const double tokens = static_cast<double>(layers[l]->tokens(T)), share = tokens / static_cast<double>(T);
-    multiplied += share * static_cast<double>(matrix_elems(*layers[l]));
-    if (l + 1 < layers.size()) attended += share * tokens;
+  // Of the three products with a matrix: one forward, one for the gradient of its input, one for its own.
+  const auto products = [](bool backward, bool trained) { return (1 + backward + trained) / 3.0; };
+  const i64 end = backward_end();
+  double multiplied = 0, attended = 0;
+  if (tied()) multiplied += products(true, trains_projection()) * static_cast<double>(vocab * hidden);
+  for (i64 l = 1; l < std::ssize(layers); ++l) {
+    const Layer& layer = *layers[static_cast<size_t>(l)];
+    const bool backward = l >= end;
+    const double tokens = static_cast<double>(layer.tokens(T)), share = tokens / static_cast<double>(T);
+    double of_layer = 0;
+    for (const ParamRow& row : layer.rows())
+      of_layer += products(backward, row.trained) * static_cast<double>(matrix_elems(row));
+    multiplied += share * of_layer;
+    if (l + 1 < std::ssize(layers)) attended += (backward ? 1.0 : 1 / 3.0) * share * tokens;
   }
   return 6.0 * multiplied + 12.0 * attended * met * static_cast<double>(num_heads * head_dim);
 }
@@ -224,7 +248,7 @@ void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, Te
                             Orientation orientation) {
   const auto [a, b] = orientation == Orientation::OutIn ? std::pair(dy, x) : std::pair(x, dy);
   const auto product = [&](TensorView out, TensorView of_rows) {
-    ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
+    if (out) ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
   };
   if (dw.is_whole()) {
     product(dw.whole, a);
@@ -336,7 +360,16 @@ void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i
   sum_partials(ctx, y);
 }
 
+void round_gradient(const PassContext& ctx, TensorView row, TensorView gradient) {
+  if (row) ctx.ops.cast(row, gradient, ctx.stream);
+}
+
+void look_up_backward(const PassContext& ctx, TensorView dtable, TensorView dy, TensorView indices) {
+  if (dtable) ctx.ops.embedding_bwd(dtable, dy, indices, 0, false, ctx.stream);
+}
+
 void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding) {
+  if (!dtable) return;
   const Shard& shard = ctx.groups.shard;
   const i64 first = vocab_begin(vocab, shard, shard.tp_rank), row = padding - first;
   ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, false, ctx.stream);
@@ -374,8 +407,9 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
     ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
     if (!o.dh) continue;
     ctx.ops.matmul(g.partial.rows(begin, rows), dz, o.weight, {}, {}, {}, {}, ctx.stream);
-    ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
-                   ctx.stream);
+    if (o.dweight)
+      ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
+                     ctx.stream);
     if (o.dbias) ctx.ops.column_sum(o.dbias, dz, begin > 0, ctx.stream);
   }
   if (o.dh) sum_partials(ctx, o.dh);

@@ -26,7 +26,8 @@ void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix w
 // dx [R,in] = dy W + dx_residual, which may be dx, so that the gradients of several branches add up.
 void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
                            TensorView dx_residual = {});
-// dw = the weight's gradient in the weight's orientation; db = column sums of dy (not computed if empty).
+// dw = the weight's gradient in the weight's orientation; db = column sums of dy. Neither is computed if it is not
+// wanted.
 void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
                             Orientation orientation);
 
@@ -151,6 +152,11 @@ struct BlockDropout {
   }
 };
 
+// row = a gradient, rounded; nothing if that is not wanted.
+void round_gradient(const PassContext& ctx, TensorView row, TensorView gradient);
+// dtable = the gradient of a table of which each row of dy is a look-up; nothing if that is not wanted.
+void look_up_backward(const PassContext& ctx, TensorView dtable, TensorView dy, TensorView indices);
+
 // Looks up ctx.ids in a table of `vocab` rows, which may be cut; y is a stream. The row of `padding` gets no gradient,
 // as in nn.Embedding(padding_idx); -1: every row gets one.
 void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab);
@@ -161,7 +167,7 @@ void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy
 // this rank's rows.
 struct ProjectionLoss {
   TensorView weight{}, bias{};
-  TensorView dh{}, dweight{}, dbias{};  // like h; [V,C] and [V] fp32
+  TensorView dh{}, dweight{}, dbias{};  // like h; [V,C] and [V] fp32, or none that is not wanted
   i64 vocab = 0;                        // over all ranks
 };
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o);

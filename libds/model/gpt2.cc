@@ -56,7 +56,7 @@ class Gpt2Embedding final : public Layer {
   void backward_weight(const PassContext& ctx, RowViews grads, TensorView, TensorView dy,
                        const LayerActs& acts) const override {
     if (dropout_ > 0) dy = acts.gradients[0];
-    ctx.ops.embedding_bwd(grads.own.back(), dy, stream_part(ctx, ctx.row_positions), 0, false, ctx.stream);
+    look_up_backward(ctx, grads.own.back(), dy, stream_part(ctx, ctx.row_positions));
     embedding_backward(ctx, tied_ ? grads.shared : grads.own[0], dy, V_);
   }
 
@@ -196,7 +196,7 @@ class Gpt2Block final : public Layer {
     weight(kProjW, all_rows(ctx, drops ? branch(a, kDProj) : g[kDMiddle]), s[kAttn]);
     weight(kAttnW, g[kDQkv], all_rows(ctx, s[kNorm1]));
     for (const auto& [row, grad] : {std::pair{kLn1W, kDLn1W}, {kLn1B, kDLn1B}, {kLn2W, kDLn2W}, {kLn2B, kDLn2B}})
-      ctx.ops.cast(out.own[row], g[grad], ctx.stream);
+      round_gradient(ctx, out.own[row], g[grad]);
   }
 
  private:

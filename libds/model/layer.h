@@ -32,6 +32,8 @@ struct ParamRow {
   Init init = Init::Normal;
   float std = 0.02f;   // of Init::Normal
   bool decay = false;  // weight decay applies: matrices and embeddings, not biases and norms
+  // Else its values never change: it has weights, but neither gradient, master nor optimizer states.
+  bool trained = true;
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
@@ -64,6 +66,7 @@ enum class Keep : u8 {
   All,
   AllButAttention,  // the attention branch is recomputed (Korthikanti et al. 2022: selective)
   Input,            // everything is recomputed from the layer's input
+  Nothing,          // no backward pass follows
 };
 
 // Allocates activation memory. The same calls run repeatedly: first to count (the views have no memory), then with the
@@ -95,14 +98,16 @@ class ActivationPlanner {
 
   // Written by the forward pass, read by the backward pass.
   TensorView saved(DType dtype, std::initializer_list<i64> shape) {
-    return keep_ == Keep::Input ? working(dtype, shape) : kept(dtype, shape);
+    return keep_ == Keep::Input || keep_ == Keep::Nothing ? working(dtype, shape) : kept(dtype, shape);
   }
   // The same for the attention branch, from the layer's input to the sum that it adds to the residual stream.
   TensorView attention(DType dtype, std::initializer_list<i64> shape) {
     return keep_ == Keep::All ? kept(dtype, shape) : working(dtype, shape);
   }
-  // Written by the input gradient pass, read by the weight gradient pass.
-  TensorView gradient(DType dtype, std::initializer_list<i64> shape) { return working(dtype, shape); }
+  // Written by the input gradient pass, read by the weight gradient pass. Without a backward pass it has no memory.
+  TensorView gradient(DType dtype, std::initializer_list<i64> shape) {
+    return keep_ == Keep::Nothing ? TensorView::of(nullptr, dtype, shape) : working(dtype, shape);
+  }
   TensorView temporary(DType dtype, std::initializer_list<i64> shape) {
     const TensorView v = take(memory_.temporary, temporary_used_, dtype, shape);
     temporary_peak_ = std::max(temporary_peak_, temporary_used_);
@@ -157,7 +162,7 @@ struct LayerActs {
   // or, without memory, away from the device at `stash_at`; and [padded R,C] to restore it.
   TensorView stash{}, restored{};
   i64 stash_at = 0;
-  TensorView input_grad;  // [R,C], placed likewise; none for the model's first layer
+  TensorView input_grad;  // [R,C], placed likewise; none for the model's first layer, and without a backward pass
   // Values that the host draws before the micro-batch's forward pass, int32 (Layer::draw); or none.
   TensorView drawn{};
   std::vector<LayerActs> inner;  // at most one, for a layer around another
@@ -198,7 +203,8 @@ struct PassContext {
   TensorView logits{};  // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
                         // workspace [chunk,V] fp32
   TensorView tile_sum{};          // [R, most columns] fp32: for products over tiles, if any
-  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch
+  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch; none
+                                  // if the projection is not trained
   float loss_grad = 1;            // d(scaled total)/d(token loss)
   float label_smoothing = 0, z_loss = 0;  // see CrossEntropyParams; Train
   RngKey dropout_key{};                   // each use sets its own site
@@ -231,7 +237,7 @@ struct Matrix {
 };
 
 // Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, if this layer
-// uses it. `tiles` provides the rows without data in `own`.
+// uses it. `tiles` provides the rows without data in `own`. A gradient that has neither data nor tiles is not wanted.
 struct RowViews {
   std::span<const TensorView> own;
   TensorView shared{};
@@ -256,6 +262,8 @@ class Layer {
 
   const std::string& name() const noexcept { return name_; }
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }
+  // From then on the row is not trained.
+  virtual void freeze(size_t row) { rows_[row].trained = false; }
   // Name of the kind of layer, such as "Gpt2Block", for partitions by type.
   virtual std::string_view type() const noexcept = 0;
   // True for the equal layers in the middle, which can be recomputed.
@@ -278,7 +286,8 @@ class Layer {
   // acts.input_grad = the gradient of x, given that of the output, dy (no aliasing). The head computes the losses here.
   virtual void backward_input(const PassContext&, RowViews params, TensorView x, TensorView dy,
                               const LayerActs& acts) const = 0;
-  // Overwrites every gradient row, rounded once to the row's dtype. Call after backward_input, with the same views.
+  // Overwrites every gradient row that is wanted, rounded once to the row's dtype. Call after backward_input, with the
+  // same views.
   virtual void backward_weight(const PassContext&, RowViews grads, TensorView x, TensorView dy,
                                const LayerActs& acts) const = 0;
   // Recomputes the activations that a layer with `keep` less than All does not have; call before backward_input.
@@ -318,6 +327,14 @@ struct Model {
   std::shared_ptr<const AttentionLayout> layout;  // for the attention of all layers; null: all blocks
 
   bool tied() const noexcept { return !shared.empty(); }
+  bool uses_shared(i64 layer) const noexcept { return tied() && (layer == 0 || layer + 1 == std::ssize(layers)); }
+  // Whether the layer has weight gradients: of rows of its own, or of `shared`.
+  bool trains(i64 layer) const noexcept;
+  // The layer at which a backward pass ends: no layer before it is trained. At the latest the head, whose backward pass
+  // computes the loss.
+  i64 backward_end() const noexcept;
+  // Whether the matrix of the output projection is trained: `shared`, or a matrix of the head.
+  bool trains_projection() const noexcept;
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
   // All parameters, by number.
@@ -333,7 +350,8 @@ struct Model {
   // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
   // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of
-  // its blocks.
+  // its blocks. Matrices that are not trained, and layers without a backward pass, count with the products that they
+  // have.
   double flops_per_token(i64 T) const noexcept;
 };
 

@@ -213,11 +213,11 @@ class LlamaBlock final : public Layer {
     weight(q_, dq(a), norm1);
     weight(k_, dk(a), norm1);
     weight(v_, g[kDV], norm1);
-    ctx.ops.cast(out.own[norm1_], g[kDNorm1], ctx.stream);
-    ctx.ops.cast(out.own[norm2_], g[kDNorm2], ctx.stream);
+    round_gradient(ctx, out.own[norm1_], g[kDNorm1]);
+    round_gradient(ctx, out.own[norm2_], g[kDNorm2]);
     if (qk_norm_) {
-      ctx.ops.cast(out.own[q_norm_], g[kDQNorm], ctx.stream);
-      ctx.ops.cast(out.own[k_norm_], g[kDKNorm], ctx.stream);
+      round_gradient(ctx, out.own[q_norm_], g[kDQNorm]);
+      round_gradient(ctx, out.own[k_norm_], g[kDKNorm]);
     }
   }
 

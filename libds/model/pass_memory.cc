@@ -30,7 +30,7 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   if (s.rope_rows > 0) rope_cos = rope_sin = view(DType::F32, {s.rope_rows, s.rope_elems / s.rope_rows});
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
   if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
-  if (s.projects && s.gradients) head_weight_grad = view(DType::F32, {vocab, C});
+  if (s.projects && s.gradients && model.trains_projection()) head_weight_grad = view(DType::F32, {vocab, C});
   if (s.tile_cols > 0) tile_sum = view(DType::F32, {R, s.tile_cols});
   if (tp == 1) return;
   partial = gathered = view(s.work, {rows, C});

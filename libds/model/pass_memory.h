@@ -17,7 +17,7 @@ struct PassSizes {
   i64 rope_elems = 0;       // of each table
   bool losses = true;       // computes losses; else the next tokens
   bool projects = false;    // this rank has the output projection
-  bool gradients = false;   // and computes its gradient
+  bool gradients = false;   // and computes its gradient, if it is trained
   i64 logits_rows = 0;      // rows of logits in memory at once
   i64 tile_cols = 0;        // columns of the widest tiled matrix
   bool documents = false;   // sequences contain several documents, which attention separates

@@ -14,6 +14,10 @@ class DroppingBlock final : public Layer {
   }
 
   std::string_view type() const noexcept override { return block_->type(); }
+  void freeze(size_t row) override {
+    Layer::freeze(row);
+    block_->freeze(row);
+  }
   bool is_block() const noexcept override { return block_->is_block(); }
   std::vector<size_t> products(Products which) const override { return block_->products(which); }
   bool splits() const noexcept override { return block_->splits(); }

@@ -144,6 +144,11 @@ void DelayedStates::for_each_master(zero::Tile tile, Visit visit) { states_->for
 zero::StateLease DelayedStates::lease(const zero::Piece& piece, zero::LeaseTo access) {
   DS_ASSERT(number_ == 0);
   zero::TierLease param = parts_.params.lease(piece, access);
+  if (!parts_.layout.is_trained(piece.param)) {
+    zero::PieceState state;
+    state[State::Param] = param.data();
+    return {this, piece, access, state, std::move(param)};
+  }
   leased_.emplace(states_->lease(piece, access));
   zero::PieceState state = *leased_;
   state[State::Param] = param.data();

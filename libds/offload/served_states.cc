@@ -9,18 +9,23 @@ namespace {
 
 constexpr i64 kLine = 64;
 
+std::vector<zero::Piece> all_pieces(const zero::StateStore::Parts& parts) {
+  std::vector<zero::Piece> all = parts.held;
+  all.insert(all.end(), parts.fixed.begin(), parts.fixed.end());
+  std::ranges::stable_sort(all, {}, &zero::Piece::param);
+  return all;
+}
+
 }  // namespace
 
 ServedStates::ServedStates(Parts parts, const Options& options)
     : StateStore(std::move(parts)),
-      chunks_(parts_.held, parts_.layout, options.most, ChunkLayout::Masters::Always),
-      options_(options),
-      own_masters_(parts_.work == DType::F32) {
+      all_(all_pieces(parts_)),
+      chunks_(all_, parts_.layout, options.most, ChunkLayout::Masters::Always),
+      options_(options) {
   i64 elems = 0;
-  for (const zero::Piece& piece : parts_.held) {
-    lease_elems_ = std::max(lease_elems_, std::min(piece.count, kLeaseElems));
-    elems = std::max(elems, piece.shard_offset + piece.count);
-  }
+  for (const zero::Piece& piece : all_) lease_elems_ = std::max(lease_elems_, std::min(piece.count, kLeaseElems));
+  for (const zero::Piece& piece : parts_.held) elems = std::max(elems, piece.shard_offset + piece.count);
   elems = align_up(elems, kLine);
   lease_elems_ = align_up(lease_elems_, kStateBlock);
   i64 bytes = 0;
@@ -52,8 +57,11 @@ ServedSet ServedStates::describe() const {
   for (const ChunkPart& part : chunks_.parts()) {
     ServedPart& p = set.parts.emplace_back();
     p.param = part.piece.param, p.begin = part.piece.begin, p.count = part.piece.count, p.chunk = part.chunk;
-    p.work = work_of(part.piece) - window();
-    if (options_.gradients != nullptr) {
+    const bool trained = parts_.layout.is_trained(p.param);
+    p.work = trained ? work_of(part.piece) - window() : -1;
+    if (!trained) {
+      p.gradient = -1;
+    } else if (options_.gradients != nullptr) {
       const void* const there = options_.apart ? parts_.gradients.on_host(part.piece)
                                                : parts_.gradients.lease(part.piece, zero::LeaseTo::Read).data();
       DS_ASSERT(options_.gradients->contains(there));
@@ -79,7 +87,7 @@ StateSet ServedStates::stored(i64 param, bool but_master) const noexcept {
 
 zero::PieceState ServedStates::leased_state(i64 param) const noexcept {
   zero::PieceState st;
-  const StateSet has = stored(param, own_masters_);
+  const StateSet has = stored(param, owns_master(param));
   for (const State s : kStates) {
     if (!has[s]) continue;
     char* const at = places() + places_[s];
@@ -209,12 +217,12 @@ void ServedStates::for_each_master(zero::Tile tile, Visit visit) {
 }
 
 void ServedStates::restore_params() {
-  for (const zero::Piece& piece : parts_.held) {
+  for (const zero::Piece& piece : all_) {
     zero::for_each_part(piece, kLeaseElems, [&](const zero::Piece& part) {
       read(part, state_set({State::Master}));
       const TensorView master = TensorView::of(places() + places_[State::Master], DType::F32, {part.count});
       const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
-      if (own_masters_) {
+      if (parts_.work == DType::F32) {
         parts_.device.copy(param.data(), master.data, part.count * 4);
       } else {
         parts_.device.ops().cast(TensorView::of(param.data(), parts_.work, {part.count}), master,
@@ -229,16 +237,23 @@ zero::StateLease ServedStates::lease(const zero::Piece& piece, zero::LeaseTo acc
   zero::TierLease param = parts_.params.lease(piece, access);
   zero::PieceState st = leased_state(piece.param);
   st[State::Param] = param.data();
-  if (access != zero::LeaseTo::Fill) read(piece, stored(piece.param, own_masters_));
+  if (access != zero::LeaseTo::Fill) read(piece, stored(piece.param, owns_master(piece.param)));
   return {this, piece, access, st, std::move(param)};
 }
 
 void ServedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& st) noexcept {
   if (access == zero::LeaseTo::Read) return;
   try {
-    if (own_masters_) parts_.device.download(window() + places_[State::Master], st[State::Param], piece.count * 4);
+    const bool own_master = owns_master(piece.param);
+    if (own_master) {
+      const i64 at = places_[State::Master];
+      const TensorView master = TensorView::of(places() + at, DType::F32, {piece.count});
+      parts_.device.ops().cast(master, TensorView::of(st[State::Param], parts_.work, {piece.count}),
+                               parts_.device.stream());
+      if (options_.apart) parts_.device.download(window() + at, master.data, master.bytes());
+    }
     if (options_.apart) {
-      for_each_place(piece, stored(piece.param, own_masters_),
+      for_each_place(piece, stored(piece.param, own_master),
                      [&](i64 at, i64 bytes) { parts_.device.download(window() + at, places() + at, bytes); });
     }
     options_.link->write(set_, piece.param, piece.begin, piece.count, stored(piece.param, false));

@@ -3,7 +3,8 @@
 // The tier of master weights and states that a server (libds/serve) owns and updates. Gradients and updated parameters
 // are exchanged through shared memory. On a GPU they are copied to and from that memory, and leases are copies in
 // device memory. A step belongs to the server when all ranks have handed over what it needs: from then on it will be
-// completed, whatever dies. In fp32 the server has masters too, because they outlive the parameters.
+// completed, whatever dies. In fp32, and of parameters that are not trained, the server has masters too, because they
+// outlive the parameters.
 
 #include <map>
 #include <optional>
@@ -46,13 +47,15 @@ class ServedStates final : public zero::StateStore {
   char* window() const noexcept { return static_cast<char*>(window_.data()); }
   // Addresses of a lease, for the device.
   char* places() const noexcept { return options_.apart ? static_cast<char*>(place_.data()) : window(); }
-  // Addresses in the window of the layout's shard arrays.
+  // Addresses in the window of the layout's shard arrays, of trained pieces.
   char* work_of(const zero::Piece& piece) const noexcept {
     return window() + work_at_ + piece.shard_offset * dtype_bytes(parts_.work);
   }
   float* gradient_of(const zero::Piece& piece) const noexcept {
     return reinterpret_cast<float*>(window() + gradients_at_) + piece.shard_offset;
   }
+  // Whether the parameter is its own master in leases, whose master the server has nevertheless.
+  bool owns_master(i64 param) const noexcept { return parts_.work == DType::F32 || !parts_.layout.is_trained(param); }
   zero::PieceState leased_state(i64 param) const noexcept;
   StateSet stored(i64 param, bool but_master) const noexcept;
   // Calls visit(place, bytes) for each of these states in the lease of a piece, and for the scales of its blocks.
@@ -64,9 +67,9 @@ class ServedStates final : public zero::StateStore {
   void count_update(zero::Tile tile, const UpdateSpec& spec);
   ServedSet describe() const;
 
+  const std::vector<zero::Piece> all_;  // of this rank, trained or not
   const ChunkLayout chunks_;
   const Options options_;
-  bool own_masters_;  // fp32 masters, which runs in memory do not have
   PerState<i64> places_;
   i64 lease_elems_ = 0, work_at_ = 0, gradients_at_ = 0;
   const Segment* segment_ = nullptr;

@@ -109,6 +109,18 @@ void split_matrices(const model::Model& model, Groups& result, std::vector<std::
   }
 }
 
+// Parameters of other groups that the model does not train become a frozen group.
+void take_untrained(const model::Model& model, Groups& result) {
+  const size_t frozen = result.groups.size();
+  i64 param = 0;
+  for (const model::ParamRow* row : model.params()) {
+    const i64 p = param++;
+    if (row->trained || result.frozen(p)) continue;
+    if (result.groups.size() == frozen) result.groups.push_back({.update = {}, .frozen = true});
+    result.of_params[static_cast<size_t>(p)] = frozen;
+  }
+}
+
 }  // namespace
 
 StateSet Group::states() const noexcept {
@@ -147,7 +159,20 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   match_groups(o, model, result, problems);
   split_matrices(model, result, problems);
   DS_CHECK(problems.empty(), Errc::Config, "{}", fmt::join(problems, "\n  "));
+  take_untrained(model, result);
   return result;
+}
+
+void freeze_groups(model::Model& model, const Config& config) {
+  if (!trains(config.use)) return;
+  const Groups groups = make_groups(config.optimizer, model);
+  i64 param = 0;
+  for (model::ParamRow& row : model.shared) row.trained &= !groups.frozen(param++);
+  for (const auto& layer : model.layers) {
+    for (size_t r = 0; r < layer->rows().size(); ++r) {
+      if (groups.frozen(param++)) layer->freeze(r);
+    }
+  }
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace) {

@@ -66,9 +66,14 @@ struct Groups {
     return std::any_of(groups.begin(), groups.end(), [s](const Group& g) { return g.states()[s]; });
   }
 };
-// Throws Errc::Config, a line for each mistake: a pattern that matches no parameter of the model, a group whose
-// parameters all belong to groups before it, Muon without a hidden matrix.
+// Parameters that the model does not train are a frozen group, whatever their group in the configuration is. Throws
+// Errc::Config, a line for each mistake: a pattern that matches no parameter of the model, a group whose parameters all
+// belong to groups before it, Muon without a hidden matrix.
 Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
+
+// Decides which rows of a run's model are trained: in a run that trains, none of a frozen group. Throws what
+// make_groups() does.
+void freeze_groups(model::Model& model, const Config& config);
 
 // The largest matrix of a group: elements, and its shorter side.
 struct LargestMatrix {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/layer_calls.h"
 
+#include <algorithm>
+
 namespace ds::pipeline {
 
 using Kind = LayerCall::Kind;
@@ -20,7 +22,9 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers in the group so far
   for (i64 l = begin; l < end; ++l) {
-    chunk.keep.push_back(model.layers[l]->is_block() ? checkpointing.keep : Keep::All);
+    chunk.keep.push_back(l < model.backward_end()      ? Keep::Nothing
+                         : model.layers[l]->is_block() ? checkpointing.keep
+                                                       : Keep::All);
     const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;
     chunk.continues.push_back(joins);
     grouped = chunk.keep.back() != Keep::Input ? 0 : joins ? grouped + 1 : 1;
@@ -37,7 +41,7 @@ std::vector<LayerCall> forward_calls(const Chunk& chunk) {
 
 std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& chunk, bool split) {
   std::vector<LayerCall> calls;
-  for (i64 l = chunk.end; l-- > chunk.begin;) {
+  for (i64 l = chunk.end; l-- > std::max(chunk.begin, model.backward_end());) {
     bool again = chunk.keep_of(l) != Keep::All;
     if (chunk.keep_of(l) == Keep::Input) {
       again = !chunk.continues_group(l + 1);  // the others were recomputed on the way to the last layer of the group
@@ -48,7 +52,7 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
     }
     calls.push_back(
         {.kind = Kind::BackwardInput, .layer = l, .again = again, .restore = again && chunk.restarts_at(l)});
-    if (!split || !model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
+    if (model.trains(l) && (!split || !model.layers[l]->splits())) calls.push_back({Kind::BackwardWeight, l});
   }
   return calls;
 }
@@ -56,7 +60,7 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
 std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chunk) {
   std::vector<LayerCall> calls;
   for (i64 l = chunk.end; l-- > chunk.begin;) {
-    if (model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
+    if (model.trains(l) && model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
   }
   return calls;
 }

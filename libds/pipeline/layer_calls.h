@@ -33,6 +33,7 @@ struct Chunk {
   i64 begin = 0, end = 0;
   std::vector<model::Keep> keep = {};  // by layer
   std::vector<bool> continues = {};    // by layer: it belongs to the group of the previous layer
+  bool has_backward() const noexcept { return !keep.empty() && keep.back() != model::Keep::Nothing; }
   model::Keep keep_of(i64 layer) const noexcept { return keep[layer - begin]; }
   bool continues_group(i64 layer) const noexcept { return layer < end && continues[layer - begin]; }
   // Whether a layer and the rest of its group are computed again from the layer's input, the output of another layer of
@@ -44,7 +45,8 @@ struct Chunk {
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing);
 
 std::vector<LayerCall> forward_calls(const Chunk& chunk);
-// The calls of Op::Backward, or of Op::BackwardInput if `split`.
+// The calls of Op::Backward, or of Op::BackwardInput if `split`. Layers before Model::backward_end() have none, and
+// layers without trained rows have no weight gradients.
 std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& chunk, bool split);
 // The parts of a layer that a call runs, in order.
 std::vector<model::Products> products_of(const Chunk& chunk, const LayerCall& call);

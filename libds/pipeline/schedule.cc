@@ -62,23 +62,25 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
   return order;
 }
 
-// Adds the transfers of inputs and outputs to a stage's order of passes.
-std::vector<Instr> with_transfers(const std::vector<Instr>& order, int stages, int stage, int chunks) {
+// Adds the transfers of inputs and outputs to a stage's order of passes, and leaves out the backward passes that the
+// model does not have.
+std::vector<Instr> with_transfers(const std::vector<Instr>& order, const ScheduleOptions& o) {
   std::vector<Instr> schedule;
-  const i64 last = i64{stages} * chunks - 1;
+  const i64 last = i64{o.stages} * o.chunks - 1;
   for (const Instr& pass : order) {
-    const i64 block = block_of(stages, stage, pass.chunk);
+    const i64 block = block_of(o.stages, o.stage, pass.chunk);
+    if (pass.op != Op::Forward && block < o.backward_end) continue;
     const auto add = [&](bool needed, Op op) {
       if (needed) schedule.push_back({op, pass.micro, pass.chunk});
     };
-    const bool forward = pass.op == Op::Forward, others = stages > 1;
+    const bool forward = pass.op == Op::Forward, others = o.stages > 1;
     const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
     add(forward && (block == 0 || (block == last && others)), Op::Load);
     add(forward && block > 0 && others, Op::RecvActivation);
     add(input_grad && block < last && others, Op::RecvGrad);
     schedule.push_back(pass);
     add(forward && block < last && others, Op::SendActivation);
-    add(input_grad && block > 0 && others, Op::SendGrad);
+    add(input_grad && block > o.backward_end && others, Op::SendGrad);
   }
   return schedule;
 }
@@ -111,6 +113,12 @@ ScheduleOptions schedule_of(const Config& config) {
           .chunks = narrow<int>(p.virtual_stages)};
 }
 
+ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts) {
+  ScheduleOptions options = schedule_of(config);
+  options.backward_end = std::ranges::upper_bound(cuts, model.backward_end()) - cuts.begin() - 1;
+  return options;
+}
+
 std::string why_not(const ScheduleOptions& o) {
   return schedule_problem({.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks}, o.micro_batches);
 }
@@ -119,7 +127,7 @@ std::vector<Instr> make_schedule(const ScheduleOptions& options) {
   const std::string why = why_not(options);
   DS_CHECK(why.empty(), Errc::Config, "{}", why);
   DS_ASSERT(options.stage >= 0 && options.stage < options.stages);
-  return with_transfers(compute_order(options), options.stages, options.stage, options.chunks);
+  return with_transfers(compute_order(options), options);
 }
 
 std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, int chunks) {
@@ -130,27 +138,39 @@ std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, 
     const Position at = forward_position(o, k);
     order.push_back({Op::Forward, at.micro, at.chunk});
   }
-  return with_transfers(order, stages, stage, chunks);
+  return with_transfers(order, o);
 }
 
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {
   const auto is = [](auto... ops) { return [=](Op op) { return ((op == ops) || ...); }; };
   const auto frees = is(Op::Backward, Op::BackwardWeight);
-  if (std::none_of(schedule.begin(), schedule.end(), [&](const Instr& i) { return frees(i.op); })) return {};
+  if (std::ranges::none_of(schedule, [&](const Instr& i) { return i.chunk == chunk && frees(i.op); })) return {};
   return {.forward = max_live(schedule, chunk, is(Op::Forward), frees),
           .backward = max_live(schedule, chunk, is(Op::BackwardInput), is(Op::BackwardWeight))};
 }
 
 KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batches) {
-  KeptSlots slots{.of = {static_cast<size_t>(chunks), std::vector<i64>(static_cast<size_t>(micro_batches), 0)}};
+  const std::vector<std::vector<i64>> none(static_cast<size_t>(chunks),
+                                           std::vector<i64>(static_cast<size_t>(micro_batches), 0));
+  // By chunk and micro-batch: the instruction that returns the slot. Chunks of the only stage read the output in place.
+  std::vector<std::vector<i64>> last_use = none;
+  const bool in_place = std::ranges::find(schedule, Op::SendActivation, &Instr::op) == schedule.end();
+  for (i64 at = 0; at < std::ssize(schedule); ++at) {
+    const Instr& i = schedule[static_cast<size_t>(at)];
+    if (i.op == Op::Load || i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::SendGrad) continue;
+    last_use[i.chunk][i.micro] = at;
+    if (in_place && i.chunk > 0) last_use[i.chunk - 1][i.micro] = at;
+  }
+  KeptSlots slots{.of = none};
   std::set<i64> free = {0};
-  for (const Instr& instr : schedule) {
-    i64& slot = slots.of[instr.chunk][instr.micro];
+  for (i64 at = 0; at < std::ssize(schedule); ++at) {
+    const Instr& instr = schedule[static_cast<size_t>(at)];
     if (instr.op == Op::Forward) {
       if (free.empty()) free.insert(slots.count++);
-      slot = free.extract(free.begin()).value();
-    } else if (instr.op == Op::Backward || instr.op == Op::BackwardWeight) {
-      free.insert(slot);
+      slots.of[instr.chunk][instr.micro] = free.extract(free.begin()).value();
+    }
+    for (i64 c = std::max<i64>(instr.chunk - 1, 0); c <= instr.chunk; ++c) {
+      if (last_use[c][instr.micro] == at) free.insert(slots.of[c][instr.micro]);
     }
   }
   return slots;

@@ -23,6 +23,7 @@
 #include "base/check.h"
 #include "config/parallel.h"
 #include "ds/config.h"
+#include "model/layer.h"
 
 namespace ds::pipeline {
 
@@ -54,6 +55,8 @@ struct ScheduleOptions {
   int stages = 1, stage = 0;
   i64 micro_batches = 1;
   int chunks = 1;  // per stage; more than one only for Interleaved and BreadthFirst
+  // The block in which the backward pass ends: it sends no gradient, and the blocks before it have no backward pass.
+  i64 backward_end = 0;
 };
 
 constexpr i64 block_of(int stages, int stage, i64 chunk) noexcept { return chunk * stages + stage; }
@@ -61,6 +64,8 @@ constexpr i64 block_of(int stages, int stage, i64 chunk) noexcept { return chunk
 // The schedule that a configuration asks for, of the first stage. With one block it is OneFOneB, whatever
 // pipeline.schedule is: all are the same there.
 ScheduleOptions schedule_of(const Config& config);
+// The same for a model that may not be trained as a whole; cuts: those of its blocks, of cuts_of().
+ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts);
 
 // Empty if the schedule exists; else a sentence that names the configuration's keys and valid choices.
 std::string why_not(const ScheduleOptions&);
@@ -80,7 +85,7 @@ std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, 
 
 // Slots per chunk, in micro-batches. Lifetimes are first-in-first-out, so micro-batch k uses slot k % size. A slot is
 // reused after its micro-batch's last pass. In training its activation has been sent by then, since the gradient has
-// come back; in evaluation the send must be waited for.
+// come back; in evaluation, and of a chunk without a backward pass, the send must be waited for.
 struct StashSizes {
   i64 forward = 1;   // activations: from Forward, or the receive before it, to Backward or BackwardWeight
   i64 backward = 1;  // gradients kept for the weights: from BackwardInput, or its receive, to BackwardWeight
@@ -88,7 +93,8 @@ struct StashSizes {
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk);
 
 // Slots for the activations of a stage: of[chunk][micro-batch] is an index into slots shared by all chunks, as few as
-// are used at once. Forward takes a slot; Backward or BackwardWeight returns it.
+// are used at once. Forward takes a slot; Backward or BackwardWeight returns it. Without them the last use of the
+// output does: its message, or the last pass of the next chunk.
 struct KeptSlots {
   i64 count = 1;
   std::vector<std::vector<i64>> of;

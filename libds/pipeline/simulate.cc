@@ -171,6 +171,7 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
 }
 
 bool formula_is_exact(const ScheduleOptions& o, const Costs& c) {
+  if (o.backward_end > 0) return false;  // blocks differ
   return o.kind != ScheduleKind::ZeroBubbleH1 ||
          (o.micro_batches >= o.stages && c.backward_weight <= std::min(c.forward, c.backward_input));
 }

@@ -17,8 +17,12 @@ class NoVerdict final : public zero::VerdictHandle {
 };
 
 // The chunk whose backward pass commits the gradients of a unit.
-size_t chunk_of(const RunPlan& plan, i64 unit) {
+size_t chunk_of(const RunPlan& plan, const zero::Layout& grads, i64 unit) {
   if (unit == plan.head_use()) return plan.stage.chunks.size() - 1;
+  if (grads.is_tile(unit)) {
+    const i64 param = grads.units()[unit].first_param;
+    for (unit = 0; param >= grads.units()[unit].first_param + std::ssize(plan.rows[unit]);) ++unit;
+  }
   for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
     if (unit < RunPlan::unit_of(plan.stage.chunks[c].chunk.end)) return c;
   }
@@ -65,7 +69,7 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
     for (const auto& s : shards_) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
-        enter(chunk_of(plan_, passes[i].front()), times);
+        enter(chunk_of(plan_, s->plan().grad_layout, passes[i].front()), times);
         // A unit with tiles is committed after them.
         constexpr i64 kNone = -1;
         i64 open = kNone;
@@ -106,7 +110,7 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   update_->update_params({.lr = 1, .number = number}, verdict);
   if (meets) update_->outer_step(number);
   (void)update_->compression_norms(number);
-  zero::publish(shards_);
+  zero::publish_update(shards_);
   take_messages(1);
 }
 

@@ -53,9 +53,10 @@ model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
 // Matrices in tiles that are not there either.
 class AbsentTiles final : public model::Tiles {
  public:
-  AbsentTiles(const RunPlan& plan, i64 layer, DType dtype) : plan_(plan), layer_(layer), dtype_(dtype) {}
+  AbsentTiles(const RunPlan& plan, i64 layer, DType dtype, bool gradients = false)
+      : plan_(plan), layer_(layer), dtype_(dtype), gradients_(gradients) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    for (const zero::MatrixTile& tile : plan_.tiles_of(layer_, row))
+    for (const zero::MatrixTile& tile : gradients_ ? plan_.grad_tiles_of(layer_, row) : plan_.tiles_of(layer_, row))
       use(tile.first, present(dtype_, {tile.rows, tile.cols}));
   }
 
@@ -63,20 +64,24 @@ class AbsentTiles final : public model::Tiles {
   const RunPlan& plan_;
   i64 layer_;
   DType dtype_;
+  bool gradients_;
 };
 
-// The rows of a layer, but for those that are in tiles.
-std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& plan, i64 layer, DType dtype) {
-  std::vector<TensorView> rows = views_of(model.layers[layer]->rows(), dtype, &there);
+// The rows of a layer, but for those that are in tiles; or their gradients, of those that are trained.
+std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& plan, i64 layer, DType dtype,
+                                   bool gradients = false) {
+  const std::vector<model::ParamRow>& of_layer = model.layers[layer]->rows();
+  std::vector<TensorView> rows = views_of(of_layer, dtype, &there);
   for (size_t r = 0; r < rows.size(); ++r) {
-    if (!plan.tiles_of(layer, r).empty()) rows[r].data = nullptr;
+    if (!plan.tiles_of(layer, r).empty() || (gradients && !of_layer[r].trained)) rows[r].data = nullptr;
   }
   return rows;
 }
 
-// A matrix that several layers have, in this dtype.
-TensorView shared_rows(const RunPlan& plan, DType dtype) {
-  return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
+// A matrix that several layers have, in this dtype; or its gradient, if it is trained.
+TensorView shared_rows(const RunPlan& plan, DType dtype, bool gradients = false) {
+  if (!plan.tied() || (gradients && !plan.rows[0][0].trained)) return {};
+  return views_of(plan.rows[0], dtype, &there)[0];
 }
 
 }  // namespace
@@ -97,7 +102,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
   const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
-  const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh);
+  const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh, true);
   for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
     const ChunkPlan& chunk = plan.stage.chunks[c];
     model::ActivationPlanner planner;
@@ -110,8 +115,8 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
         const model::LayerActs& a = acts[at];
         const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
         const DType dtype = weight ? fresh : plan.work;
-        std::vector<TensorView> own = whole_rows(model, plan, call.layer, dtype);
-        AbsentTiles tiles(plan, call.layer, dtype);
+        std::vector<TensorView> own = whole_rows(model, plan, call.layer, dtype, weight);
+        AbsentTiles tiles(plan, call.layer, dtype, weight);
         const model::RowViews views{own, weight ? shared_grad : shared, &tiles};
         const TensorView x = at > 0 ? acts[at - 1].output : stream, dy = stream;
         const bool again =

@@ -27,8 +27,9 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
       for (const State state : kStates) saved += s.states.bytes(state);
       saved += s.padded * work_bytes;
     }
-    const i64 elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
-    i64 bytes = elems * work_bytes;
+    const i64 held = s.layout.states().shard_optimizer ? s.padded / s.layout.num_ranks() : s.padded,
+              elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
+    i64 bytes = std::min(held, zero::StateStore::kLeaseElems) * work_bytes;
     for (const State state : kStates) {
       if (state != State::Param && plan.trains() && s.states.bytes(state) > 0)
         bytes += align_up(elems * 4, 32) + state_blocks(elems) * 4;

@@ -48,17 +48,12 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<
 
 // By unit: whether its gathered parameters travel as codes. Those of all units do, or only those of units in which no
 // gathered parameter is trained.
-std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& groups, bool all) {
+std::vector<bool> coded_units(const zero::Layout& layout, bool all) {
   std::vector<bool> coded(layout.units().size(), true);
   if (all) return coded;
   for (const zero::RowPlace& row : layout.places()) {
-    if (row.segment < 0 || groups.frozen(row.param)) continue;
     const zero::Segment& s = layout.segments()[row.segment];
-    if (!s.persistent) coded[s.unit] = false;
-  }
-  for (const zero::MatrixTile& tile : layout.tiles()) {
-    if (groups.frozen(tile.param)) continue;
-    coded[tile.unit] = false;
+    if (s.trained && !s.persistent) coded[s.unit] = false;
   }
   return coded;
 }
@@ -118,14 +113,16 @@ void plan_grad_passes(zero::ShardsPlan& shards, const RunPlan& plan, const model
       for (const LayerCall& call : *calls) {
         if (call.kind != LayerCall::Kind::BackwardWeight) continue;
         const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
-        for (const i64 u : uses_of(plan, group, call.layer, std::ssize(model.layers), shared)) units.push_back(u);
+        for (const i64 u : uses_of(plan, group, call.layer, std::ssize(model.layers), shared)) {
+          if (shards.has_grads(u)) units.push_back(u);
+        }
         const i64 own = RunPlan::unit_of(call.layer), first = shards.layout.units()[own].first_param;
         const size_t without_tiles = units.size();
         for (const size_t row : model.layers[call.layer]->products(model::Products::BackwardWeight)) {
           for (const zero::MatrixTile& tile : shards.grad_layout.tiles_of(first + static_cast<i64>(row)))
             units.push_back(tile.unit);
         }
-        if (units.size() > without_tiles) shards.grads.open.push_back(own);
+        if (units.size() > without_tiles && shards.has_grads(own)) shards.grads.open.push_back(own);
       }
       if (!units.empty()) shards.grads.passes.push_back(std::move(units));
     }
@@ -154,11 +151,12 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
                                     averages ? state_set({State::ExpAvg}) : StateSet{});
   options.here[RunPlan::kSharedUnit] = plan.embeds;
   options.here.push_back(plan.projects);
+  options.of_gradients = true;
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
   if (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
-    shards.coded = coded_units(shards.layout, plan.groups, z.quantized_weights);
+    shards.coded = coded_units(shards.layout, z.quantized_weights);
   if (group == 0) shards.zeropp = zeropp_splits(config);
 
   shards.grads = {
@@ -222,7 +220,7 @@ void check_coded_layers(const RunPlan& plan, size_t num_groups, zero::LayoutOpti
   options.num_ranks = zero::num_shards(plan.mesh);
   for (options.group = 0; options.group < num_groups; ++options.group) {
     const zero::Layout layout = zero::Layout::make(plan.rows, options);
-    const std::vector<bool> coded = coded_units(layout, plan.groups, false);
+    const std::vector<bool> coded = coded_units(layout, false);
     if (std::ranges::any_of(layout.segments(), [&](const zero::Segment& s) { return !s.persistent && coded[s.unit]; }))
       return;
   }
@@ -257,6 +255,8 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
     StateSet& of = states.emplace_back();
     PerState<DType>& kept = dtypes.emplace_back();
     if (!plan.trains()) continue;
+    DS_ASSERT(group.frozen != row->trained);  // optim::freeze_groups
+    if (group.frozen) continue;
     of = group.states();
     of[State::Master] = !config.own_masters();
     for (const State s : kOptimizerStates) {

@@ -9,12 +9,18 @@ model::Model model_of(const Config& config, const MeshShape& mesh, const MeshCoo
   return model::make_model(config, model::shard_of(config, mesh, coord.tp, coord.sp));
 }
 
+model::Model with_frozen_groups(model::Model&& model, const Config& config) {
+  optim::freeze_groups(model, config);
+  return std::move(model);
+}
+
 }  // namespace
 
 Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
     : Planned(config, model_of(config, mesh, coord_of(mesh, rank)), mesh, rank, device) {}
 
 Planned::Planned(const Config& config, model::Model&& given, const MeshShape& mesh, int rank, DeviceKind device)
-    : model(std::move(given)), plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
+    : model(with_frozen_groups(std::move(given), config)),
+      plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
 
 }  // namespace ds::plan

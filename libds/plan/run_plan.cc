@@ -83,7 +83,8 @@ RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::
 void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,
                   FunctionRef<void(const model::Model&, const RunPlan&)> visit) {
   if (lengths == PassLengths{plan.sequence_length, 0}) return visit(model, plan);
-  const model::Model of_length = model::make_model(config, model.shard, lengths);
+  model::Model of_length = model::make_model(config, model.shard, lengths);
+  optim::freeze_groups(of_length, config);
   visit(of_length, plan_of_length(plan, config, of_length, lengths.sequence));
 }
 

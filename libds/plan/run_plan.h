@@ -44,6 +44,9 @@ struct ChunkPlan {
   i64 scratch_slots = 0;
   i64 working_bytes = 0;             // of one slot
   bool first = false, last = false;  // of the model
+  // Whether the gradient of its input goes to the block before, and that of its output comes from the next one: what is
+  // before Model::backward_end() has none.
+  bool sends_gradient = false, gets_gradient = false;
 };
 
 // The layer calls of a rank's pipeline stage, in order.
@@ -133,8 +136,8 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
-// `model`: of model::shard_of(); it must outlive the plan. `device`: where it runs, not Auto. `cuts`: of
-// pipeline::cuts_of(), where they are known already; else empty.
+// `model`: of model::shard_of(), after optim::freeze_groups(); it must outlive the plan. `device`: where it runs, not
+// Auto. `cuts`: of pipeline::cuts_of(), where they are known already; else empty.
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 

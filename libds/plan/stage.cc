@@ -62,7 +62,7 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   // Streams that layers use in turn: outputs that are not kept here, gradients that nothing waits for.
   TensorView turns[2];
   const bool train = mode == Mode::Train;
-  if (!train || !plan.stage.split_backward || elsewhere) {
+  if (!train || !plan.stage.split_backward || elsewhere || chunk.begin < model.backward_end()) {
     for (TensorView& t : turns) t = stream(false);
     planner.pin();
   }
@@ -70,8 +70,11 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     const size_t at = static_cast<size_t>(l);
     const bool head = l + 1 == std::ssize(model.layers);
-    planner.begin_layer(train ? chunk.keep_of(l) : model::Keep::Input,
-                        train && (plan.stage.split_backward || chunk.continues_group(l)));
+    // Layers without a backward pass leave nothing behind but the last one's output.
+    const bool backward = train && chunk.keep_of(l) != model::Keep::Nothing;
+    planner.begin_layer(
+        train ? chunk.keep_of(l) : model::Keep::Input,
+        backward && l > model.backward_end() && (plan.stage.split_backward || chunk.continues_group(l)));
     if (!acts.empty() && acts.back().stash.rank > 0) acts.back().restored = planner.working(plan.work, {rows, C});
     model::LayerActs& a = acts.emplace_back(model.layers[at]->plan(planner, plan.work, shape.B, shape.T, mode));
     if (!head && train) {
@@ -81,13 +84,15 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
         a.stash = offload ? TensorView::of(nullptr, plan.work, {rows / shares, C})
                           : planner.kept(plan.work, {rows / shares, C});
         if (offload) a.stash_at = planner.away(a.stash.bytes());
+      } else if (l + 1 < chunk.end && chunk.keep_of(l + 1) == model::Keep::Nothing) {
+        a.output = turns[at % 2];
       } else {
         a.output = stream(!chunk.continues_group(l + 1));
       }
     }
     if (!head && !train) a.output = turns[at % 2];
-    if (!train || l == 0) continue;
-    if (l == chunk.begin) {
+    if (!backward || l == 0) continue;
+    if (l == chunk.begin && c.sends_gradient) {
       a.input_grad = input_grad;
     } else {
       a.input_grad = plan.stage.split_backward ? stream(false) : turns[at % 2];
@@ -105,7 +110,8 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
     plan.activations.partition_inputs = checkpoints.partition_activations && plan.mesh.tp > 1 && !model.shard.sequence;
     plan.activations.offload_inputs = plan.offload.inputs != OffloadDevice::None;
   }
-  pipeline::ScheduleOptions schedule = pipeline::schedule_of(config);
+  if (cuts.empty()) cuts = pipeline::cuts_of(config, model);
+  pipeline::ScheduleOptions schedule = pipeline::schedule_of(config, model, cuts);
   DS_CHECK(!plan.activations.offload_inputs || schedule.kind != PipelineSchedule::BreadthFirst, Errc::Unavailable,
            "activation_checkpointing.{}: with pipeline.schedule \"breadth-first\" what is between chunks stays on the "
            "device",
@@ -115,13 +121,14 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   plan.stage.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
   plan.stage.breadth_first = schedule.kind == PipelineSchedule::BreadthFirst;
   plan.stage.schedule = pipeline::make_schedule(schedule);
-  if (cuts.empty()) cuts = pipeline::cuts_of(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
     const size_t block = static_cast<size_t>(pipeline::block_of(plan.mesh.pp, plan.coord.pp, c));
     ChunkPlan chunk;
     chunk.chunk = pipeline::make_chunk(model, cuts[block], cuts[block + 1], pipeline::checkpointing_of(config));
     chunk.first = cuts[block] == 0;
     chunk.last = cuts[block + 1] == num_layers;
+    chunk.sends_gradient = static_cast<i64>(block) > schedule.backward_end;
+    chunk.gets_gradient = static_cast<i64>(block) >= schedule.backward_end && !chunk.last;
     chunk.forward = pipeline::forward_calls(chunk.chunk);
     chunk.backward = pipeline::backward_calls(model, chunk.chunk, plan.stage.split_backward);
     if (plan.stage.split_backward) chunk.weight = pipeline::weight_calls(model, chunk.chunk);
@@ -129,7 +136,7 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
     if (plan.stage.split_backward) {
       // Layers that keep all write no working memory before their gradients.
       chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
-      chunk.working_slots = chunk.scratch_slots + stash.backward;
+      chunk.working_slots = chunk.scratch_slots + (chunk.chunk.has_backward() ? stash.backward : 0);
     }
     if (plan.stage.breadth_first) {
       chunk.input_slots = 0;
@@ -171,12 +178,14 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
     else
       a.working_bytes = std::max(a.working_bytes, chunk.working_bytes);
     if (!plan.stage.breadth_first)
-      a.stream_slots += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
+      a.stream_slots += (chunk.first ? 0 : chunk.input_slots) +
+                        (i64{chunk.sends_gradient} + i64{chunk.gets_gradient}) * chunk.grad_slots;
   }
   if (a.offload_inputs && plan.trains()) a.inputs = input_uses(plan, model);
   // Gradients between a chunk and the next one, and between it and the one before.
   if (plan.stage.breadth_first && plan.trains())
-    a.stream_slots = std::min<i64>(2, std::ssize(plan.stage.chunks) - 1) * plan.micro_batches;
+    a.stream_slots =
+        std::min<i64>(2, std::ranges::count(plan.stage.chunks, true, &ChunkPlan::gets_gradient)) * plan.micro_batches;
   if (plan.use == ConfigUse::Generate) return;
   model::PassSizes sizes{.B = plan.B,
                          .T = plan.T,

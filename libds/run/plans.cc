@@ -9,6 +9,7 @@
 #include "checkpoint/step_writer.h"
 #include "infer/writing_memory.h"
 #include "mesh/from_config.h"
+#include "pipeline/partition.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
 #include "run/connect.h"
@@ -18,13 +19,14 @@ namespace ds::run {
 namespace {
 
 chart::PlanChart chart_of(const Config& config, int world_size) {
-  const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config);
+  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
+  const model::Model& model = plans.of(0)->model;
+  const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config, model, pipeline::cuts_of(config, model));
   const pipeline::Costs costs;
   chart::PlanChart chart{.schedule = schedule,
                          .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                          .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
   for (const StagePlan& s : plan_stages(plans)) {
     chart::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
@@ -179,7 +181,9 @@ bool trains_nothing(const plan::RunPlan& plan) {
          std::ranges::all_of(plan.groups.of_params, [&](size_t g) { return plan.groups.groups[g].frozen; });
 }
 
-double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(pipeline::schedule_of(config)); }
+double bubble_fraction(const Config& config, const model::Model& model) {
+  return pipeline::bubble_fraction(pipeline::schedule_of(config, model, pipeline::cuts_of(config, model)));
+}
 
 NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   const MeshShape& mesh = plans.mesh();

@@ -66,7 +66,7 @@ class Plans {
 std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage);
 // Stage by stage, as RunPrediction has it.
 std::vector<StagePlan> plan_stages(Plans& plans);
-double bubble_fraction(const Config& config);
+double bubble_fraction(const Config& config, const model::Model& model);
 // All of its parameters are frozen.
 bool trains_nothing(const plan::RunPlan& plan);
 // Bytes that the `count` ranks first, first + step, ... take at most, of the device and of host memory beside it.

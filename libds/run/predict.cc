@@ -20,7 +20,7 @@ RunPrediction predict_on(const Device& device, Plans& plans, const RankInfo& ran
   const plan::RunPlan& plan = planned.plan;
   RunPrediction p;
   p.stages = plan_stages(plans);
-  p.bubble_fraction = bubble_fraction(config);
+  p.bubble_fraction = bubble_fraction(config, model);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(planned.memory(), {}, planned.bounds);

@@ -92,8 +92,8 @@ void RankLayout::check() const {
     for (const offload::ServedPart& p : set.parts) {
       good = p.param >= 0 && p.begin >= 0 && p.begin <= kMost && p.count >= 0 && p.count <= kMost && p.chunk >= 0 &&
              p.chunk < std::ssize(set.chunk_bytes) &&
-             inside(p.work, p.count * dtype_bytes(set.work), set.window_bytes) &&
-             inside(p.gradient, p.count * 4, shares ? set.gradient_bytes : set.window_bytes) &&
+             (!p.is_trained() || (inside(p.work, p.count * dtype_bytes(set.work), set.window_bytes) &&
+                                  inside(p.gradient, p.count * 4, shares ? set.gradient_bytes : set.window_bytes))) &&
              p.dtypes[State::Master] == static_cast<i64>(DType::F32);
       for (const State s : kStates) {
         if (!good || p.dtypes[s] < 0) continue;

@@ -63,6 +63,8 @@ i64 Passes::define_tile(i64 rank, i64 set, std::vector<ServedPiece> pieces) {
   for (size_t i = 0; i < tile.pieces.size(); ++i) {
     const ServedPiece& p = tile.pieces[i];
     for_each_part(s, p.param, p.begin, p.count, [&](i64 part, i64 begin, i64 count) {
+      DS_CHECK(s.cut->parts[static_cast<size_t>(part)].is_trained(), Errc::Corrupt,
+               "a pass over parameter {}, which is not trained", p.param);
       tile.items.push_back({part, static_cast<i64>(i), begin, count});
     });
   }

@@ -60,7 +60,9 @@ class PieceReader {
     DS_CHECK(!parts.empty(), Errc::Corrupt, "{}: no part of parameter {}", generation_.file("layout"), range.param);
     piece.opens[State::Param] = true;
     for (const State s : kStates) {
-      if (parts.front().part->dtypes[s] < 0 || (s == State::Master && work == DType::F32)) continue;
+      if (parts.front().part->dtypes[s] < 0 ||
+          (s == State::Master && (work == DType::F32 || !parts.front().part->is_trained())))
+        continue;
       piece.opens[s] = true;
       piece.kept[s].dtype = static_cast<DType>(parts.front().part->dtypes[s]);
     }

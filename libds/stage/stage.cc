@@ -140,15 +140,13 @@ void Stage::make_chunks() {
   for (const plan::ChunkPlan& c : plan_->stage.chunks) {
     Chunk& chunk = chunks_.emplace_back();
     if (plan_->stage.breadth_first) {
-      const size_t number = chunks_.size() - 1;
-      if (!c.first) chunk.grads_out = turns[(number - 1) % 2];
-      if (!c.last) chunk.grads_in = turns[number % 2];
+      const size_t later = plan_->stage.chunks.size() - chunks_.size();
+      if (c.sends_gradient) chunk.grads_out = turns[later % 2];
+      if (c.gets_gradient) chunk.grads_in = turns[(later + 1) % 2];
     } else {
-      if (!c.first) {
-        chunk.inputs = streams(c.input_slots);
-        chunk.grads_out = streams(c.grad_slots);
-      }
-      if (!c.last) chunk.grads_in = streams(c.grad_slots);
+      if (!c.first) chunk.inputs = streams(c.input_slots);
+      if (c.sends_gradient) chunk.grads_out = streams(c.grad_slots);
+      if (c.gets_gradient) chunk.grads_in = streams(c.grad_slots);
     }
     chunk.inputs_here.resize(c.input_slots);
     chunk.grads_here.resize(c.grad_slots);
@@ -167,14 +165,14 @@ void Stage::make_chunks() {
     std::map<std::array<i64, 3>, size_t> known;
     for (i64 micro = 0; plan_->trains() && micro < plan_->micro_batches; ++micro) {
       const i64 kept_slot = plan_->activations.kept.of[chunks_.size() - 1][micro],
-                working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
+                working_slot = c.scratch_slots + micro % std::max<i64>(c.working_slots - c.scratch_slots, 1),
                 grad_slot = micro % c.grad_slots;
       const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
       chunk.views.push_back(found->second);
       if (!is_new) continue;
-      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[grad_slot];
+      const TensorView grad_out = c.sends_gradient ? chunk.grads_out[grad_slot] : TensorView{};
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
-      if (plan_->stage.split_backward)
+      if (plan_->stage.split_backward && c.chunk.has_backward())
         chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
     if (!plan_->stage.split_backward) chunk.backward = chunk.forward;
@@ -319,7 +317,7 @@ class Stage::GradTiles final : public model::Tiles {
 };
 
 model::RowViews Stage::param_views(const Leases& leases, i64 layer, model::Tiles& tiles) {
-  const bool shared = model_->tied() && (layer == 0 || layer + 1 == std::ssize(model_->layers));
+  const bool shared = model_->uses_shared(layer);
   const auto rows_of = [&](size_t g) { return leases[g]->rows(plan::RunPlan::unit_of(layer)); };
   return {merge(model_->layers[layer]->rows(), merged_params_, rows_of),
           shared ? leases[0]->rows(plan::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
@@ -509,9 +507,10 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
     case LayerCall::Kind::BackwardWeight: {
       const i64 own = plan::RunPlan::unit_of(call.layer),
                 shared = head ? plan_->head_use() : plan::RunPlan::kSharedUnit;
-      const bool has_shared = model_->tied() && (head || call.layer == 0);
+      const bool has_shared = model_->uses_shared(call.layer) && shards_[0]->plan().has_grads(shared);
       const auto rows_of = [&](size_t g) {
-        return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
+        zero::GradStore& grads = shards_[g]->grads();
+        return shards_[g]->plan().has_grads(own) ? grads.acquire(own) : grads.absent(own);
       };
       GradTiles tiles(*this, call.layer, instr.micro);
       const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),

@@ -35,7 +35,7 @@ OuterStep::OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& c
       std::vector<std::pair<i64, zero::Piece>> placed;
       const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
       for (const zero::Piece& piece : s.layout.held_pieces(s.rank)) {
-        if (plan.groups.frozen(piece.param) || plan.fragment_of(piece) != f) continue;
+        if (!plan.is_trained(piece.param) || plan.fragment_of(piece) != f) continue;
         held.push_back({.piece = piece});
         placed.emplace_back(bases[s.grad_segment(piece.segment)] + piece.segment_offset, piece);
       }

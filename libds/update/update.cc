@@ -245,10 +245,11 @@ void Update::make_momentum_whole() {
   std::vector<AllGatherSegment> segments;
   i64 at = 0;
   for (const zero::Segment& s : dp.layout.segments()) {
+    if (!s.trained) continue;
     segments.push_back({all.as<float>() + at, s.slice * 4});
     at += s.slice * dp.layout.num_ranks();
   }
-  axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
+  if (!segments.empty()) axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 void Update::states_were_set() {

@@ -120,7 +120,7 @@ std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
   if (mesh.tp == 1) return elems;
   for (const zero::RowPlace& row : layout.places()) {
     const int width = params[row.param]->also_summed;
-    if (width == 1) continue;
+    if (width == 1 || !is_trained(row.param)) continue;
     const i64 slice = layout.segments()[row.segment].slice, end = row.offset + row.numel;
     for (i64 at = row.offset; at < end;) {
       const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
@@ -141,6 +141,7 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
     i64 end = -1;
     for (const zero::Piece& piece : own ? s.layout.whole_pieces() : s.layout.owned_pieces(s.rank)) {
       const model::ParamRow& row = plan.row_of(piece.param);
+      if (!row.trained) continue;
       if (row.also_summed > 1) add_to_exchanges(combine.exchanges, piece, row.also_summed);
       if (row.divisor != 0 && row.divisor != plan.mesh.dp)
         combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});

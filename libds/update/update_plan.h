@@ -86,7 +86,8 @@ struct UpdatePlan {
   // Whether this rank saves a parameter and counts its gradient: no lower rank holds the same.
   bool counts(const zero::Piece& piece) const noexcept { return saved[piece.param]; }
   // Whether its gradient is in the norm: it counts, and is trained.
-  bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && !groups.frozen(piece.param); }
+  bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && is_trained(piece.param); }
+  bool is_trained(i64 param) const noexcept { return row_of(param).trained; }
   // Gradients are exchanged over stages and over tp in parts of so many elements, which bounds their memory.
   static constexpr i64 kExchangeElems = i64{1} << 20;
   // Calls visit(begin, count) for each part of so many elements.

@@ -29,6 +29,8 @@ class GradStore {
   // come in the order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free.
   // commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
+  // The rows of a unit without gradients of its own (all null), which is neither acquired nor committed.
+  std::span<const TensorView> absent(i64 unit) const noexcept { return fresh_.rows(unit); }
   void commit(i64 unit, i64 micro);
 
   // After the last micro-batch: waits for all reductions. The sums that this rank owns are final, as far as these ranks

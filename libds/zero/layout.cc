@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/layout.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
+#include <utility>
 
 namespace ds::zero {
 namespace {
@@ -15,6 +18,15 @@ i64 rows_of_tile(i64 rows, i64 cols, const LayoutOptions& options) {
   return align_up(div_ceil(rows, div_ceil(rows, most)), step);
 }
 
+// By number of the parameter, as bytes.
+std::string trained_rows(std::span<const std::span<const model::ParamRow>> units) {
+  std::string trained;
+  for (const auto& unit : units) {
+    for (const model::ParamRow& row : unit) trained.push_back(row.trained ? 1 : 0);
+  }
+  return trained;
+}
+
 }  // namespace
 
 Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options) {
@@ -26,9 +38,11 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
   const bool sharded_params = kZero[options.stage].shard_params;
   const i64 copies = kZero[options.stage].shard_optimizer ? 1 : P;
 
-  i64 num_rows = 0, persistent_total = 0;
-  for (const auto& unit : units) num_rows += narrow<i64>(unit.size());
-  layout.rows_.resize(num_rows);
+  i64 persistent_total = 0;
+  const std::string trained = trained_rows(units);
+  if (trained.find('\0') != trained.npos)
+    layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
+  layout.rows_.resize(trained.size());
 
   i64 param = 0;
   for (size_t u = 0; u < units.size(); ++u) {
@@ -57,50 +71,68 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     const bool here = options.here.empty() || options.here[u];
     for (size_t r = 0; r < units[u].size(); ++r)
       layout.rows_[static_cast<size_t>(param) + r].param = param + narrow<i64>(r);
-    for (const Kept want : {Kept::Persistent, Kept::Sharded}) {
-      if (!here || std::ranges::find(kept, want) == kept.end()) continue;
+    const auto add_segment = [&](Kept want, bool of_trained) {
       Segment s{.unit = narrow<i64>(u),
                 .persistent = want == Kept::Persistent,
-                .offset = place.padded,
-                .shard_offset = layout.shard_elems_};
+                .trained = of_trained,
+                .offset = place.padded};
+      bool any = false;
       for (size_t r = 0; r < units[u].size(); ++r) {
-        if (kept[r] != want) continue;
+        if (kept[r] != want || units[u][r].trained != of_trained) continue;
+        any = true;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
         s.numel = align_up(s.numel, options.row_alignment());
         layout.rows_[number] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
         s.numel += std::max(n, units[u][r].room);
         place.numel += n;
       }
+      if (!any) return;
       s.slice = align_up(div_ceil(s.numel, P), options.slice_alignment());
       place.padded += s.slice * P;
-      layout.shard_elems_ += s.slice * copies;
       layout.segments_.push_back(s);
+    };
+    for (const bool of_trained : {true, false}) {
+      for (const Kept want : {Kept::Persistent, Kept::Sharded}) {
+        if (here && (of_trained || !options.of_gradients)) add_segment(want, of_trained);
+      }
     }
     place.num_segments = narrow<i64>(layout.segments_.size()) - place.first_segment;
     for (size_t r = 0; r < units[u].size() && here; ++r) {
-      if (kept[r] != Kept::Tiled) continue;
+      if (kept[r] != Kept::Tiled || (options.of_gradients && !units[u][r].trained)) continue;
       const i64 rows = units[u][r].shape[0], cols = units[u][r].shape[1], most = rows_of_tile(rows, cols, options);
       for (i64 first = 0; first < rows; first += most)
         layout.tiles_.push_back({.param = param + narrow<i64>(r),
-                                 .unit = narrow<i64>(units.size() + layout.tiles_.size()),
                                  .first = first,
                                  .rows = std::min(most, rows - first),
-                                 .cols = cols});
+                                 .cols = cols,
+                                 .trained = units[u][r].trained});
     }
     param += narrow<i64>(units[u].size());
     layout.num_elements_ += place.numel;
     layout.units_.push_back(place);
   }
-  for (const MatrixTile& tile : layout.tiles_) {
+  const auto add_tile = [&](MatrixTile& tile) {
+    tile.unit = narrow<i64>(layout.units_.size());
     const i64 n = tile.rows * tile.cols, slice = align_up(div_ceil(n, P), options.slice_alignment());
     const RowPlace at{tile.param, narrow<i64>(layout.segments_.size()), 0, n, tile.first * tile.cols};
     if (tile.first == 0) layout.rows_[tile.param] = at;
     layout.places_.push_back(at);
     layout.units_.push_back(
         {.first_param = tile.param, .first_segment = at.segment, .num_segments = 1, .padded = slice * P, .numel = n});
-    layout.segments_.push_back({.unit = tile.unit, .numel = n, .slice = slice, .shard_offset = layout.shard_elems_});
-    layout.shard_elems_ += slice * copies;
+    layout.segments_.push_back({.unit = tile.unit, .trained = tile.trained, .numel = n, .slice = slice});
     layout.num_elements_ += n;
+  };
+  for (const bool of_trained : {true, false}) {
+    for (MatrixTile& tile : layout.tiles_) {
+      if (tile.trained == of_trained) add_tile(tile);
+    }
+  }
+  i64 end = 0;  // of the shard arrays
+  for (const bool of_trained : {true, false}) {
+    for (Segment& s : layout.segments_) {
+      if (s.trained == of_trained) s.shard_offset = std::exchange(end, end + s.slice * copies);
+    }
+    if (of_trained) layout.shard_elems_ = end;
   }
   for (const RowPlace& row : layout.rows_) {
     if (row.segment >= 0 && layout.segments_[row.segment].unit < std::ssize(units)) layout.places_.push_back(row);
@@ -154,9 +186,9 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}", options_.num_ranks, options_.stage,
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}", options_.num_ranks, options_.stage,
                      options_.slice_alignment(),
-                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems));
+                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_);
 }
 
 }  // namespace ds::zero

@@ -16,12 +16,14 @@
 // whole on every rank), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
 // blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
 // so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
-// memory-centric tiling). At other stages a unit is one segment. Ownership is the same at stages 0 to 2, and does not
-// depend on bucket sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the same
-// numbers of units and parameters: a layer has a unit in each layout. A rank may hold only some of the units (a
-// pipeline stage): all units keep their numbers, and are cut as if all were there, so that a unit on two stages is cut
-// alike on both. Shard arrays (fp32 sums, masters, moments) are the owned slices of all segments, one after the other;
-// at stage 0 every rank keeps all slices.
+// memory-centric tiling). At other stages a unit is one segment. Rows that are not trained have segments of their own,
+// after the trained ones of their unit, and tiles that are numbered after all trained ones: a layout of gradients is
+// the same without them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit
+// that are reduced over other ranks have a layout of their own, with the same numbers of units and parameters: a layer
+// has a unit in each layout. A rank may hold only some of the units (a pipeline stage): all units keep their numbers,
+// and are cut as if all were there, so that a unit on two stages is cut alike on both. Shard arrays (fp32 sums,
+// masters, moments) are the owned slices of all trained segments, one after the other; at stage 0 every rank keeps all
+// slices.
 
 #include <algorithm>
 #include <span>
@@ -57,6 +59,7 @@ struct LayoutOptions {
   i64 block = 1;                        // elements of a row that are never cut, from its first one on; a power of two
   i64 tile_elems = 0;                   // stage 3: most elements of a tile (but 8 rows at least); 0: no tiles
   size_t group = 0;                     // only rows of this group (ParamRow::group) have places
+  bool of_gradients = false;            // only rows that are trained have places
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
   i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
@@ -65,10 +68,11 @@ struct LayoutOptions {
 struct Segment {
   i64 unit = 0;
   bool persistent = false;
+  bool trained = true;
   i64 offset = 0;        // in the unit's buffer, elements
   i64 numel = 0;         // up to the end of the last row
   i64 slice = 0;         // elements per rank
-  i64 shard_offset = 0;  // of this segment in the shard arrays, elements
+  i64 shard_offset = 0;  // of this segment in the shard arrays, elements; behind their end if it is not trained
 };
 
 // Elements [begin, begin + numel) of a parameter's row: all of it, or a tile.
@@ -84,6 +88,7 @@ struct RowPlace {
 struct MatrixTile {
   i64 param = 0, unit = 0;
   i64 first = 0, rows = 0, cols = 0;
+  bool trained = true;
 };
 
 struct UnitPlace {
@@ -133,8 +138,9 @@ class Layout {
   bool is_tile(i64 unit) const noexcept { return unit >= num_units_; }
   i64 num_params() const noexcept { return num_elements_; }  // elements here, without padding
 
-  // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every segment.
+  // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every trained segment.
   i64 shard_elems() const noexcept { return shard_elems_; }
+  bool is_trained(const Piece& piece) const noexcept { return segments_[piece.segment].trained; }
   i64 largest_slice() const noexcept {
     i64 most = 0;
     for (const Segment& s : segments_) most = std::max(most, s.slice);
@@ -160,7 +166,7 @@ class Layout {
   std::vector<Piece> held_pieces(int rank) const;
 
   // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
-  // follows.
+  // follows, and with rows that are not trained, " frozen=" and a hash of which they are.
   std::string id() const;
 
  private:
@@ -171,6 +177,7 @@ class Layout {
   std::vector<RowPlace> rows_, places_;
   std::vector<MatrixTile> tiles_;
   i64 shard_elems_ = 0, num_elements_ = 0, num_units_ = 0;  // num_units_: before those of tiles
+  std::string frozen_;                                      // the part of id() about rows that are not trained
 };
 
 }  // namespace ds::zero

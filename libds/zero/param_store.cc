@@ -47,9 +47,9 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     second_.emplace_back();
     if (!whole(s)) second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
-  arriving_at_.assign(layout.units().size(), -1);
-
-  arriving_.resize(layout.units().size());
+  arriving_at_.assign(layout.segments().size(), -1);
+  arriving_.resize(layout.segments().size());
+  gathered_.reserve(4);  // a unit has no more segments
   published_.reserve(layout.segments().size());
   tickets_.reserve(layout.segments().size());
   for (const auto& unit : rows) {
@@ -59,8 +59,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
                                             : TensorView::of(nullptr, options.work, {row.numel()}));
     }
   }
-  for (const MatrixTile& t : layout.tiles())
-    views_.push_back({TensorView::of(nullptr, options.work, {t.rows, t.cols})});
+  views_.resize(layout.units().size());
+  for (const MatrixTile& t : layout.tiles()) views_[t.unit] = {TensorView::of(nullptr, options.work, {t.rows, t.cols})};
   for (const Segment& s : layout.segments()) {
     if (whole(s)) point_rows(s, whole_segment(s));
   }
@@ -97,34 +97,41 @@ void ParamStore::begin(const GatherPlan& plan) {
 
 void ParamStore::gather(const GatherStep::Launch& l) {
   const i64 bytes = dtype_bytes(options_.work);
+  i64 next = l.offset;
+  size_t last = 0;  // of those that are gathered together
+  gathered_.clear();
   for (const Segment& s : layout_.segments_of(l.unit)) {
     if (whole(s)) continue;
-    char* const base = static_cast<char*>(pool_.data()) + l.offset * bytes;
+    const size_t number = static_cast<size_t>(&s - layout_.segments().data());
+    const i64 offset = std::exchange(next, next + s.slice * layout_.num_ranks());
+    char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
     point_rows(s, base);
     if (SecondaryShard* const second = second_shard(s); second != nullptr && second->kept()) {
-      arriving_[l.unit] = second->gather(full(s, base), kNearTag);
+      arriving_[number] = second->gather(full(s, base), kNearTag);
       continue;
     }
     const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
-    arriving_at_[l.unit] = l.offset;
+    arriving_at_[number] = offset;
     if (coded(l.unit)) {
-      arriving_[l.unit] = start_coded_gather(comm_, device_, kWeightCodes, wire(l.offset),
+      arriving_[number] = start_coded_gather(comm_, device_, kWeightCodes, wire(offset),
                                              TensorView::of(own.data(), options_.work, {s.slice}), gather_tag_);
       continue;
     }
     const i64 slice_bytes = s.slice * bytes;
     device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
-    const AllGatherSegment segment{base, slice_bytes};
-    arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
+    gathered_.push_back({base, slice_bytes});
+    last = number;
   }
+  if (!gathered_.empty()) arriving_[last] = comm_.all_gather(gathered_, gather_tag_);
 }
 
 void ParamStore::arrive(i64 unit) {
-  arriving_[unit].wait();
-  const i64 offset = std::exchange(arriving_at_[unit], -1);
-  if (offset < 0) return;
-  for (const Segment& s : layout_.segments_of(unit)) {
-    if (whole(s)) continue;
+  const i64 first = layout_.units()[unit].first_segment, end = first + layout_.units()[unit].num_segments;
+  for (i64 s = first; s < end; ++s) arriving_[s].wait();
+  for (i64 number = first; number < end; ++number) {
+    const Segment& s = layout_.segments()[number];
+    const i64 offset = std::exchange(arriving_at_[number], -1);
+    if (offset < 0) continue;
     const TensorView all = full(s, static_cast<char*>(pool_.data()) + offset * dtype_bytes(options_.work));
     if (coded(unit)) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
     if (SecondaryShard* const second = second_shard(s); second != nullptr) second->keep(all);
@@ -172,7 +179,7 @@ void ParamStore::end_access() noexcept {
   ++next_;
 }
 
-void ParamStore::publish() {
+void ParamStore::publish(Changed changed) {
   for (auto& second : second_) {  // parameters have changed
     if (second) second->invalidate();
   }
@@ -185,7 +192,7 @@ void ParamStore::publish() {
     elems = 0;
   };
   for (const Segment& s : layout_.segments()) {
-    if (!whole(s)) continue;
+    if (!whole(s) || (changed == Changed::Trained && !s.trained)) continue;
     const i64 n = s.slice * layout_.num_ranks();
     if (elems + n > options_.allgather_bucket) flush();
     published_.push_back({whole_segment(s), s.slice * dtype_bytes(options_.work)});

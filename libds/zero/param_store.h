@@ -70,8 +70,10 @@ class ParamStore final : public PieceMemory {
   bool in_place() const noexcept override { return shards_->in_place(); }
   void* on_host(const Piece& piece) const noexcept override;
 
-  // Sends this rank's updated slices to all ranks that hold whole copies (nothing at stage 0).
-  void publish();
+  // Sends this rank's slices to all ranks that hold whole copies (nothing at stage 0): all of them, or those that an
+  // update has changed.
+  enum class Changed : u8 { All, Trained };
+  void publish(Changed changed = Changed::All);
 
  private:
   friend class ParamLease;
@@ -108,10 +110,12 @@ class ParamStore final : public PieceMemory {
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
-  std::vector<Ticket> arriving_;                // per unit
-  std::vector<i64> arriving_at_;  // per unit: its place in the pool while it is gathered from all ranks; else -1
-  std::vector<std::optional<SecondaryShard>> second_;  // per segment; none: empty
-  std::vector<AllGatherSegment> published_;            // scratch of publish()
+  // Per segment: what its gather waits for (one message brings all segments of a unit that it can), and its place in
+  // the pool while it is gathered from all ranks; else -1.
+  std::vector<Ticket> arriving_;
+  std::vector<i64> arriving_at_;
+  std::vector<std::optional<SecondaryShard>> second_;   // per segment; none: empty
+  std::vector<AllGatherSegment> gathered_, published_;  // scratch of gather() and publish()
   std::vector<Ticket> tickets_;
   const GatherPlan* plan_ = nullptr;
   size_t next_ = 0;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/shards.h"
 
+#include <algorithm>
+
 namespace ds::zero {
 
 Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, const GroupRanks& ranks, Device& device,
@@ -23,6 +25,10 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, c
                           .device = device,
                           .ledger = ledger,
                           .held = plan.layout.held_pieces(plan.rank)};
+  const auto fixed =
+      std::ranges::stable_partition(parts.held, [&](const Piece& p) { return plan.layout.is_trained(p); });
+  parts.fixed.assign(fixed.begin(), fixed.end());
+  parts.held.erase(fixed.begin(), fixed.end());
   states_ = tiers.states ? tiers.states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));
 }
 

@@ -24,7 +24,8 @@ struct ShardsPlan {
   Layout layout;
   StateLayout states;  // of masters and optimizers
   GradOptions grads;
-  // Units of gradients are those of parameters, then the shared unit once more, for its use by the head.
+  // Units of gradients are those of parameters, then the shared unit once more, for its use by the head. What is not
+  // trained has no place there.
   Layout grad_layout;
   i64 shared_grads = kSharedUnit;  // the unit in which gradients of the shared unit are summed
   std::vector<Bucket> buckets;
@@ -35,10 +36,10 @@ struct ShardsPlan {
   i64 allgather_bucket = 0;
   std::vector<bool> coded = {};      // by unit: its parameters are gathered as 8-bit codes; empty: none are
   std::vector<DpSplit> zeropp = {};  // plan::zeropp_splits
-  // Elements of all ranks together, with padding; and those of them that every rank holds whole.
+  // Elements of parameters of all ranks together, with padding; and those of them that every rank holds whole.
   i64 padded = 0, whole = 0;
 
-  // The segment of grad_layout with the gradients of a segment of layout.
+  // The segment of grad_layout with the gradients of a trained segment of layout.
   i64 grad_segment(i64 segment) const noexcept {
     const i64 unit = layout.segments()[segment].unit;
     // The unit of the head's use of the shared one comes before the units of tiles.
@@ -105,7 +106,11 @@ using AllShards = std::vector<std::unique_ptr<Shards>>;
 
 // After pieces of this rank have changed: sends them to all ranks that hold them whole. Collective.
 inline void publish(AllShards& all) {
-  for (const auto& shards : all) shards->params().publish();
+  for (const auto& shards : all) shards->params().publish(ParamStore::Changed::All);
+}
+// The same after an update, which changes trained pieces only.
+inline void publish_update(AllShards& all) {
+  for (const auto& shards : all) shards->params().publish(ParamStore::Changed::Trained);
 }
 
 }  // namespace ds::zero

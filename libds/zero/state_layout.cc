@@ -14,11 +14,14 @@ constexpr i64 kAlignment = 32;  // bytes: of vectors, and of kRowAlignment eleme
 
 StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
                          StateSet whole)
-    : has_(std::move(has)), dtypes_(std::move(dtypes)), whole_(whole) {
+    : trained_(has.size(), false), has_(std::move(has)), dtypes_(std::move(dtypes)), whole_(whole) {
   StateSet somewhere;
   for (const State s : kStates) everywhere_[s] = true;
   for (size_t p = 0; p < has_.size(); ++p) {
-    if (layout.rows()[p].segment < 0) continue;
+    const RowPlace& row = layout.rows()[p];
+    trained_[p] = row.segment >= 0 && layout.segments()[row.segment].trained;
+    DS_ASSERT(trained_[p] || row.segment < 0 || has_[p] == StateSet{});
+    if (!trained_[p]) continue;
     for (const State s : kStates) {
       everywhere_[s] &= has_[p][s] && dtypes_[p][s] == DType::F32;
       somewhere[s] |= has_[p][s];
@@ -35,7 +38,7 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
   i64 slices = 0;
   for (const Segment& s : layout.segments()) {
     whole_bases_.push_back(slices * layout.num_ranks());
-    slices += s.slice;
+    slices += s.trained ? s.slice : 0;
   }
   for (const State s : kStates) {
     if (s == State::Param || !somewhere[s]) continue;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The offsets of the states of a rank's pieces in memory: one array for each state. A state that every parameter has in
-// fp32 has the order of the layout's shard arrays. In other arrays piece follows piece, each at a multiple of 32 bytes,
-// and after it the scales of its codes, aligned likewise. A state that every rank holds whole (the momentum of 1-bit
-// Adam) has the order of all slices of all segments. A pure function of the layout, the rank and the states of each
-// parameter.
+// The offsets of the states of a rank's pieces of trained parameters in memory: one array for each state. A state that
+// each of them has in fp32 has the order of the layout's shard arrays. In other arrays piece follows piece, each at a
+// multiple of 32 bytes, and after it the scales of its codes, aligned likewise. A state that every rank holds whole (the
+// momentum of 1-bit Adam) has the order of all slices of all segments. A pure function of the layout, the rank and the
+// states of each parameter.
 
 #include <algorithm>
 #include <span>
@@ -19,11 +19,14 @@ namespace ds::zero {
 class StateLayout {
  public:
   StateLayout() = default;
-  // has[p]: the states of parameter p, including Master; dtypes[p]: the dtypes in which they are stored. The layout
-  // cuts no block of codes. whole: fp32 states that every rank holds of all parameters, whichever rank owns them.
+  // has[p]: the states of parameter p, including Master, and none if it is not trained; dtypes[p]: the dtypes in which
+  // they are stored. The layout cuts no block of codes. whole: fp32 states that every rank holds of all parameters,
+  // whichever rank owns them.
   StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
               StateSet whole = {});
 
+  // Of a parameter that has a place here.
+  bool is_trained(i64 param) const noexcept { return trained_[static_cast<size_t>(param)]; }
   bool has(State s, i64 param) const noexcept { return has_[param][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }
   DType dtype(State s, i64 param) const noexcept { return dtypes_[param][s]; }
@@ -59,6 +62,7 @@ class StateLayout {
     const auto first = held_.begin() + first_held_[piece.param], last = held_.begin() + first_held_[piece.param + 1];
     return *std::prev(std::ranges::upper_bound(first, last, piece.begin, {}, &Held::begin));
   }
+  std::vector<bool> trained_;  // by parameter
   std::vector<StateSet> has_;
   std::vector<PerState<DType>> dtypes_;
   StateSet everywhere_;  // in fp32

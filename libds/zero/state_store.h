@@ -12,8 +12,8 @@
 //             device the ops read the verdict themselves), or two, and keeps one of them when the verdict is known
 //
 // DeviceStates is the tier of device memory: one array for each state, one version, one call of the op for a pass. A
-// parameter that is its own master (in fp32, or in 16 bits if so configured) has no State::Master; tiers do not move
-// it.
+// parameter that is its own master (in fp32, or in 16 bits if so configured), or is not trained, has no State::Master;
+// tiers do not move it.
 
 #include <functional>
 #include <memory>
@@ -96,7 +96,8 @@ class StateStore {
     DType work = DType::F32;
     Device& device;
     MemoryLedger& ledger;
-    std::vector<Piece> held;  // all pieces of this rank, the largest possible tile
+    std::vector<Piece> held;        // all trained pieces of this rank, the largest possible tile
+    std::vector<Piece> fixed = {};  // its other pieces: their leases have parameters alone
   };
 
   explicit StateStore(Parts parts) : parts_(std::move(parts)) {}

@@ -304,3 +304,35 @@ END
   run -3 ds-train cfg.json --set 'optimizer={"type":"AdamW","params":{"lr":1e-3}}' --out run --resume latest --steps 2
   assert_output --partial "has no state there (it was frozen"
 }
+
+@test "a step holds the weights alone of what is frozen, and resumes, merges and is cut like others" {
+  train() { # ranks out steps ...
+    ds-launch -n "$1" ds-train cfg.json --out "$2" --quiet --steps "$3" --set bf16.enabled=true \
+      --set 'optimizer.param_groups=[{"params": ["*h.1.*", "*ln_f*"]}, {"params": "*", "frozen": true}]' "${@:4}"
+  }
+  train 2 whole 4
+  train 2 half 2
+  python3 - <<'END'
+import json
+m = json.load(open("half/step-00000002/manifest.json"))
+assert m["version"] == 4
+frozen = {i for i, p in enumerate(m["parameters"]) if p.get("frozen")}
+assert {m["parameters"][i]["name"] for i in frozen} == {
+    p["name"] for p in m["parameters"] if ".h.1." not in p["name"] and "ln_f" not in p["name"] and "tied_to" not in p}
+for piece in m["pieces"]:
+    trained = piece["parameter"] not in frozen
+    assert ("master" in piece) == ("exp_avg" in piece) == trained, piece
+END
+  ds-shard half --out cut --dp 3 --stage 3 >/dev/null
+  ds-ckpt-merge cut -o cut.safetensors --optimizer --verify >/dev/null
+  ds-ckpt-merge half -o half.safetensors --optimizer --verify >/dev/null
+  cmp cut.safetensors half.safetensors
+  train 4 half 4 --resume latest --set zero_optimization.stage=3 --set pipeline.stages=2
+  ds-ckpt-merge half -o half.safetensors --optimizer >/dev/null
+  ds-ckpt-merge whole -o whole.safetensors --optimizer >/dev/null
+  cmp half.safetensors whole.safetensors
+  # What was frozen can be trained on from its weights.
+  run -3 ds-train cfg.json --set bf16.enabled=true --out half --resume latest --steps 5
+  assert_output --partial "has no state there (it was frozen"
+  ds-train cfg.json --set bf16.enabled=true --weights half --out other --steps 1 --quiet
+}

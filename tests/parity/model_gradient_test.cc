@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <fnmatch.h>
+
 #include <cmath>
 
 #include "engine/engine.h"
@@ -67,8 +69,9 @@ class Model {
  public:
   // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
   explicit Model(const ModelConfig& model, i64 kept = 0) : Model(model, model.vocab_size, kept) {}
-  // `kept`: the tokens of each sample that all layers but the first see; 0: all.
-  Model(const ModelConfig& model, i64 num_ids, i64 kept) : engine_(config(model, kept)) {
+  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match `frozen` are not trained.
+  Model(const ModelConfig& model, i64 num_ids, i64 kept, const std::vector<std::string>& frozen = {})
+      : engine_(config(model, kept, frozen)) {
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
@@ -101,9 +104,11 @@ class Model {
     Values grads;
     const zero::Layout& layout = engine_.engine.plan().dp().layout;
     for (const zero::RowPlace& row : layout.rows()) {
+      grads.emplace_back();
+      if (!rows_[static_cast<size_t>(row.param)].trained) continue;
       const float* first =
           engine_.engine.gradient({.param = row.param, .segment = row.segment, .segment_offset = row.offset}).values();
-      grads.emplace_back(static_cast<size_t>(row.numel));
+      grads.back().resize(static_cast<size_t>(row.numel));
       engine_.device->download(grads.back().data(), first, row.numel * 4);
     }
     return grads;
@@ -111,9 +116,15 @@ class Model {
 
  private:
   static constexpr i64 kBatch = 3, kLength = 13, kTokens = kBatch * kLength;
-  static Config config(const ModelConfig& model, i64 kept) {
+  static Config config(const ModelConfig& model, i64 kept, const std::vector<std::string>& frozen) {
     Config c;
     c.model = model;
+    if (!frozen.empty()) {
+      ParamGroupConfig& group = c.optimizer.groups.emplace_back();
+      static_cast<UpdateConfig&>(group) = c.optimizer;
+      group.params = frozen;
+      group.frozen = true;
+    }
     RandomLtdConfig& ltd = c.random_ltd;
     ltd.data_efficiency = ltd.data_routing = ltd.enabled = kept > 0;
     ltd.min_value = kept, ltd.max_value = kLength, ltd.require_steps = 1'000'000, ltd.seq_per_step = 1;
@@ -205,6 +216,37 @@ TEST_P(ModelGradients, AreTheDirectionalDerivativeForEveryParameter) {
 
 INSTANTIATE_TEST_SUITE_P(Models, ModelGradients, ::testing::ValuesIn(gradient_cases()),
                          [](const auto& p) { return std::string(p.param.name); });
+
+// Without the gradients that are not wanted all others have the bits that they have with them.
+TEST_P(ModelGradients, OfTheOthersAreTheSameWhereSomeAreNotWanted) {
+  const auto& [name, config, kept] = GetParam();
+  const Values want = Model(config, kept).gradients();
+  for (const std::vector<std::string>& frozen : {std::vector<std::string>{"*weight"},
+                                                 {"*bias", "*norm*", "*LayerNorm*", "*ln_*"},
+                                                 {"*word_embeddings*", "*wte*", "*embed_tokens*"},
+                                                 {"*h.0*", "*layer.0*", "*layers.0*"},
+                                                 {"*mlp*", "*dense*"}}) {
+    std::vector<std::string> matching;  // patterns that match nothing are refused
+    for (const std::string& pattern : frozen) {
+      const Model all(config, kept);
+      if (std::ranges::any_of(all.rows(), [&](const model::ParamRow& row) {
+            return ::fnmatch(pattern.c_str(), row.name.c_str(), 0) == 0;
+          }))
+        matching.push_back(pattern);
+    }
+    if (matching.empty()) continue;
+    Model model(config, config.vocab_size, kept, matching);
+    const Values got = model.gradients();
+    size_t compared = 0;
+    for (size_t p = 0; p < got.size(); ++p) {
+      if (got[p].empty()) continue;
+      ++compared;
+      EXPECT_EQ(got[p], want[p]) << name << " " << model.rows()[p].name << " without " << matching.front();
+    }
+    EXPECT_LT(compared, want.size());
+    EXPECT_TRUE(compared > 0 || config.family == Family::Qwen3) << name << " without " << matching.front();
+  }
+}
 
 // The row of the padding token is that of the projection alone; all other gradients keep their bits, and so do all
 // where nobody looks it up. (What the row should be: tests/golden/bert.)

@@ -62,5 +62,41 @@ TEST(LayerCalls, TheAttentionAloneIsTheLayersOwnBusiness) {
   EXPECT_EQ(chunk.keep_of(1), Keep::AllButAttention);
 }
 
+// Rows of layers [begin, end).
+void freeze(model::Model& m, i64 begin, i64 end) {
+  for (i64 l = begin; l < end; ++l) {
+    for (size_t r = 0; r < m.layers[l]->rows().size(); ++r) m.layers[l]->freeze(r);
+  }
+}
+
+TEST(LayerCalls, EndWhereNoLayerBeforeIsTrained) {
+  model::Model m = seven_layers();
+  freeze(m, 0, 4);
+  EXPECT_EQ(m.backward_end(), 0);  // the embedding looks up the matrix that the head projects with
+  EXPECT_EQ(text(backward_calls(m, make_chunk(m, 0, 7, {}), false)), "b6 W6 b5 W5 b4 W4 b3 b2 b1 b0 W0");
+  m.shared.front().trained = false;
+  EXPECT_EQ(m.backward_end(), 4);
+  const Chunk all = make_chunk(m, 0, 7, {});
+  EXPECT_EQ(text(forward_calls(all)), "F0 F1 F2 F3 F4 F5 F6");
+  EXPECT_EQ(text(backward_calls(m, all, false)), "b6 W6 b5 W5 b4 W4");
+  EXPECT_EQ(all.keep_of(3), Keep::Nothing);
+  EXPECT_EQ(all.keep_of(4), Keep::All);
+  // Groups begin there.
+  EXPECT_EQ(text(backward_calls(m, make_chunk(m, 0, 7, {Keep::Input, 2}), false)), "b6 W6 F4 B5 W5 b4 W4");
+  // A stage before it only runs forward.
+  const Chunk below = make_chunk(m, 0, 4, {Keep::Input, 2});
+  EXPECT_FALSE(below.has_backward());
+  EXPECT_EQ(text(forward_calls(below)), "F0 F1 F2 F3");
+  EXPECT_EQ(text(backward_calls(m, below, false)), "");
+  EXPECT_EQ(text(weight_calls(m, below)), "");
+  // A layer without a trained row passes the gradient on.
+  freeze(m, 5, 6);
+  EXPECT_EQ(text(backward_calls(m, make_chunk(m, 0, 7, {}), false)), "b6 W6 b5 b4 W4");
+  EXPECT_EQ(text(weight_calls(m, make_chunk(m, 0, 7, {}))), "W4");
+  // The head computes the loss in any case.
+  freeze(m, 0, 7);
+  EXPECT_EQ(text(backward_calls(m, make_chunk(m, 0, 7, {}), false)), "b6");
+}
+
 }  // namespace layer_calls_test
 }  // namespace ds::pipeline

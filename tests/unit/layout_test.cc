@@ -94,6 +94,7 @@ TEST(Layout, IsThePicture) {
       for (i64 n = below(4); n > 0; --n) {
         unit.push_back({.name = "p", .shape = {below(3) == 0 ? 1 + below(700) : 64 * (1 + below(4))}});
         if (below(4) == 0) unit.back().room = unit.back().numel() + 64 * below(2);
+        unit.back().trained = round % 2 == 0 || below(3) > 0;
       }
     }
     if (below(2) == 0) {
@@ -101,9 +102,13 @@ TEST(Layout, IsThePicture) {
     }
     const Layout layout = make(units, options);
     SCOPED_TRACE(fmt::format("round {}: {} ranks, stage {}", round, P, stage));
-    EXPECT_EQ(layout.id(), fmt::format("unit-slices/v3 ranks={} stage={} align=128", P, stage));
+    const std::string id = fmt::format("unit-slices/v3 ranks={} stage={} align=128", P, stage);
+    const bool trains_all = std::ranges::all_of(
+        units, [](const Rows& unit) { return std::ranges::all_of(unit, &model::ParamRow::trained); });
+    EXPECT_EQ(layout.id().substr(0, id.size()), id);
+    EXPECT_EQ(layout.id().substr(id.size()).substr(0, 8), trains_all ? "" : " frozen=");
 
-    i64 param = 0, shard_elems = 0, elements = 0, persistent_elems = 0;
+    i64 param = 0, elements = 0, persistent_elems = 0;
     std::vector<std::map<i64, i64>> owned(static_cast<size_t>(P));  // by rank: element of the model -> of its shards
     size_t segment = 0;
     ASSERT_EQ(layout.units().size(), units.size());
@@ -112,24 +117,24 @@ TEST(Layout, IsThePicture) {
       const UnitPlace& place = layout.units()[u];
       EXPECT_EQ(place.first_param, param);
       EXPECT_EQ(place.first_segment, static_cast<i64>(segment));
-      std::vector<size_t> parts[2];  // persistent rows, others
+      std::vector<size_t> parts[4];  // persistent trained rows, other trained ones, and the same of those that are not
       for (size_t r = 0; r < units[u].size(); ++r) {
         const i64 n = std::max(units[u][r].numel(), units[u][r].room);
         const bool stays = stage == 3 && n <= options.persistence_threshold &&
                            persistent_elems + n <= options.model_persistence_threshold;
         persistent_elems += stays ? n : 0;
-        parts[stays ? 0 : 1].push_back(r);
+        parts[(stays ? 0 : 1) + (units[u][r].trained ? 0 : 2)].push_back(r);
       }
       i64 padded = 0, numel = 0;
-      for (const bool persistent : {true, false}) {
-        const std::vector<size_t>& rows = parts[persistent ? 0 : 1];
+      for (const std::vector<size_t>& rows : parts) {
+        const auto which = &rows - parts;
         if (!here || rows.empty()) continue;
         ASSERT_LT(segment, layout.segments().size());
         const Segment& s = layout.segments()[segment];
         EXPECT_EQ(s.unit, static_cast<i64>(u));
-        EXPECT_EQ(s.persistent, persistent);
+        EXPECT_EQ(s.persistent, which % 2 == 0);
+        EXPECT_EQ(s.trained, which < 2);
         EXPECT_EQ(s.offset, padded);
-        EXPECT_EQ(s.shard_offset, shard_elems);
         i64 at = 0;
         for (const size_t r : rows) {
           const RowPlace& row = layout.rows()[static_cast<size_t>(param) + r];
@@ -139,7 +144,7 @@ TEST(Layout, IsThePicture) {
           EXPECT_EQ(row.numel, units[u][r].numel());
           for (i64 i = 0; i < row.numel; ++i) {
             const i64 owner = (at + i) / s.slice, local = stage == 0 ? at + i : (at + i) % s.slice;
-            owned[owner][1000 * row.param + i] = shard_elems + local;
+            owned[owner][1000 * row.param + i] = s.shard_offset + local;
           }
           at += std::max(row.numel, units[u][r].room);
           numel += row.numel;
@@ -147,7 +152,6 @@ TEST(Layout, IsThePicture) {
         EXPECT_EQ(s.numel, at);
         EXPECT_EQ(s.slice, (at + P * 128 - 1) / (P * 128) * 128);
         padded += s.slice * P;
-        shard_elems += s.slice * (stage == 0 ? P : 1);
         ++segment;
       }
       for (size_t r = 0; r < units[u].size(); ++r) {
@@ -164,7 +168,40 @@ TEST(Layout, IsThePicture) {
     EXPECT_EQ(layout.segments().size(), segment);
     EXPECT_EQ(std::ssize(layout.rows()), param);
     EXPECT_EQ(layout.num_params(), elements);
-    EXPECT_EQ(layout.shard_elems(), shard_elems);
+    i64 shard_elems = 0;  // trained segments, then, after the end of the arrays, the others
+    for (const bool trained : {true, false}) {
+      for (const Segment& s : layout.segments()) {
+        if (s.trained != trained) continue;
+        EXPECT_EQ(s.shard_offset, shard_elems);
+        shard_elems += s.slice * (stage == 0 ? P : 1);
+      }
+      if (trained) {
+        EXPECT_EQ(layout.shard_elems(), shard_elems);
+      }
+    }
+
+    // Gradients have the trained segments, where parameters have them.
+    LayoutOptions of_gradients = options;
+    of_gradients.of_gradients = true;
+    const Layout grads = make(units, of_gradients);
+    EXPECT_EQ(grads.shard_elems(), layout.shard_elems());
+    for (size_t u = 0; u < units.size(); ++u) {
+      const auto all = layout.segments_of(static_cast<i64>(u)), some = grads.segments_of(static_cast<i64>(u));
+      ASSERT_EQ(std::ssize(some), std::ranges::count(all, true, &Segment::trained));
+      for (size_t s = 0; s < some.size(); ++s) {
+        EXPECT_EQ(some[s].offset, all[s].offset);
+        EXPECT_EQ(some[s].slice, all[s].slice);
+        EXPECT_EQ(some[s].shard_offset, all[s].shard_offset);
+      }
+    }
+    for (const RowPlace& row : grads.rows()) {
+      const RowPlace& of_param = layout.rows()[row.param];
+      const bool trained = of_param.segment >= 0 && layout.segments()[of_param.segment].trained;
+      EXPECT_EQ(row.segment >= 0, trained);
+      if (trained) {
+        EXPECT_EQ(row.offset, of_param.offset);
+      }
+    }
 
     // Rows, gaps and the padding of segments fill a unit's buffer.
     for (size_t u = 0; u < units.size(); ++u) {
@@ -228,6 +265,31 @@ TEST(Layout, CutsNoBlock) {
         }
       }
       for (const RowPlace& row : layout.rows()) EXPECT_EQ(covered[row.param], row.numel);
+    }
+  }
+}
+
+// Tiles that are not trained come after all others, so that those of gradients have the same numbers.
+TEST(Layout, TilesThatAreNotTrainedComeLast) {
+  Rows matrices;
+  for (int i = 0; i < 4; ++i)
+    matrices.push_back({.name = "m", .shape = {40, 10}, .trained = i % 2 == 1, .tiles = true});
+  LayoutOptions options{2, 3, 0, 0};
+  options.tile_elems = 100;
+  const Layout layout = make({matrices}, options);
+  options.of_gradients = true;
+  const Layout grads = make({matrices}, options);
+  ASSERT_EQ(layout.tiles().size(), 2 * grads.tiles().size());
+  for (const i64 param : {0, 1, 2, 3}) {
+    EXPECT_EQ(grads.tiles_of(param).size(), param % 2 == 1 ? layout.tiles_of(param).size() : 0u);
+    for (size_t t = 0; t < grads.tiles_of(param).size(); ++t) {
+      EXPECT_EQ(grads.tiles_of(param)[t].unit, layout.tiles_of(param)[t].unit);
+      EXPECT_EQ(grads.tiles_of(param)[t].first, layout.tiles_of(param)[t].first);
+    }
+    for (const MatrixTile& tile : layout.tiles_of(param)) {
+      EXPECT_EQ(layout.units()[tile.unit].first_param, param);
+      EXPECT_EQ(layout.segments_of(tile.unit).front().trained, param % 2 == 1);
+      EXPECT_EQ(tile.unit <= std::ssize(grads.tiles()), param % 2 == 1);
     }
   }
 }

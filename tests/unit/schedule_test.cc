@@ -224,6 +224,58 @@ TEST(Schedule, ChunksShareTheSlotsOfTheirActivations) {
   });
 }
 
+// Blocks before the one in which the backward pass ends have no backward pass, and get no gradients. The output of one
+// stays until it has been sent, or read in place.
+TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
+  for_all([](ScheduleOptions o) {
+    if (o.micro_batches % 5 != 1 && o.micro_batches % 8 != 0) return;
+    for (o.backward_end = 0; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
+      const bool others = o.stages > 1;
+      for (o.stage = 0; o.stage < o.stages; ++o.stage) {
+        const std::vector<Instr> instrs = make_schedule(o);
+        std::map<std::pair<i64, Op>, i64> times;
+        for (const Instr& i : instrs) ++times[{i.chunk, i.op}];
+        for (i64 c = 0; c < o.chunks; ++c) {
+          const i64 block = block_of(o.stages, o.stage, c), m = o.micro_batches, last = i64{o.stages} * o.chunks - 1;
+          ASSERT_EQ((times[{c, Op::Forward}]), m);
+          ASSERT_EQ((times[{c, Op::Backward}] + times[{c, Op::BackwardInput}]), block >= o.backward_end ? m : 0);
+          ASSERT_EQ((times[{c, Op::BackwardWeight}]), (times[{c, Op::BackwardInput}]));
+          ASSERT_EQ((times[{c, Op::SendGrad}]), block > o.backward_end && others ? m : 0);
+          ASSERT_EQ((times[{c, Op::RecvGrad}]), block >= o.backward_end && block < last && others ? m : 0);
+        }
+        const KeptSlots slots = kept_slots(instrs, o.chunks, o.micro_batches);
+        std::map<i64, std::pair<i64, i64>> taken;  // slot -> chunk, micro-batch
+        i64 most = 0;
+        const auto gives_back = [&](i64 chunk, i64 micro) { return taken.erase(slots.of[chunk][micro]) == 1; };
+        for (const Instr& i : instrs) {
+          const bool backward = block_of(o.stages, o.stage, i.chunk) >= o.backward_end;
+          if (i.op == Op::Forward) {
+            ASSERT_TRUE(taken.try_emplace(slots.of[i.chunk][i.micro], i.chunk, i.micro).second);
+            most = std::max(most, std::ssize(taken));
+          }
+          const bool ends = i.op == (backward ? Op::Backward : Op::SendActivation) || i.op == Op::BackwardWeight;
+          if (ends) {
+            ASSERT_TRUE(gives_back(i.chunk, i.micro));
+          }
+          // Read in place by the next chunk, of which it may be the input of its first layer's backward pass.
+          const bool reads =
+              !others && i.chunk > 0 && i.chunk - 1 < o.backward_end && i.op == (backward ? Op::Backward : Op::Forward);
+          if (reads) {
+            ASSERT_TRUE(gives_back(i.chunk - 1, i.micro));
+          }
+        }
+        ASSERT_TRUE(taken.empty());
+        ASSERT_EQ(slots.count, most);
+        for (i64 c = 0; c < o.chunks; ++c) {
+          if (block_of(o.stages, o.stage, c) < o.backward_end) {
+            ASSERT_EQ(stash_sizes(instrs, c).forward, 1);
+          }
+        }
+      }
+    }
+  });
+}
+
 TEST(Schedule, StashesAreThoseOfThePapers) {
   for_all([](ScheduleOptions o) {
     const i64 p = o.stages, m = o.micro_batches, v = o.chunks;

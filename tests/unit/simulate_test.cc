@@ -90,6 +90,17 @@ TEST(Simulate, IdleTimesAreThoseOfThePapers) {
   });
 }
 
+TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
+  for_all([](ScheduleOptions o) {
+    if (o.micro_batches % 5 != 1) return;
+    for (o.backward_end = 1; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
+      for (const i64 send_buffers : {i64{1}, i64{1} << 40})
+        (void)simulate(make_schedules(o), kUnit, {.seed = 7, .delay = 3, .send_buffers = send_buffers});
+      ASSERT_EQ(bubble_fraction(o), simulate(make_schedules(o), kUnit).bubble_fraction());
+    }
+  });
+}
+
 TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
   for_all([](const ScheduleOptions& o) {
     ASSERT_EQ(bubble_fraction(o), simulate(make_schedules(o), kUnit).bubble_fraction());

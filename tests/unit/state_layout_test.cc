@@ -50,6 +50,47 @@ TEST(StateLayout, OfAllParametersIsTheLayouts) {
   }
 }
 
+// A frozen parameter has no place: a state of all others has the order of the layout's shard arrays.
+TEST(StateLayout, HasNoPlaceForWhatIsNotTrained) {
+  model::Model model = model::make_model(tiny(), 8);
+  for (auto& row : model.shared) row.trained = false;
+  for (const auto& layer : model.layers) layer->freeze(0);
+  const Units units = units_of(model);
+  for (const Case c : {Case{1, 0}, {3, 0}, {3, 1}, {4, 3}}) {
+    const Layout layout = Layout::make(units, {.num_ranks = c.ranks, .stage = c.stage});
+    std::vector<StateSet> has;
+    i64 trained = 0, all = 0;
+    for (const model::ParamRow* row : model.params())
+      has.push_back(row->trained ? state_set({State::Master, State::ExpAvg}) : StateSet{});
+    for (const Segment& s : layout.segments()) {
+      all += s.slice;
+      trained += s.trained ? s.slice : 0;
+    }
+    EXPECT_LT(trained, all);
+    for (int r = 0; r < c.ranks; ++r) {
+      const StateLayout states(layout, r, has, fp32_of(layout));
+      for (const State s : {State::Master, State::ExpAvg}) {
+        EXPECT_EQ(states.bytes(s), trained * (c.stage == 0 ? c.ranks : 1) * 4);
+        for (const Piece& p : layout.held_pieces(r)) {
+          EXPECT_EQ(states.is_trained(p.param), layout.is_trained(p));
+          if (!layout.is_trained(p)) continue;
+          EXPECT_EQ(states.offset(s, p), p.shard_offset * 4);
+          EXPECT_LE(states.offset(s, p) + p.count * 4, states.bytes(s));
+        }
+      }
+      EXPECT_EQ(states.owned_bytes(), 2 * trained * 4);
+      // Whole on every rank.
+      const StateLayout whole(layout, r, has, fp32_of(layout), state_set({State::ExpAvg}));
+      EXPECT_EQ(whole.bytes(State::ExpAvg), trained * c.ranks * 4);
+      for (const Piece& p : layout.whole_pieces()) {
+        if (layout.is_trained(p)) {
+          EXPECT_LE(whole.offset(State::ExpAvg, p) + p.count * 4, whole.bytes(State::ExpAvg));
+        }
+      }
+    }
+  }
+}
+
 // A state that only some parameters have: each of their elements has a place of its own, and others have none.
 TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
   const model::Model model = model::make_model(tiny(), 8);
