@@ -35,7 +35,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
              offload_.make_inputs(plan_.activations.inputs, device, ledger)),
       laid_out_(whole_sequences()),
       step_length_(plan_.sequence_length),
-      results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
+      results_(device, ledger, plan_.loss_counts()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler),
       valid_tokens_(static_cast<size_t>(plan_.micro_batches)) {

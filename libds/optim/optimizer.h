@@ -93,12 +93,13 @@ class GroupStates {
   virtual void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) = 0;
 };
 
-// The matrices of a group, each of which one rank sees as a whole; ranks hold pieces of them.
+// The matrices of a group, each of which one rank sees as a whole; ranks hold pieces of them. A batch of matrices is as
+// many matrices.
 class WholeMatrices {
  public:
   virtual ~WholeMatrices() = default;
   // Gathers the gradient of each matrix on its rank, calls body(whole [rows, columns] fp32) there, and scatters what
-  // body wrote to where the pieces came from. Collective over the ranks of dp and tp.
+  // body wrote to where the pieces came from. Collective over the ranks of dp, or of a split of it, and tp.
   virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 

@@ -43,8 +43,7 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
                          activations.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
                          activations.pass.bytes(Tag::Workspace);
   // Tokens and the like, and the numbers of the step.
-  tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) +
-                   update::StepResults::bytes(plan.micro_batches, zero::num_shards(plan.mesh));
+  tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) + update::StepResults::bytes(plan.loss_counts());
 
   // A save in the background takes a copy of what this rank saves. Beside a GPU, loading a checkpoint, and a save that
   // the run waits for, go through a buffer of host memory.

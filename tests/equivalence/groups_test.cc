@@ -3,10 +3,14 @@
 // computes with one, so that its gradient is reduced over the ranks with the same expert, which also cut it by ZeRO.
 // Beside it the same model with one group: every rank has all experts, and the gradients of those that it does not use
 // are zero. Both train with the same bits, whether the ranks with one expert stand side by side or apart, save the
-// same, and go on from each other's checkpoints.
+// same, and go on from each other's checkpoints. The experts of a block are one parameter, a batch of matrices.
+//
+// Further a model with layers whose ranks exchange rows over the axis of experts, with room for fewer or more rows than
+// they have, and which add losses (toy_experts.h).
 
 #include "equivalence/checkpoints.h"
-#include "equivalence/optimizers.h"
+#include "equivalence/tiers.h"
+#include "equivalence/toy_experts.h"
 #include "model/models.h"
 
 namespace ds::testing {
@@ -20,6 +24,7 @@ struct Arrangement {
   DpSplit split;           // the ranks that have an expert in common
   bool one_group = false;  // every rank has all experts
   i64 divisor = 0;         // of the experts' gradients
+  bool batch = true;       // of matrices; else one matrix, of which the experts are rows
 };
 
 // A block of which a rank uses one expert.
@@ -34,21 +39,20 @@ class ExpertBlock final : public model::Layer {
       which_ = r;
       own_rows_ = row.shape[0];
       row.divisor = a.divisor;
-      std::vector<i64> whole = {kExperts * row.shape[0], row.shape[1]};
-      if (one_group_) {
-        row.shape = whole;
-        continue;
-      }
+      const i64 cols = row.shape[1], rows = a.batch ? 1 : own_rows_;  // of the first dim that an expert has
+      row.whole = row.shape = {kExperts * own_rows_, cols};
+      if (a.batch) row.whole = row.shape = {kExperts, own_rows_, cols};
+      if (one_group_) continue;
       row.group = 1;
-      row.whole = whole;
-      row.slice = {0, {{expert * own_rows_, (expert + 1) * own_rows_}}};
+      row.shape[0] = rows;
+      row.slice = {0, {{expert * rows, (expert + 1) * rows}}};
     }
     DS_ASSERT(own_rows_ > 0);
   }
   std::string_view type() const noexcept override { return "ExpertBlock"; }
   bool is_block() const noexcept override { return true; }
-  model::LayerActs plan(model::ActivationPlanner& p, DType work, i64 B, i64 T, model::Mode mode) const override {
-    return block_->plan(p, work, B, T, mode);
+  model::LayerActs plan(model::ActivationPlanner& p, const model::PlannedPass& pass) const override {
+    return block_->plan(p, pass);
   }
   void forward(const model::PassContext& ctx, model::RowViews params, TensorView x,
                const model::LayerActs& acts) const override {
@@ -76,7 +80,9 @@ class ExpertBlock final : public model::Layer {
  private:
   std::vector<TensorView> own_of(std::span<const TensorView> views) const {
     std::vector<TensorView> own(views.begin(), views.end());
-    if (one_group_) own[which_] = own[which_].rows(expert_ * own_rows_, own_rows_);
+    TensorView& experts = own[which_];
+    const i64 cols = experts.dim(experts.rank - 1);
+    experts = experts.reshaped({experts.numel() / cols, cols}).rows(one_group_ ? expert_ * own_rows_ : 0, own_rows_);
     return own;
   }
 
@@ -185,20 +191,36 @@ TEST(Groups, TrainWithEveryOptimizer) {
       optimizer.choose(c.optimizer);
       return train_threads(c, l.ranks(), kSteps, 1, with_experts(a));
     };
-    const Layout l{.dp = 4, .stage = 3};
-    if (any_optimizer(optimizer, &OptimizerRow::needs_matrices)) {
-      try {
-        train(l, {kApart, false});
-        FAIL();
-      } catch (const Error& e) {
-        EXPECT_EQ(e.code(), Errc::Config);
-        EXPECT_STREQ(e.what(),
-                     "optimizer: Muon needs transformer.h.0.mlp.c_fc.weight whole, and it is reduced over edp: Muon "
-                     "works over dp alone");
+    for (const bool apart : {true, false}) {
+      const DpSplit split = apart ? kApart : side_by_side(4);
+      const Trace one = train({.dp = 4}, {split, true});
+      for (const i64 stage : {0, 1, 3}) {
+        const Layout l{.dp = 4, .stage = stage};
+        const Trace two = train(l, {split, false});
+        expect_same_training(two, one, std::string(optimizer.name) + " " + l.name());
+        expect_planned(two, kSteps, std::string(optimizer.name) + " " + l.name());
       }
-      continue;
     }
-    expect_same_training(train(l, {kApart, false}), train({.dp = 4}, {kApart, true}), optimizer.name);
+  }
+}
+
+// Rows of one matrix on ranks of dp are no matrix.
+TEST(Groups, WithPartsOfAMatrixRefuseMuon) {
+  const Layout l{.dp = 4, .stage = 1};
+  const auto train = [&](const char* optimizer) {
+    Config c = config(l, true);
+    optimizer_named(optimizer).choose(c.optimizer);
+    return train_threads(c, l.ranks(), kSteps, 1, with_experts({kApart, false, 0, false}));
+  };
+  EXPECT_LT(train("AdamW").losses.back(), train("AdamW").losses.front());
+  try {
+    train("Muon");
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Config);
+    EXPECT_STREQ(e.what(),
+                 "optimizer: Muon needs the matrices of transformer.h.0.mlp.c_fc.weight whole, and ranks of dp have "
+                 "parts of them: the parameter must have a dim for what they divide");
   }
 }
 
@@ -250,6 +272,177 @@ TEST(Groups, ResumeAtAnotherLayoutAndMerge) {
     expect_same_training(resume(config(first, bf16), first, kSteps, of_one.step, with_experts(experts)), want,
                          "from one group");
   }
+}
+
+// The second and the last block of four have experts.
+struct Toy {
+  int ep = 2;
+  double capacity = 1;
+  float aux_weight = 0.5f;
+};
+Hooks with_toys(const Toy& toy, Hooks hooks = {}) {
+  const DpSplit across{"edp", toy.ep, DpSplit::Along::Outer},
+      inside{std::string(axis_name(Axis::Ep)), toy.ep, DpSplit::Along::Inner};
+  hooks.same_logits = false;
+  if (toy.ep > 1) hooks.splits = {across, inside};
+  hooks.parts.model = [toy, splits = hooks.splits](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
+    model::Shard shard = model::shard_of(c, mesh, coord.tp, coord.sp);
+    shard.ep = toy.ep;
+    shard.ep_rank = coord.dp % toy.ep;
+    model::Model model = model::make_model(c.model, c.data.seq_length, shard);
+    const ToyExperts experts{
+        .hidden = c.model.hidden, .capacity = toy.capacity, .aux_weight = toy.aux_weight, .group = 1};
+    for (const size_t l : {2, 4})
+      model.layers[l] = std::make_unique<ToyExpertLayer>(model.layers[l]->name(), experts, shard);
+    model.splits = splits;
+    return model;
+  };
+  return hooks;
+}
+
+Config toy_config(const Layout& l, DType work = DType::F32) {
+  ModelConfig model = tiny_gpt2();
+  model.layers = 4;
+  Config c = config_of(model, l);
+  c.bf16.enabled = work == DType::BF16;
+  c.communication_data_type = wire_type_of(c.work_dtype());
+  c.gradient_clipping = 0.5;
+  return c;
+}
+
+TEST(ToyExperts, TrainWithTheSameBitsInEveryLayout) {
+  for (const char* optimizer : {"AdamW", "Muon"}) {
+    for (const DType work : {DType::F32, DType::BF16}) {
+      for (const double capacity : {0.5, 1.5}) {  // rows without an expert; room without a row
+        const auto train = [&](const Layout& l) {
+          Config c = toy_config(l, work);
+          optimizer_named(optimizer).choose(c.optimizer);
+          const std::string what = fmt::format("{} {} {} {}", optimizer, dtype_name(work), capacity, l.name());
+          const Trace t = train_threads(c, l.ranks(), kSteps, 1, with_toys({.capacity = capacity}));
+          expect_planned(t, kSteps, what);
+          EXPECT_GT(t.sent.at("ep.all_to_all").bytes, 0) << what;
+          EXPECT_EQ(t.sent.contains("edp.send"), l.stage > 0 && l.dp > 2 && optimizer == std::string_view("Muon"))
+              << what;
+          return t;
+        };
+        const Trace want = train({.dp = 2, .stage = 1});
+        EXPECT_LT(want.losses.back(), want.losses.front());
+        EXPECT_EQ(std::ssize(want.aux_losses), kSteps);
+        for (const Layout& l : {Layout{.dp = 2, .stage = 0},
+                                {.dp = 2, .pp = 2, .stage = 3},
+                                {.dp = 4, .stage = 0},
+                                {.dp = 4, .stage = 2},
+                                {.dp = 4, .stage = 3},
+                                {.dp = 4, .pp = 2, .stage = 1},
+                                {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 1},
+                                {.dp = 2, .pp = 3, .checkpoints = Granularity::Layer, .stage = 1},
+                                {.dp = 4, .checkpoints = Granularity::Selective, .stage = 3}})
+          expect_same_training(train(l), want, fmt::format("{} {}: {}", optimizer, capacity, l.name()));
+      }
+    }
+  }
+}
+
+// Copies of the experts on ranks of tp.
+TEST(ToyExperts, TrainBesideTensorParallelism) {
+  for (const char* optimizer : {"AdamW", "Muon"}) {
+    const auto train = [&](const Layout& l) {
+      Config c = toy_config(l);
+      c.model = of_four_heads(c.model);
+      optimizer_named(optimizer).choose(c.optimizer);
+      const Trace t = train_threads(c, l.ranks(), kSteps, 1, with_toys({.capacity = 1.5}));
+      expect_planned(t, kSteps, l.name());
+      return t;
+    };
+    const Trace want = train({.dp = 2, .stage = 1}), got = train({.dp = 2, .tp = 2, .stage = 1});
+    expect_close(got, want, optimizer);
+    EXPECT_NEAR(got.aux_losses[0], want.aux_losses[0], 1e-5 * want.aux_losses[0]) << optimizer;
+  }
+}
+
+// The loss that is reported, in training and evaluation, does not contain it, but the steps do.
+TEST(ToyExperts, MinimiseALossOfTheirOwnBesideTheHeads) {
+  const Layout l{.dp = 2, .stage = 1};
+  const auto train = [&](float weight, i64 steps) {
+    return train_threads(toy_config(l), l.ranks(), steps, 1, with_toys({.aux_weight = weight}));
+  };
+  const Trace none = train(0, 8), some = train(2, 8), twice = train(4, 8);
+  EXPECT_TRUE(none.aux_losses.empty());
+  EXPECT_EQ(some.losses[0], none.losses[0]);
+  EXPECT_NE(some.losses[1], none.losses[1]);
+  EXPECT_GT(some.aux_losses[0], 0);
+  EXPECT_EQ(twice.aux_losses[0], 2 * some.aux_losses[0]);
+  // Of the same weights.
+  EXPECT_LT(twice.aux_losses[7] / 2, some.aux_losses[7]);
+  const Trace stays = train(0, 0), still = train(2, 0);
+  EXPECT_EQ(std::bit_cast<u64>(stays.eval_loss), std::bit_cast<u64>(still.eval_loss));
+}
+
+// The ranks of sp have the terms of their tokens.
+TEST(ToyExperts, AddTheirLossesOverPartsOfASequence) {
+  const auto train = [](const Layout& l) {
+    Config c = toy_config(l);
+    c.model = of_four_heads(c.model);
+    return train_threads(c, l.ranks(), kSteps, 1, with_toys({.ep = 1}));
+  };
+  const Trace one = train({}), two = train({.sp = 2, .stage = 1});
+  expect_close(two, one, "sp 2");
+  for (size_t s = 0; s < one.aux_losses.size(); ++s)
+    EXPECT_NEAR(two.aux_losses[s], one.aux_losses[s], 1e-5 * one.aux_losses[s]);
+}
+
+// The directional derivative of both losses together, of the mean over two ranks and four micro-batches of each.
+TEST(ToyExperts, HaveTheGradientOfBothLosses) {
+  constexpr double kStep = 2e-3;
+  const Layout l{.dp = 2, .stage = 1};
+  const auto along = [](i64 param, i64 element) {
+    return 2.0 * RngKey::uniform(RngKey{static_cast<u32>(param), 77, 0}.bits(static_cast<u64>(element))) - 1;
+  };
+  for (const float weight : {0.0f, 8.0f}) {
+    double derivative = 0;
+    std::mutex mutex;
+    const auto total = [&](double distance, bool sums) {
+      Hooks hooks;
+      hooks.start = [&](engine::Engine& engine) {
+        engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+          engine.init_values(param, begin, count, out);
+          for (i64 i = 0; i < count; ++i)
+            out[i] = static_cast<float>(3.0 * double{out[i]} + distance * along(param, begin + i));
+        });
+      };
+      if (sums) {
+        hooks.after_step = [&](engine::Engine& engine, i64) {
+          const std::lock_guard lock(mutex);
+          for (const zero::Piece& piece : engine.saved_pieces()) {
+            const zero::TierLease gradient = engine.gradient(piece);
+            const model::ParamRow& row = engine.row_of(piece.param);
+            const model::SliceMap map(row.slice, row.whole_shape());
+            for (i64 i = 0; i < piece.count; ++i)
+              derivative += double{gradient.values()[i]} / 8 * along(piece.param, map.global_of(piece.begin + i));
+          }
+        };
+      }
+      const Trace t = train_threads(toy_config(l), l.ranks(), 1, 1, with_toys({.aux_weight = weight}, hooks));
+      return t.losses[0] + (weight > 0 ? t.aux_losses[0] : 0);
+    };
+    (void)total(0, true);
+    const double difference = (total(kStep, false) - total(-kStep, false)) / (2 * kStep);
+    EXPECT_NEAR(derivative, difference, 2e-3 * std::abs(difference)) << weight;
+  }
+}
+
+// With fp16 the gradient of both losses is scaled alike.
+TEST(ToyExperts, ScaleTheirLossLikeTheHeads) {
+  const Layout l{.dp = 2, .stage = 1};
+  const auto norm = [&](i64 scale) {
+    Config c = toy_config(l);
+    c.fp16.enabled = scale > 0;
+    c.fp16.loss_scale = static_cast<double>(scale);
+    c.communication_data_type = wire_type_of(c.work_dtype());
+    return train_threads(c, l.ranks(), 1, 1, with_toys({.aux_weight = 64})).norms[0];
+  };
+  const double want = norm(0);
+  for (const i64 scale : {8, 128}) EXPECT_NEAR(norm(scale), want, 0.01 * want) << scale;
 }
 
 }  // namespace groups_test

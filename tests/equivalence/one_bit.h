@@ -173,7 +173,7 @@ class UpdateAlone {
       : planned_(config, {.dp = dp.size()}, dp.rank(), DeviceKind::Cpu),
         device_(device),
         self_(make_self_communicator({})),
-        results_(device, ledger_, 1, dp.size()) {
+        results_(device, ledger_, {.ranks = dp.size()}) {
     const plan::RunPlan& plan = planned_.plan;
     shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true,
                                                      zero::GroupRanks{dp}, device, ledger_, zero::Tiers{}));
