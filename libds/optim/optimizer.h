@@ -103,9 +103,9 @@ class WholeMatrices {
   virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 
-// Averages by signs (comm/one_bit) over the ranks of dp, in updates whose gradients they have not summed: of all
-// parameters of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and finite.
-// Collective.
+// Averages by signs (comm/one_bit) over the ranks that reduce a parameter, in updates whose gradients they have not
+// summed: of all parameters of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and
+// finite. Collective.
 class SignAverage {
  public:
   virtual ~SignAverage() = default;
@@ -119,7 +119,9 @@ class SignAverage {
   virtual void remember_parameters() = 0;
   virtual void recall_parameters() = 0;  // m = those
   virtual bool remembers() const noexcept = 0;
-  virtual float& rates() noexcept = 0;                // the optimizer's: the sum of its learning rates since then
+  // The sum of the optimizer's learning rates since then.
+  virtual void add_rate(float rate) = 0;
+  virtual float rates() const noexcept = 0;
   virtual void copy_state(State from, State to) = 0;  // of all of the group's parameters
   virtual void forget_errors() = 0;                   // those of signs so far
 };

@@ -23,7 +23,7 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
   for (const zero::ShardsPlan& s : plan.shards) {
     if (!plan.steps_apart()) {
       saved += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
-    } else if (plan.dp_rank() == 0) {  // all that it has, and the others nothing
+    } else if (s.rank == 0) {  // all that it has, and the others nothing
       for (const State state : kStates) saved += s.states.bytes(state);
       saved += s.padded * work_bytes;
     }

@@ -141,8 +141,7 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
     if (workspace != nullptr) workspace += optim::workspace_bytes(group, pieces.size);
     t.states = std::make_unique<States>(shards, std::move(pieces));
     if (group.needs_matrices()) t.matrices = std::make_unique<Matrices>(*this, g, slices_of);
-    if (group.averages_by_signs())
-      t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, axes.dp, device, ledger);
+    if (group.averages_by_signs()) t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, device, ledger);
   }
   list_saved_states();
   if (!saved_.empty()) norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
@@ -246,16 +245,18 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
 
 // After ranks have updated only their own slices: gathers the slices of all ranks.
 void Update::make_momentum_whole() {
-  const zero::ShardsPlan& dp = plan_.dp();
-  if (momentum_is_whole_ || !dp.layout.states().shard_optimizer) return;
-  const TensorView all = shards_.front()->states().whole(State::ExpAvg);
-  std::vector<AllGatherSegment> segments;
-  i64 at = 0;
-  for (const zero::Segment& s : dp.layout.segments()) {
-    segments.push_back({all.as<float>() + at, s.slice * 4});
-    at += s.slice * dp.layout.num_ranks();
+  for (const auto& shards : shards_) {
+    const zero::ShardsPlan& plan = shards->plan();
+    if (momentum_is_whole_ || !plan.layout.states().shard_optimizer) return;
+    const TensorView all = shards->states().whole(State::ExpAvg);
+    std::vector<AllGatherSegment> segments;
+    i64 at = 0;
+    for (const zero::Segment& s : plan.layout.segments()) {
+      segments.push_back({all.as<float>() + at, s.slice * 4});
+      at += s.slice * plan.layout.num_ranks();
+    }
+    shards->comm().all_gather(segments, message_text(plan.axis, Collective::AllGather)).wait();
   }
-  axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 void Update::states_were_set() {

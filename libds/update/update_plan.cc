@@ -144,8 +144,11 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
     for (const zero::Piece& piece : own ? s.layout.whole_pieces() : s.layout.owned_pieces(s.rank)) {
       const model::ParamRow& row = plan.row_of(piece.param);
       if (row.also_summed > 1) add_to_exchanges(combine.exchanges, piece, row.also_summed);
-      if (row.divisor != 0 && row.divisor != plan.mesh.dp)
-        combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
+      // Gradients that are left on their ranks become terms of a mean over the ranks that reduce them.
+      const i64 terms = own ? s.layout.num_ranks() : 1, of_all = own ? plan.dp().layout.num_ranks() : 1;
+      const i64 divisor = row.divisor == 0 ? plan.mesh.dp : row.divisor;
+      if (const i64 up = plan.mesh.dp * terms, down = divisor * of_all; up != down)
+        combine.scaled.push_back({piece, static_cast<float>(up) / static_cast<float>(down)});
       if (!plan.judges(piece)) continue;
       // The kernels handle neighbours in one call.
       if (place(piece) == end) {
@@ -162,12 +165,6 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
 void plan_optimizers(UpdatePlan& plan) {
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
-    if (group.averages_by_signs()) {
-      for (const i64 param : plan.params_of(g))
-        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
-                 "optimizer: ranks of dp average {} by signs, and it is reduced over {}", plan.row_of(param).name,
-                 plan.shards_of(param).axis);
-    }
     auto& matrices = plan.matrices.emplace_back();
     if (group.needs_matrices()) {
       for (const i64 param : plan.params_of(g)) {

@@ -9,6 +9,7 @@
 // they have, and which add losses (toy_experts.h).
 
 #include "equivalence/checkpoints.h"
+#include "equivalence/one_bit.h"
 #include "equivalence/tiers.h"
 #include "equivalence/toy_experts.h"
 #include "model/models.h"
@@ -204,6 +205,145 @@ TEST(Groups, TrainWithEveryOptimizer) {
   }
 }
 
+// Each group averages by signs over its own ranks: of the same gradients a simulation of each group makes the same
+// bits.
+TEST(Groups, AverageBySigns) {
+  using namespace one_bit_test;
+  constexpr i64 kFirst = 3, kAll = 9;
+  constexpr int kRanks = 4;
+  Config c = one_bit(tiny_gpt2(), {.dp = kRanks}, 2);
+  c.optimizer.freeze_step = kFirst;
+  for (const bool apart : {true, false}) {
+    const DpSplit split = apart ? kApart : side_by_side(kRanks);
+    std::vector<std::vector<double>> gradients[2];  // by group and rank
+    for (auto& of_ranks : gradients) of_ranks.resize(kRanks);
+    std::optional<Simulation<float>> simulated[2][kRanks];
+    Hooks hooks;
+    hooks.before_step = [&](engine::Engine& engine, i64 step) {
+      if (step != kFirst) return;
+      for (size_t g = 0; g < 2; ++g) {
+        const zero::Layout& layout = engine.plan().shards[g].layout;
+        auto& own = simulated[g][engine.mesh().rank()];
+        own.emplace(c.optimizer, decays_of(engine, g), chunks_of(layout), static_cast<size_t>(layout.num_ranks()));
+        own->w = state_of<float>(engine, State::Master, g);
+        own->m = state_of<float>(engine, State::ExpAvg, g);
+        own->v = state_of<float>(engine, State::ExpAvgSq, g);
+        own->t = step;
+      }
+    };
+    hooks.after_step = [&](engine::Engine& engine, i64 step) {
+      if (step < kFirst) return;
+      const int rank = engine.mesh().rank();
+      for (size_t g = 0; g < 2; ++g) gradients[g][static_cast<size_t>(rank)] = gradients_of(engine, 1, g);
+      engine.mesh().world().barrier("test");
+      for (size_t g = 0; g < 2; ++g) {
+        std::vector<std::vector<double>> of_group = gradients[g];
+        if (g == 1) {
+          of_group.clear();
+          for (const int r : split_ranks(engine.mesh().shape(), split, engine.mesh().coord()))
+            of_group.push_back(gradients[g][static_cast<size_t>(r)]);
+        }
+        auto& own = simulated[g][rank];
+        own->compressed(of_group);
+        EXPECT_TRUE(same_bits(own->w, state_of<float>(engine, State::Master, g))) << g << " step " << step;
+        EXPECT_TRUE(same_bits(own->m, state_of<float>(engine, State::ExpAvg, g))) << g << " step " << step;
+      }
+      engine.mesh().world().barrier("test");
+    };
+    const Trace t = train_threads(c, kRanks, kAll, 1, with_experts({split, false}, hooks));
+    EXPECT_LT(t.losses.back(), t.losses.front());
+    EXPECT_GT(t.sent.at("edp.one_bit").bytes, 0);
+  }
+}
+
+// Gradients that are left on their ranks are terms of a mean over the ranks of the group, which is the sum's share.
+TEST(Groups, LeaveTermsOfMeansOnTheirRanks) {
+  using namespace one_bit_test;
+  constexpr int kRanks = 4;
+  for (const i64 divisor : {0, 2}) {
+    std::vector<double> terms[kRanks], sums[kRanks];
+    const auto train = [&](i64 freeze, std::vector<double>* to) {
+      Config c = one_bit(tiny_gpt2(), {.dp = kRanks}, 2);
+      c.optimizer.freeze_step = freeze;
+      Hooks hooks;
+      hooks.after_step = [&](engine::Engine& engine, i64 step) {
+        if (step == 2) to[engine.mesh().rank()] = gradients_of(engine, 1, 1);
+      };
+      (void)train_threads(c, kRanks, 3, 1, with_experts({kApart, false, divisor}, hooks));
+    };
+    train(2, terms);
+    train(3, sums);
+    double largest = 0;
+    for (size_t i = 0; i < sums[0].size(); ++i) {
+      ASSERT_NEAR((terms[0][i] + terms[2][i]) / 2, sums[0][i] / kRanks, 1e-7) << i;
+      largest = std::max(largest, std::abs(sums[0][i]));
+    }
+    EXPECT_GT(largest, 1e-3);
+  }
+}
+
+Config signs_config(OptimizerType type, const Layout& l) {
+  Config c = one_bit_test::one_bit(tiny_gpt2(), l, 2);
+  c.optimizer.type = type;
+  c.optimizer.freeze_step = c.optimizer.var_freeze_step = 2;
+  c.optimizer.var_update_scaler = 1;
+  c.optimizer.local_step_scaler = 2, c.optimizer.local_step_clipper = 4;
+  return c;
+}
+
+TEST(Groups, AverageSlicesLikeWholeMomentum) {
+  for (const OptimizerType type : {OptimizerType::OneBitAdam, OptimizerType::OneBitLamb}) {
+    const auto train = [&](const Layout& l) {
+      return train_threads(signs_config(type, l), l.ranks(), 8, 1, with_experts({kApart, false}));
+    };
+    const Trace zero = train({.dp = 4});
+    EXPECT_TRUE(std::isfinite(zero.losses.back()));
+    expect_same_training(train({.dp = 4, .stage = 1}), zero, optimizer_row(type).name);
+  }
+}
+
+// With the errors of each rank, and between two means also its own parameters.
+TEST(Groups, ResumeBetweenAveragesBySigns) {
+  for (const auto& [type, stage] : {std::pair{OptimizerType::OneBitAdam, i64{0}},
+                                    {OptimizerType::OneBitAdam, i64{1}},
+                                    {OptimizerType::ZeroOneAdam, i64{0}}}) {
+    const Layout l{.dp = 4, .stage = stage};
+    const Config c = signs_config(type, l);
+    const Hooks experts = with_experts({kApart, false});
+    const std::string what = fmt::format("{} stage {}", optimizer_row(type).name, stage);
+    const Trace want = train_threads(c, l.ranks(), 12, 1, experts);
+    EXPECT_TRUE(std::isfinite(want.losses.back())) << what;
+    for (const i64 steps : {5, 7, 8}) {
+      const TempDirectory dir;
+      std::map<std::string, std::vector<float>> arrays[4];  // by rank
+      std::string saved;
+      Hooks first = experts, rest = experts;
+      first.at_end = [&](engine::Engine& engine) {
+        const int rank = engine.mesh().rank();
+        const std::string step = save_step(engine, dir.path());
+        if (rank == 0) saved = step;
+        for (const zero::SavedArray& array : engine.rank_local()) {
+          const auto* const values = array.values.as<float>();
+          EXPECT_TRUE(arrays[rank].try_emplace(array.name, values, values + array.values.numel()).second) << array.name;
+        }
+      };
+      rest.start = [&](engine::Engine& engine) {
+        load_step(engine, saved);
+        for (const zero::SavedArray& array : engine.rank_local()) {
+          const std::vector<float>& values = arrays[engine.mesh().rank()].at(array.name);
+          std::ranges::copy(values, array.values.as<float>());
+        }
+        engine.rank_local_was_set();
+      };
+      (void)train_threads(c, l.ranks(), steps, 1, first);
+      EXPECT_GT(arrays[3].size(), 2u) << what;
+      const Trace got = train_threads(c, l.ranks(), 12 - steps, 1, rest);
+      EXPECT_TRUE(std::equal(got.losses.rbegin(), got.losses.rend(), want.losses.rbegin())) << what << " " << steps;
+      EXPECT_TRUE(same_bits(got.weights, want.weights)) << what << " " << steps;
+    }
+  }
+}
+
 // Rows of one matrix on ranks of dp are no matrix.
 TEST(Groups, WithPartsOfAMatrixRefuseMuon) {
   const Layout l{.dp = 4, .stage = 1};
@@ -320,7 +460,7 @@ TEST(ToyExperts, TrainWithTheSameBitsInEveryLayout) {
           const std::string what = fmt::format("{} {} {} {}", optimizer, dtype_name(work), capacity, l.name());
           const Trace t = train_threads(c, l.ranks(), kSteps, 1, with_toys({.capacity = capacity}));
           expect_planned(t, kSteps, what);
-          EXPECT_GT(t.sent.at("ep.all_to_all").bytes, 0) << what;
+          EXPECT_EQ(t.sent.contains("ep.all_to_all"), l.pp < 3) << what;  // the first of three stages has no experts
           EXPECT_EQ(t.sent.contains("edp.send"), l.stage > 0 && l.dp > 2 && optimizer == std::string_view("Muon"))
               << what;
           return t;
@@ -391,43 +531,53 @@ TEST(ToyExperts, AddTheirLossesOverPartsOfASequence) {
     EXPECT_NEAR(two.aux_losses[s], one.aux_losses[s], 1e-5 * one.aux_losses[s]);
 }
 
-// The directional derivative of both losses together, of the mean over two ranks and four micro-batches of each.
+// The derivative of both losses together along their gradient, of the mean over two ranks with four micro-batches each.
 TEST(ToyExperts, HaveTheGradientOfBothLosses) {
-  constexpr double kStep = 2e-3;
+  constexpr double kStep = 4e-3;
   const Layout l{.dp = 2, .stage = 1};
-  const auto along = [](i64 param, i64 element) {
-    return 2.0 * RngKey::uniform(RngKey{static_cast<u32>(param), 77, 0}.bits(static_cast<u64>(element))) - 1;
-  };
   for (const float weight : {0.0f, 8.0f}) {
-    double derivative = 0;
+    std::map<i64, std::vector<double>> gradient;  // whole, by parameter
+    double norm = 0;
     std::mutex mutex;
-    const auto total = [&](double distance, bool sums) {
+    const auto collect = [&](engine::Engine& engine, i64) {
+      const std::lock_guard lock(mutex);
+      for (const zero::Piece& piece : engine.saved_pieces()) {
+        const zero::TierLease lease = engine.gradient(piece);
+        const model::ParamRow& row = engine.row_of(piece.param);
+        std::vector<double>& whole = gradient[piece.param];
+        whole.resize(static_cast<size_t>(row.whole_numel()));
+        const model::SliceMap map(row.slice, row.whole_shape());
+        for (i64 i = 0; i < piece.count; ++i) {
+          const double g = double{lease.values()[i]} / 8;
+          whole[static_cast<size_t>(map.global_of(piece.begin + i))] = g;
+          norm += g * g;
+        }
+      }
+    };
+    // Both losses at a distance from the first weights.
+    const auto losses = [&](double distance) {
       Hooks hooks;
       hooks.start = [&](engine::Engine& engine) {
         engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
           engine.init_values(param, begin, count, out);
-          for (i64 i = 0; i < count; ++i)
-            out[i] = static_cast<float>(3.0 * double{out[i]} + distance * along(param, begin + i));
+          for (i64 i = 0; i < count; ++i) {
+            out[i] *= 2;
+            if (distance != 0)
+              out[i] += static_cast<float>(distance * gradient.at(param)[static_cast<size_t>(begin + i)]);
+          }
         });
       };
-      if (sums) {
-        hooks.after_step = [&](engine::Engine& engine, i64) {
-          const std::lock_guard lock(mutex);
-          for (const zero::Piece& piece : engine.saved_pieces()) {
-            const zero::TierLease gradient = engine.gradient(piece);
-            const model::ParamRow& row = engine.row_of(piece.param);
-            const model::SliceMap map(row.slice, row.whole_shape());
-            for (i64 i = 0; i < piece.count; ++i)
-              derivative += double{gradient.values()[i]} / 8 * along(piece.param, map.global_of(piece.begin + i));
-          }
-        };
-      }
+      if (distance == 0) hooks.after_step = collect;
       const Trace t = train_threads(toy_config(l), l.ranks(), 1, 1, with_toys({.aux_weight = weight}, hooks));
-      return t.losses[0] + (weight > 0 ? t.aux_losses[0] : 0);
+      EXPECT_EQ(t.aux_losses.empty(), weight == 0);
+      return std::pair(t.losses[0], weight == 0 ? 0 : t.aux_losses[0]);
     };
-    (void)total(0, true);
-    const double difference = (total(kStep, false) - total(-kStep, false)) / (2 * kStep);
-    EXPECT_NEAR(derivative, difference, 2e-3 * std::abs(difference)) << weight;
+    (void)losses(0);
+    norm = std::sqrt(norm);
+    const auto [up, aux_up] = losses(kStep / norm);
+    const auto [down, aux_down] = losses(-kStep / norm);
+    EXPECT_NEAR((up + aux_up - down - aux_down) / (2 * kStep), norm, 1e-3 * norm) << weight;
+    EXPECT_GE(aux_up - aux_down, weight / 40 * kStep * norm);  // a good part of it
   }
 }
 

@@ -122,28 +122,28 @@ struct Simulation {
   i64 t = 0;
 };
 
-// Of a rank's engine at stage 0, which has all: each piece side by side.
-inline std::vector<double> gradients_of(engine::Engine& engine, double divisor) {
+// Of a rank's engine at stage 0, which has all of a reduction group: each piece side by side.
+inline std::vector<double> gradients_of(engine::Engine& engine, double divisor, size_t group = 0) {
   std::vector<double> all;
-  for (const zero::Piece& piece : engine.plan().dp().layout.whole_pieces()) {
+  for (const zero::Piece& piece : engine.plan().shards[group].layout.whole_pieces()) {
     const zero::TierLease lease = engine.gradient(piece);
     for (i64 i = 0; i < piece.count; ++i) all.push_back(double{lease.values()[i]} / divisor);
   }
   return all;
 }
 template <class T>
-std::vector<T> state_of(engine::Engine& engine, State s) {
+std::vector<T> state_of(engine::Engine& engine, State s, size_t group = 0) {
   std::vector<T> all;
-  for (const zero::Piece& piece : engine.plan().dp().layout.whole_pieces()) {
+  for (const zero::Piece& piece : engine.plan().shards[group].layout.whole_pieces()) {
     const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
     const float* const from = s == State::Master ? lease.master(DType::F32, piece.count).as<float>() : lease.values(s);
     all.insert(all.end(), from, from + piece.count);
   }
   return all;
 }
-inline std::vector<double> decays_of(engine::Engine& engine) {
+inline std::vector<double> decays_of(engine::Engine& engine, size_t group = 0) {
   std::vector<double> decays;
-  for (const zero::Piece& p : engine.plan().dp().layout.whole_pieces())
+  for (const zero::Piece& p : engine.plan().shards[group].layout.whole_pieces())
     decays.insert(decays.end(), static_cast<size_t>(p.count),
                   engine.row_of(p.param).decay ? engine.config().optimizer.weight_decay : 0);
   return decays;
