@@ -98,6 +98,28 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
 
+namespace {
+
+// Calls visit(axis) for each axis that a split of dp may be.
+void for_each_split_axis(auto&& visit) {
+  for (size_t a = 0; a < std::size(kAxes); ++a) {
+    const auto axis = static_cast<Axis>(a);
+    const bool of_shape =
+        axis == Axis::Dp || axis == Axis::Sp || axis == Axis::Tp || axis == Axis::Pp || axis == Axis::Outer;
+    if (!of_shape) visit(axis);
+  }
+}
+
+}  // namespace
+
+MeshCalls::Group& MeshCalls::split(const std::string& name) {
+  Group* group = nullptr;
+  for_each_split_axis([&](Axis axis) {
+    if (axis_name(axis) == name) group = &axes[axis];
+  });
+  return group == nullptr ? splits[name] : *group;
+}
+
 std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backend, const MeshCalls& calls) {
   std::optional<i64> sum = 0;
   const auto add = [&](int size, const LargestCalls& own) {
@@ -115,7 +137,7 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.tp, calls.axes[Axis::Tp].largest);
   add(s.sp, calls.axes[Axis::Sp].largest);
   add(s.workers, calls.axes[Axis::Outer].largest);
-  add(calls.axes[Axis::Ep].ranks, calls.axes[Axis::Ep].largest);
+  for_each_split_axis([&](Axis axis) { add(calls.axes[axis].ranks, calls.axes[axis].largest); });
   for (const auto& [name, split] : calls.splits) add(split.ranks, split.largest);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
@@ -145,7 +167,7 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     by_axis_[Axis::Tp] = tp_;
     by_axis_[Axis::Pp] = gradients_;
     by_axis_[Axis::Outer] = outer_;
-    by_axis_[Axis::Ep] = split(axis_name(Axis::Ep));
+    for_each_split_axis([&](Axis axis) { by_axis_[axis] = split(axis_name(axis)); });
   } catch (const Error& e) {  // ranks that have not reached this point must fail with the same error
     world_->abort(e);
     throw;

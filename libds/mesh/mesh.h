@@ -70,6 +70,8 @@ struct MeshCalls {
   };
   ByAxis<Group> axes = {};
   std::map<std::string, Group> splits = {};
+  // A split of dp, which is an axis if its name is that of one.
+  Group& split(const std::string& name);
 };
 // Predicts Mesh::staging_bytes over host memory from the largest calls. Empty: unknown (see staging_size).
 std::optional<i64> mesh_staging_size(const MeshShape&, std::string_view backend, const MeshCalls&);

@@ -2,7 +2,7 @@
 #pragma once
 // A model is a list of layers over flat buffers. A layer declares its parameters once and is then *given* memory: views
 // of its parameters, their gradients and its activations. It owns none, and knows nothing of ZeRO or files; the only
-// ranks it knows are the groups that share its matrices (tp) or its tokens (sp), see shard.h.
+// ranks it knows are those that share its matrices (tp), its tokens (sp) or its experts (ep), see shard.h.
 //
 // The residual stream x [R,C] (R = B*T, work dtype) runs through all layers: layer l reads the output of layer l-1.
 

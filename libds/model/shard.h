@@ -34,7 +34,7 @@ struct Shard {
   bool sequence = false;  // between the matrices, each rank of tp has R/tp of the rows
   int sp = 1, sp_rank = 0;
   SequenceMode mode = SequenceMode::Ulysses;
-  int ep = 1, ep_rank = 0;  // which of the experts it has
+  int ep = 1, ep_rank = 0;  // ranks with different experts
 
   int size(Axis axis) const noexcept;  // the number of ranks along one of kLayerAxes
   int rank(Axis axis) const noexcept;  // and this rank's number among them

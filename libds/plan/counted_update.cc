@@ -227,8 +227,8 @@ std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const 
   const auto add = [&](Axis axis, const CountingCommunicator& c) { calls.axes[axis].add(c.size(), c.largest()); };
   add(Axis::Dp, *groups_.front());
   for (size_t g = 1; g < groups_.size(); ++g)
-    calls.splits[plan_.shards[g].axis].add(groups_[g]->size(), groups_[g]->largest());
-  for (const auto& [name, group] : zeropp_) calls.splits[name].add(group->size(), group->largest());
+    calls.split(plan_.shards[g].axis).add(groups_[g]->size(), groups_[g]->largest());
+  for (const auto& [name, group] : zeropp_) calls.split(name).add(group->size(), group->largest());
   add(Axis::Tp, tp_);
   add(Axis::Outer, outer_);
   calls.gradients.add(pp_.largest());

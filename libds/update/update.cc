@@ -248,6 +248,7 @@ void Update::make_momentum_whole() {
   for (const auto& shards : shards_) {
     const zero::ShardsPlan& plan = shards->plan();
     if (momentum_is_whole_ || !plan.layout.states().shard_optimizer) return;
+    if (plan.layout.segments().empty()) continue;
     const TensorView all = shards->states().whole(State::ExpAvg);
     std::vector<AllGatherSegment> segments;
     i64 at = 0;

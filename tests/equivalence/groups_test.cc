@@ -483,6 +483,23 @@ TEST(ToyExperts, TrainWithTheSameBitsInEveryLayout) {
   }
 }
 
+// Each expert is averaged by signs over the ranks that have it.
+TEST(ToyExperts, TrainWithAveragesBySigns) {
+  const auto train = [](const Layout& l) {
+    Config c = toy_config(l);
+    c.gradient_clipping = 0;
+    c.optimizer.type = OptimizerType::OneBitAdam;
+    c.optimizer.freeze_step = 2;
+    c.optimizer.beta2 = 0.95;
+    return train_threads(c, l.ranks(), 8, 1, with_toys({.capacity = 0.5}));
+  };
+  const Trace want = train({.dp = 4});
+  EXPECT_GT(want.sent.at("edp.one_bit").bytes, 0);
+  EXPECT_LT(want.losses.back(), want.losses.front());
+  for (const Layout& l : {Layout{.dp = 4, .stage = 1}, {.dp = 4, .pp = 2, .stage = 1}})
+    expect_same_training(train(l), want, l.name());
+}
+
 // Copies of the experts on ranks of tp.
 TEST(ToyExperts, TrainBesideTensorParallelism) {
   for (const char* optimizer : {"AdamW", "Muon"}) {

@@ -39,7 +39,7 @@ struct PhaseTimes {
 struct StepRecord {
   i64 step = 0;     // from 1
   double loss = 0;  // mean over micro-batches and ranks of a worker; loss_norm "token": over valid tokens
-  std::optional<double> aux_loss{};  // likewise, of the losses that layers add to it; none if no layer does
+  std::optional<double> aux_loss{};  // mean over micro-batches of the losses that layers add to it; none: no layer does
   double grad_norm = 0;              // global, unscaled, before clipping; infinite or NaN if skipped
   double lr = 0;                     // of this step's update
   double loss_scale = 1;             // used by this step
