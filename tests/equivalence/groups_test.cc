@@ -298,7 +298,7 @@ TEST(Groups, AverageSlicesLikeWholeMomentum) {
     };
     const Trace zero = train({.dp = 4});
     EXPECT_TRUE(std::isfinite(zero.losses.back()));
-    expect_same_training(train({.dp = 4, .stage = 1}), zero, optimizer_row(type).name);
+    expect_same_training(train({.dp = 4, .stage = 1}), zero, std::string(optimizer_row(type).name));
   }
 }
 
