@@ -35,7 +35,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
              offload_.make_inputs(plan_.activations.inputs, device, ledger)),
       laid_out_(whole_sequences()),
       step_length_(plan_.sequence_length),
-      results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
+      results_(device, ledger, plan_.loss_counts()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler),
       valid_tokens_(static_cast<size_t>(plan_.micro_batches)) {
@@ -138,10 +138,10 @@ void Engine::make_pieces() {
   if (plan_.coord.worker > 0) return;
   saved_ = counted_;
   if (!plan_.steps_apart()) return;
-  // Ranks that step for themselves have other parameters each: a step holds those of one.
+  // Ranks that step for themselves have other parameters each: a step holds those of one that reduces them.
   saved_.clear();
-  if (plan_.dp_rank() > 0) return;
-  std::ranges::copy_if(held_, std::back_inserter(saved_), [&](const zero::Piece& p) { return plan_.counts(p); });
+  std::ranges::copy_if(held_, std::back_inserter(saved_),
+                       [&](const zero::Piece& p) { return plan_.counts(p) && plan_.shards_of(p.param).rank == 0; });
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the

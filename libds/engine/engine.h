@@ -172,9 +172,11 @@ class Engine {
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
   double fold_losses() const;
+  double fold_aux_losses() const;
   double num_means() const noexcept;     // micro-batches of all ranks of a worker in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;
+  float loss_grad(double weight) const noexcept;  // d(scaled total)/d(a loss of that weight in its micro-batch)
   i64 global_micro(i64 micro) const noexcept;
 
   Config config_;

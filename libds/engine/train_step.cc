@@ -67,7 +67,7 @@ StepRecord Engine::train_step(const StepBatch& batch) {
   const i64 update_number = progress_.optimizer_step + 1;
   update_->begin(update_number, scaler_.scale());
   results_.begin();
-  stage_.begin_step();
+  stage_.begin_step(loss_grad(1));
   for (i64 micro = 0; micro < plan_.micro_batches; ++micro)
     stage_.load_documents(micro, part_of(batch.ids, micro), part_of(batch.targets, micro));
   for (size_t i = 0; i < plan_.stage.schedule.size(); ++i) {
@@ -114,6 +114,7 @@ StepRecord Engine::train_step(const StepBatch& batch) {
 void Engine::fill_in(StepRecord& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
+  if (plan_.aux_losses > 0) report.aux_loss = fold_aux_losses();
   report.grad_norm = update_->grad_norm(verdict);
   report.skipped = !verdict.finite;
   report.tokens = plan_.B * step_length_ * plan_.micro_batches * mesh_.data_size();
@@ -188,14 +189,21 @@ std::span<const i32> Engine::part_of(std::span<const i32> tokens, i64 micro) con
   return tokens.subspan(static_cast<size_t>(micro) * rows, rows);
 }
 
-stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
-  return {.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro(micro))},
-          .loss_grad = static_cast<float>(per_token(micro) * scaler_.scale() * (grad_divisor() / num_means())),
-          .per_token = per_token(micro),
-          .loss = results_.losses() + mesh_.dp().rank() * plan_.micro_batches + micro};
+float Engine::loss_grad(double weight) const noexcept {
+  return static_cast<float>(weight * scaler_.scale() * (grad_divisor() / num_means()));
 }
 
-// All ranks learn all losses: those of dp from each other, the other stages from the last one.
+stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
+  const i64 of_all = mesh_.dp().rank() * plan_.micro_batches + micro;
+  return {.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro(micro))},
+          .loss_grad = loss_grad(per_token(micro)),
+          .per_token = per_token(micro),
+          .loss = results_.losses() + of_all,
+          .aux_losses = results_.aux_losses() + of_all * plan_.aux_losses};
+}
+
+// All ranks learn all losses: those of dp from each other, the other stages from the last one. Each stage has those
+// that its own layers add, and zeros for the others': as integers, their sum over stages is the numbers.
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{results_.losses(), row_bytes};
@@ -203,6 +211,13 @@ void Engine::share_losses() {
   mesh_.pp()
       .broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1,
                  message_text(Axis::Pp, Collective::Stats))
+      .wait();
+  if (plan_.aux_losses == 0) return;
+  const AllGatherSegment aux{results_.aux_losses(), row_bytes * plan_.aux_losses};
+  mesh_.dp().all_gather({&aux, 1}, kStatsText).wait();
+  mesh_.pp()
+      .all_reduce(results_.aux_losses(), plan_.loss_counts().aux(), DType::I64, ReduceOp::Sum,
+                  message_text(Axis::Pp, Collective::Stats))
       .wait();
 }
 
@@ -214,6 +229,21 @@ double Engine::fold_losses() const {
   double sum = 0;
   for (i64 j = 0; j < m; ++j) {
     for (i64 r = 0; r < P; ++r) sum += losses[r * m + j];
+  }
+  return sum / num_means();
+}
+
+// Likewise; within a micro-batch in the order of layers.
+double Engine::fold_aux_losses() const {
+  const std::span<const double> losses = results_.resolved_aux_losses();
+  const i64 m = plan_.micro_batches, P = mesh_.dp().size(), L = plan_.aux_losses;
+  double sum = 0;
+  for (i64 j = 0; j < m; ++j) {
+    for (i64 r = 0; r < P; ++r) {
+      double of_micro = 0;
+      for (i64 l = 0; l < L; ++l) of_micro += losses[(r * m + j) * L + l];
+      sum += of_micro;
+    }
   }
   return sum / num_means();
 }

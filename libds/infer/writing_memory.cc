@@ -97,7 +97,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPla
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
   if (ops == nullptr) return std::nullopt;
-  plan::CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  const plan::CountingAxes axes(model.shard);
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
 
@@ -114,7 +114,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPla
     std::vector<model::KvCache*> of_sequences;
     for (model::KvCache& c : caches) of_sequences.push_back(&c);
     plan::walk_forward(model, plan, writing.pass, {.mode = model::Mode::Generate, .B = B, .T = T},
-                       {*ops, stream, tp, sp}, [&](i64 l, model::PassContext& ctx) {
+                       {*ops, stream, axes.comms()}, [&](i64 l, model::PassContext& ctx) {
                          if (repeated.contains(l)) return false;
                          if (of_layer[l] == nullptr) return true;
                          const KeptKeys& keys = of_layer[l]->keys;

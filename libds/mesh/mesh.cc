@@ -98,6 +98,28 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
 
+namespace {
+
+// Calls visit(axis) for each axis that a split of dp may be.
+void for_each_split_axis(auto&& visit) {
+  for (size_t a = 0; a < std::size(kAxes); ++a) {
+    const auto axis = static_cast<Axis>(a);
+    const bool of_shape =
+        axis == Axis::Dp || axis == Axis::Sp || axis == Axis::Tp || axis == Axis::Pp || axis == Axis::Outer;
+    if (!of_shape) visit(axis);
+  }
+}
+
+}  // namespace
+
+MeshCalls::Group& MeshCalls::split(const std::string& name) {
+  Group* group = nullptr;
+  for_each_split_axis([&](Axis axis) {
+    if (axis_name(axis) == name) group = &axes[axis];
+  });
+  return group == nullptr ? splits[name] : *group;
+}
+
 std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backend, const MeshCalls& calls) {
   std::optional<i64> sum = 0;
   const auto add = [&](int size, const LargestCalls& own) {
@@ -107,15 +129,16 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   const int dp = s.dp * s.sp;
   LargestCalls world = calls.world;
   if (dp == s.world()) {
-    world.add(calls.dp);
+    world.add(calls.axes[Axis::Dp].largest);
   } else {
-    add(dp, calls.dp);
+    add(dp, calls.axes[Axis::Dp].largest);
   }
   add(s.world(), world);
-  add(s.tp, calls.tp);
-  add(s.sp, calls.sp);
-  for (const auto& [ranks, own] : calls.splits) add(ranks, own);
-  add(s.workers, calls.outer);
+  add(s.tp, calls.axes[Axis::Tp].largest);
+  add(s.sp, calls.axes[Axis::Sp].largest);
+  add(s.workers, calls.axes[Axis::Outer].largest);
+  for_each_split_axis([&](Axis axis) { add(calls.axes[axis].ranks, calls.axes[axis].largest); });
+  for (const auto& [name, split] : calls.splits) add(split.ranks, split.largest);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
   return sum;
@@ -139,6 +162,12 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     gradients_ = make_axis(pp, "gradients", ahead, over_device);
     for (const DpSplit& split : splits_)
       groups_.push_back(make_axis(split_ranks(shape_, split, coord_), split.name, options, over_device));
+    by_axis_[Axis::Dp] = dp_;
+    by_axis_[Axis::Sp] = sp_;
+    by_axis_[Axis::Tp] = tp_;
+    by_axis_[Axis::Pp] = gradients_;
+    by_axis_[Axis::Outer] = outer_;
+    for_each_split_axis([&](Axis axis) { by_axis_[axis] = split(axis_name(axis)); });
   } catch (const Error& e) {  // ranks that have not reached this point must fail with the same error
     world_->abort(e);
     throw;
@@ -158,7 +187,7 @@ Communicator* Mesh::make_axis(const std::vector<int>& ranks, std::string_view na
   if (lone && alone_ != nullptr) return alone_;
   CommOptions own = options;
   if (lone) own.progress_thread = false;  // nothing to overlap with
-  Axis& axis = axes_.emplace_back(Axis{.host = world_->group(ranks, lone ? "alone" : name, own), .device = nullptr});
+  Comm& axis = axes_.emplace_back(Comm{.host = world_->group(ranks, lone ? "alone" : name, own), .device = nullptr});
   if (over_device) axis.device = over_device(*axis.host, own);
   if (lone) alone_ = &axis.top();
   return &axis.top();
@@ -166,7 +195,7 @@ Communicator* Mesh::make_axis(const std::vector<int>& ranks, std::string_view na
 
 std::map<std::string, CommCount> Mesh::counts() const {
   std::map<std::string, CommCount> counts = world_->counts();
-  for (const Axis& axis : axes_) {
+  for (const Comm& axis : axes_) {
     for (const auto& [tag, count] : axis.top().counts()) {
       counts[tag].calls += count.calls;
       counts[tag].bytes += count.bytes;
@@ -178,17 +207,17 @@ std::map<std::string, CommCount> Mesh::counts() const {
 
 void Mesh::reset_counts() {
   world_->reset_counts();
-  for (const Axis& axis : axes_) axis.top().reset_counts();
+  for (const Comm& axis : axes_) axis.top().reset_counts();
 }
 
 void Mesh::drain() noexcept {
   world_->drain();
-  for (const Axis& axis : axes_) axis.host->drain();
+  for (const Comm& axis : axes_) axis.host->drain();
 }
 
 i64 Mesh::staging_bytes() const noexcept {
   i64 bytes = world_->staging_bytes();
-  for (const Axis& axis : axes_) bytes += axis.host->staging_bytes() + (axis.device ? axis.device->staging_bytes() : 0);
+  for (const Comm& axis : axes_) bytes += axis.host->staging_bytes() + (axis.device ? axis.device->staging_bytes() : 0);
   return bytes;
 }
 

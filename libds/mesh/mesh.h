@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/message_tag.h"
 #include "comm/staging_size.h"
 #include "ds/mesh.h"
 
@@ -55,10 +56,22 @@ i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::s
                    std::span<const DpSplit> splits = {}, std::span<const std::vector<i64>> split_allocations = {},
                    std::span<const i64> outer_allocations = {});
 
-// The largest calls of a rank over the world and over each axis; for pp, over each of its two communicators.
+// The largest calls of a rank over the world, over each axis and over other splits of dp; for pp, over each of its two
+// communicators.
 struct MeshCalls {
-  LargestCalls world, dp, tp, sp, activations, gradients, outer;
-  std::vector<std::pair<int, LargestCalls>> splits = {};  // splits of dp: number of ranks, and calls
+  LargestCalls world, activations, gradients;
+  struct Group {
+    int ranks = 1;
+    LargestCalls largest = {};
+    void add(int size, const LargestCalls& calls) {
+      ranks = size;
+      largest.add(calls);
+    }
+  };
+  ByAxis<Group> axes = {};
+  std::map<std::string, Group> splits = {};
+  // A split of dp, which is an axis if its name is that of one.
+  Group& split(const std::string& name);
 };
 // Predicts Mesh::staging_bytes over host memory from the largest calls. Empty: unknown (see staging_size).
 std::optional<i64> mesh_staging_size(const MeshShape&, std::string_view backend, const MeshCalls&);
@@ -96,6 +109,8 @@ class Mesh {
   // All operations except sends run inside the call, since their results are needed at once.
   Communicator& tp() const noexcept { return *tp_; }
   Communicator& sp() const noexcept { return *sp_; }
+  // By axis: the communicators above, and splits of dp whose name is that of an axis. Null: the mesh has no such axis.
+  const ByAxis<Communicator*>& by_axis() const noexcept { return by_axis_; }
   // Two communicators over the pipeline stages, rank = stage, one for each kind of message. Their operations run in the
   // background, so that receives can be posted ahead. Each kind has its own order, and a waiting message does not block
   // the other kind.
@@ -118,7 +133,7 @@ class Mesh {
 
  private:
   // A host-memory communicator, or a device's and the host-memory communicator below it.
-  struct Axis {
+  struct Comm {
     std::unique_ptr<Communicator> host, device;
     Communicator& top() const noexcept { return device ? *device : *host; }
   };
@@ -129,11 +144,12 @@ class Mesh {
   std::vector<DpSplit> splits_;
   std::unique_ptr<Communicator> world_;
   MeshCoord coord_;
-  std::vector<Axis> axes_;
+  std::vector<Comm> axes_;
   Communicator* alone_ = nullptr;  // serves all axes of size one
   Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *activations_ = nullptr,
                *gradients_ = nullptr;
   std::vector<Communicator*> groups_;  // of the splits
+  ByAxis<Communicator*> by_axis_;
 };
 
 }  // namespace ds

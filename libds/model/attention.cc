@@ -136,9 +136,9 @@ struct Ulysses {
   }
   void exchange(i64 slice) const {
     const TensorView send = memory(kSend);
-    ctx.groups.sp
-        ->all_to_all(send.data, memory(kReceive).data, slice * dtype_bytes(send.dtype),
-                     message_text(Axis::Sp, Collective::AllToAll))
+    ctx.groups[Axis::Sp]
+        .all_to_all(send.data, memory(kReceive).data, slice * dtype_bytes(send.dtype),
+                    message_text(Axis::Sp, Collective::AllToAll))
         .wait();
   }
 
@@ -267,7 +267,7 @@ struct Ring {
   }
   // Sends our block to the next rank and receives that of the previous rank. The two buffers alternate.
   void pass_on(Memory& block, Memory& next) const {
-    Communicator& sp = *ctx.groups.sp;
+    Communicator& sp = ctx.groups[Axis::Sp];
     Ticket sent =
         sp.send(memory(block).data, memory(block).bytes(), (rank + 1) % P, message_text(Axis::Sp, Collective::Send));
     sp.recv(memory(next).data, memory(next).bytes(), (rank + P - 1) % P, message_text(Axis::Sp, Collective::Recv))
@@ -328,23 +328,23 @@ struct Ring {
 
 }  // namespace
 
-void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, Mode mode, DType work, i64 B,
-                    i64 T, const HeadCounts& n) {
-  if (shard.sp == 1 || mode == Mode::Generate) return;
-  const bool train = mode == Mode::Train;
+void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
+                    const HeadCounts& n) {
+  if (shard.sp == 1 || pass.mode == Mode::Generate) return;
+  const bool train = pass.mode == Mode::Train;
   const auto take = [&](DType dtype, std::initializer_list<i64> sizes) {
     for (const i64 elems : sizes) acts.exchange.push_back(planner.temporary(dtype, {elems}));
   };
-  const auto f32 = DType::F32;
-  const i64 Q = B * T * n.q * n.dim, K = B * T * n.kv * n.dim;  // elements on this rank
+  const auto work = pass.work, f32 = DType::F32;
+  const i64 R = pass.rows(), Q = R * n.q * n.dim, K = R * n.kv * n.dim;  // elements on this rank
   // In the order of Memory.
   if (shard.mode == SequenceMode::Ulysses) {
-    const i64 there = B * T * kv_share(n.kv, shard.sp) * n.dim * shard.sp, message = (train ? 3 : 1) * Q + 2 * there;
+    const i64 there = R * kv_share(n.kv, shard.sp) * n.dim * shard.sp, message = (train ? 3 : 1) * Q + 2 * there;
     take(work, {message, message, Q, there, there, Q});
     if (train) take(work, {Q, Q, there, there});
   } else {
     take(work, {2 * K, 2 * K, Q / 2});
-    take(f32, {B * T * n.q / 2, Q});
+    take(f32, {R * n.q / 2, Q});
     if (train) {
       take(f32, {2 * K, 2 * K});
       take(work, {Q / 2, K / 2, K / 2});

@@ -66,11 +66,12 @@ class BertEmbedding final : public BertLayer {
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 S = stream_rows(shard_, mode, B * T);
+  LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
+    const i64 S = stream_rows(shard_, pass.mode, pass.rows());
+    const DType work = pass.work;
     LayerActs a;
     a.saved = {planner.saved(work, {S, C_}), planner.saved(DType::F32, {S}), planner.saved(DType::F32, {S})};
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {C_}),
                      planner.gradient(DType::F32, {C_})};
     }
@@ -155,9 +156,9 @@ class BertBlock final : public BertLayer {
     return {kNarrowW, kWideW, kAttnW, kQueryW, kKeyW, kValueW};
   }
 
-  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T, S = stream_rows(shard_, mode, R);
-    const auto f32 = DType::F32;
+  LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
+    const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R);
+    const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
     // In the order of enum Saved, Gradient, Temporary.
     a.saved = {p.attention(work, {R, Q_}),
@@ -174,14 +175,14 @@ class BertBlock final : public BertLayer {
                p.saved(work, {S, C_}),
                p.saved(f32, {S}),
                p.saved(f32, {S})};
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       a.gradients = {p.gradient(work, {S, C_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
                      p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_})};
       for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {R, Q_})};
     }
-    plan_attention(a, p, shard_, mode, work, B, T, {H_, H_, D_});
+    plan_attention(a, p, shard_, pass, {H_, H_, D_});
     return a;
   }
 
@@ -344,12 +345,13 @@ class BertHead final : public BertLayer {
   std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 S = stream_rows(shard_, mode, B * T);
+  LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
+    const i64 S = stream_rows(shard_, pass.mode, pass.rows());
+    const DType work = pass.work;
     LayerActs a;
     a.saved = {planner.saved(work, {S, C_}), planner.saved(work, {S, C_}), planner.saved(DType::F32, {S}),
                planner.saved(DType::F32, {S}), planner.saved(work, {S, C_})};
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {rows_[kBias].numel()}),
                      planner.gradient(DType::F32, {C_}), planner.gradient(DType::F32, {C_})};
     }

@@ -34,13 +34,25 @@ i64 Model::backward_end() const noexcept {
 }
 
 bool Model::trains_projection() const noexcept {
-  const auto trained = [](const ParamRow& row) { return row.trained && row.shape.size() > 1; };
+  const auto trained = [](const ParamRow& row) { return row.trained && row.matrices().count > 0; };
   return tied() ? std::ranges::any_of(shared, trained) : std::ranges::any_of(layers.back()->rows(), trained);
+}
+
+i64 Model::product_rows(i64 R) const noexcept {
+  i64 most = R;
+  for (const auto& layer : layers) most = std::max(most, layer->product_rows(R));
+  return most;
+}
+
+i64 Model::num_aux_losses() const noexcept { return aux_losses_before(std::ssize(layers)); }
+
+i64 Model::aux_losses_before(i64 layer) const noexcept {
+  return std::count_if(layers.begin(), layers.begin() + layer, [](const auto& l) { return l->adds_loss(); });
 }
 
 namespace {
 
-i64 matrix_elems(const ParamRow& r) noexcept { return r.shape.size() > 1 ? r.whole_numel() : 0; }
+i64 matrix_elems(const ParamRow& r) noexcept { return r.matrices().count > 0 ? r.whole_numel() : 0; }
 
 // Columns [first, first + n) of a matrix, if there is one.
 TensorView columns(TensorView v, i64 first, i64 n) {
@@ -73,7 +85,7 @@ ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
 TensorView gather_rows(const PassContext& ctx) {
   const Groups& g = ctx.groups;
   const AllGatherSegment segment{g.gathered.data, g.gathered.bytes() / g.shard.tp};
-  g.tp->all_gather({&segment, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
+  g[Axis::Tp].all_gather({&segment, 1}, message_text(Axis::Tp, Collective::AllGather)).wait();
   return g.gathered.rows(0, ctx.B * ctx.T);
 }
 
@@ -89,7 +101,9 @@ template <class Finish>
 void finish_sum(const PassContext& ctx, TensorView out, Finish&& finish) {
   const Groups& g = ctx.groups;
   const ReduceScatterSegment segment{g.partial.data, g.sum.as<float>(), g.sum.numel()};
-  g.tp->reduce_scatter({&segment, 1}, g.partial.dtype, false, message_text(Axis::Tp, Collective::ReduceScatter)).wait();
+  g[Axis::Tp]
+      .reduce_scatter({&segment, 1}, g.partial.dtype, false, message_text(Axis::Tp, Collective::ReduceScatter))
+      .wait();
   const i64 slice = g.sum.dim(0), first = slice * g.shard.tp_rank,
             count = std::clamp<i64>(ctx.B * ctx.T - first, 0, slice);
   const OwnRows own{first, count, g.shard.sequence};
@@ -113,11 +127,12 @@ class Head final : public Layer {
   std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = stream_rows(shard_, mode, B * T);
+  LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
+    const i64 R = stream_rows(shard_, pass.mode, pass.rows());
+    const DType work = pass.work;
     LayerActs a;
     a.saved = {planner.saved(work, {R, C_}), planner.saved(DType::F32, {R}), planner.saved(DType::F32, {R})};
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       for (size_t n = 0; n < rows_.size() && rows_[n].shape.size() == 1; ++n)
         a.gradients.push_back(planner.gradient(DType::F32, {C_}));
       a.temporary = {planner.temporary(work, {R, C_})};
@@ -399,9 +414,12 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
                      at_target = stat(2), targets = ctx.targets.rows(begin, rows);
     ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
     ctx.ops.vocab_max(max, z, ctx.stream);
-    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, message_text(Axis::Tp, Collective::AllReduce)).wait();
+    g[Axis::Tp]
+        .all_reduce(max.data, rows, DType::F32, ReduceOp::Max, message_text(Axis::Tp, Collective::AllReduce))
+        .wait();
     ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
-    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce))
+    g[Axis::Tp]
+        .all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, message_text(Axis::Tp, Collective::AllReduce))
         .wait();
     const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
     ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
@@ -426,8 +444,9 @@ void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vo
   own.shape[1] = weight.dim(0);
   ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
   if (g.shard.tp > 1)
-    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum,
-                     message_text(Axis::Tp, Collective::AllReduce))
+    g[Axis::Tp]
+        .all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum,
+                    message_text(Axis::Tp, Collective::AllReduce))
         .wait();
 }
 

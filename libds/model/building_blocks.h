@@ -111,8 +111,8 @@ struct HeadCounts {
 };
 // Declares the memory that attend() and attend_backward() need in addition to their arguments, after the layer's own
 // temporaries.
-void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, Mode mode, DType work, i64 B,
-                    i64 T, const HeadCounts& heads);
+void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
+                    const HeadCounts& heads);
 // Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in a cache.
 // Works over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is only for attend_backward.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,

@@ -34,9 +34,10 @@ class Gpt2Embedding final : public Layer {
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
+  LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     LayerActs a;
-    if (mode == Mode::Train && dropout_ > 0) a.gradients = {planner.gradient(work, {shard_.stream_rows(B * T), C_})};
+    if (pass.mode == Mode::Train && dropout_ > 0)
+      a.gradients = {planner.gradient(pass.work, {shard_.stream_rows(pass.rows()), C_})};
     return a;
   }
 
@@ -125,9 +126,9 @@ class Gpt2Block final : public Layer {
     return {kMlpProjW, kFcW, kProjW, kAttnW};
   }
 
-  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T, S = stream_rows(shard_, mode, R);
-    const auto f32 = DType::F32;
+  LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
+    const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R);
+    const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
     // In the order of enum Saved, Gradient, Temporary.
     a.saved = {p.attention(work, {S, C_}), p.attention(f32, {S}),
@@ -136,13 +137,13 @@ class Gpt2Block final : public Layer {
                p.saved(work, {S, C_}),     p.saved(work, {S, C_}),
                p.saved(f32, {S}),          p.saved(f32, {S}),
                p.saved(work, {R, F_}),     p.saved(work, {R, F_})};
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, 3 * Q_}), p.gradient(work, {S, C_})};
       for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q_})};
     }
-    plan_attention(a, p, shard_, mode, work, B, T, {H_, H_, D_});
+    plan_attention(a, p, shard_, pass, {H_, H_, D_});
     return a;
   }
 

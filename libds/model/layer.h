@@ -2,7 +2,7 @@
 #pragma once
 // A model is a list of layers over flat buffers. A layer declares its parameters once and is then *given* memory: views
 // of its parameters, their gradients and its activations. It owns none, and knows nothing of ZeRO or files; the only
-// ranks it knows are the groups that share its matrices (tp) or its tokens (sp), see shard.h.
+// ranks it knows are those that share its matrices (tp), its tokens (sp) or its experts (ep), see shard.h.
 //
 // The residual stream x [R,C] (R = B*T, work dtype) runs through all layers: layer l reads the output of layer l-1.
 
@@ -24,6 +24,18 @@ namespace ds::model {
 class AttentionLayout;
 
 enum class Init : u8 { Normal, Zeros, Ones };
+
+// A shape as matrices: two dimensions are one matrix, more are a batch of `count` matrices [rows, cols]. Fewer are a
+// vector, which has none.
+struct MatrixShape {
+  i64 count = 0, rows = 0, cols = 0;
+  static MatrixShape of(std::span<const i64> shape) noexcept {
+    if (shape.size() < 2) return {};
+    MatrixShape m{1, shape[shape.size() - 2], shape.back()};
+    for (const i64 n : shape.first(shape.size() - 2)) m.count *= n;
+    return m;
+  }
+};
 
 // One parameter, with its Hugging Face name, shape and orientation.
 struct ParamRow {
@@ -51,6 +63,14 @@ struct ParamRow {
   bool counted = true;
 
   i64 numel() const noexcept { return product(shape); }
+  MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
+  // This rank's part as layers see it: a vector, a matrix, or a batch of matrices [count, rows, cols].
+  TensorView view(DType dtype, void* data) const noexcept {
+    const MatrixShape m = matrices();
+    if (m.count == 0) return TensorView::of(data, dtype, {numel()});
+    return shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
+                             : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
+  }
   const std::vector<i64>& whole_shape() const noexcept { return slice.whole() ? shape : whole; }
   i64 whole_numel() const noexcept { return product(whole_shape()); }
 
@@ -181,6 +201,18 @@ struct KvCache {
 
 enum class Mode : u8 { Train, Eval, Generate };
 
+// A pass for which a layer plans its activations: B sequences of T tokens.
+struct PlannedPass {
+  DType work = DType::F32;
+  Mode mode = Mode::Train;
+  i64 B = 0, T = 0;
+
+  i64 rows() const noexcept { return B * T; }
+  // The same pass over other sequences, for a layer inside another one: of fewer tokens if some are dropped, or of as
+  // many as an expert has room for, which may be more. PassContext::over() is its counterpart.
+  PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t}; }
+};
+
 // cos and sin for positions from 0 on, [positions, D/2] fp32 each, in host memory; empty for models without rotary
 // positions.
 struct RopeTables {
@@ -212,7 +244,19 @@ struct PassContext {
   TensorView documents{};                 // [2, B, sequence length] int32: AttentionParams::documents; or none
   std::span<KvCache* const> caches{};     // Generate: of the current layer, by sequence
   Groups groups{};                        // the ranks that share matrices and tokens
+  // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
+  // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
+  TensorView aux_loss{}, aux_grad{};
 
+  // The same pass over other sequences (PlannedPass::over) of at most Groups::most_rows rows. Views with an entry for
+  // each token are the caller's to replace.
+  PassContext over(i64 b, i64 t) const {
+    PassContext ctx = *this;
+    ctx.B = b;
+    ctx.T = t;
+    ctx.groups = groups.over(b * t);
+    return ctx;
+  }
   // True if each row must have the bits that it has alone: the next tokens of several sequences.
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
 };
@@ -275,11 +319,21 @@ class Layer {
 
   // The number of tokens, of T in a sample, that it processes in training; the others bypass it.
   virtual i64 tokens(i64 T) const noexcept { return T; }
+  // The most rows that its products read in a pass over R rows of the stream: more than R if it has room for tokens of
+  // other ranks. The memory that layers share in a pass is for the largest number of all layers.
+  virtual i64 product_rows(i64 R) const noexcept { return R; }
+  // True if it adds a loss of its own to the one that training minimises, such as one that balances experts. In
+  // training its forward pass writes ctx.aux_loss for the micro-batch: ranks of sp write the terms of their tokens,
+  // which are added up, and ranks of tp must write equal values. Its backward passes add the gradient times
+  // ctx.aux_grad. The mean over all micro-batches is part of what is minimised, whatever weights the tokens have in the
+  // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
+  // compare with those of models without it; ctx.aux_loss is then empty.
+  virtual bool adds_loss() const noexcept { return false; }
   // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}
 
-  // Declares the activations for micro-batches of B x T tokens, without output and input_grad.
-  virtual LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const = 0;
+  // Declares the activations of a pass, without output and input_grad. A layer may be planned for several passes.
+  virtual LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const = 0;
   // acts.output = layer(x). The first layer does not use x (it reads ids). The head has no output: it computes losses
   // when evaluating, logits when generating, and when training only values that its loss needs more than once.
   virtual void forward(const PassContext&, RowViews params, TensorView x, const LayerActs& acts) const = 0;
@@ -337,6 +391,9 @@ struct Model {
   bool trains_projection() const noexcept;
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
+  i64 product_rows(i64 R) const noexcept;           // the largest of its layers
+  i64 num_aux_losses() const noexcept;              // layers that add a loss
+  i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.
   std::vector<const ParamRow*> params() const {
     std::vector<const ParamRow*> rows;

@@ -26,7 +26,7 @@ class TokenEmbedding final : public Layer {
   }
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
-  LayerActs plan(ActivationPlanner&, DType, i64, i64, Mode) const override { return {}; }
+  LayerActs plan(ActivationPlanner&, const PlannedPass&) const override { return {}; }
   void forward(const PassContext& ctx, RowViews params, TensorView, const LayerActs& acts) const override {
     embedding_forward(ctx, acts.output, tied_ ? params.shared : params.own[0], V_);
   }
@@ -121,9 +121,9 @@ class LlamaBlock final : public Layer {
     return {down, gate, up, o, q, k, v};
   }
 
-  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T, S = stream_rows(shard_, mode, R), Q = H_ * D_, K = G_ * D_;
-    const auto f32 = DType::F32;
+  LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
+    const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R), Q = H_ * D_, K = G_ * D_;
+    const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
     // In the order of enum Saved, Gradient, Temporary.
     a.saved = {
@@ -137,7 +137,7 @@ class LlamaBlock final : public Layer {
         a.saved.push_back(p.attention(f32, {R * heads}));
       }
     }
-    if (mode == Mode::Train) {
+    if (pass.mode == Mode::Train) {
       a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
                      p.gradient(work, {R, Q}),  p.gradient(work, {R, K}),  p.gradient(work, {R, K}),
                      p.gradient(f32, {C_}),     p.gradient(f32, {C_})};
@@ -149,7 +149,7 @@ class LlamaBlock final : public Layer {
       }
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q})};
     }
-    plan_attention(a, p, shard_, mode, work, B, T, {H_, G_, D_});
+    plan_attention(a, p, shard_, pass, {H_, G_, D_});
     return a;
   }
 

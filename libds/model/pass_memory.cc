@@ -9,7 +9,8 @@
 namespace ds::model {
 
 PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
-  const i64 R = s.B * s.T, C = model.hidden, tp = model.shard.tp, rows = model.shard.padded_rows(R);
+  const i64 R = s.B * s.T, C = model.hidden, tp = model.shard.tp;
+  sizes.product_rows = model.product_rows(R);
   const auto view = [](DType dtype, std::initializer_list<i64> shape) { return TensorView::of(nullptr, dtype, shape); };
   ids = view(DType::I32, {s.micro_batches * R});
   positions = view(DType::I32, {s.losses ? s.T : R});
@@ -23,6 +24,7 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     if (model.token_types > 0) token_types = view(DType::I32, {R});
     losses = view(DType::F32, {R});
   }
+  if (s.gradients && model.num_aux_losses() > 0) aux_loss = aux_grad = view(DType::F32, {1});
   if (model.layout != nullptr) {
     layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
     if (s.gradients) layout_queries = layout_keys;
@@ -31,8 +33,9 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
   if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
   if (s.projects && s.gradients && model.trains_projection()) head_weight_grad = view(DType::F32, {vocab, C});
-  if (s.tile_cols > 0) tile_sum = view(DType::F32, {R, s.tile_cols});
+  if (s.tile_cols > 0) tile_sum = view(DType::F32, {sizes.product_rows, s.tile_cols});
   if (tp == 1) return;
+  const i64 rows = model.shard.padded_rows(sizes.product_rows);
   partial = gathered = view(s.work, {rows, C});
   sum = view(DType::F32, {rows / tp, C});
   if (s.losses) stats = view(DType::F32, {3, s.logits_rows});
@@ -65,7 +68,7 @@ void upload_layout(const PassMemory& m, const Model& model, Device& device) {
 }
 
 PassContext make_context(const PassMemory& m, const Pass& pass, const Model& model, const OpTable& ops, Stream& stream,
-                         Communicator* tp, Communicator* sp) {
+                         const AxisComms& comms) {
   const i64 R = pass.B * pass.T;
   const bool asks = pass.mode == Mode::Generate;
   PassContext ctx{.ops = ops, .stream = stream, .mode = pass.mode, .B = pass.B, .T = pass.T};
@@ -89,21 +92,23 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   }
   ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
   Groups& g = ctx.groups;
+  g.shard = model.shard;
   // Generation has all positions on each rank, so it ignores sequence parallelism.
-  g.shard = asks ? Shard{.tp = model.shard.tp, .tp_rank = model.shard.tp_rank} : model.shard;
-  g.tp = tp;
-  g.sp = sp;
+  if (asks) g.shard.sequence = false, g.shard.sp = 1, g.shard.sp_rank = 0, g.shard.mode = SequenceMode::Ulysses;
+  g.comms = comms;
   g.sequence_length = asks ? pass.T : m.sizes.sequence_length;
-  const i64 rows = g.shard.padded_rows(R);
-  g.partial = first_rows(m.partial, rows);
-  g.gathered = first_rows(m.gathered, rows);
-  g.sum = first_rows(m.sum, rows / g.shard.tp);
+  g.partial = m.partial;
+  g.gathered = m.gathered;
+  g.sum = m.sum;
   g.stats = m.stats;
+  g.most_rows = m.sizes.product_rows;
+  g = g.over(R);
   if (asks) return ctx;
   ctx.targets = m.targets.rows(pass.micro * R, R);
   ctx.token_types = m.token_types;
   ctx.losses = m.losses;
   ctx.head_weight_grad = m.head_weight_grad;
+  if (pass.mode == Mode::Train) ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad;
   return ctx;
 }
 

@@ -20,6 +20,7 @@ struct PassSizes {
   bool gradients = false;   // and computes its gradient, if it is trained
   i64 logits_rows = 0;      // rows of logits in memory at once
   i64 tile_cols = 0;        // columns of the widest tiled matrix
+  i64 product_rows = 0;     // rows of the largest product: at least R (Layer::product_rows)
   bool documents = false;   // sequences contain several documents, which attention separates
   DType work = DType::F32;
 };
@@ -31,9 +32,10 @@ struct PassMemory {
   // of a layout and their transpose are in 32-bit words.
   TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{},
       layout_keys{}, layout_queries{}, documents{};
+  TensorView aux_loss{}, aux_grad{};  // Tag::Data, [1] fp32 each: PassContext
   // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed].
   TensorView logits{};
-  // Tag::Workspace: [V, C] fp32; [R, tile_cols] fp32; Groups::partial, gathered, sum, stats.
+  // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Groups::partial, gathered, sum, stats.
   TensorView head_weight_grad{}, tile_sum{}, partial{}, gathered{}, sum{}, stats{};
 
   // The views without memory; those that a pass does not need have rank 0.
@@ -45,7 +47,7 @@ struct PassMemory {
   template <class F>
   void for_each(F&& visit) {
     for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,
-                          &losses, &rope_cos, &rope_sin, &documents})
+                          &losses, &rope_cos, &rope_sin, &documents, &aux_loss, &aux_grad})
       visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
     for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
@@ -62,6 +64,6 @@ struct Pass {
 void upload_layout(const PassMemory& memory, const Model& model, Device& device);
 
 PassContext make_context(const PassMemory& memory, const Pass& pass, const Model& model, const OpTable& ops,
-                         Stream& stream, Communicator* tp, Communicator* sp);
+                         Stream& stream, const AxisComms& comms);
 
 }  // namespace ds::model

@@ -8,6 +8,7 @@
 #include <array>
 
 #include "comm/communicator.h"
+#include "comm/message_tag.h"
 
 namespace ds::model {
 
@@ -33,6 +34,11 @@ struct Shard {
   bool sequence = false;  // between the matrices, each rank of tp has R/tp of the rows
   int sp = 1, sp_rank = 0;
   SequenceMode mode = SequenceMode::Ulysses;
+  int ep = 1, ep_rank = 0;  // ranks with different experts
+
+  int size(Axis axis) const noexcept;  // the number of ranks along one of kLayerAxes
+  int rank(Axis axis) const noexcept;  // and this rank's number among them
+  bool alone() const noexcept;         // its layers communicate with no other rank
 
   // Rows of the residual stream on this rank.
   i64 stream_rows(i64 R) const noexcept { return sequence ? R / tp : R; }
@@ -48,15 +54,62 @@ struct Shard {
   }
 };
 
+// The axes over which layers communicate. This is their only list: Stage, the dry run and PassContext follow it.
+struct LayerAxis {
+  Axis axis;
+  int Shard::*size;
+  int Shard::*rank;
+};
+inline constexpr LayerAxis kLayerAxes[] = {{Axis::Tp, &Shard::tp, &Shard::tp_rank},
+                                           {Axis::Sp, &Shard::sp, &Shard::sp_rank},
+                                           {Axis::Ep, &Shard::ep, &Shard::ep_rank}};
+
+inline int Shard::size(Axis axis) const noexcept {
+  for (const LayerAxis& a : kLayerAxes) {
+    if (a.axis == axis) return this->*a.size;
+  }
+  return 1;
+}
+inline int Shard::rank(Axis axis) const noexcept {
+  for (const LayerAxis& a : kLayerAxes) {
+    if (a.axis == axis) return this->*a.rank;
+  }
+  return 0;
+}
+inline bool Shard::alone() const noexcept {
+  for (const LayerAxis& a : kLayerAxes) {
+    if (this->*a.size > 1) return false;
+  }
+  return true;
+}
+
+// Communicators by axis; null where none is known.
+using AxisComms = ByAxis<Communicator*>;
+
 // The communicators of a pass, and memory for their messages.
 struct Groups {
   Shard shard{};
-  Communicator *tp = nullptr, *sp = nullptr;  // null if there is only one rank
-  TensorView partial{};                       // [padded R, C] work dtype: this rank's part of a sum over tp
-  TensorView sum{};                           // [padded R / tp, C] fp32: this rank's rows of the sum
-  TensorView gathered{};                      // [R, C] work dtype: all rows of a cut stream (Shard::sequence)
-  TensorView stats{};                         // [3, chunk] fp32: for the softmax over a cut vocabulary
-  i64 sequence_length = 0;                    // of whole sequences: T * sp
+  AxisComms comms{};        // of kLayerAxes; an axis of one rank may have none
+  TensorView partial{};     // [padded R, C] work dtype: this rank's part of a sum over tp
+  TensorView sum{};         // [padded R / tp, C] fp32: this rank's rows of the sum
+  TensorView gathered{};    // [padded R, C] work dtype: all rows of a cut stream (Shard::sequence)
+  TensorView stats{};       // [3, chunk] fp32: for the softmax over a cut vocabulary
+  i64 sequence_length = 0;  // of whole sequences: T * sp
+  i64 most_rows = 0;        // the largest R for which there is memory
+
+  Communicator& operator[](Axis axis) const {
+    DS_ASSERT(comms[axis] != nullptr);
+    return *comms[axis];
+  }
+  // The same groups in a pass over R rows.
+  Groups over(i64 R) const {
+    DS_ASSERT(R <= most_rows);
+    Groups g = *this;
+    const i64 rows = shard.padded_rows(R);
+    for (TensorView* v : {&g.partial, &g.gathered}) v->shape[0] = v->rank > 0 ? rows : 0;
+    g.sum.shape[0] = g.sum.rank > 0 ? rows / shard.tp : 0;
+    return g;
+  }
 };
 
 }  // namespace ds::model

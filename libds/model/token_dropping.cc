@@ -22,12 +22,14 @@ class DroppingBlock final : public Layer {
   std::vector<size_t> products(Products which) const override { return block_->products(which); }
   bool splits() const noexcept override { return block_->splits(); }
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }
+  i64 product_rows(i64 R) const noexcept override { return block_->product_rows(R); }
+  bool adds_loss() const noexcept override { return block_->adds_loss(); }
 
-  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
-    if (mode != Mode::Train) return block_->plan(p, work, B, T, mode);
+  LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
+    if (pass.mode != Mode::Train) return block_->plan(p, pass);
     ActivationPlanner most = p;
-    if (const i64 n = std::min(dropping_.most, T - 1); n > 0) plan_some(most, work, B, T, n);
-    LayerActs a = drops(T) ? plan_some(p, work, B, T, dropping_.kept) : block_->plan(p, work, B, T, mode);
+    if (const i64 n = std::min(dropping_.most, pass.T - 1); n > 0) plan_some(most, pass, n);
+    LayerActs a = drops(pass.T) ? plan_some(p, pass, dropping_.kept) : block_->plan(p, pass);
     p.cover(most);
     return a;
   }
@@ -118,14 +120,15 @@ class DroppingBlock final : public Layer {
   }
   bool drops(i64 T) const noexcept { return dropping_.kept < T; }
 
-  LayerActs plan_some(ActivationPlanner& p, DType work, i64 B, i64 T, i64 kept) const {
-    const i64 n = B * kept, C = dropping_.hidden;
+  LayerActs plan_some(ActivationPlanner& p, const PlannedPass& pass, i64 kept) const {
+    const PlannedPass some = pass.over(pass.B, kept);
+    const i64 n = some.rows(), C = dropping_.hidden;
     LayerActs a;
-    a.drawn = p.kept(DType::I32, {drawn_elems(B, T, kept)});
-    a.saved = {p.saved(work, {n, C})};
-    a.gradients = {p.gradient(work, {n, C})};
-    a.temporary = {p.temporary(work, {n, C})};
-    LayerActs& inner = a.inner.emplace_back(block_->plan(p, work, B, kept, Mode::Train));
+    a.drawn = p.kept(DType::I32, {drawn_elems(pass.B, pass.T, kept)});
+    a.saved = {p.saved(pass.work, {n, C})};
+    a.gradients = {p.gradient(pass.work, {n, C})};
+    a.temporary = {p.temporary(pass.work, {n, C})};
+    LayerActs& inner = a.inner.emplace_back(block_->plan(p, some));
     inner.output = inner.input_grad = a.temporary[0];  // neither outlives its call
     return a;
   }
@@ -149,18 +152,11 @@ class DroppingBlock final : public Layer {
   PassContext of_kept(const PassContext& all, const LayerActs& a) const {
     const Drawn<const i32*> drawn = drawn_of(all, a);
     const i64 n = all.B * dropping_.kept;
-    PassContext ctx = all;
-    ctx.T = dropping_.kept;
+    PassContext ctx = all.over(all.B, dropping_.kept);
     ctx.ids = ctx.targets = ctx.token_types = {};
     ctx.positions = ctx.row_positions = indices(drawn.positions, n);
     if (dropping_.documents) ctx.documents = indices(drawn.documents, 2 * n);
-    Groups& g = ctx.groups;
-    g.sequence_length = dropping_.kept;
-    if (g.shard.tp == 1) return ctx;
-    const i64 rows = g.shard.padded_rows(n);
-    g.partial = g.partial.rows(0, rows);
-    g.gathered = g.gathered.rows(0, rows);
-    g.sum = g.sum.rows(0, rows / g.shard.tp);
+    ctx.groups.sequence_length = dropping_.kept;
     return ctx;
   }
 

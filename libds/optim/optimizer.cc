@@ -73,11 +73,11 @@ void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& r
   }
 }
 
-// Whether a parameter is a matrix between the embeddings and the head, by number.
+// Whether a parameter is a matrix, or several, between the embeddings and the head, by number.
 std::vector<bool> hidden_matrices(const model::Model& model) {
   std::vector<bool> hidden(model.shared.size(), false);
   for (const auto& layer : model.layers) {
-    for (const model::ParamRow& row : layer->rows()) hidden.push_back(layer->is_block() && row.shape.size() == 2);
+    for (const model::ParamRow& row : layer->rows()) hidden.push_back(layer->is_block() && row.matrices().count > 0);
   }
   return hidden;
 }

@@ -98,18 +98,19 @@ class GroupStates {
   virtual void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) = 0;
 };
 
-// The matrices of a group, each of which one rank sees as a whole; ranks hold pieces of them.
+// The matrices of a group, each of which one rank sees as a whole; ranks hold pieces of them. A batch of matrices is as
+// many matrices.
 class WholeMatrices {
  public:
   virtual ~WholeMatrices() = default;
   // Gathers the gradient of each matrix on its rank, calls body(whole [rows, columns] fp32) there, and scatters what
-  // body wrote to where the pieces came from. Collective over the ranks of dp and tp.
+  // body wrote to where the pieces came from. Collective over the ranks of dp, or of a split of it, and tp.
   virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 
-// Averages by signs (comm/one_bit) over the ranks of dp, in updates whose gradients they have not summed: of all
-// parameters of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and finite.
-// Collective.
+// Averages by signs (comm/one_bit) over the ranks that reduce a parameter, in updates whose gradients they have not
+// summed: of all parameters of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and
+// finite. Collective.
 class SignAverage {
  public:
   virtual ~SignAverage() = default;
@@ -123,7 +124,9 @@ class SignAverage {
   virtual void remember_parameters() = 0;
   virtual void recall_parameters() = 0;  // m = those
   virtual bool remembers() const noexcept = 0;
-  virtual float& rates() noexcept = 0;                // the optimizer's: the sum of its learning rates since then
+  // The sum of the optimizer's learning rates since then.
+  virtual void add_rate(float rate) = 0;
+  virtual float rates() const noexcept = 0;
   virtual void copy_state(State from, State to) = 0;  // of all of the group's parameters
   virtual void forget_errors() = 0;                   // those of signs so far
 };

@@ -93,7 +93,7 @@ class ZeroOneAdam final : public Optimizer {
     if (!c.average->remembers()) c.average->remember_parameters();
     c.average->take_gradient(u.beta1, 1 - u.beta1);
     c.states.update({.params = c.pass(params)});
-    c.average->rates() += params.lr;
+    c.average->add_rate(params.lr);
     if (step != ZeroOneStep::Sync || c.average->rates() == 0) return;
 
     c.average->recall_parameters();

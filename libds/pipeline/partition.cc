@@ -108,8 +108,8 @@ std::vector<i64> cuts_of(const Config& config, const model::Model& model) {
     // Weights, gradients and Adam's states, and the activations of a micro-batch.
     model::ActivationPlanner planner;
     planner.begin_layer(layer->is_block() ? checkpointing.keep : model::Keep::All, false);
-    layer->plan(planner, config.work_dtype(), config.batch.micro, config.data.seq_length / model.shard.sp,
-                model::Mode::Train);
+    layer->plan(planner,
+                {.work = config.work_dtype(), .B = config.batch.micro, .T = config.data.seq_length / model.shard.sp});
     bytes.push_back(layers[l].params * (2 * dtype_bytes(config.work_dtype()) + 12) / model.shard.tp +
                     planner.kept_bytes());
   }

@@ -228,15 +228,14 @@ void CountedUpdate::take_messages(i64 times) {
 }
 
 std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
-  for (const auto& group : groups_) calls.dp.add(group->largest());
-  size_t split = 0;
-  for (const auto& [name, group] : zeropp_) {
-    if (split == calls.splits.size()) calls.splits.emplace_back(group->size(), LargestCalls{});
-    calls.splits[split++].second.add(group->largest());
-  }
-  calls.tp.add(tp_.largest());
+  const auto add = [&](Axis axis, const CountingCommunicator& c) { calls.axes[axis].add(c.size(), c.largest()); };
+  add(Axis::Dp, *groups_.front());
+  for (size_t g = 1; g < groups_.size(); ++g)
+    calls.split(plan_.shards[g].axis).add(groups_[g]->size(), groups_[g]->largest());
+  for (const auto& [name, group] : zeropp_) calls.split(name).add(group->size(), group->largest());
+  add(Axis::Tp, tp_);
+  add(Axis::Outer, outer_);
   calls.gradients.add(pp_.largest());
-  calls.outer.add(outer_.largest());
   return traffic_;
 }
 

@@ -88,9 +88,7 @@ TensorView shared_rows(const RunPlan& plan, DType dtype, bool gradients = false)
 
 std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data) {
   std::vector<TensorView> views;
-  for (const model::ParamRow& row : rows)
-    views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
-                                          : TensorView::of(data, dtype, {row.numel()}));
+  for (const model::ParamRow& row : rows) views.push_back(row.view(dtype, data));
   return views;
 }
 
@@ -98,7 +96,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
                  FunctionRef<void(size_t, Pass)> enter) {
   const model::PassMemory memory = memory_of(model, plan);
   const model::PassContext ctx =
-      model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
+      model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, walk.comms);
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
   const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
@@ -125,7 +123,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
           enter(c, Pass::Recompute);
           if (call.restore && plan.activations.partition_inputs) {
             const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
-            walk.tp.all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather));
+            walk.comms[Axis::Tp]->all_gather({&all, 1}, message_text(Axis::Tp, Collective::AllGather));
           }
         }
         switch (call.kind) {
@@ -151,7 +149,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
 void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
                   const Walk& walk, FunctionRef<bool(i64, model::PassContext&)> before) {
   make_present(memory, model);
-  model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
+  model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, walk.comms);
   const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
   const TensorView stream = present(plan.work, {stream_rows, model.hidden}), shared = shared_rows(plan, plan.work);
   for (const ChunkPlan& chunk : plan.stage.chunks) {
@@ -169,17 +167,17 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
 }
 
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
-  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
-  if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
+  const CountingAxes axes(model.shard);
+  if (!model.shard.alone()) {
     Stream stream;
-    walk_layers(model, plan, {no_ops(), stream, tp, sp}, [](size_t, Pass) {});
+    walk_layers(model, plan, {no_ops(), stream, axes.comms()}, [](size_t, Pass) {});
   }
 
   std::map<std::string, CommCount> messages;
-  for (const CountingCommunicator* c : {&tp, &sp}) {
-    for (const auto& [name, count] : c->counts())
+  axes.for_each([&](Axis, const CountingCommunicator& c) {
+    for (const auto& [name, count] : c.counts())
       messages[name] = {plan.micro_batches * count.calls, plan.micro_batches * count.bytes};
-  }
+  });
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
@@ -196,18 +194,16 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   sends(pipeline::Op::SendGrad, previous, calls.gradients);
   if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
     messages[std::string(message_text(Axis::Pp, Collective::Recv))].calls += n;
-  calls.tp.add(tp.largest());
-  calls.sp.add(sp.largest());
+  axes.note(calls);
   return messages;
 }
 
 void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
-  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  const CountingAxes axes(model.shard);
   Stream stream;
   walk_forward(model, plan, plan.activations.pass, {.mode = Mode::Eval, .B = plan.B, .T = plan.T},
-               {no_ops(), stream, tp, sp}, [](i64, model::PassContext&) { return true; });
-  calls.tp.add(tp.largest());
-  calls.sp.add(sp.largest());
+               {no_ops(), stream, axes.comms()}, [](i64, model::PassContext&) { return true; });
+  axes.note(calls);
 }
 
 }  // namespace ds::plan

@@ -12,10 +12,35 @@ namespace ds::plan {
 enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
 inline constexpr size_t kPasses = 4;
 
+// Communicators that only count, along each of model::kLayerAxes.
+class CountingAxes {
+ public:
+  explicit CountingAxes(const model::Shard& shard) {
+    for (const model::LayerAxis& a : model::kLayerAxes) {
+      all_.emplace_back(a.axis, std::make_unique<CountingCommunicator>(shard.*a.rank, shard.*a.size));
+      comms_[a.axis] = all_.back().second.get();
+    }
+  }
+  const model::AxisComms& comms() const noexcept { return comms_; }
+  // Calls visit(axis, communicator) for each.
+  template <class F>
+  void for_each(F&& visit) const {
+    for (const auto& [axis, comm] : all_) visit(axis, *comm);
+  }
+  // Notes the largest calls so far.
+  void note(MeshCalls& calls) const {
+    for_each([&](Axis axis, const CountingCommunicator& c) { calls.axes[axis].add(c.size(), c.largest()); });
+  }
+
+ private:
+  std::vector<std::pair<Axis, std::unique_ptr<CountingCommunicator>>> all_;
+  model::AxisComms comms_;
+};
+
 struct Walk {  // where it takes place
   const OpTable& ops;
   Stream& stream;
-  Communicator &tp, &sp;
+  const model::AxisComms& comms;
 };
 // Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
 // engine's have data. `enter(chunk, pass)` is called before calls of that chunk (its place in StageCalls::chunks) and
@@ -28,8 +53,8 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
 void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
                   const Walk& walk, FunctionRef<bool(i64 layer, model::PassContext&)> before);
 
-// Messages of the layers and the pipeline of one rank in one training step, by "axis.collective": tp, sp and pp. The
-// largest calls are noted in `calls`.
+// Messages of the layers and the pipeline of one rank in one training step, by "axis.collective". The largest calls are
+// noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 // Notes the largest calls of an evaluation.
 void note_evaluation(const model::Model& model, const RunPlan& plan, MeshCalls& calls);

@@ -23,7 +23,7 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
   for (const zero::ShardsPlan& s : plan.shards) {
     if (!plan.steps_apart()) {
       saved += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
-    } else if (plan.dp_rank() == 0) {  // all that it has, and the others nothing
+    } else if (s.rank == 0) {  // all that it has, and the others nothing
       for (const State state : kStates) saved += s.states.bytes(state);
       saved += s.padded * work_bytes;
     }
@@ -44,8 +44,7 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
                          activations.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
                          activations.pass.bytes(Tag::Workspace);
   // Tokens and the like, and the numbers of the step.
-  tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) +
-                   update::StepResults::bytes(plan.micro_batches, zero::num_shards(plan.mesh));
+  tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) + update::StepResults::bytes(plan.loss_counts());
 
   // A save in the background takes a copy of what this rank saves. Beside a GPU, loading a checkpoint, and a save that
   // the run waits for, go through a buffer of host memory.

@@ -9,38 +9,43 @@ namespace ds::plan {
 namespace {
 
 void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan) {
-  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  const CountingAxes axes(model.shard);
   Stream stream;
   PassWork* pass = nullptr;
   const auto take_messages = [&] {
-    for (CountingCommunicator* axis : {&tp, &sp}) {
-      if (axis->size() == 1 || pass == nullptr) continue;
-      for (const auto& [name, count] : axis->counts()) {
+    axes.for_each([&](Axis, CountingCommunicator& comm) {
+      if (comm.size() == 1 || pass == nullptr) return;
+      for (const auto& [name, count] : comm.counts()) {
         pass->messages[name].calls += count.calls;
         pass->messages[name].bytes += count.bytes;
       }
-      axis->reset_counts();
-    }
+      comm.reset_counts();
+    });
   };
   const auto enter = [&](size_t chunk, Pass which) {
     take_messages();
     pass = &work.chunks[chunk].passes[static_cast<size_t>(which)];
     stream.native = &pass->ops;
   };
-  walk_layers(model, plan, {counting_ops(), stream, tp, sp}, enter);
+  walk_layers(model, plan, {counting_ops(), stream, axes.comms()}, enter);
   take_messages();
 }
 
-// The loss of each micro-batch, in a rank's own sum.
-void tally_losses(StepWork& work, const RunPlan& plan) {
-  if (!plan.projects) return;
-  double loss = 0;
-  float losses = 0;
-  OpTally once;
-  Stream stream{.native = &once};
-  counting_ops().sum(TensorView::of(&loss, DType::F64, {1}), TensorView::of(&losses, DType::F32, {plan.B * plan.T}), 1,
-                     stream);
-  work.chunks.back().gradients.add(once, plan.micro_batches);
+// The losses of each micro-batch, in a rank's own sums: of the head, and of layers that add one.
+void tally_losses(StepWork& work, const model::Model& model, const RunPlan& plan) {
+  const auto add = [&](size_t chunk, i64 losses) {
+    double sum = 0;
+    float each = 0;
+    OpTally once;
+    Stream stream{.native = &once};
+    counting_ops().sum(TensorView::of(&sum, DType::F64, {1}), TensorView::of(&each, DType::F32, {losses}), 1, stream);
+    work.chunks[chunk].gradients.add(once, plan.micro_batches);
+  };
+  for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
+    const pipeline::Chunk& chunk = plan.stage.chunks[c].chunk;
+    for (i64 n = model.aux_losses_before(chunk.begin); n < model.aux_losses_before(chunk.end); ++n) add(c, 1);
+  }
+  if (plan.projects) add(plan.stage.chunks.size() - 1, plan.B * plan.T);
 }
 
 // The reduction of gradients, and the update.
@@ -112,7 +117,7 @@ StepWork tally_step(const model::Model& model, const RunPlan& plan) {
   work.micro_batches = plan.micro_batches;
   work.chunks.resize(plan.stage.chunks.size());
   tally_layers(work, model, plan);
-  tally_losses(work, plan);
+  tally_losses(work, model, plan);
   tally_update(work, plan);
   return work;
 }

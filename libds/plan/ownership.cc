@@ -77,8 +77,12 @@ std::vector<zero::SparseUnit> sparse_units(const Config& config, const RunPlan& 
       const zero::RowPlace& place = layout.rows()[param];
       if (place.segment < 0 || layout.segments()[place.segment].unit != unit) continue;
       if (layout.segments()[place.segment].persistent) continue;
-      const bool matrix = rows[r].shape.size() == 2;
-      add(unit, matrix ? rows[r].shape[0] : 1, matrix ? rows[r].shape[1] : rows[r].numel(), matrix ? tokens : 1);
+      const model::MatrixShape m = rows[r].matrices();
+      if (m.count == 0) {
+        add(unit, 1, rows[r].numel(), 1);
+      } else {
+        add(unit, m.count * m.rows, m.cols, tokens);
+      }
     }
   }
   std::vector<zero::SparseUnit> units;

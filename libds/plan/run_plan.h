@@ -16,6 +16,7 @@
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
 #include "plan/step_lengths.h"
+#include "update/step_results.h"
 #include "update/update_plan.h"
 
 namespace ds::plan {
@@ -114,6 +115,7 @@ struct RunPlan : update::UpdatePlan {
   i64 B = 0, T = 0, micro_batches = 0;  // of one rank; T of its part of the sequences
   i64 sequence_length = 0;              // of whole sequences
   i64 stream_shares = 1;                // ranks that share the rows of the residual stream
+  i64 aux_losses = 0;                   // layers of the model that add a loss
   bool reduce_each_micro = false;       // "micro" order
   i64 update_number = 1;                // of the step that is counted, the last one
   offload::Settings offload;
@@ -134,6 +136,8 @@ struct RunPlan : update::UpdatePlan {
   }
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
+  // The losses that all ranks with the same parameters have in a step.
+  update::LossCounts loss_counts() const noexcept { return {zero::num_shards(mesh), micro_batches, aux_losses}; }
 };
 
 // `model`: of model::shard_of(), after optim::freeze_groups(); it must outlive the plan. `device`: where it runs, not

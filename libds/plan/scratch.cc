@@ -46,9 +46,9 @@ void note_sparse(const RunPlan& plan, const OpTable& ops, Stream& stream) {
 // Layers evaluate with ops that they train with. Of what the engine calls beside layers, the products of updates
 // reserve some; sums, norms and communication none.
 void walk_run(const Config& config, const model::Model& model, const RunPlan& plan, const OpTable& ops, void* native) {
-  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  const CountingAxes axes(model.shard);
   Stream stream{.native = native};
-  const Walk walk{ops, stream, tp, sp};
+  const Walk walk{ops, stream, axes.comms()};
   bool evaluated = plan.use == ConfigUse::Generate;
   if (plan.trains()) {
     evaluated = !evaluates(config);

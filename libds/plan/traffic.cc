@@ -37,7 +37,7 @@ LayerTraffic count_layers(RunPlan& plan, const Config& config, const model::Mode
     });
   };
   const PassLengths whole{plan.sequence_length, 0}, last = lengths_of_step(config, plan.update_number);
-  if (!plan.trains() || plan.mesh.tp * plan.mesh.sp * plan.mesh.pp == 1) {
+  if (!plan.trains() || (model.shard.alone() && plan.mesh.pp == 1)) {
     add(whole, plan.update_number);
     return traffic;
   }
@@ -224,6 +224,11 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   // Numbers that all ranks sum or compare: whether all is finite; behind an evaluation loss, tokens and what is not
   // finite.
   constexpr i64 kFinite = 2 * 8, kEvaluation = 3 * 8;
+  if (plan.trains() && plan.aux_losses > 0) {  // stages add their layers' losses
+    CountingCommunicator pp(plan.coord.pp, plan.mesh.pp);
+    pp.all_reduce(nullptr, plan.loss_counts().aux(), DType::I64, ReduceOp::Sum, kStatsText);
+    calls.gradients.add(pp.largest());
+  }
   if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
   for (const i64 numbers : update.saved_numbers()) calls.world.add({.combined_bytes = numbers * 8});
   if (evaluates(config)) calls.world.add({.combined_bytes = kEvaluation});

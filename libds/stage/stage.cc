@@ -343,7 +343,8 @@ void Stage::enqueue_static(size_t key, FunctionRef<void()> body) {
   device_.launch(graphs_[key]);
 }
 
-void Stage::begin_step() {
+void Stage::begin_step(float aux_grad) {
+  if (memory_.aux_grad) device_.upload(memory_.aux_grad.data, &aux_grad, sizeof aux_grad);
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.train_gathers; });
   posted_ = next_receive_ = 0;
 }
@@ -486,6 +487,11 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       ParamTiles tiles(*this, leases, call.layer);
       enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
       if (call.stash && acts.stash.rank > 0) stash(acts);
+      // Before another layer writes there. What is computed again has been counted.
+      if (layer.adds_loss() && instr.op == Op::Forward) {
+        double* const to = micro.aux_losses + model_->aux_losses_before(call.layer);
+        ctx.ops.sum(TensorView::of(to, DType::F64, {1}), ctx.aux_loss, 1, stream_);
+      }
       break;
     }
     case LayerCall::Kind::BackwardInput: {

@@ -19,9 +19,10 @@ namespace ds::stage {
 // Inputs of a training pass of a micro-batch besides its tokens.
 struct MicroBatch {
   RngKey dropout_key{};
-  float loss_grad = 1;     // d(scaled total)/d(token loss)
-  double per_token = 1;    // weight of one token's loss in the micro-batch's loss
-  double* loss = nullptr;  // in device memory; receives the micro-batch's loss
+  float loss_grad = 1;           // d(scaled total)/d(token loss)
+  double per_token = 1;          // weight of one token's loss in the micro-batch's loss
+  double* loss = nullptr;        // in device memory; receives the micro-batch's loss
+  double* aux_losses = nullptr;  // likewise; those of the model's layers that add one (Layer::adds_loss)
 };
 
 class Stage {
@@ -43,8 +44,9 @@ class Stage {
   // documents.
   void load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
 
-  // A training step: call run() for each instruction of the plan's schedule in order, except Load.
-  void begin_step();
+  // A training step: call run() for each instruction of the plan's schedule in order, except Load. aux_grad:
+  // d(scaled total)/d(a layer's own loss of a micro-batch).
+  void begin_step(float aux_grad);
   void run(size_t instruction, const MicroBatch& micro);
   // From then on, with graphs, work that is the same in every step is launched as recorded.
   void end_step() noexcept { warm_ = true; }
@@ -63,7 +65,7 @@ class Stage {
                      FunctionRef<void(i64 layer)> before);
 
   model::PassContext context(const model::PassMemory& memory, const model::Pass& pass) const {
-    return model::make_context(memory, pass, *model_, device_.ops(), stream_, &mesh_.tp(), &mesh_.sp());
+    return model::make_context(memory, pass, *model_, device_.ops(), stream_, mesh_.by_axis());
   }
 
   const ModelConfig& model_config() const noexcept { return config_; }

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/sign_average.h"
 
-#include "comm/message_tag.h"
-
 #include <algorithm>
 #include <cmath>
+
+#include "comm/message_tag.h"
 
 namespace ds::update {
 namespace {
 
-constexpr std::string_view kTag = message_text(Axis::Dp, Collective::OneBit);
 constexpr i64 kExchanged = i64{1} << 20;  // elements that are exchanged at once
 
-std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
-  const zero::ShardsPlan& dp = plan.dp();
-  const std::vector<i64> params = plan.params_of(group);
+std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group, size_t number) {
+  const zero::ShardsPlan& shards = plan.shards[number];
+  std::vector<i64> params = plan.params_of(group);
+  std::erase_if(params, [&](i64 p) { return plan.row_of(p).group != number; });
   std::vector<OneBitAllReduce::Part> parts;
-  for (int r = 0; r < dp.layout.num_ranks(); ++r) {
-    for (const zero::Piece& piece : dp.layout.owned_pieces(r)) {
+  for (int r = 0; r < shards.layout.num_ranks(); ++r) {
+    for (const zero::Piece& piece : shards.layout.owned_pieces(r)) {
       const auto at = std::ranges::lower_bound(params, piece.param);
       if (at == params.end() || *at != piece.param) continue;
       parts.push_back({.slice = r,
                        .scale = at - params.begin(),
-                       .at = dp.states.offset(State::ExpAvg, piece) / 4,
+                       .at = shards.states.offset(State::ExpAvg, piece) / 4,
                        .count = piece.count});
     }
   }
@@ -30,21 +30,20 @@ std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group
 }
 
 // The places of the parts in a rank's sums of all gradients.
-std::vector<i64> places_in_gradients(const UpdatePlan& plan, size_t group) {
-  const zero::ShardsPlan& dp = plan.dp();
-  const std::vector<i64> bases = zero::grad_accum_bases(dp.grad_layout, dp.grads, dp.rank);
+std::vector<i64> places_in_gradients(const UpdatePlan& plan, size_t group, const zero::ShardsPlan& shards) {
+  const std::vector<i64> bases = zero::grad_accum_bases(shards.grad_layout, shards.grads, shards.rank);
   std::vector<i64> places;
-  for (int r = 0; r < dp.layout.num_ranks(); ++r) {
-    for (const zero::Piece& piece : dp.layout.owned_pieces(r)) {
+  for (int r = 0; r < shards.layout.num_ranks(); ++r) {
+    for (const zero::Piece& piece : shards.layout.owned_pieces(r)) {
       if (plan.groups.of_params[piece.param] == group)
-        places.push_back(bases[dp.grad_segment(piece.segment)] + piece.segment_offset);
+        places.push_back(bases[shards.grad_segment(piece.segment)] + piece.segment_offset);
     }
   }
   return places;
 }
 
-std::vector<zero::Piece> pieces_of(const UpdatePlan& plan, size_t group) {
-  std::vector<zero::Piece> pieces = plan.dp().layout.whole_pieces();
+std::vector<zero::Piece> pieces_of(const UpdatePlan& plan, size_t group, const zero::ShardsPlan& shards) {
+  std::vector<zero::Piece> pieces = shards.layout.whole_pieces();
   std::erase_if(pieces, [&](const zero::Piece& p) { return plan.groups.of_params[p.param] != group; });
   return pieces;
 }
@@ -57,16 +56,20 @@ i64 elems_of(std::span<const zero::Piece> pieces) noexcept {
 
 }  // namespace
 
-SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine,
-                         Communicator& dp, Device& device, MemoryLedger& ledger)
+ShardsAverage::ShardsAverage(const UpdatePlan& plan, size_t group, size_t shards, zero::AllShards& all,
+                             Combine& combine, Device& device, MemoryLedger& ledger)
     : plan_(plan),
       group_(group),
-      shards_(shards),
+      number_(shards),
+      shards_(*all[shards]),
       combine_(combine),
+      tag_(message_text(shards_.plan().axis, Collective::OneBit)),
+      copies_(plan.dp().layout.num_ranks() / shards_.plan().layout.num_ranks()),
       device_(device),
-      pieces_(pieces_of(plan, group)),
-      in_gradients_(places_in_gradients(plan, group)) {
-  if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
+      pieces_(pieces_of(plan, group, shards_.plan())),
+      in_gradients_(places_in_gradients(plan, group, shards_.plan())) {
+  if (shards_.comm().size() > 1)
+    one_bit_.emplace(shards_.comm(), device, ledger, Tag::Optimizer, parts_of(plan, group, shards));
   if (plan.groups.groups[group].numbers_per_param() > 0)
     exchanged_ = device_buffer(device, ledger, Tag::Workspace, std::min(elems_of(pieces_), kExchanged) * 4);
   if (!plan.groups.groups[group].takes_local_steps()) return;
@@ -74,7 +77,7 @@ SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& 
   saved_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
 }
 
-void SignAverage::for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit) {
+void ShardsAverage::for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit) {
   for (const zero::Piece& whole : pieces_) {
     zero::for_each_part(whole, combine_.most_leased(whole), [&](const zero::Piece& part) {
       const zero::TierLease gradient = combine_.gradient(part, zero::LeaseTo::Write);
@@ -83,7 +86,7 @@ void SignAverage::for_each_gradient(FunctionRef<void(const zero::Piece&, TensorV
   }
 }
 
-void SignAverage::take_gradient(double keep, double share) {
+void ShardsAverage::take_gradient(double keep, double share) {
   const GradVerdict* const verdict = verdict_->on_device();
   for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
     device_.ops().scaled_sum(momentum(part), gradient, static_cast<float>(keep), static_cast<float>(share),
@@ -91,7 +94,7 @@ void SignAverage::take_gradient(double keep, double share) {
   });
 }
 
-void SignAverage::exchange_gradient(double keep, double share) {
+void ShardsAverage::exchange_gradient(double keep, double share) {
   const GradVerdict* const verdict = verdict_->on_device();
   const float* const scale = verdict == nullptr ? nullptr : &verdict->grad_scale;
   for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
@@ -106,7 +109,7 @@ void SignAverage::exchange_gradient(double keep, double share) {
   });
 }
 
-void SignAverage::take_mean_gradient(double keep, double share) {
+void ShardsAverage::take_mean_gradient(double keep, double share) {
   const GradVerdict* const verdict = verdict_->on_device();
   for_each_gradient([&](const zero::Piece&, TensorView gradient) {
     device_.ops().scaled_sum(gradient, gradient, 0, 1, verdict == nullptr ? nullptr : &verdict->grad_scale,
@@ -119,27 +122,26 @@ void SignAverage::take_mean_gradient(double keep, double share) {
   });
 }
 
-void SignAverage::average_momentum() {
-  if (one_bit_) one_bit_->run(all(), kTag);
+void ShardsAverage::average_momentum() {
+  if (one_bit_) one_bit_->run(all(), tag_);
 }
 
-void SignAverage::average_directions() {
-  if (one_bit_) one_bit_->run(shards_.front()->grads().sums().all(), kTag, in_gradients_);
+void ShardsAverage::average_directions() {
+  if (one_bit_) one_bit_->run(shards_.grads().sums().all(), tag_, in_gradients_);
 }
 
-void SignAverage::remember_parameters() {
+void ShardsAverage::remember_parameters() {
   i64 at = 0;
   for (const zero::Piece& piece : pieces_) {
-    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Read);
-    device_.copy(common_.as<float>().data() + at, lease.master(plan_.dp().grads.work, piece.count).data,
-                 piece.count * 4);
+    const zero::StateLease lease = shards_.states().lease(piece, zero::LeaseTo::Read);
+    device_.copy(common_.as<float>().data() + at, lease.master(plan().grads.work, piece.count).data, piece.count * 4);
     at += piece.count;
   }
   remembers_ = true;
   rates_ = 0;
 }
 
-void SignAverage::recall_parameters() {
+void ShardsAverage::recall_parameters() {
   i64 at = 0;
   for (const zero::Piece& piece : pieces_) {
     device_.copy(momentum(piece).data, common_.as<float>().data() + at, piece.count * 4);
@@ -147,30 +149,30 @@ void SignAverage::recall_parameters() {
   }
 }
 
-void SignAverage::copy_state(State from, State to) {
-  const zero::ShardsPlan& dp = plan_.dp();
-  for (const zero::Piece& piece : dp.layout.held_pieces(dp.rank)) {
+void ShardsAverage::copy_state(State from, State to) {
+  for (const zero::Piece& piece : plan().layout.held_pieces(plan().rank)) {
     if (plan_.groups.of_params[piece.param] != group_) continue;
-    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
+    const zero::StateLease lease = shards_.states().lease(piece, zero::LeaseTo::Write);
     device_.copy(lease[to], lease[from], piece.count * 4);
   }
 }
 
-void SignAverage::forget_errors() {
+void ShardsAverage::forget_errors() {
   if (one_bit_) one_bit_->reset();
 }
 
-void SignAverage::forget() {
+void ShardsAverage::forget() {
   forget_errors();
   remembers_ = false;
   rates_ = 0;
 }
 
-void SignAverage::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
+void ShardsAverage::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
   const optim::Phase phase = plan_.groups.groups[group_].phase(update);
   if (phase.errors_of.empty()) return;
+  const std::string of_split = number_ == 0 ? "" : "/" + plan().axis;
   const auto add = [&](const std::string& name, const TensorView& values) {
-    arrays.push_back({fmt::format("{}@{}.{}", name, group_, elements), values});
+    arrays.push_back({fmt::format("{}@{}{}.{}", name, group_, of_split, elements), values});
   };
   if (one_bit_) {
     add(fmt::format("{}_worker_error", phase.errors_of), one_bit_->worker_error());
@@ -182,21 +184,29 @@ void SignAverage::read(i64 update, const std::string& elements, std::vector<zero
   add("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
   for (const zero::Piece& piece : pieces_) {
     const std::string& name = plan_.row_of(piece.param).name;
-    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
-    add("parameter/" + name, lease.master(plan_.dp().grads.work, piece.count));
+    const zero::StateLease lease = shards_.states().lease(piece, zero::LeaseTo::Write);
+    add("parameter/" + name, lease.master(plan().grads.work, piece.count));
     add("momentum/" + name, momentum(piece));
   }
 }
 
-void SignAverage::was_set(i64 update) {
+void ShardsAverage::was_set(i64 update) {
   if (!plan_.groups.groups[group_].phase(update).local_params) return;
   device_.download(&rates_, saved_rates_.data(), 4);
   remembers_ = true;
   for (const zero::Piece& piece : pieces_) {
-    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
+    const zero::StateLease lease = shards_.states().lease(piece, zero::LeaseTo::Write);
     if (lease[State::Master] == nullptr) continue;
-    device_.ops().cast(TensorView::of(lease[State::Param], plan_.dp().grads.work, {piece.count}),
+    device_.ops().cast(TensorView::of(lease[State::Param], plan().grads.work, {piece.count}),
                        TensorView::of(lease[State::Master], DType::F32, {piece.count}), device_.stream());
+  }
+}
+
+SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine,
+                         Device& device, MemoryLedger& ledger) {
+  for (size_t s = 0; s < shards.size(); ++s) {
+    if (!pieces_of(plan, group, shards[s]->plan()).empty())
+      all_.push_back(std::make_unique<ShardsAverage>(plan, group, s, shards, combine, device, ledger));
   }
 }
 
@@ -212,15 +222,15 @@ bool SignState::has_arrays(i64 update) const noexcept {
 }
 
 void SignState::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {
-  for (SignAverage* const average : averages_) average->read(update, elements, arrays);
+  for (ShardsAverage* const average : averages_) average->read(update, elements, arrays);
 }
 
 void SignState::was_set(i64 update) {
-  for (SignAverage* const average : averages_) average->was_set(update);
+  for (ShardsAverage* const average : averages_) average->was_set(update);
 }
 
 void SignState::forget() {
-  for (SignAverage* const average : averages_) average->forget();
+  for (ShardsAverage* const average : averages_) average->forget();
 }
 
 std::span<const SignState::Norm> SignState::norms(i64 update) {
@@ -228,8 +238,11 @@ std::span<const SignState::Norm> SignState::norms(i64 update) {
 }
 
 void SignState::for_each_norm(FunctionRef<void(size_t, const TensorView&)> visit) {
-  for (const SignAverage* const average : averages_) {
-    for (const zero::Piece& piece : average->pieces()) visit(0, average->momentum(piece));
+  for (const ShardsAverage* const average : averages_) {
+    // So often that each element counts as often as one that all ranks of dp hold.
+    for (i64 n = 0; n < average->copies(); ++n) {
+      for (const zero::Piece& piece : average->pieces()) visit(0, average->momentum(piece));
+    }
     if (const TensorView error = average->worker_error()) visit(1, error);
     if (const TensorView error = average->server_error()) visit(2, error);
   }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Averages by signs over the ranks of dp, for a group of parameters, with a scale for each parameter: of momentum, of
-// gradients, or of the changes that a rank's own steps have made to parameters. Every rank holds momentum whole
-// (zero::StateLayout::is_whole); each rank owns, saves and averages its slices, which are those of ZeRO. A single rank
-// averages nothing.
+// Averages by signs for a group of parameters, with a scale for each parameter: of momentum, of gradients, or of the
+// changes that a rank's own steps have made to parameters. Parameters are averaged over the ranks that reduce them, dp
+// or a split of it. Each of these ranks holds momentum whole (zero::StateLayout::is_whole); it owns, saves and averages
+// its slices, which are those of ZeRO. A single rank averages nothing.
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,29 +16,33 @@
 
 namespace ds::update {
 
-class SignAverage final : public optim::SignAverage {
+class ShardsAverage final {
  public:
-  // group: number of the group. Allocates memory for messages and errors, and, if ranks may take steps of their own,
-  // for the parameters that all ranks have in common (Tag::Optimizer). All outlive it. Collective over dp.
-  SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine, Communicator& dp,
-              Device& device, MemoryLedger& ledger);
+  // The parameters of group number `group` in shards number `shards`. Allocates memory for messages and errors, and, if
+  // ranks may take steps of their own, for the parameters that all ranks have in common (Tag::Optimizer). All outlive
+  // it. Collective over the ranks of the shards.
+  ShardsAverage(const UpdatePlan& plan, size_t group, size_t shards, zero::AllShards& all, Combine& combine,
+                Device& device, MemoryLedger& ledger);
 
   void set_verdict(zero::VerdictHandle& verdict) noexcept { verdict_ = &verdict; }
-  void take_gradient(double keep, double share) override;
-  void exchange_gradient(double keep, double share) override;
-  void take_mean_gradient(double keep, double share) override;
-  void average_momentum() override;
-  void average_directions() override;
-  void remember_parameters() override;
-  void recall_parameters() override;
-  bool remembers() const noexcept override { return remembers_; }
-  float& rates() noexcept override { return rates_; }
-  void copy_state(State from, State to) override;
-  void forget_errors() override;
+  // As in optim::SignAverage.
+  void take_gradient(double keep, double share);
+  void exchange_gradient(double keep, double share);
+  void take_mean_gradient(double keep, double share);
+  void average_momentum();
+  void average_directions();
+  void remember_parameters();
+  void recall_parameters();
+  bool remembers() const noexcept { return remembers_; }
+  float& rates() noexcept { return rates_; }
+  void copy_state(State from, State to);
+  void forget_errors();
 
+  // Ranks of dp for each rank of the shards: so many have other parameters under the same numbers.
+  i64 copies() const noexcept { return copies_; }
   const std::vector<zero::Piece>& pieces() const noexcept { return pieces_; }  // whole parameters
   TensorView momentum(const zero::Piece& piece) const noexcept {
-    return all().rows(plan_.dp().states.offset(State::ExpAvg, piece) / 4, piece.count);
+    return all().rows(plan().states.offset(State::ExpAvg, piece) / 4, piece.count);
   }
   // Errors of signs on this rank; no elements if there is one rank.
   TensorView worker_error() const noexcept { return one_bit_ ? one_bit_->worker_error() : TensorView{}; }
@@ -50,14 +55,17 @@ class SignAverage final : public optim::SignAverage {
   void forget();
 
  private:
-  TensorView all() const noexcept { return shards_.front()->states().whole(State::ExpAvg); }
+  const zero::ShardsPlan& plan() const noexcept { return shards_.plan(); }
+  TensorView all() const noexcept { return shards_.states().whole(State::ExpAvg); }
   // Calls visit(part, its gradient) for all pieces.
   void for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit);
 
   const UpdatePlan& plan_;
-  size_t group_;
-  zero::AllShards& shards_;
+  size_t group_, number_;  // of the group of parameters, and of the shards
+  zero::Shards& shards_;
   Combine& combine_;
+  const std::string tag_;
+  const i64 copies_;
   Device& device_;
   std::vector<zero::Piece> pieces_;
   std::vector<i64> in_gradients_;  // by part of one_bit_: its place in the sums of gradients, elements
@@ -70,14 +78,64 @@ class SignAverage final : public optim::SignAverage {
   float rates_ = 0;
 };
 
+// The averages of a group of parameters in all shards, one after the other.
+class SignAverage final : public optim::SignAverage {
+ public:
+  // Of the shards in which the group has parameters.
+  SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine, Device& device,
+              MemoryLedger& ledger);
+
+  void set_verdict(zero::VerdictHandle& verdict) noexcept {
+    for (const auto& a : all_) a->set_verdict(verdict);
+  }
+  void take_gradient(double keep, double share) override {
+    for (const auto& a : all_) a->take_gradient(keep, share);
+  }
+  void exchange_gradient(double keep, double share) override {
+    for (const auto& a : all_) a->exchange_gradient(keep, share);
+  }
+  void take_mean_gradient(double keep, double share) override {
+    for (const auto& a : all_) a->take_mean_gradient(keep, share);
+  }
+  void average_momentum() override {
+    for (const auto& a : all_) a->average_momentum();
+  }
+  void average_directions() override {
+    for (const auto& a : all_) a->average_directions();
+  }
+  void remember_parameters() override {
+    for (const auto& a : all_) a->remember_parameters();
+  }
+  void recall_parameters() override {
+    for (const auto& a : all_) a->recall_parameters();
+  }
+  bool remembers() const noexcept override { return all_.front()->remembers(); }
+  void add_rate(float rate) override {
+    for (const auto& a : all_) a->rates() += rate;
+  }
+  float rates() const noexcept override { return all_.front()->rates(); }
+  void copy_state(State from, State to) override {
+    for (const auto& a : all_) a->copy_state(from, to);
+  }
+  void forget_errors() override {
+    for (const auto& a : all_) a->forget_errors();
+  }
+  std::span<const std::unique_ptr<ShardsAverage>> all() const noexcept { return all_; }
+
+ private:
+  std::vector<std::unique_ptr<ShardsAverage>> all_;
+};
+
 // The saved state of the averages of all groups. Every rank has it if any group of the model averages by signs, also a
 // pipeline stage without parameters of such a group.
 class SignState final : public zero::SavedState {
  public:
   // ranks: of dp. `plan` outlives it.
   SignState(const UpdatePlan& plan, int ranks);
-  // The average of a group that has parameters here, in the order of groups; it outlives this.
-  void add(SignAverage& average) { averages_.push_back(&average); }
+  // The averages of a group that has parameters here, in the order of groups; they outlive this.
+  void add(const SignAverage& averages) {
+    for (const auto& average : averages.all()) averages_.push_back(average.get());
+  }
 
   bool has_arrays(i64 update) const noexcept override;
   void read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) override;
@@ -89,7 +147,7 @@ class SignState final : public zero::SavedState {
  private:
   const UpdatePlan& plan_;
   const std::array<Norm, 3> norms_;
-  std::vector<SignAverage*> averages_;
+  std::vector<ShardsAverage*> averages_;
 };
 
 }  // namespace ds::update

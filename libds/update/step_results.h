@@ -17,16 +17,26 @@ struct StepScalars {
   GradVerdict verdict;
 };
 
+// Numbers of losses in a step.
+struct LossCounts {
+  i64 ranks = 1, micro_batches = 1;
+  i64 layers = 0;  // that add a loss of their own
+  constexpr i64 heads() const noexcept { return ranks * micro_batches; }
+  constexpr i64 aux() const noexcept { return ranks * micro_batches * layers; }
+};
+
 class StepResults final : public zero::VerdictHandle {
  public:
-  // Losses [ranks, micro_batches] fp64: each rank fills its row, then they are gathered.
-  StepResults(Device& device, MemoryLedger& ledger, i64 micro_batches, i64 ranks)
+  // Losses fp64, of the head [ranks, micro_batches] and of layers [ranks, micro_batches, layers]: each rank fills its
+  // row, then they are gathered.
+  StepResults(Device& device, MemoryLedger& ledger, const LossCounts& counts)
       : device_(device),
-        host_(static_cast<size_t>(bytes(micro_batches, ranks))),
+        counts_(counts),
+        host_(static_cast<size_t>(bytes(counts))),
         memory_(device_buffer(device, ledger, Tag::Data, std::ssize(host_))) {}
 
-  static constexpr i64 bytes(i64 micro_batches, i64 ranks) noexcept {
-    return static_cast<i64>(sizeof(StepScalars)) + micro_batches * ranks * static_cast<i64>(sizeof(double));
+  static constexpr i64 bytes(const LossCounts& counts) noexcept {
+    return static_cast<i64>(sizeof(StepScalars)) + (counts.heads() + counts.aux()) * static_cast<i64>(sizeof(double));
   }
 
   // Before a step: all numbers are zero.
@@ -37,6 +47,7 @@ class StepResults final : public zero::VerdictHandle {
   // On the device.
   StepScalars& scalars() const noexcept { return *static_cast<StepScalars*>(memory_.data()); }
   double* losses() const noexcept { return reinterpret_cast<double*>(&scalars() + 1); }
+  double* aux_losses() const noexcept { return losses() + counts_.heads(); }
   const GradVerdict* on_device() const noexcept override { return &scalars().verdict; }
 
   // On the host. All numbers are final by the first call.
@@ -46,12 +57,19 @@ class StepResults final : public zero::VerdictHandle {
     return reinterpret_cast<const StepScalars*>(host_.data())->verdict;
   }
   std::span<const double> resolved_losses() const noexcept {
-    return {reinterpret_cast<const double*>(host_.data() + sizeof(StepScalars)),
-            (host_.size() - sizeof(StepScalars)) / sizeof(double)};
+    return {resolved(), static_cast<size_t>(counts_.heads())};
+  }
+  std::span<const double> resolved_aux_losses() const noexcept {
+    return {resolved() + counts_.heads(), static_cast<size_t>(counts_.aux())};
   }
 
  private:
+  const double* resolved() const noexcept {
+    return reinterpret_cast<const double*>(host_.data() + sizeof(StepScalars));
+  }
+
   Device& device_;
+  LossCounts counts_;
   std::vector<std::byte> host_;
   Buffer memory_;
   bool resolved_ = false;

@@ -41,39 +41,56 @@ class Update::States final : public optim::GroupStates {
   zero::VerdictHandle* verdict_ = nullptr;
 };
 
+// Those of one group of parameters in each reduction group, one after the other.
 class Update::Matrices final : public optim::WholeMatrices {
  public:
-  Matrices(Update& update, std::span<const zero::MatrixPlace> places,
-           const std::vector<std::vector<model::ParamSlice>>& slices, float* memory)
-      : update_(update),
-        exchange_(places, slices, update.axes_.dp, update.axes_.tp, memory, memory + update.plan_.matrix_memory.whole) {
-    const zero::ShardsPlan& dp = update_.plan_.dp();
-    for (const zero::Piece& piece : dp.layout.held_pieces(dp.rank)) {
-      if (std::ranges::find(places, piece.param, &zero::MatrixPlace::param) != places.end()) pieces_.push_back(piece);
+  Matrices(Update& update, size_t group, const SlicesOf& slices_of) : update_(update) {
+    const UpdatePlan& plan = update.plan_;
+    std::vector<std::vector<model::ParamSlice>> of_ranks;
+    for (int r = 0; r < plan.mesh.tp && plan.mesh.tp > 1; ++r) of_ranks.push_back(slices_of(r));
+    float* const memory = update.matrix_memory_.as<float>().data();
+    size_t most = 0;
+    exchanges_.reserve(plan.shards.size());
+    for (size_t s = 0; s < plan.shards.size(); ++s) {
+      const std::vector<zero::MatrixPlace>& places = plan.matrices[group][s];
+      std::vector<std::vector<model::ParamSlice>> slices(places.size());
+      for (size_t i = 0; i < places.size(); ++i) {
+        for (const auto& of_rank : of_ranks) slices[i].push_back(of_rank[places[i].param]);
+      }
+      exchanges_.emplace_back(places, slices, update.shards_[s]->comm(), plan.shards[s].axis, update.axes_.tp, memory,
+                              memory + plan.matrix_memory.whole);
+      std::vector<zero::Piece>& pieces = pieces_.emplace_back();
+      for (const zero::Piece& piece : plan.shards[s].layout.held_pieces(plan.shards[s].rank)) {
+        if (std::ranges::find(places, piece.param, &zero::MatrixPlace::param) != places.end()) pieces.push_back(piece);
+      }
+      std::ranges::sort(pieces, {}, place_of);
+      most = std::max(most, pieces.size());
     }
-    std::ranges::sort(pieces_, {}, place_of);
-    leases_.reserve(pieces_.size());
+    leases_.reserve(most);
   }
 
   void for_each(FunctionRef<void(TensorView)> body) override {
-    for (const zero::Piece& piece : pieces_) leases_.push_back(update_.combine_.gradient(piece, zero::LeaseTo::Write));
-    exchange_.for_each(
-        [&](i64 param, i64 begin) {
-          const auto after = std::ranges::upper_bound(pieces_, std::pair(param, begin), {}, place_of);
-          const i64 i = after - pieces_.begin() - 1;
-          return leases_[i].values() + (begin - pieces_[i].begin);
-        },
-        [&](void* to, const void* from, i64 bytes) { update_.device_.copy(to, from, bytes); }, body);
-    leases_.clear();
+    for (size_t s = 0; s < exchanges_.size(); ++s) {
+      const std::vector<zero::Piece>& pieces = pieces_[s];
+      for (const zero::Piece& piece : pieces) leases_.push_back(update_.combine_.gradient(piece, zero::LeaseTo::Write));
+      exchanges_[s].for_each(
+          [&](i64 param, i64 begin) {
+            const auto after = std::ranges::upper_bound(pieces, std::pair(param, begin), {}, place_of);
+            const i64 i = after - pieces.begin() - 1;
+            return leases_[i].values() + (begin - pieces[i].begin);
+          },
+          [&](void* to, const void* from, i64 bytes) { update_.device_.copy(to, from, bytes); }, body);
+      leases_.clear();
+    }
   }
 
  private:
   static std::pair<i64, i64> place_of(const zero::Piece& p) { return {p.param, p.begin}; }
 
   Update& update_;
-  zero::MatrixExchange exchange_;
-  std::vector<zero::Piece> pieces_;      // this rank's pieces of the matrices, by place
-  std::vector<zero::TierLease> leases_;  // of the pieces, while matrices are exchanged
+  std::vector<zero::MatrixExchange> exchanges_;   // by shards
+  std::vector<std::vector<zero::Piece>> pieces_;  // likewise: this rank's pieces of the matrices, by place
+  std::vector<zero::TierLease> leases_;           // of the pieces, while matrices are exchanged
 };
 
 // Numbers that optimizers keep of whole parameters (optim::Optimizer::numbers).
@@ -123,9 +140,8 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
     t.optimizer = optim::make_optimizer(group, pieces.size, workspace);
     if (workspace != nullptr) workspace += optim::workspace_bytes(group, pieces.size);
     t.states = std::make_unique<States>(shards, std::move(pieces));
-    if (group.needs_matrices()) t.matrices = make_matrices(g, slices_of);
-    if (group.averages_by_signs())
-      t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, axes.dp, device, ledger);
+    if (group.needs_matrices()) t.matrices = std::make_unique<Matrices>(*this, g, slices_of);
+    if (group.averages_by_signs()) t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, device, ledger);
   }
   list_saved_states();
   if (!saved_.empty()) norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
@@ -149,16 +165,6 @@ void Update::list_saved_states() {
 }
 
 Update::~Update() = default;
-
-std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const SlicesOf& slices_of) {
-  const std::vector<zero::MatrixPlace>& places = plan_.matrices[group];
-  std::vector<std::vector<model::ParamSlice>> slices(places.size());
-  for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
-    const std::vector<model::ParamSlice> of_rank = slices_of(r);
-    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(of_rank[places[i].param]);
-  }
-  return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
-}
 
 void Update::begin(i64 number, double loss_scale) {
   apart_ = keeps_gradients_apart(number);
@@ -239,17 +245,20 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
 
 // After ranks have updated only their own slices: gathers the slices of all ranks.
 void Update::make_momentum_whole() {
-  const zero::ShardsPlan& dp = plan_.dp();
-  if (momentum_is_whole_ || !dp.layout.states().shard_optimizer) return;
-  const TensorView all = shards_.front()->states().whole(State::ExpAvg);
-  std::vector<AllGatherSegment> segments;
-  i64 at = 0;
-  for (const zero::Segment& s : dp.layout.segments()) {
-    if (!s.trained) continue;
-    segments.push_back({all.as<float>() + at, s.slice * 4});
-    at += s.slice * dp.layout.num_ranks();
+  for (const auto& shards : shards_) {
+    const zero::ShardsPlan& plan = shards->plan();
+    if (momentum_is_whole_ || !plan.layout.states().shard_optimizer) return;
+    if (plan.layout.segments().empty()) continue;
+    const TensorView all = shards->states().whole(State::ExpAvg);
+    std::vector<AllGatherSegment> segments;
+    i64 at = 0;
+    for (const zero::Segment& s : plan.layout.segments()) {
+      if (!s.trained) continue;
+      segments.push_back({all.as<float>() + at, s.slice * 4});
+      at += s.slice * plan.layout.num_ranks();
+    }
+    if (!segments.empty()) shards->comm().all_gather(segments, message_text(plan.axis, Collective::AllGather)).wait();
   }
-  if (!segments.empty()) axes_.dp.all_gather(segments, message_text(Axis::Dp, Collective::AllGather)).wait();
 }
 
 void Update::states_were_set() {

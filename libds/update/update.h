@@ -91,7 +91,6 @@ class Update {
     std::unique_ptr<Matrices> matrices;    // if its optimizer needs whole matrices
     std::unique_ptr<SignAverage> average;  // if ranks average by signs
   };
-  std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void list_saved_states();
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();

@@ -20,11 +20,13 @@ i64 exchange_elems(const UpdatePlan& plan) {
   return elems;
 }
 
-optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
+optim::LargestMatrix largest_of(std::span<const std::vector<zero::MatrixPlace>> of_shards) {
   optim::LargestMatrix largest;
-  for (const zero::MatrixPlace& m : places) {
-    largest.elems = std::max(largest.elems, m.rows * m.cols);
-    largest.side = std::max(largest.side, std::min(m.rows, m.cols));
+  for (const auto& places : of_shards) {
+    for (const zero::MatrixPlace& m : places) {
+      largest.elems = std::max(largest.elems, m.rows * m.cols);
+      largest.side = std::max(largest.side, std::min(m.rows, m.cols));
+    }
   }
   return largest;
 }
@@ -143,8 +145,11 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
       const model::ParamRow& row = plan.row_of(piece.param);
       if (!row.trained) continue;
       if (row.also_summed > 1) add_to_exchanges(combine.exchanges, piece, row.also_summed);
-      if (row.divisor != 0 && row.divisor != plan.mesh.dp)
-        combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
+      // Gradients that are left on their ranks become terms of a mean over the ranks that reduce them.
+      const i64 terms = own ? s.layout.num_ranks() : 1, of_all = own ? plan.dp().layout.num_ranks() : 1;
+      const i64 divisor = row.divisor == 0 ? plan.mesh.dp : row.divisor;
+      if (const i64 up = plan.mesh.dp * terms, down = divisor * of_all; up != down)
+        combine.scaled.push_back({piece, static_cast<float>(up) / static_cast<float>(down)});
       if (!plan.judges(piece)) continue;
       // The kernels handle neighbours in one call.
       if (place(piece) == end) {
@@ -161,29 +166,27 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
 void plan_optimizers(UpdatePlan& plan) {
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
-    if (group.averages_by_signs()) {
-      for (const i64 param : plan.params_of(g))
-        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
-                 "optimizer: ranks of dp average {} by signs, and it is reduced over {}", plan.row_of(param).name,
-                 plan.shards_of(param).axis);
-    }
+    auto& matrices = plan.matrices.emplace_back();
     if (group.needs_matrices()) {
       for (const i64 param : plan.params_of(g)) {
-        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
-                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
-                 plan.row_of(param).name, plan.shards_of(param).axis);
-        DS_CHECK(plan.dp().layout.tiles_of(param).empty(), Errc::Unavailable,
-                 "zero_optimization.stage3_tile_size: Muon needs {} whole: its matrices cannot be in tiles",
-                 plan.row_of(param).name);
+        const model::ParamRow& row = plan.row_of(param);
+        // Ranks of tp have all parts of a matrix; ranks of dp may have different matrices of a batch.
+        DS_CHECK(
+            !zero::cuts_matrices(row) || row.numel() * plan.mesh.tp >= row.whole_numel(), Errc::Config,
+            "optimizer: Muon needs the matrices of {} whole, and ranks of dp have parts of them: the parameter must "
+            "have a dim for what they divide",
+            row.name);
+        DS_CHECK(plan.shards_of(param).layout.tiles_of(param).empty(), Errc::Unavailable,
+                 "zero_optimization.stage3_tile_size: Muon needs {} whole: its matrices cannot be in tiles", row.name);
       }
-      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, plan.params_of(g)));
-      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), plan.mesh.tp);
-      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
-      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
-    } else {
-      plan.matrices.emplace_back();
+      for (const zero::ShardsPlan& s : plan.shards) {
+        matrices.push_back(zero::plan_matrices(s.layout, plan.rows, plan.params_of(g)));
+        const zero::MatrixMemory memory = zero::matrix_memory(matrices.back(), plan.mesh.tp);
+        plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
+        plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
+      }
     }
-    const optim::GroupSize size{std::ssize(plan.params_of(g)), largest_of(plan.matrices.back())};
+    const optim::GroupSize size{std::ssize(plan.params_of(g)), largest_of(matrices)};
     plan.optimizer_workspace += optim::workspace_bytes(group, size);
   }
 }

@@ -54,15 +54,16 @@ struct UpdatePlan {
   std::vector<bool> saved;                     // by number: zero::is_saved
   std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: dp, then the model's splits of it
   CombinePlan combine;
-  std::vector<zero::Piece> outer_judged;                 // pieces that count in the norm of DiLoCo's gradients
-  CombinePlan combine_own;                               // for gradients that are left on their ranks, whole
-  optim::Groups groups;                                  // groups of parameters that are updated alike
-  bool stochastic_masters = false;                       // optim::UpdateContext
-  DilocoConfig diloco;                                   // the outer optimizer
-  i64 optimizer_workspace = 0;                           // bytes
-  std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group; empty if its optimizer needs none
-  zero::MatrixMemory matrix_memory;                      // the maximum over groups
-  i64 exchange_elems = 0;  // fp32 elements of gradients that are exchanged at once over pipeline stages or tp
+  std::vector<zero::Piece> outer_judged;  // pieces that count in the norm of DiLoCo's gradients
+  CombinePlan combine_own;                // for gradients that are left on their ranks, whole
+  optim::Groups groups;                   // groups of parameters that are updated alike
+  bool stochastic_masters = false;        // optim::UpdateContext
+  DilocoConfig diloco;                    // the outer optimizer
+  i64 optimizer_workspace = 0;            // bytes
+  // By group of parameters and by shards; empty if the group's optimizer needs none.
+  std::vector<std::vector<std::vector<zero::MatrixPlace>>> matrices;
+  zero::MatrixMemory matrix_memory;  // the maximum over groups
+  i64 exchange_elems = 0;            // fp32 elements of gradients that are exchanged at once over pipeline stages or tp
 
   const zero::ShardsPlan& dp() const noexcept { return shards.front(); }
   int dp_rank() const noexcept { return dp().rank; }

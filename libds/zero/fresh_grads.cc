@@ -100,11 +100,10 @@ void FreshGrads::place_buckets() {
 void FreshGrads::place_rows(Rows rows, const GradOptions& options) {
   i64 staged = 0;
   staging_base_ = staging_bases(layout_, options, staged);
-  const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
-    const DType dtype = staged_ ? DType::F32 : wire_;
+  const DType dtype = staged_ ? DType::F32 : wire_;
+  const auto memory_at = [&](size_t u, i64 at) {
     char* const memory = static_cast<char*>(staged_ ? staging_.data() : fresh_.data());
-    const i64 begin = (staged_ ? staging_base_ : unit_base_)[u] + at;
-    return TensorView::of(memory + begin * dtype_bytes(dtype), dtype, shape);
+    return memory + ((staged_ ? staging_base_ : unit_base_)[u] + at) * dtype_bytes(dtype);
   };
   for (size_t u = 0; u < rows.size(); ++u) {
     const UnitPlace& unit = layout_.units()[u];
@@ -116,15 +115,13 @@ void FreshGrads::place_rows(Rows rows, const GradOptions& options) {
         views.emplace_back();
         continue;
       }
-      const model::ParamRow& row = rows[u][r];
       const i64 at = layout_.segments()[place.segment].offset + place.offset;
-      views.push_back(row.shape.size() == 2 ? view_at(u, at, {row.shape[0], row.shape[1]})
-                                            : view_at(u, at, {row.numel()}));
+      views.push_back(rows[u][r].view(dtype, memory_at(u, at)));
     }
   }
   for (const MatrixTile& tile : layout_.tiles()) {
     gaps_.emplace_back();
-    views_.push_back({view_at(static_cast<size_t>(tile.unit), 0, {tile.rows, tile.cols})});
+    views_.push_back({TensorView::of(memory_at(static_cast<size_t>(tile.unit), 0), dtype, {tile.rows, tile.cols})});
   }
 }
 

@@ -99,7 +99,8 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     place.num_segments = narrow<i64>(layout.segments_.size()) - place.first_segment;
     for (size_t r = 0; r < units[u].size() && here; ++r) {
       if (kept[r] != Kept::Tiled || (options.of_gradients && !units[u][r].trained)) continue;
-      const i64 rows = units[u][r].shape[0], cols = units[u][r].shape[1], most = rows_of_tile(rows, cols, options);
+      const model::MatrixShape m = units[u][r].matrices();
+      const i64 rows = m.count * m.rows, cols = m.cols, most = rows_of_tile(rows, cols, options);
       for (i64 first = 0; first < rows; first += most)
         layout.tiles_.push_back({.param = param + narrow<i64>(r),
                                  .first = first,

@@ -84,7 +84,7 @@ struct RowPlace {
   i64 begin = 0;
 };
 
-// Rows [first, first + rows) of a matrix, in a unit of their own.
+// Rows [first, first + rows) of a matrix, or of a batch of matrices one below the other, in a unit of their own.
 struct MatrixTile {
   i64 param = 0, unit = 0;
   i64 first = 0, rows = 0, cols = 0;

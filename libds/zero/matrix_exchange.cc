@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/matrix_exchange.h"
 
-#include "comm/message_tag.h"
-
 #include <algorithm>
 
+#include "comm/message_tag.h"
+
 namespace ds::zero {
+
+bool cuts_matrices(const model::ParamRow& row) noexcept {
+  return !row.slice.whole() && row.slice.dim + 2 >= std::ssize(row.whole_shape());
+}
 
 std::vector<MatrixPlace> plan_matrices(const Layout& layout, std::span<const std::span<const model::ParamRow>> units,
                                        std::span<const i64> params) {
@@ -19,15 +23,25 @@ std::vector<MatrixPlace> plan_matrices(const Layout& layout, std::span<const std
     const RowPlace& at = layout.rows()[param];
     if (at.segment < 0) continue;
     const model::ParamRow& row = *rows[param];
-    DS_ASSERT(row.whole_shape().size() == 2);
-    MatrixPlace& place = places.emplace_back(MatrixPlace{
-        .param = param, .rows = row.whole_shape()[0], .cols = row.whole_shape()[1], .slice_elems = row.numel()});
-    if (!layout.states().shard_optimizer || P == 1) continue;
-    const i64 slice = layout.segments()[at.segment].slice;
-    for (i64 begin = 0; begin < at.numel;) {
-      const i64 rank = (at.offset + begin) / slice, end = std::min(at.numel, (rank + 1) * slice - at.offset);
-      place.parts.push_back({narrow<int>(rank), begin, end - begin});
-      begin = end;
+    const model::MatrixShape own = row.matrices(), whole = model::MatrixShape::of(row.whole_shape());
+    const i64 elems = own.rows * own.cols;
+    DS_ASSERT(own.count > 0);
+    for (i64 e = 0; e < own.count; ++e) {
+      MatrixPlace& place = places.emplace_back(MatrixPlace{.param = param,
+                                                           .rows = whole.rows,
+                                                           .cols = whole.cols,
+                                                           .begin = e * elems,
+                                                           .slice_elems = elems,
+                                                           .sliced = cuts_matrices(row),
+                                                           .batch_dims = narrow<int>(std::ssize(row.shape)) - 2});
+      if (!layout.states().shard_optimizer || P == 1) continue;
+      const i64 slice = layout.segments()[at.segment].slice;
+      for (i64 begin = place.begin; begin < place.begin + elems;) {
+        const i64 rank = (at.offset + begin) / slice,
+                  end = std::min(place.begin + elems, (rank + 1) * slice - at.offset);
+        place.parts.push_back({narrow<int>(rank), begin, end - begin});
+        begin = end;
+      }
     }
   }
   std::ranges::stable_sort(places, std::greater<>(), [](const MatrixPlace& p) { return p.rows * p.cols; });
@@ -40,39 +54,72 @@ std::vector<MatrixPlace> plan_matrices(const Layout& layout, std::span<const std
 MatrixMemory matrix_memory(std::span<const MatrixPlace> places, int tp) noexcept {
   MatrixMemory m;
   for (const MatrixPlace& p : places) {
-    if (tp > 1 || p.owner >= 0) m.whole = std::max(m.whole, p.rows * p.cols);
-    if (tp > 1) m.slices = std::max(m.slices, tp * p.slice_elems);
+    if (p.sliced || p.owner >= 0) m.whole = std::max(m.whole, p.rows * p.cols);
+    if (p.sliced) m.slices = std::max(m.slices, tp * p.slice_elems);
   }
   return m;
 }
 
+namespace {
+
+// Whether slices of a dim of `size` indices are together all of it.
+bool cover(std::span<const model::ParamSlice> slices, i64 size) {
+  std::vector<std::pair<i64, i64>> ranges;
+  for (const model::ParamSlice& slice : slices) {
+    if (slice.whole()) return true;
+    ranges.insert(ranges.end(), slice.ranges.begin(), slice.ranges.end());
+  }
+  std::ranges::sort(ranges);
+  i64 end = 0;
+  for (const auto& [first, last] : ranges) {
+    if (first > end) return false;
+    end = std::max(end, last);
+  }
+  return end == size;
+}
+
+}  // namespace
+
 MatrixExchange::MatrixExchange(std::span<const MatrixPlace> places,
-                               const std::vector<std::vector<model::ParamSlice>>& slices, Communicator& dp,
-                               Communicator& tp, float* whole, float* gathered)
-    : places_(places), slices_(places.size()), dp_(dp), tp_(tp), whole_(whole), gathered_(gathered) {
-  for (size_t i = 0; i < places.size() && tp.size() > 1; ++i) {
+                               const std::vector<std::vector<model::ParamSlice>>& slices, Communicator& group,
+                               std::string_view name, Communicator& tp, float* whole, float* gathered)
+    : places_(places),
+      slices_(places.size()),
+      group_(group),
+      tp_(tp),
+      send_tag_(message_text(name, Collective::Send)),
+      recv_tag_(message_text(name, Collective::Recv)),
+      whole_(whole),
+      gathered_(gathered) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (!places[i].sliced) continue;
+    DS_ASSERT(!slices[i].empty());
     const std::vector<i64> shape = {places[i].rows, places[i].cols};
-    for (const model::ParamSlice& slice : slices[i]) slices_[i].emplace_back(slice, shape);
+    std::vector<model::ParamSlice> of_matrix;
+    for (const model::ParamSlice& slice : slices[i])
+      of_matrix.push_back(slice.whole() ? slice : model::ParamSlice{slice.dim - places[i].batch_dims, slice.ranges});
+    DS_CHECK(cover(of_matrix, shape[static_cast<size_t>(of_matrix.front().dim)]), Errc::Config,
+             "ranks of {} and tp have parts of a matrix that are together not all of it", name);
+    for (const model::ParamSlice& slice : of_matrix) slices_[i].emplace_back(slice, shape);
   }
 }
 
 void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
-  const int me = dp_.rank();
+  const int me = group_.rank();
   const auto of_mine = [&](const MatrixPlace& place, auto&& visit) {
     if (place.owner < 0 || place.owner == me) return;
     for (const MatrixPlace::Part& part : place.parts) {
       if (part.rank == me) visit(part);
     }
   };
-  for (size_t first = 0; first < places_.size(); first += static_cast<size_t>(dp_.size())) {
-    const size_t last = std::min(places_.size(), first + static_cast<size_t>(dp_.size()));
+  for (size_t first = 0; first < places_.size(); first += static_cast<size_t>(group_.size())) {
+    const size_t last = std::min(places_.size(), first + static_cast<size_t>(group_.size()));
     const auto wave = places_.subspan(first, last - first);
     sent_.clear();
     returned_.clear();
     for (const MatrixPlace& place : wave) {
       of_mine(place, [&](const MatrixPlace::Part& part) {
-        sent_.push_back(dp_.send(elements(place.param, part.begin), part.count * 4, place.owner,
-                                 message_text(Axis::Dp, Collective::Send)));
+        sent_.push_back(group_.send(elements(place.param, part.begin), part.count * 4, place.owner, send_tag_));
       });
     }
     for (size_t i = first; i < last; ++i) {
@@ -81,9 +128,7 @@ void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
     for (Ticket& ticket : sent_) ticket.wait();  // pieces come back to the same memory
     for (const MatrixPlace& place : wave) {
       of_mine(place, [&](const MatrixPlace::Part& part) {
-        dp_.recv(elements(place.param, part.begin), part.count * 4, place.owner,
-                 message_text(Axis::Dp, Collective::Recv))
-            .wait();
+        group_.recv(elements(place.param, part.begin), part.count * 4, place.owner, recv_tag_).wait();
       });
     }
     for (Ticket& ticket : returned_) ticket.wait();  // before another matrix uses the memory
@@ -92,16 +137,18 @@ void MatrixExchange::for_each(Elements elements, Copy copy, Body body) {
 
 void MatrixExchange::change(size_t i, Elements elements, Copy copy, Body body) {
   const MatrixPlace& place = places_[i];
-  const bool sliced = tp_.size() > 1, here = place.owner < 0;
-  float* const slice = sliced ? gathered_ + tp_.rank() * place.slice_elems : here ? elements(place.param, 0) : whole_;
+  const bool sliced = place.sliced, here = place.owner < 0;
+  float* const slice = sliced ? gathered_ + tp_.rank() * place.slice_elems
+                       : here ? elements(place.param, place.begin)
+                              : whole_;
   if (here) {
-    if (sliced) copy(slice, elements(place.param, 0), place.slice_elems * 4);
+    if (sliced) copy(slice, elements(place.param, place.begin), place.slice_elems * 4);
   } else {
     for (const MatrixPlace::Part& part : place.parts) {
-      if (part.rank == dp_.rank()) {
-        copy(slice + part.begin, elements(place.param, part.begin), part.count * 4);
+      if (part.rank == group_.rank()) {
+        copy(slice + (part.begin - place.begin), elements(place.param, part.begin), part.count * 4);
       } else {
-        dp_.recv(slice + part.begin, part.count * 4, part.rank, message_text(Axis::Dp, Collective::Recv)).wait();
+        group_.recv(slice + (part.begin - place.begin), part.count * 4, part.rank, recv_tag_).wait();
       }
     }
   }
@@ -121,15 +168,14 @@ void MatrixExchange::change(size_t i, Elements elements, Copy copy, Body body) {
         0, place.slice_elems, [&](i64 local, i64 global, i64 n) { copy(slice + local, whole_ + global, n * 4); });
   }
   if (here) {
-    if (sliced) copy(elements(place.param, 0), slice, place.slice_elems * 4);
+    if (sliced) copy(elements(place.param, place.begin), slice, place.slice_elems * 4);
     return;
   }
   for (const MatrixPlace::Part& part : place.parts) {
-    if (part.rank == dp_.rank()) {
-      copy(elements(place.param, part.begin), slice + part.begin, part.count * 4);
+    if (part.rank == group_.rank()) {
+      copy(elements(place.param, part.begin), slice + (part.begin - place.begin), part.count * 4);
     } else {
-      returned_.push_back(
-          dp_.send(slice + part.begin, part.count * 4, part.rank, message_text(Axis::Dp, Collective::Send)));
+      returned_.push_back(group_.send(slice + (part.begin - place.begin), part.count * 4, part.rank, send_tag_));
     }
   }
 }

@@ -54,10 +54,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   tickets_.reserve(layout.segments().size());
   for (const auto& unit : rows) {
     std::vector<TensorView>& views = views_.emplace_back();
-    for (const model::ParamRow& row : unit) {
-      views.push_back(row.shape.size() == 2 ? TensorView::of(nullptr, options.work, {row.shape[0], row.shape[1]})
-                                            : TensorView::of(nullptr, options.work, {row.numel()}));
-    }
+    for (const model::ParamRow& row : unit) views.push_back(row.view(options.work, nullptr));
   }
   views_.resize(layout.units().size());
   for (const MatrixTile& t : layout.tiles()) views_[t.unit] = {TensorView::of(nullptr, options.work, {t.rows, t.cols})};

@@ -2,9 +2,9 @@
 #pragma once
 // The offsets of the states of a rank's pieces of trained parameters in memory: one array for each state. A state that
 // each of them has in fp32 has the order of the layout's shard arrays. In other arrays piece follows piece, each at a
-// multiple of 32 bytes, and after it the scales of its codes, aligned likewise. A state that every rank holds whole (the
-// momentum of 1-bit Adam) has the order of all slices of all segments. A pure function of the layout, the rank and the
-// states of each parameter.
+// multiple of 32 bytes, and after it the scales of its codes, aligned likewise. A state that every rank holds whole
+// (the momentum of 1-bit Adam) has the order of all slices of all segments. A pure function of the layout, the rank and
+// the states of each parameter.
 
 #include <algorithm>
 #include <span>

@@ -275,8 +275,8 @@ TEST(StepsThatDiffer, InMeetingsThatNeverComeAreNotStaged) {
   const plan::Planned never(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
   c.steps = 4;
   const plan::Planned once(c, mesh_shape(c, 2), 0, DeviceKind::Cpu);
-  EXPECT_EQ(never.plan.traffic.largest.outer.combined_bytes, 0);
-  EXPECT_GT(once.plan.traffic.largest.outer.combined_bytes, 0);
+  EXPECT_EQ(never.plan.traffic.largest.axes[Axis::Outer].largest.combined_bytes, 0);
+  EXPECT_GT(once.plan.traffic.largest.axes[Axis::Outer].largest.combined_bytes, 0);
   EXPECT_GT(never.plan.traffic.meetings.at("outer.all_reduce").bytes, 0);  // what one would take is known
 }
 

@@ -123,28 +123,29 @@ struct Simulation {
   i64 t = 0;
 };
 
-// The gradients in a rank's engine at stage 0, which has all of them: the pieces one after another.
-inline std::vector<double> gradients_of(engine::Engine& engine, double divisor) {
+// The gradients of a reduction group in a rank's engine at stage 0, which has all of them: the pieces one after
+// another.
+inline std::vector<double> gradients_of(engine::Engine& engine, double divisor, size_t group = 0) {
   std::vector<double> all;
-  for (const zero::Piece& piece : engine.plan().dp().layout.whole_pieces()) {
+  for (const zero::Piece& piece : engine.plan().shards[group].layout.whole_pieces()) {
     const zero::TierLease lease = engine.gradient(piece);
     for (i64 i = 0; i < piece.count; ++i) all.push_back(double{lease.values()[i]} / divisor);
   }
   return all;
 }
 template <class T>
-std::vector<T> state_of(engine::Engine& engine, State s) {
+std::vector<T> state_of(engine::Engine& engine, State s, size_t group = 0) {
   std::vector<T> all;
-  for (const zero::Piece& piece : engine.plan().dp().layout.whole_pieces()) {
+  for (const zero::Piece& piece : engine.plan().shards[group].layout.whole_pieces()) {
     const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
     const float* const from = s == State::Master ? lease.master(DType::F32, piece.count).as<float>() : lease.values(s);
     all.insert(all.end(), from, from + piece.count);
   }
   return all;
 }
-inline std::vector<double> decays_of(engine::Engine& engine) {
+inline std::vector<double> decays_of(engine::Engine& engine, size_t group = 0) {
   std::vector<double> decays;
-  for (const zero::Piece& p : engine.plan().dp().layout.whole_pieces())
+  for (const zero::Piece& p : engine.plan().shards[group].layout.whole_pieces())
     decays.insert(decays.end(), static_cast<size_t>(p.count),
                   engine.row_of(p.param).decay ? engine.config().optimizer.weight_decay : 0);
   return decays;
@@ -174,7 +175,7 @@ class UpdateAlone {
       : planned_(config, {.dp = dp.size()}, dp.rank(), DeviceKind::Cpu),
         device_(device),
         self_(make_self_communicator({})),
-        results_(device, ledger_, 1, dp.size()) {
+        results_(device, ledger_, {.ranks = dp.size()}) {
     const plan::RunPlan& plan = planned_.plan;
     shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true,
                                                      zero::GroupRanks{dp}, device, ledger_, zero::Tiers{}));

@@ -105,6 +105,7 @@ inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32
 
 struct Trace {
   std::vector<double> losses, norms, scales, lrs;
+  std::vector<double> aux_losses;  // of a model whose layers add losses
   std::vector<bool> skipped;
   update::Update::NamedNorms compression{};  // of the last step
   std::vector<float> logits;                 // after the last step, of samples that are the same on every rank
@@ -170,6 +171,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     trace.losses.push_back(r.loss);
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);
+    if (r.aux_loss) trace.aux_losses.push_back(*r.aux_loss);
     trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
     trace.compression = engine.compression();
@@ -316,6 +318,7 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
     Trace& t = traces[r];
     EXPECT_TRUE(same_bits(t.losses, traces[0].losses)) << "rank " << r;
     EXPECT_TRUE(same_bits(t.norms, traces[0].norms)) << "rank " << r;
+    EXPECT_TRUE(same_bits(t.aux_losses, traces[0].aux_losses)) << "rank " << r;
     EXPECT_EQ(t.scales, traces[0].scales) << "rank " << r;
     EXPECT_EQ(t.skipped, traces[0].skipped) << "rank " << r;
     EXPECT_EQ(std::bit_cast<u64>(t.eval_loss), std::bit_cast<u64>(traces[0].eval_loss)) << "rank " << r;
@@ -334,6 +337,7 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
 inline void expect_same_training(const Trace& got, const Trace& want, const std::string& what) {
   EXPECT_TRUE(same_bits(got.losses, want.losses)) << what << ": losses";
   EXPECT_TRUE(same_bits(got.norms, want.norms)) << what << ": norms";
+  EXPECT_TRUE(same_bits(got.aux_losses, want.aux_losses)) << what << ": auxiliary losses";
   EXPECT_EQ(got.skipped, want.skipped) << what;
   EXPECT_TRUE(same_bits(got.logits, want.logits)) << what << ": logits after the last step";
   EXPECT_EQ(std::bit_cast<u64>(got.eval_loss), std::bit_cast<u64>(want.eval_loss)) << what << ": evaluation";

@@ -69,7 +69,8 @@ class Model {
  public:
   // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
   explicit Model(const ModelConfig& model, i64 kept = 0) : Model(model, model.vocab_size, kept) {}
-  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match `frozen` are not trained.
+  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match
+  // `frozen` are not trained.
   Model(const ModelConfig& model, i64 num_ids, i64 kept, const std::vector<std::string>& frozen = {})
       : engine_(config(model, kept, frozen)) {
     for (i64 i = 0; i < kTokens; ++i) {

@@ -190,7 +190,7 @@ TEST(PassMemory, WordsOfALayoutAreAligned) {
       at += v.bytes();
     });
     Stream stream;
-    return model::make_context(memory, {.B = b, .T = 48}, model, no_ops(), stream, nullptr, nullptr);
+    return model::make_context(memory, {.B = b, .T = 48}, model, no_ops(), stream, {});
   };
   EXPECT_EQ(static_cast<const void*>(context_at(0).blocks.keys), words.data());
   EXPECT_NE(context_at(0).blocks.queries, nullptr);

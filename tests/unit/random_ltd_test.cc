@@ -56,7 +56,7 @@ Drawing draw(const RngKey& key, i64 layer, i64 B, i64 T, i64 kept, std::span<con
   const auto dropping = model::drop_tokens(
       std::move(m.layers[1]), {.number = layer, .hidden = 4, .kept = kept, .most = T, .documents = !documents.empty()});
   model::ActivationPlanner planner;
-  const model::LayerActs acts = dropping->plan(planner, DType::F32, B, T, model::Mode::Train);
+  const model::LayerActs acts = dropping->plan(planner, {.B = B, .T = T});
   std::vector<i32> all(static_cast<size_t>(acts.drawn.numel()));
   dropping->draw({.rng = key, .B = B, .T = T, .documents = documents, .positions = positions}, all);
   Drawing d;

@@ -37,14 +37,15 @@ struct PhaseTimes {
 };
 
 struct StepRecord {
-  i64 step = 0;           // from 1
-  double loss = 0;        // mean over micro-batches and ranks of a worker; loss_norm "token": over valid tokens
-  double grad_norm = 0;   // global, unscaled, before clipping; infinite or NaN if skipped
-  double lr = 0;          // of this step's update
-  double loss_scale = 1;  // used by this step
-  bool skipped = false;   // gradients were not finite, and nothing was changed
-  i64 tokens = 0;         // of this step, all ranks
-  i64 samples = 0;        // of the run, including this step
+  i64 step = 0;     // from 1
+  double loss = 0;  // mean over micro-batches and ranks of a worker; loss_norm "token": over valid tokens
+  std::optional<double> aux_loss{};  // mean over micro-batches of the losses that layers add to it; none: no layer does
+  double grad_norm = 0;              // global, unscaled, before clipping; infinite or NaN if skipped
+  double lr = 0;                     // of this step's update
+  double loss_scale = 1;             // used by this step
+  bool skipped = false;              // gradients were not finite, and nothing was changed
+  i64 tokens = 0;                    // of this step, all ranks
+  i64 samples = 0;                   // of the run, including this step
   double step_ms = 0;
   double tokens_per_s = 0;  // all ranks
   double mfu = 0;           // model FLOP/s of one rank over the rate of a large matrix product measured at the start
@@ -65,8 +66,8 @@ struct StepRecord {
 
 // Names of fields in metrics.jsonl and in the output of ds-train --json.
 namespace step_field {
-inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
-                            *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
+inline constexpr const char *kStep = "step", *kLoss = "loss", *kAuxLoss = "aux_loss", *kGradNorm = "grad_norm",
+                            *kLr = "lr", *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
                             *kSeqLength = "seq_length", *kLayerTokens = "layer_tokens", *kTokensPerS = "tokens_per_s",
                             *kStepMs = "step_ms", *kMfu = "mfu", *kMemoryBytes = "memory_bytes",
                             *kCommBytes = "comm_bytes", *kOffload = "offload", *kPhaseMs = "phase_ms",
