@@ -196,7 +196,7 @@ bool sparse_mode_takes_it(const C& c, Path path) {
 }
 bool masks_tokens(const C& c, Path) { return !c.model.causal(); }
 bool has_documents(const C& c, Path) { return c.data.document_token >= 0; }
-bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty(); }
+bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty() && !c.data.validation_samples; }
 
 bool has_curriculum(const C& c, Path) { return c.curriculum.enabled; }
 bool curriculum_is_a_list(const C& c, Path) {

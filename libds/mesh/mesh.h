@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/staging_size.h"
+#include "ds/communicator.h"
 #include "ds/mesh.h"
 
 namespace ds {

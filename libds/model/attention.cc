@@ -10,7 +10,7 @@
 // results of the pairs are merged by their log-sum-exps. The backward pass goes around once more with the final
 // log-sum-exps, and the gradients of keys and values travel with them until they are back at their owner.
 
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 
 #include "comm/message_tag.h"
 

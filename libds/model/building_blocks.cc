@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 
 #include "comm/message_tag.h"
 #include "config/parallel.h"

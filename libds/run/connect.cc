@@ -13,6 +13,7 @@
 #include "base/launchers.h"
 #include "base/variables.h"
 #include "checkpoint/together.h"
+#include "comm/make_communicator.h"
 #include "comm/message_tag.h"
 #include "device/product_choices.h"
 #include "ds/log.h"

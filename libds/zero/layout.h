@@ -28,7 +28,7 @@
 #include <string>
 #include <vector>
 
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::zero {
 

@@ -9,7 +9,8 @@
 #include <span>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 #include "model/slice.h"
 #include "zero/layout.h"
 

@@ -16,7 +16,7 @@
 #include <functional>
 #include <random>
 
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
 
 namespace {
 

@@ -3,6 +3,7 @@
 // What tests of the 1-bit family share: a simulation of all ranks, with no code of ours, and the end of a step over
 // gradients that a test makes up.
 
+#include "comm/make_communicator.h"
 #include "equivalence/checkpoints.h"
 #include "update/update.h"
 

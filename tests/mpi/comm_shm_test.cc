@@ -25,6 +25,7 @@
 #include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace comm_shm_test {

@@ -6,10 +6,30 @@
 // "Ring Attention", 2023).
 
 #include <array>
+#include <compare>
+#include <utility>
+#include <vector>
 
-#include "comm/communicator.h"
+#include "ds/integers.h"
+#include "ds/kernels/tensor.h"
+
+namespace ds {
+
+class Communicator;  // ds/communicator.h
+
+}  // namespace ds
 
 namespace ds::model {
+
+// The part of a parameter that a rank has: the index ranges [begin, end) of `dim`, with all indices of every other dim.
+// No ranges: the whole parameter. model/slice.h numbers its elements.
+struct ParamSlice {
+  int dim = 0;
+  std::vector<std::pair<i64, i64>> ranges = {};  // ascending, disjoint and nonempty
+
+  bool whole() const noexcept { return ranges.empty(); }
+  auto operator<=>(const ParamSlice&) const = default;
+};
 
 // How ranks with parts of a sequence attend to all of it.
 enum class SequenceMode : u8 {
