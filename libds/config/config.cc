@@ -303,15 +303,24 @@ void take_samples(DataConfig& d, const ProgramParts& parts, Reader& r) {
   d.samples = parts.samples;
   d.validation_samples = parts.validation_samples;
   if (!d.samples) return;
-  for (const std::string_view key :
-       {"data.train", "data.validation", "data.weights", "data.format", "data.token_dtype", "data.packing",
-        "data.chat_template.begin", "data.chat_template.system", "data.chat_template.user",
-        "data.chat_template.assistant", "data.chat_template.tool", "data.mlm.probability", "data.mlm.mask_token",
-        "data.mlm.cls_token", "data.mlm.sep_token"}) {
-    if (r.given(key)) r.error(key, "describes data files, and the program brings the samples: leave out this key");
+  const struct {
+    std::string_view key;
+    bool is_set;
+  } keys[] = {{"data.train", !d.train.empty()},
+              {"data.validation", !d.validation.empty()},
+              {"data.weights", !d.weights.empty()},
+              {"data.split", r.given("data.split") && d.split > 0},
+              {"data.format", d.format != DataFormat::Auto},
+              {"data.token_dtype", d.token_dtype != TokenDtype::Auto},
+              {"data.packing", d.packing != DataPacking::None},
+              {"data.chat_template", d.chat_template != ChatTemplateConfig{}},
+              {"data.mlm.probability", r.given("data.mlm.probability")},
+              {"data.mlm.mask_token", r.given("data.mlm.mask_token")},
+              {"data.mlm.cls_token", r.given("data.mlm.cls_token")},
+              {"data.mlm.sep_token", r.given("data.mlm.sep_token")}};
+  for (const auto& k : keys) {
+    if (k.is_set) r.error(k.key, "describes data files, and the program brings the samples: leave out this key");
   }
-  if (r.given("data.split") && d.split > 0)
-    r.error("data.split", "divides data files, and the program brings the samples: leave out this key");
   if (!d.validation_samples) d.split = 0;
 }
 

@@ -12,7 +12,9 @@
 
 #include "ds/building_blocks.h"
 
+#include "base/check.h"
 #include "comm/message_tag.h"
+#include "ds/communicator.h"
 
 namespace ds::model {
 namespace {

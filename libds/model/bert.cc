@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "base/check.h"
 #include "config/parallel.h"
 #include "ds/building_blocks.h"
 #include "model/models.h"

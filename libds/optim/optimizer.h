@@ -13,8 +13,8 @@
 
 #include "config/optimizer_table.h"
 #include "device/device.h"
-#include "ds/config.h"
 #include "ds/communicator.h"
+#include "ds/config.h"
 #include "ds/layer.h"
 #include "ds/state.h"
 #include "optim/lr_schedule.h"

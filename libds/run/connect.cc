@@ -15,6 +15,7 @@
 #include "checkpoint/together.h"
 #include "comm/make_communicator.h"
 #include "comm/message_tag.h"
+#include "comm/shared_file.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
 #include "mesh/from_config.h"

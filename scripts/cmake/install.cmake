@@ -22,7 +22,7 @@ install(EXPORT libds NAMESPACE libds:: FILE libdsConfig.cmake DESTINATION ${pack
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/libdsConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/libdsConfigVersion.cmake DESTINATION ${package_dir})
 
-foreach(section 1 5 7)
+foreach(section 1 3 5 7)
   file(GLOB pages CONFIGURE_DEPENDS man/*.${section})
   install(FILES ${pages} DESTINATION ${CMAKE_INSTALL_MANDIR}/man${section})
 endforeach()

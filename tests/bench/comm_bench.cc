@@ -17,6 +17,7 @@
 #include <random>
 
 #include "comm/make_communicator.h"
+#include "device/device.h"
 
 namespace {
 

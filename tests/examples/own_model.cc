@@ -50,6 +50,7 @@ void run(std::span<char*> args) {
   const ds::ModelConfig model{.vocab_size = 61,
                               .hidden = 32,
                               .layers = 2,
+                              .heads = 4,  // tensor parallelism takes no more ranks than heads
                               .intermediate = 64,
                               .max_positions = 64,
                               .source = std::make_shared<own::MlpModel>(name)};

@@ -26,6 +26,7 @@
 #include "../mesh_exercise.h"
 #include "../slow_set.h"
 #include "comm/make_communicator.h"
+#include "comm/shared_file.h"
 
 namespace ds {
 namespace comm_shm_test {
