@@ -361,7 +361,7 @@ void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
     if (has_model && !c.model.causal())
       r.error("data.packing", "is only for models that predict the next token", Errc::Unavailable);
   }
-  if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
+  if (c.eval.every > 0 && d.validation.empty() && d.split == 0 && !d.validation_samples)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;
   if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;

@@ -47,7 +47,7 @@ Text of_checkpoint(const std::string& dir, const ProgramParts& parts) {
   const std::string path = fmt::format("{}/{}", step, kManifestName);
   const CheckpointMeta meta = parse_manifest(read_text_file(path, kMaxManifest), path).meta;
   const std::string program = meta.model_config_json.empty() ? "" : program_model(Json::parse(meta.model_config_json));
-  DS_CHECK(program.empty() || parts.model, Errc::Unavailable,
+  DS_CHECK(program.empty() || (parts.model && type_name(*parts.model) == program), Errc::Unavailable,
            "{}: the model \"{}\" is built by the program that trained it, and only that program can predict it", step,
            program);
   if (!meta.config_json.empty()) return {meta.config_json, path, narrow<int>(meta.world_size)};

@@ -511,7 +511,10 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
                 shared = head ? plan_->head_use() : plan::RunPlan::kSharedUnit;
       const bool has_shared = model_->tied() && (head || call.layer == 0);
       const auto rows_of = [&](size_t g) {
-        return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
+        if (shards_[g]->plan().has_grads(own)) return shards_[g]->grads().acquire(own);
+        if (shards_.size() > 1) return std::span<const TensorView>();
+        merged_grads_.assign(layer.rows().size(), {});  // all of its rows are tiles
+        return std::span<const TensorView>(merged_grads_);
       };
       GradTiles tiles(*this, call.layer, instr.micro);
       const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),

@@ -16,9 +16,9 @@ ModelConfig own_mlp() {
   return {.vocab_size = 61,
           .hidden = 16,
           .layers = 3,
-          .heads = 1,
-          .kv_heads = 1,
-          .head_dim = 16,
+          .heads = 2,
+          .kv_heads = 2,
+          .head_dim = 8,
           .intermediate = 40,
           .max_positions = 16,
           .source = std::make_shared<own::MlpModel>("own-mlp")};
