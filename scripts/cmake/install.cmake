@@ -28,6 +28,7 @@ foreach(section 1 3 5 7)
 endforeach()
 install(FILES LICENSE CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DOCDIR} FILES_MATCHING PATTERN *.json)
+install(DIRECTORY tests/examples DESTINATION ${CMAKE_INSTALL_DOCDIR} FILES_MATCHING PATTERN *.h PATTERN *.cc)
 
 # Each tool writes its own completions.
 set(bash_dir ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)

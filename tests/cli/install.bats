@@ -102,7 +102,7 @@ own_model_setup() {
 END
   [[ ! -x $OWN/build/own_model ]] || return 0
   mkdir "$OWN"
-  cp "$DS_SOURCE"/tests/examples/own_model.* "$OWN"
+  cp "$PREFIX"/share/doc/libds/examples/own_model.* "$OWN"
   cat >"$OWN/CMakeLists.txt" <<'END'
 cmake_minimum_required(VERSION 3.25)
 project(own LANGUAGES CXX)

@@ -86,6 +86,24 @@ TEST(OwnModel, IsPredicted) {
   EXPECT_GE(compared, 5);
 }
 
+// Searches read the configuration again for each arrangement, and build deeper models.
+TEST(OwnModel, IsSearchedForArrangements) {
+  memreport::Source source;
+  source.ranks = 2;
+  source.name = "cfg";
+  source.parts.model = own_mlp();
+  source.text = R"({"train_batch_size": 8, "data": {"seq_length": 16}})";
+  source.config = parse_config(source.text, "cfg", {}, 2, ConfigUse::Inspect, source.parts);
+  ASSERT_TRUE(source.config.ok()) << source.config.message();
+  const memreport::FitOptions options{.world = {.ranks = 2}, .memory = i64{1} << 20, .most = 3};
+  const memreport::FitResult r =
+      memreport::fit(source, options, memreport::Hardware::of_peaks({1e14, 1e12, 1e11, 1e10}, 2, ""));
+  EXPECT_GT(r.num_fitting, 0);
+  ASSERT_GT(r.largest.layers, 3);
+  EXPECT_EQ(r.largest.params, 2 * 61 * 16 + 16 + r.largest.layers * 2 * 16 * 40);
+  EXPECT_EQ(memreport::arranged(source, r.fitting.front()).model.source, source.parts.model->source);
+}
+
 TEST(OwnModel, IsShardedByTheProgram) {
   const TempDirectory dir;
   const Layout one{}, two{.pp = 2, .tp = 2};
