@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "checkpoint/manifest.h"
+#include "comm/make_communicator.h"
 #include "formats/tensor_io.h"
 #include "temp_directory.h"
 

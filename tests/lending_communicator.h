@@ -11,7 +11,8 @@
 #include <mutex>
 #include <set>
 
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
+#include "device/device.h"
 
 namespace ds::testing {
 

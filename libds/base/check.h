@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "ds/error.h"
+#include "ds/integers.h"
 #include "ds/kernels/dtype.h"
 
 // DS_CHECK(condition, Errc::X, "format", args...): throws ds::Error with the place of the check.
@@ -46,8 +47,6 @@ constexpr std::optional<i64> checked_add(i64 a, i64 b) noexcept {
   return __builtin_add_overflow(a, b, &sum) ? std::nullopt : std::optional(sum);
 }
 
-constexpr i64 div_ceil(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
-constexpr i64 align_up(i64 a, i64 alignment) noexcept { return div_ceil(a, alignment) * alignment; }
 // a / b; throws Errc::Internal unless b divides a.
 constexpr i64 div_exact(i64 a, i64 b) {
   if (b == 0 || a % b != 0) throw Error(Errc::Internal, fmt::format("{} is not a multiple of {}", a, b));

@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "ds/checkpoint.h"
+#include "ds/communicator.h"
 #include "ds/kernels/state_codes.h"
 #include "ds/state.h"
 #include "model/slice.h"

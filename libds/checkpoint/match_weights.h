@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "ds/layer.h"
 #include "formats/tensor_io.h"
-#include "model/layer.h"
 
 namespace ds {
 

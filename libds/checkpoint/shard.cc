@@ -15,6 +15,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/step_writer.h"
+#include "config/model_config.h"
 #include "ds/checkpoint.h"
 #include "ds/config.h"
 #include "formats/hdf5.h"
@@ -159,9 +160,12 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                                    .stage = options.stage,
                                    .persistence_threshold = defaults.param_persistence_threshold,
                                    .model_persistence_threshold = defaults.model_persistence_threshold};
+  if (const std::string& saved = state->meta().model_config_json; options.model && !saved.empty())
+    check_same_model(Json::parse(saved), *options.model, state->path());
   const std::string named = is_extended ? "" : options.config;  // an extended state knows its own
   Sharding sharding = by_names ? shard_whole(state->params(), layout)
-                               : shard_model(*state, model_to_cut(*state, named), mesh, options.partition, layout);
+                               : shard_model(*state, options.model ? *options.model : model_to_cut(*state, named), mesh,
+                                             options.partition, layout);
   sharding.mesh = mesh;
   write_sharded(*state, target.path(), m, sharding, options.progress);
   target.commit();

@@ -6,8 +6,8 @@
 
 #include "checkpoint/state_source.h"
 #include "ds/checkpoint.h"
+#include "ds/layer.h"
 #include "ds/model_config.h"
-#include "model/layer.h"
 #include "zero/layout.h"
 
 namespace ds {

@@ -13,7 +13,7 @@
 #include <atomic>
 
 #include "checkpoint/step_writer.h"
-#include "comm/communicator.h"
+#include "ds/communicator.h"
 
 namespace ds {
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/as_error.h"
+#include "base/check.h"
 
 namespace ds {
 namespace {

@@ -11,7 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 
 namespace ds {
 

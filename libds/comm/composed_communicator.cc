@@ -20,6 +20,7 @@
 
 #include "base/as_error.h"
 #include "comm/arena.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace {

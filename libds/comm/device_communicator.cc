@@ -3,6 +3,7 @@
 
 #include <exception>
 
+#include "comm/make_communicator.h"
 #include "comm/staging.h"
 
 namespace ds {

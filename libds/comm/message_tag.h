@@ -9,20 +9,10 @@
 #include <string>
 #include <string_view>
 
+#include "ds/axis.h"
 #include "ds/kernels/dtype.h"
 
 namespace ds {
-
-enum class Axis : u8 {
-  Dp,  // and sp, whose ranks have the same parameters
-  Sp,
-  Tp,
-  Pp,
-  Outer,  // DiLoCo's workers
-  Near,   // the ranks that share ZeRO++'s second shards
-  Ep,     // a split of dp of this name, whose ranks have different experts
-  Split,  // a split of dp, whose name is the model's
-};
 
 enum class Collective : u8 {
   ReduceScatter,
@@ -38,23 +28,10 @@ enum class Collective : u8 {
   Other,         // calls under names that are not listed here, such as those of a model of the user's
 };
 
-inline constexpr std::string_view kAxes[] = {"dp", "sp", "tp", "pp", "outer", "hpz", "ep"};
 inline constexpr std::string_view kCollectives[] = {"reduce_scatter", "all_gather", "all_reduce", "all_to_all",
                                                     "broadcast",      "send",       "recv",       "sparse_gather",
                                                     "one_bit",        "stats",      "other"};
 
-// One T for each axis but Split.
-template <class T>
-class ByAxis {
- public:
-  constexpr T& operator[](Axis axis) noexcept { return of_[static_cast<size_t>(axis)]; }
-  constexpr const T& operator[](Axis axis) const noexcept { return of_[static_cast<size_t>(axis)]; }
-
- private:
-  std::array<T, std::size(kAxes)> of_{};
-};
-
-constexpr std::string_view axis_name(Axis axis) noexcept { return kAxes[static_cast<size_t>(axis)]; }
 constexpr std::string_view collective_name(Collective c) noexcept { return kCollectives[static_cast<size_t>(c)]; }
 
 struct MessageText {

@@ -27,6 +27,7 @@
 #include "base/variables.h"
 #include "comm/async_communicator.h"
 #include "comm/ended_ranks.h"
+#include "comm/make_communicator.h"
 #include "comm/staging_size.h"
 
 namespace ds {

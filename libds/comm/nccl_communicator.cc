@@ -18,6 +18,7 @@
 
 #include "base/as_error.h"
 #include "base/thread.h"
+#include "comm/make_communicator.h"
 #include "comm/nccl_api.h"
 #include "comm/staging.h"
 

@@ -15,7 +15,8 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 
 namespace ds {
 

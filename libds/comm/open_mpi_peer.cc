@@ -8,6 +8,7 @@
 #include <climits>
 
 #include "comm/base_communicator.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace {

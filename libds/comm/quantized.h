@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "comm/coded_slice.h"
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 
 namespace ds {
 

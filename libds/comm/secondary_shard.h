@@ -4,7 +4,8 @@
 // the group what the forward pass gathered from all ranks. Wang et al.: "ZeRO++", hierarchical partitioning (hpZ). It
 // stores bytes, so the backward pass sees exactly the bits of the forward pass, quantised or not.
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 
 namespace ds {
 

@@ -12,6 +12,7 @@
 #include "base/thread.h"
 #include "comm/arena.h"
 #include "comm/copy_bytes.h"
+#include "comm/make_communicator.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -21,6 +21,7 @@
 #include "base/process_stat.h"
 #include "comm/arena.h"
 #include "comm/ended_ranks.h"
+#include "comm/make_communicator.h"
 #include "comm/shared_file.h"
 
 namespace ds {

@@ -15,6 +15,7 @@
 #include "base/check.h"
 #include "base/launchers.h"
 #include "base/variables.h"
+#include "comm/make_communicator.h"
 #include "ds/nearest.h"
 #include "probe/host.h"
 

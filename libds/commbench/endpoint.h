@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "device/device.h"
 #include "ds/commbench.h"
+#include "ds/communicator.h"
 
 namespace ds::commbench {
 

@@ -7,6 +7,7 @@
 #include <ctime>
 
 #include "base/check.h"
+#include "comm/make_communicator.h"
 #include "comm/nccl_api.h"
 #include "commbench/check.h"
 #include "commbench/links.h"

@@ -10,7 +10,7 @@
 
 #include <span>
 
-#include "comm/communicator.h"
+#include "ds/communicator.h"
 
 namespace ds::commbench {
 

@@ -181,8 +181,24 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
     r.error(kNear, fmt::format("{} does not divide the {} data-parallel ranks", c.zero.hpz_partition_size, replicas));
 }
 
-void read_model_section(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+// A program's model: sizes of 0 are resolved, and it is checked as far as its layers are not needed.
+void take_model(Config& c, const ModelConfig& given, Reader& r) {
+  ModelConfig& m = c.model = given;
+  DS_CHECK(m.source != nullptr, Errc::Config, "ProgramParts::model has no source");
+  if (m.heads == 0) m.heads = 1;
+  if (m.kv_heads == 0) m.kv_heads = m.heads;
+  if (m.head_dim == 0) m.head_dim = m.hidden / m.heads;
+  if (m.intermediate == 0) m.intermediate = m.hidden;
+  if (const std::string why = program_model_problem(m); !why.empty()) r.error("model", why);
+}
+
+void read_model_section(Config& c, const ConfigText& text, const ProgramParts& parts, Reader& r,
+                        std::vector<Diagnostic>& diagnostics) {
   const auto it = text.root().find("model");
+  if (parts.model) {
+    if (it != text.root().end()) r.error("model", "the program brings the model: leave out this section");
+    return take_model(c, *parts.model, r);
+  }
   if (it == text.root().end()) return;
   if (!it->is_object()) return r.error("model", "must be an object: {\"path\": ...} or {\"type\": ...}");
   const auto path = it->find("path");
@@ -209,9 +225,10 @@ void read_model_section(Config& c, const ConfigText& text, Reader& r, std::vecto
 }
 
 // A model with errors counts as no model, so that nothing that follows from its sizes is reported.
-void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+void resolve_model(Config& c, const ConfigText& text, const ProgramParts& parts, Reader& r,
+                   std::vector<Diagnostic>& diagnostics) {
   const size_t before = diagnostics.size();
-  read_model_section(c, text, r, diagnostics);
+  read_model_section(c, text, parts, r, diagnostics);
   if (!has_error(std::span(diagnostics).subspan(before))) return;
   c.model.layers = 0;
   r.mark_broken("model");
@@ -256,7 +273,7 @@ void check_objective(const Config& c, Reader& r) {
   } tokens[] = {{"data.mlm.mask_token", d.mlm.mask_token},
                 {"data.mlm.cls_token", d.mlm.cls_token},
                 {"data.mlm.sep_token", d.mlm.sep_token}};
-  const std::string_view type = family_name(c.model.family);
+  const std::string type = type_name(c.model);
   if (c.model.causal()) {
     bool given = r.given("data.mlm.probability");
     for (const auto& t : tokens) given |= r.given(t.key);
@@ -279,6 +296,34 @@ void check_objective(const Config& c, Reader& r) {
     r.error(tokens[0].key, fmt::format("{} is also the token that begins or ends a sample", tokens[0].id));
 }
 
+// The keys of data files have no effect beside samples that the program brings.
+void take_samples(DataConfig& d, const ProgramParts& parts, Reader& r) {
+  DS_CHECK(parts.samples || !parts.validation_samples, Errc::Config,
+           "ProgramParts::validation_samples needs ProgramParts::samples");
+  d.samples = parts.samples;
+  d.validation_samples = parts.validation_samples;
+  if (!d.samples) return;
+  const struct {
+    std::string_view key;
+    bool is_set;
+  } keys[] = {{"data.train", !d.train.empty()},
+              {"data.validation", !d.validation.empty()},
+              {"data.weights", !d.weights.empty()},
+              {"data.split", r.given("data.split") && d.split > 0},
+              {"data.format", d.format != DataFormat::Auto},
+              {"data.token_dtype", d.token_dtype != TokenDtype::Auto},
+              {"data.packing", d.packing != DataPacking::None},
+              {"data.chat_template", d.chat_template != ChatTemplateConfig{}},
+              {"data.mlm.probability", r.given("data.mlm.probability")},
+              {"data.mlm.mask_token", r.given("data.mlm.mask_token")},
+              {"data.mlm.cls_token", r.given("data.mlm.cls_token")},
+              {"data.mlm.sep_token", r.given("data.mlm.sep_token")}};
+  for (const auto& k : keys) {
+    if (k.is_set) r.error(k.key, "describes data files, and the program brings the samples: leave out this key");
+  }
+  if (!d.validation_samples) d.split = 0;
+}
+
 // A published model reads text with the tokenizer that lies beside it.
 void resolve_tokenizer(Config& c, Reader& r) {
   DataConfig& d = c.data;
@@ -295,9 +340,10 @@ void resolve_tokenizer(Config& c, Reader& r) {
     r.warning("data.tokenizer", fmt::format("{} has no tokenizer: text is read as bytes", directory.string()));
 }
 
-void resolve_data(Config& c, Reader& r) {
+void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
   DataConfig& d = c.data;
   const bool has_model = c.model.layers > 0;
+  take_samples(d, parts, r);
   resolve_tokenizer(c, r);
   if (r.given("data.train") && d.train.empty()) r.error("data.train", "names no file");
   if (!d.validation.empty() && r.given("data.split"))
@@ -315,11 +361,11 @@ void resolve_data(Config& c, Reader& r) {
     if (has_model && !c.model.causal())
       r.error("data.packing", "is only for models that predict the next token", Errc::Unavailable);
   }
-  if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
+  if (c.eval.every > 0 && d.validation.empty() && d.split == 0 && !d.validation_samples)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;
   if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
-  if (has_model) check_objective(c, r);
+  if (has_model && !d.samples) check_objective(c, r);
   if (has_model && d.document_token >= c.model.vocab_size && !r.broken("data.document_token"))
     r.error("data.document_token",
             fmt::format("{} is outside the model's vocabulary of {}", d.document_token, c.model.vocab_size));
@@ -357,15 +403,16 @@ void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
   if (c.use == ConfigUse::Generate && !c.model.causal())
     r.error("model",
             fmt::format("a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
-                        family_name(c.model.family)),
+                        type_name(c.model)),
             Errc::Unavailable);
   if (c.use == ConfigUse::Inspect) return;
   const auto demand = [&](std::string_view key, bool there, std::string_view what) {
     if (!there && !r.broken(key)) r.error(key, fmt::format("is missing: {}", what));
   };
   if (c.use == ConfigUse::Train) demand("steps", r.given("steps"), "how many optimizer steps to train");
-  if (c.use != ConfigUse::Generate) demand("data.train", r.given("data.train"), "the file or files to train on");
-  demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
+  if (c.use != ConfigUse::Generate)
+    demand("data.train", r.given("data.train") || c.data.samples, "the file or files to train on");
+  demand("model", text.root().contains("model") || c.model.source, "{\"path\": ...}, or {\"type\": ...} with sizes");
 }
 
 // The job's name is a directory below output_path, and leads nowhere else.
@@ -430,9 +477,10 @@ void resolve_updates(Config& c, const ConfigText& text, Reader& r, std::vector<D
 }
 
 // The model, and what it is trained on.
-void resolve_samples(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
-  resolve_model(c, text, r, diagnostics);
-  resolve_data(c, r);                    // model
+void resolve_samples(Config& c, const ConfigText& text, const ProgramParts& parts, Reader& r,
+                     std::vector<Diagnostic>& diagnostics) {
+  resolve_model(c, text, parts, r, diagnostics);
+  resolve_data(c, parts, r);             // model
   resolve_sparse_attention(c, text, r);  // model, data.seq_length
   resolve_random_ltd(c, r);              // model, data.seq_length, sparse_attention
 }
@@ -476,7 +524,7 @@ std::string ConfigResult::message() const {
 }
 
 ConfigResult parse_config(std::string_view content, const std::string& name, std::span<const std::string> overrides,
-                          int world_size, ConfigUse use) {
+                          int world_size, ConfigUse use, const ProgramParts& parts) {
   DS_ASSERT(world_size >= 1);
   ConfigResult result;
   std::vector<Diagnostic>& diagnostics = result.diagnostics;
@@ -492,15 +540,15 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   r.read(text.root());
   const i64 replicas = resolve_ranks(c, world_size, r);
   resolve_updates(c, text, r, diagnostics);
-  resolve_samples(c, text, r, diagnostics);
+  resolve_samples(c, text, parts, r, diagnostics);
   resolve_monitors(c, text, r);
   check_together(c, replicas, world_size, text, r);
   if (!has_error(diagnostics)) tell_automatic(c, text, r);
   return result;
 }
 
-ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
-                         ConfigUse use) {
+ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size, ConfigUse use,
+                         const ProgramParts& parts) {
   const bool dash = path == "-";
   std::error_code ignored;
   if ((dash || std::filesystem::is_fifo(path, ignored)) && world_size > 1) {
@@ -510,7 +558,8 @@ ConfigResult load_config(const std::string& path, std::span<const std::string> o
   }
   const std::variant<std::string, Diagnostic> content = read_config_text(path, dash);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) return {.config = {}, .diagnostics = {*failed}};
-  return parse_config(std::get<std::string>(content), dash ? "standard input" : path, overrides, world_size, use);
+  return parse_config(std::get<std::string>(content), dash ? "standard input" : path, overrides, world_size, use,
+                      parts);
 }
 
 std::string resolved_json(const Config& config) {
@@ -535,7 +584,7 @@ std::string resolved_json(const Config& config) {
   if (!c.published.path.empty()) {
     out["model"] = {{"path", c.published.path}};
     if (c.published.new_head) out["model"]["new_head"] = true;
-  } else if (c.model.layers > 0) {
+  } else if (c.model.layers > 0 && !c.model.source) {
     Json model = {{"type", family_name(c.model.family)}};
     model.update(model_json(c.model));
     model.erase("model_type");

@@ -194,9 +194,9 @@ bool uses_files(const C& c, Path path) {
 bool sparse_mode_takes_it(const C& c, Path path) {
   return sparse_attention_takes(c.sparse_attention.mode, last_name(path));
 }
-bool masks_tokens(const C& c, Path) { return !c.model.causal(); }
+bool masks_tokens(const C& c, Path) { return !c.model.causal() && !c.data.samples; }
 bool has_documents(const C& c, Path) { return c.data.document_token >= 0; }
-bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty(); }
+bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty() && !c.data.validation_samples; }
 
 bool has_curriculum(const C& c, Path) { return c.curriculum.enabled; }
 bool curriculum_is_a_list(const C& c, Path) {

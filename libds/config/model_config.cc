@@ -393,6 +393,9 @@ bool asks_for_nothing(Family family, const Json& object, std::string_view name, 
   return value == 0 && (name.find("dropout") != name.npos || name.ends_with("pdrop"));
 }
 
+// In the config.json of a program's model: the family whose names its keys have.
+constexpr std::string_view kProgramModel = "libds_program_model";
+
 }  // namespace
 
 std::string_view family_name(Family family) noexcept { return kFamilies[static_cast<size_t>(family)].first; }
@@ -544,6 +547,48 @@ ModelConfig load_model_config(const std::string& dir_or_file) {
   return result.config.model;
 }
 
+std::string program_model(const Json& config) {
+  const bool is_one = config.is_object() && config.contains(kProgramModel);
+  const auto type = is_one ? config.find("model_type") : config.end();
+  return is_one && type != config.end() && type->is_string() ? type->get<std::string>() : "";
+}
+
+std::string type_name(const ModelConfig& model) {
+  return model.source ? model.source->identity() : std::string(family_name(model.family));
+}
+
+std::string program_model_problem(const ModelConfig& m) {
+  const std::string name = m.source->identity();
+  const bool plain = std::ranges::all_of(name, [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||
+           c == '-';
+  });
+  if (name.empty() || name.size() > 64 || !plain)
+    return fmt::format("the identity of the program's model must be 1 to 64 of [a-zA-Z0-9._-], not \"{}\"", name);
+  if (std::ranges::find(kFamilies, std::string_view(name), [](const auto& f) { return f.first; }) !=
+      std::end(kFamilies))
+    return fmt::format("the program's model is called \"{}\", which is the type of another model", name);
+  constexpr i64 kMost = 1 << 24;
+  for (const auto& [size, member] : {std::pair{m.layers, "layers"},
+                                     {m.hidden, "hidden"},
+                                     {m.vocab_size, "vocab_size"},
+                                     {m.max_positions, "max_positions"},
+                                     {m.heads, "heads"},
+                                     {m.kv_heads, "kv_heads"},
+                                     {m.head_dim, "head_dim"},
+                                     {m.intermediate, "intermediate"}}) {
+    if (size < 1 || size > kMost)
+      return fmt::format("{} of the program's model \"{}\" must be 1 to {}, not {}", member, name, kMost, size);
+  }
+  if (m.heads % m.kv_heads != 0)
+    return fmt::format("kv_heads {} of the program's model \"{}\" does not divide its heads {}", m.kv_heads, name,
+                       m.heads);
+  if (m.sliding_window > 0 && std::ssize(m.sliding_layers) != m.layers)
+    return fmt::format("sliding_layers of the program's model \"{}\" has {} entries for {} layers", name,
+                       m.sliding_layers.size(), m.layers);
+  return {};
+}
+
 Json model_json(const ModelConfig& model) {
   HfConfig h = defaults(model.family, ModelSource::File);
   h.m = model;
@@ -568,7 +613,8 @@ Json model_json(const ModelConfig& model) {
     if (key == "short_factor" || key == "long_factor") return t == LongRope;
     return t == Yarn;
   };
-  Json out = {{"model_type", family_name(model.family)}};
+  Json out = {{"model_type", type_name(model)}};
+  if (model.source) out[kProgramModel] = family_name(model.family);
   for (const Key& k : model_keys(model.family, ModelSource::File)) {
     if (k.kind != KeyKind::Effect || (k.path == "layer_types" && h.layer_types.empty())) continue;
     Json value = slot_json(k.slot(&h));
@@ -583,8 +629,15 @@ Json model_json(const ModelConfig& model) {
 }
 
 void check_same_model(const Json& saved, const ModelConfig& now, const std::string& step_dir) {
+  const std::string there_is = program_model(saved), here_is = now.source ? now.source->identity() : "";
+  const auto said = [](const std::string& identity) {
+    return identity.empty() ? "none that a program brings" : fmt::format("\"{}\"", identity);
+  };
+  DS_CHECK(there_is == here_is, Errc::Mismatch,
+           "{}: a checkpoint of another model: the model there is {}, and the model here is {}", step_dir,
+           said(there_is), said(here_is));
   std::string why;
-  const std::optional<ModelConfig> before = known_model(saved, why);
+  const std::optional<ModelConfig> before = now.source ? now : known_model(saved, why);
   DS_CHECK(before || why.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}", step_dir, why);
   if (!before) return;
   // Rotations go by the length that was trained, which may be said in two ways.
@@ -594,7 +647,7 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
     if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
     return model_json(m);
   };
-  const Json there = json(*before), here = json(now);
+  const Json there = now.source ? saved : json(*before), here = json(now);
   const auto at = [](const Json& model, const std::string& key) {
     return model.contains(key) ? model.at(key).dump() : std::string("not set");
   };
@@ -632,7 +685,8 @@ Json publish_model(const Json& published, const ModelConfig& model) {
 }
 
 std::string model_config_json(const ModelConfig& model) {
-  Json out = {{"architectures", {kArchitectures[static_cast<size_t>(model.family)]}}};
+  Json out = Json::object();
+  if (!model.source) out["architectures"] = {kArchitectures[static_cast<size_t>(model.family)]};
   out.update(model_json(model));
   if (model.family == Family::Bert) out["position_embedding_type"] = "absolute";
   return out.dump(2) + "\n";

@@ -25,9 +25,17 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
 // reason in `why`, if this library cannot build it.
 std::optional<ModelConfig> known_model(const Json& config, std::string& why);
 
+// The family's name, or that of a model that a program brings.
+std::string type_name(const ModelConfig& model);
+// The identity of the program's model that a config.json describes; empty: it describes another one.
+std::string program_model(const Json& config);
+// Empty, or why a run cannot use a program's model, whose sizes are resolved.
+std::string program_model_problem(const ModelConfig& model);
+
 // Throws Errc::Mismatch, naming the key, if two models differ in properties that the shapes of their parameters do not
 // show, such as the number of heads or the rotary embedding. Dropout, the range of initial weights and the maximum
-// length may differ between runs. `saved` is the config.json of a checkpoint; an unsupported model is not compared.
+// length may differ between runs. `saved` is the config.json of a checkpoint; an unsupported model is not compared with
+// one of the zoo. Models that programs bring are compared by their names and sizes.
 void check_same_model(const Json& saved, const ModelConfig& now, const std::string& step_dir);
 
 // The keys of config.json for the model, "model_type" first.

@@ -279,7 +279,8 @@ void check_parallel(const Config& c, Reader& r) {
       has_steps && breadth_first && interval > std::max<i64>(1, most) && r.given(kInterval))
     r.warning(kInterval, fmt::format("{} layers are no group in {} chunks of {} or so: groups end where chunks do",
                                      interval, c.pipeline.virtual_stages, std::max<i64>(1, most)));
-  if (p > 1 && c.pipeline.partition.starts_with(kType) && !r.broken(kPartition)) {
+  // The layers of a program's model are not known before it is built (pipeline/partition).
+  if (p > 1 && c.pipeline.partition.starts_with(kType) && !r.broken(kPartition) && !m.source) {
     const auto types = layer_types(m.family);
     const TypeMatch match = match_types(std::string_view(c.pipeline.partition).substr(kType.size()), types);
     if (!match.problem.empty()) r.error(kPartition, match.problem);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "config/model_config.h"
+
 namespace ds {
 namespace {
 
@@ -102,7 +104,7 @@ void resolve_direction(Config& c, Reader& r) {
   if (given && s.unidirectional && c.model.layers > 0 && !c.model.causal())
     r.error(kAttention, fmt::format("a model of type \"{}\" attends to what comes before and after: \"bidirectional\" "
                                     "is its attention",
-                                    family_name(c.model.family)));
+                                    type_name(c.model)));
   if (s.horizontal_global_attention && s.unidirectional && !r.broken(kHorizontal))
     r.error(kHorizontal, fmt::format("needs {} \"bidirectional\", which a causal model takes, too: its own mask holds "
                                      "besides",

@@ -17,6 +17,7 @@
 
 #include "ds/config.h"
 #include "ds/log.h"
+#include "ds/sample_source.h"
 
 namespace ds {
 
@@ -38,13 +39,13 @@ struct FileFingerprint {
 
 // Everything that the order and content of training samples depend on. Checkpoints contain it.
 struct DataIdentity {
-  std::vector<FileFingerprint> files;
-  std::string tokenizer;  // Tokenizer::identity() of text; empty: the files hold tokens
+  std::vector<FileFingerprint> files;  // empty: the program brings the samples
+  std::string tokenizer;               // Tokenizer::identity() of text; empty: the files hold tokens
   i64 num_samples = 0;
   i64 seq_length = 0;
   i64 seed = 0;
-  std::string objective = "next token";
-  std::vector<float> weights = {};  // of the files; empty: the files are one stream
+  std::string objective = "next token";  // SampleSource::identity()
+  std::vector<float> weights = {};       // of the files; empty: the files are one stream
 };
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can continue with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
@@ -158,9 +159,7 @@ struct BatchShape {
   i64 micro_batches = 1;  // of a rank in a step; used if there are several workers
 };
 
-class Packing;
-
-// Makes batches of a stream. It has no state: that of a run is the number of samples consumed, which grows by micro *
+// Makes batches of samples. It has no state: that of a run is the number of samples consumed, which grows by micro *
 // num_ranks * accumulation with every step, including skipped ones.
 class BatchLoader {
  public:
@@ -170,17 +169,22 @@ class BatchLoader {
   // then another of them, and so on. Requires: at least one sample in each.
   BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>,
               std::vector<float> weights = {});
+  // Of samples that the program brings, each of which is checked when it is loaded. Throws Errc::Config if there are
+  // none.
+  BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size);
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
   const BatchShape& shape() const noexcept { return shape_; }
-  // Whether samples may have different numbers of targets: because of prompts or packed documents.
+  // Whether samples may have different numbers of targets: because of prompts or packed documents, or since the program
+  // brings them.
   bool has_uneven_targets() const noexcept;
   DataIdentity identity() const;
 
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
   //   consumed + micro_batch * (micro * num_ranks) + rank * micro + [0, micro)
   // of the shuffled order, which continues into the next epoch. inputs and targets are [micro, seq_length], row-major.
-  // The objective draws differently in every epoch. Throws as TokenStream::read. Allocates: no.
+  // The objective draws differently in every epoch. Throws as TokenStream::read, Errc::Mismatch for a sample of the
+  // program with ids outside the vocabulary, and what the program's code throws. Allocates: no.
   // Deterministic: yes.
   void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
@@ -201,25 +205,25 @@ class BatchLoader {
   i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
  private:
-  // A source of samples: the stream, or with weights each of its files.
+  // The stream, with weights each of its files, or the samples of the program.
   struct Part {
-    TokenStream stream;
+    std::shared_ptr<const SampleSource> source;
     i64 num_samples;
     i64 in_epoch;  // its samples in an epoch, which are numbered from `first` on
     i64 first;
-    std::shared_ptr<const Packing> packing;  // null: samples follow each other
   };
+  void add(std::shared_ptr<const SampleSource> source, double weight);
   const Part& part_of(i64 number) const noexcept;
   // Calls take(part, sample of it, row, key) for the samples of a micro-batch.
   template <class Take>
   void for_each_sample(i64 consumed, i64 micro_batch, i64 rank, Take&& take) const;
   void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
 
-  TokenStream stream_;
+  std::optional<TokenStream> stream_;  // none: the program brings the samples
   BatchShape shape_;
   u32 seed_;
   i64 vocab_size_;
-  std::shared_ptr<const Objective> objective_;
+  bool packs_documents_ = false;
   std::vector<float> weights_;
   std::vector<Part> parts_;
   i64 num_samples_ = 0;

@@ -31,6 +31,13 @@ u64 parse_hexadecimal(const std::string& text) {
 bool is_same_tokenizer(std::string_view a, std::string_view b) { return without_version(a) == without_version(b); }
 
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
+  const auto samples = [](const DataIdentity& of) {
+    return of.files.empty() ? fmt::format("the samples '{}' of the program", of.objective)
+                            : fmt::format("{} data file{}", of.files.size(), of.files.size() == 1 ? "" : "s");
+  };
+  const bool are_of_program = now.files.empty();
+  DS_CHECK(saved.files.empty() == are_of_program && (!are_of_program || saved.objective == now.objective),
+           Errc::Mismatch, "the run was started with {}, and this one has {}", samples(saved), samples(now));
   DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
            "data.train has {} files, but the run was started with {}", now.files.size(), saved.files.size());
   for (size_t i = 0; i < saved.files.size(); ++i) {
@@ -64,6 +71,8 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            saved.seed);
   DS_CHECK(saved.objective == now.objective, Errc::Mismatch,
            "the run was started with the objective '{}', and this one has '{}'", saved.objective, now.objective);
+  DS_CHECK(saved.num_samples == now.num_samples || !are_of_program, Errc::Mismatch,
+           "{} are {}, but the run was started with {}", samples(now), now.num_samples, saved.num_samples);
   DS_CHECK(
       saved.num_samples == now.num_samples, Errc::Mismatch,
       "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed",

@@ -7,8 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "data/objective.h"
-#include "data/packing.h"
+#include "data/file_samples.h"
 #include "ds/kernels/philox.h"
 
 namespace ds {
@@ -45,27 +44,39 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
       shape_(shape),
       seed_(seed),
       vocab_size_(vocab_size),
-      objective_(std::move(objective)),
+      packs_documents_(objective->packs_documents_of() >= 0),
       weights_(std::move(weights)) {
-  const auto add = [&](TokenStream part, double weight) {
-    std::shared_ptr<const Packing> packing;
-    if (const i64 token = objective_->packs_documents_of(); token >= 0)
-      packing = std::make_shared<Packing>(part, shape_.seq_length, narrow<i32>(token), vocab_size_);
-    const i64 n = packing ? packing->num_samples() : objective_->num_samples(part.num_tokens(), shape_.seq_length);
-    DS_ASSERT(n > 0);
-    const i64 in_epoch = std::max<i64>(std::llround(weight * static_cast<double>(n)), 1);
-    parts_.push_back({std::move(part), n, in_epoch, num_samples_, std::move(packing)});
-    num_samples_ += in_epoch;
+  const auto add_stream = [&](const TokenStream& part, double weight) {
+    add(std::make_shared<FileSamples>(part, shape_.seq_length, vocab_size_, objective), weight);
   };
-  DS_ASSERT(weights_.empty() || std::ssize(weights_) == stream_.num_files());
-  if (weights_.empty()) add(stream_, 1);
-  for (size_t i = 0; i < weights_.size(); ++i) add(stream_.of_file(static_cast<i64>(i)), weights_[i]);
-  stream_.check(vocab_size);
+  DS_ASSERT(weights_.empty() || std::ssize(weights_) == stream_->num_files());
+  if (weights_.empty()) add_stream(*stream_, 1);
+  for (size_t i = 0; i < weights_.size(); ++i) add_stream(stream_->of_file(static_cast<i64>(i)), weights_[i]);
+  stream_->check(vocab_size);
+}
+
+BatchLoader::BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size)
+    : shape_(shape), seed_(seed), vocab_size_(vocab_size) {
+  DS_CHECK(samples->count() > 0, Errc::Config, "the program's samples '{}' are {}", samples->identity(),
+           samples->count());
+  add(std::move(samples), 1);
+}
+
+void BatchLoader::add(std::shared_ptr<const SampleSource> source, double weight) {
+  const i64 n = source->count();
+  const i64 in_epoch = std::max<i64>(std::llround(weight * static_cast<double>(n)), 1);
+  parts_.push_back({std::move(source), n, in_epoch, num_samples_});
+  num_samples_ += in_epoch;
 }
 
 DataIdentity BatchLoader::identity() const {
-  return {stream_.fingerprints(),  stream_.tokenizer(),       num_samples_, shape_.seq_length,
-          static_cast<i64>(seed_), objective_->description(), weights_};
+  return {.files = stream_ ? stream_->fingerprints() : std::vector<FileFingerprint>(),
+          .tokenizer = stream_ ? stream_->tokenizer() : "",
+          .num_samples = num_samples_,
+          .seq_length = shape_.seq_length,
+          .seed = static_cast<i64>(seed_),
+          .objective = parts_.front().source->identity(),
+          .weights = weights_};
 }
 
 const BatchLoader::Part& BatchLoader::part_of(i64 number) const noexcept {
@@ -75,11 +86,19 @@ const BatchLoader::Part& BatchLoader::part_of(i64 number) const noexcept {
 void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs,
                            std::span<i32> targets) const {
   const auto at = static_cast<size_t>(row * shape_.seq_length), n = static_cast<size_t>(shape_.seq_length);
-  if (part.packing) {
-    part.packing->make_sample(part.stream, sample, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
-  } else {
-    objective_->make_sample(part.stream, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
-  }
+  inputs = inputs.subspan(at, n);
+  targets = targets.subspan(at, n);
+  part.source->sample(sample, key, inputs, targets);
+  if (stream_) return;  // it checks what it reads
+  const auto refuse = [&](std::string_view what, i32 id) {
+    throw Error(Errc::Mismatch, fmt::format("sample {} of the program's '{}' has the {} {}, which is outside the "
+                                            "model's vocabulary of {}",
+                                            sample, part.source->identity(), what, id, vocab_size_));
+  };
+  const auto is_outside = [&](i32 id) { return id < 0 || id >= vocab_size_; };
+  if (const auto bad = std::ranges::find_if(inputs, is_outside); bad != inputs.end()) refuse("input", *bad);
+  const auto bad = std::ranges::find_if(targets, [&](i32 id) { return id != kIgnoredTarget && is_outside(id); });
+  if (bad != targets.end()) refuse("target", *bad);
 }
 
 template <class Take>
@@ -124,17 +143,11 @@ void BatchLoader::load_step(i64 consumed, i64 micro_batches, i64 rank, i64 lengt
 }
 
 void BatchLoader::will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept {
-  for_each_sample(consumed, micro_batch, rank, [&](const Part& part, i64 sample, i64, RngKey) {
-    if (part.packing)
-      part.packing->will_need(part.stream, sample);
-    else
-      part.stream.will_need(sample * objective_->stride(shape_.seq_length), objective_->extent(shape_.seq_length));
-  });
+  for_each_sample(consumed, micro_batch, rank,
+                  [&](const Part& part, i64 sample, i64, RngKey) { part.source->will_need(sample); });
 }
 
-bool BatchLoader::has_uneven_targets() const noexcept {
-  return stream_.has_marks() || objective_->packs_documents_of() >= 0;
-}
+bool BatchLoader::has_uneven_targets() const noexcept { return !stream_ || stream_->has_marks() || packs_documents_; }
 
 i64 BatchLoader::num_sequential_batches() const noexcept {
   return div_ceil(num_samples_, shape_.micro * shape_.num_ranks);

@@ -102,7 +102,7 @@ std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenize
                                         std::span<const Prompt> prompts, i64 max_tokens, i64 layout_tokens) {
   DS_CHECK(model.causal(), Errc::Unavailable,
            "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
-           family_name(model.family));
+           type_name(model));
   const std::optional<i32> bos = tokenizer.special(SpecialToken::Bos);
   std::vector<std::vector<i32>> ids;
   Mistakes mistakes;

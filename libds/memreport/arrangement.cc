@@ -14,7 +14,7 @@ namespace ds::memreport {
 ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
   Keys overrides = source.overrides;
   overrides.insert(overrides.end(), keys.begin(), keys.end());
-  return parse_config(source.text, source.name, overrides, ranks, ConfigUse::Inspect);
+  return parse_config(source.text, source.name, overrides, ranks, ConfigUse::Inspect, source.parts);
 }
 
 Frame frame_of(const Arrangement& a) {

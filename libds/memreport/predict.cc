@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "base/check.h"
+#include "ds/building_blocks.h"
 #include "ds/memreport.h"
 #include "memreport/models.h"
 #include "mesh/from_config.h"
-#include "model/building_blocks.h"
 #include "pipeline/simulate.h"
 #include "plan/planned.h"
 #include "run/plans.h"

@@ -32,7 +32,7 @@ Text of_model(const Json& model, std::string name) {
 }
 Text of_model_file(const std::string& path) { return of_model({{"path", path}}, path); }
 
-Text of_checkpoint(const std::string& dir) {
+Text of_checkpoint(const std::string& dir, const ProgramParts& parts) {
   DS_CHECK(!is_deepspeed(dir), Errc::Unavailable,
            "{}: a DeepSpeed checkpoint does not say which model it is of: give its config.json, with the ranks and the "
            "ZeRO stage",
@@ -46,6 +46,10 @@ Text of_checkpoint(const std::string& dir) {
   }
   const std::string path = fmt::format("{}/{}", step, kManifestName);
   const CheckpointMeta meta = parse_manifest(read_text_file(path, kMaxManifest), path).meta;
+  const std::string program = meta.model_config_json.empty() ? "" : program_model(Json::parse(meta.model_config_json));
+  DS_CHECK(program.empty() || (parts.model && type_name(*parts.model) == program), Errc::Unavailable,
+           "{}: the model \"{}\" is built by the program that trained it, and only that program can predict it", step,
+           program);
   if (!meta.config_json.empty()) return {meta.config_json, path, narrow<int>(meta.world_size)};
   DS_CHECK(!meta.model_config_json.empty(), Errc::Unavailable, "{} does not say which model it is of", step);
   std::string why;
@@ -59,7 +63,7 @@ bool is_model(const Json& json) {
          (json.contains("model_type") || json.contains("hidden_size") || json.contains("n_embd"));
 }
 
-Text text_of(const std::string& path) {
+Text text_of(const std::string& path, const ProgramParts& parts) {
   if (path == "-") {
     try {
       return {read_standard_input(kMaxConfig), "standard input"};
@@ -69,7 +73,7 @@ Text text_of(const std::string& path) {
   }
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) {
-    return fs::exists(path + "/config.json", ignored) ? of_model_file(path) : of_checkpoint(path);
+    return fs::exists(path + "/config.json", ignored) ? of_model_file(path) : of_checkpoint(path, parts);
   }
   const std::string kind = kind_of_content(File::open_read(path));
   DS_CHECK(kind.empty(), Errc::Config,
@@ -86,14 +90,16 @@ Text text_of(const std::string& path) {
 
 }  // namespace
 
-Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks) {
-  const Text t = text_of(path);
+Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks,
+                   const ProgramParts& parts) {
+  const Text t = text_of(path, parts);
   Source source;
   source.ranks = ranks > 0 ? ranks : std::max(t.ranks, 1);
   source.text = t.text;
   source.name = t.name;
   source.overrides.assign(overrides.begin(), overrides.end());
-  source.config = parse_config(t.text, t.name, overrides, source.ranks, ConfigUse::Inspect);
+  source.config = parse_config(t.text, t.name, overrides, source.ranks, ConfigUse::Inspect, parts);
+  source.parts = parts;
   // Beside what else is wrong, unless that is said of it already, or nothing could be read.
   const bool said = std::ranges::any_of(source.config.diagnostics, [](const Diagnostic& d) {
     return d.severity == Severity::Error && (d.key.empty() || d.key.starts_with("model"));

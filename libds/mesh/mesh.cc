@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mesh/mesh.h"
+#include "comm/make_communicator.h"
 
 #include <initializer_list>
 #include <utility>

@@ -24,9 +24,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/message_tag.h"
 #include "comm/staging_size.h"
+#include "ds/communicator.h"
 #include "ds/mesh.h"
 
 namespace ds {

@@ -10,9 +10,11 @@
 // results of the pairs are merged by their log-sum-exps. The backward pass goes around once more with the final
 // log-sum-exps, and the gradients of keys and values travel with them until they are back at their owner.
 
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 
+#include "base/check.h"
 #include "comm/message_tag.h"
+#include "ds/communicator.h"
 
 namespace ds::model {
 namespace {

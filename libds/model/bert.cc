@@ -4,8 +4,9 @@
 
 #include <cmath>
 
+#include "base/check.h"
 #include "config/parallel.h"
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 #include "model/models.h"
 
 namespace ds::model {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 
+#include "base/check.h"
 #include "comm/message_tag.h"
 #include "config/parallel.h"
+#include "ds/communicator.h"
 #include "model/attention_pattern.h"
 
 namespace ds::model {

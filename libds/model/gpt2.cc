@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "config/parallel.h"
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 #include "model/models.h"
 
 namespace ds::model {

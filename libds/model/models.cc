@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/models.h"
 
+#include <algorithm>
 #include <set>
 
 #include "config/parallel.h"
 #include "model/attention_pattern.h"
+#include "model/slice.h"
 #include "model/token_dropping.h"
 
 namespace ds::model {
@@ -19,6 +21,38 @@ Model make_family(const ModelConfig& config, const Shard& shard) {
     case Family::Bert: return make_bert(config, shard);
   }
   throw Error(Errc::Internal, "no such family of models");
+}
+
+// The code of a program may be wrong, and what runs the model relies on all of this.
+void check_program_model(const Model& m, const ModelConfig& config) {
+  const std::string name = config.source->identity();
+  const auto check = [&](bool is_good, std::string_view why) {
+    DS_CHECK(is_good, Errc::Config, "the program's model \"{}\": {}", name, why);
+  };
+  check(std::ranges::none_of(m.layers, [](const auto& layer) { return layer == nullptr; }), "a layer is null");
+  check(std::ssize(m.layers) == num_layers(config),
+        fmt::format("it has {} layers, and {} blocks between an embedding and a head are {}", m.layers.size(),
+                    config.layers, num_layers(config)));
+  for (const auto& layer : m.layers) {
+    const bool is_end = layer == m.layers.front() || layer == m.layers.back();
+    check(layer->is_block() != is_end, fmt::format("layer {} {}", layer->name(),
+                                                   is_end ? "begins or ends the model, and is a block"
+                                                          : "lies between embedding and head, and is no block"));
+  }
+  check(m.shared.size() <= 1, "more than one matrix is shared by embedding and head");
+  std::set<std::string_view> names;
+  for (const ParamRow* row : m.params()) {
+    check(!row->name.empty() && names.insert(row->name).second,
+          fmt::format("two parameters are called \"{}\", or one has no name", row->name));
+    check(!row->shape.empty() && std::ranges::min(row->shape) > 0, fmt::format("{} has no elements", row->name));
+    const std::string why = row->slice.whole() ? "" : slice_problem(row->slice, row->whole);
+    check(why.empty(), fmt::format("the slice of {}: {}", row->name, why));
+    check(row->slice.whole() || local_shape(row->slice, row->whole) == row->shape,
+          fmt::format("the shape of {} is not that of its slice", row->name));
+  }
+  for (const Tie& tie : m.ties)
+    check(names.contains(tie.name) && !names.contains(tie.alias),
+          fmt::format("{} is no second name of a parameter {}", tie.alias, tie.name));
 }
 
 }  // namespace
@@ -36,7 +70,8 @@ Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {
   DS_CHECK(seq_length <= config.max_positions || config.any_length(), Errc::Config,
            "data.seq_length {} exceeds the model's {} positions", seq_length, config.max_positions);
-  Model m = make_family(config, shard);
+  Model m = config.source ? config.source->make(config, shard) : make_family(config, shard);
+  if (config.source) check_program_model(m, config);
   DS_ASSERT(std::ssize(m.layers) == num_layers(config));
   m.shard = shard;
   m.vocab = config.vocab_size;

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The zoo: builds the list of layers from a model's configuration.
+// Builds the list of layers from a model's configuration: the zoo, or a program's source (ModelConfig::source).
 
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/layer.h"
 #include "ds/mesh.h"
-#include "model/layer.h"
 
 namespace ds::model {
 
 // The part of the model that a rank of the mesh computes: number tp_rank of its tp axis, sp_rank of its sp axis.
 Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank);
 
-// seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
-// the model that a rank computes; it must pass check_shard.
+// seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions, or if a program's
+// source breaks its contract. shard: the part of the model that a rank computes; it must pass check_shard.
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard = {});
 // The lengths of the passes of a training step, in tokens of each sample.
 struct PassLengths {

@@ -8,6 +8,20 @@
 
 namespace ds::model {
 
+Communicator& Groups::operator[](Axis axis) const {
+  DS_ASSERT(comms[axis] != nullptr);
+  return *comms[axis];
+}
+
+Groups Groups::over(i64 R) const {
+  DS_ASSERT(R <= most_rows);
+  Groups g = *this;
+  const i64 rows = shard.padded_rows(R);
+  for (TensorView* v : {&g.partial, &g.gathered}) v->shape[0] = v->rank > 0 ? rows : 0;
+  g.sum.shape[0] = g.sum.rank > 0 ? rows / shard.tp : 0;
+  return g;
+}
+
 PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   const i64 R = s.B * s.T, C = model.hidden, tp = model.shard.tp;
   sizes.product_rows = model.product_rows(R);

@@ -3,8 +3,8 @@
 // The views that layers use in a pass besides parameters and activations. Their memory is predicted, allocated and
 // handed out by this one list. Also the only place that creates a PassContext.
 
-#include "device/memory.h"
-#include "model/layer.h"
+#include "device/device.h"
+#include "ds/layer.h"
 
 namespace ds::model {
 

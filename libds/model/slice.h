@@ -9,24 +9,15 @@
 // A run is a range that is contiguous in both numberings.
 
 #include <algorithm>
-#include <compare>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "ds/shard.h"
 
 namespace ds::model {
-
-// The index ranges [begin, end) of `dim`, with all indices of every other dim. No ranges: the whole parameter.
-struct ParamSlice {
-  int dim = 0;
-  std::vector<std::pair<i64, i64>> ranges = {};  // ascending, disjoint and nonempty
-
-  bool whole() const noexcept { return ranges.empty(); }
-  auto operator<=>(const ParamSlice&) const = default;
-};
 
 // Empty if `slice` is valid for a parameter of this shape, else the problem.
 std::string slice_problem(const ParamSlice& slice, std::span<const i64> shape);

@@ -3,7 +3,7 @@
 // A block that processes a random subset of each sample's tokens; the others bypass it. Yao, Wu, Li, Holmes, Zhang, Li,
 // He: "Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training for Large-scale Transformers" (2022).
 
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::model {
 

@@ -13,9 +13,10 @@
 
 #include "config/optimizer_table.h"
 #include "device/device.h"
+#include "ds/communicator.h"
 #include "ds/config.h"
+#include "ds/layer.h"
 #include "ds/state.h"
-#include "model/layer.h"
 #include "optim/lr_schedule.h"
 
 namespace ds::optim {

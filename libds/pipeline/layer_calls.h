@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "ds/config.h"
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::pipeline {
 

@@ -13,7 +13,7 @@
 
 #include "base/check.h"
 #include "ds/config.h"
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::pipeline {
 

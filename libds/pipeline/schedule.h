@@ -23,7 +23,7 @@
 #include "base/check.h"
 #include "config/parallel.h"
 #include "ds/config.h"
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::pipeline {
 

@@ -89,6 +89,9 @@ void with_lengths(const RunPlan& plan, const Config& config, const model::Model&
   visit(of_length, plan_of_length(plan, config, of_length, lengths.sequence));
 }
 
-bool evaluates(const Config& config) noexcept { return !config.data.validation.empty() || config.data.split > 0; }
+bool evaluates(const Config& config) noexcept {
+  const DataConfig& data = config.data;
+  return data.samples ? data.validation_samples != nullptr : !data.validation.empty() || data.split > 0;
+}
 
 }  // namespace ds::plan

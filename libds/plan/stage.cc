@@ -9,6 +9,8 @@
 namespace ds::plan {
 namespace {
 
+static_assert(model::ActivationPlanner::kAwayPage % offload::BlockFile::kPage == 0);
+
 using model::Mode;
 using pipeline::LayerCall;
 

@@ -48,6 +48,21 @@ void warn_of_uneven_targets(const Config& config, const BatchLoader& train) {
 RunData open_data(const Request& request, i64 num_ranks) {
   const Config& config = request.config;
   RunData opened;
+  const BatchShape shape{.micro = config.batch.micro,
+                         .num_ranks = num_ranks,
+                         .seq_length = config.data.seq_length,
+                         .workers = config.optimizer.diloco.workers,
+                         .micro_batches = config.batch.accumulation};
+  const u32 seed = static_cast<u32>(config.data.seed);
+  if (config.data.samples && config.use != ConfigUse::Generate) {
+    const auto loader_of = [&](const std::shared_ptr<const SampleSource>& samples) {
+      return std::make_unique<BatchLoader>(samples, shape, seed, config.model.vocab_size);
+    };
+    opened.train = loader_of(config.data.samples);
+    if (config.data.validation_samples) opened.validation = loader_of(config.data.validation_samples);
+    if (request.is_root() && !request.options.read_only) warn_of_uneven_targets(config, *opened.train);
+    return opened;
+  }
   if (config.data.train.empty()) return opened;  // generation needs none
   // Files of tokens need it first when the run writes text: the mistake is told now.
   std::error_code ignored;
@@ -64,12 +79,6 @@ RunData open_data(const Request& request, i64 num_ranks) {
     if (!config.data.validation.empty()) std::ranges::move(data.validation->remarks(), std::back_inserter(remarks));
     for (const Remark& remark : remarks) log_message(remark.level, remark.text);
   }
-  const BatchShape shape{.micro = config.batch.micro,
-                         .num_ranks = num_ranks,
-                         .seq_length = config.data.seq_length,
-                         .workers = config.optimizer.diloco.workers,
-                         .micro_batches = config.batch.accumulation};
-  const u32 seed = static_cast<u32>(config.data.seed);
   opened.train = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective,
                                                config.data.weights);
   if (data.validation) {
@@ -91,9 +100,8 @@ void check_same_files(const RunData& data, Communicator& world) {
   const std::vector<std::string> all = gather_text(world, mine);
   for (size_t r = 1; r < all.size(); ++r)
     DS_CHECK(all[r] == all[0], Errc::Config,
-             "data.train: rank {} reads other data than rank 0, or with another tokenizer: all ranks of a run read the "
-             "same files",
-             r);
+             "data.train: rank {} reads other data than rank 0, or with another tokenizer: all ranks of a run {}", r,
+             data.train && data.train->identity().files.empty() ? "have the same samples" : "read the same files");
 }
 
 std::string RunData::identity_json() const { return compact_json(data_identity_json(train->identity())); }

@@ -4,8 +4,8 @@
 
 #include <memory>
 
-#include "comm/communicator.h"
 #include "data/data.h"
+#include "ds/communicator.h"
 #include "run/request.h"
 
 namespace ds::run {
@@ -16,8 +16,8 @@ struct RunData {
   std::string identity_json() const;  // CheckpointMeta::data_json. Requires: train
 };
 
-// Opens the files that the configuration names, for so many data-parallel ranks; none if it names none. Rank 0 reports
-// what is remarkable about them. Throws as open_dataset().
+// Opens the files that the configuration names, or takes the samples of the program, for so many data-parallel ranks;
+// none if there are neither. Rank 0 reports what is remarkable about them. Throws as open_dataset() and BatchLoader().
 RunData open_data(const Request& request, i64 num_ranks);
 
 // Throws Errc::Config if ranks read different files. Collective.

@@ -17,7 +17,7 @@
 #include "base/limits.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/run_lock.h"
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
 #include "ds/offload.h"
 #include "probe/host.h"
 #include "serve/passes.h"

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 #include "update/combine.h"
 
 namespace ds::update {

@@ -9,8 +9,8 @@
 #include <span>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "device/device.h"
+#include "ds/communicator.h"
 #include "zero/grad_plan.h"
 
 namespace ds::zero {

@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "device/device.h"
+#include "ds/communicator.h"
 #include "zero/grad_plan.h"
 #include "zero/tier_array.h"
 

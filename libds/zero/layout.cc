@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
+
 namespace ds::zero {
 namespace {
 

@@ -30,7 +30,7 @@
 #include <string>
 #include <vector>
 
-#include "model/layer.h"
+#include "ds/layer.h"
 
 namespace ds::zero {
 

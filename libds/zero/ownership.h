@@ -10,8 +10,8 @@
 #include <span>
 #include <vector>
 
+#include "ds/layer.h"
 #include "mesh/mesh.h"
-#include "model/layer.h"
 #include "zero/layout.h"
 
 namespace ds::zero {

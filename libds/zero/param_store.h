@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/secondary_shard.h"
 #include "device/device.h"
+#include "ds/communicator.h"
 #include "zero/gather_plan.h"
 #include "zero/piece_memory.h"
 

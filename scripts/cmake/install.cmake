@@ -22,12 +22,13 @@ install(EXPORT libds NAMESPACE libds:: FILE libdsConfig.cmake DESTINATION ${pack
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/libdsConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/libdsConfigVersion.cmake DESTINATION ${package_dir})
 
-foreach(section 1 5 7)
+foreach(section 1 3 5 7)
   file(GLOB pages CONFIGURE_DEPENDS man/*.${section})
   install(FILES ${pages} DESTINATION ${CMAKE_INSTALL_MANDIR}/man${section})
 endforeach()
 install(FILES LICENSE CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DOCDIR} FILES_MATCHING PATTERN *.json)
+install(DIRECTORY tests/examples DESTINATION ${CMAKE_INSTALL_DOCDIR} FILES_MATCHING PATTERN *.h PATTERN *.cc)
 
 # Each tool writes its own completions.
 set(bash_dir ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/make_communicator.h"
 #include "ds/config.h"
 #include "engine/engine.h"
 #include "mesh/from_config.h"

@@ -16,7 +16,8 @@
 #include <functional>
 #include <random>
 
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
+#include "device/device.h"
 
 namespace {
 

@@ -14,6 +14,7 @@
 #include <functional>
 #include <random>
 
+#include "comm/make_communicator.h"
 #include "comm/one_bit.h"
 #include "comm/quantized.h"
 

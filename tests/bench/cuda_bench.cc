@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "bench/op_clock.h"
+#include "comm/make_communicator.h"
 #include "ds/config.h"
 #include "ds/log.h"
 #include "engine/engine.h"

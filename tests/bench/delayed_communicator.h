@@ -9,7 +9,8 @@
 #include <mutex>
 #include <thread>
 
-#include "comm/communicator.h"
+#include "device/device.h"
+#include "ds/communicator.h"
 
 namespace ds::bench {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
 
 namespace {
 

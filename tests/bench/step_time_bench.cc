@@ -21,6 +21,7 @@
 #include <sstream>
 #include <thread>
 
+#include "comm/make_communicator.h"
 #include "engine/engine.h"
 #include "memreport/step_time.h"
 #include "mesh/from_config.h"

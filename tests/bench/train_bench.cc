@@ -12,6 +12,7 @@
 #include <cstdlib>
 
 #include "bench/onednn_product.h"
+#include "comm/make_communicator.h"
 #include "ds/config.h"
 #include "engine/engine.h"
 

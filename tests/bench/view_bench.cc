@@ -14,6 +14,7 @@
 #include <filesystem>
 
 #include "checkpoint/checkpoint.h"
+#include "comm/make_communicator.h"
 #include "ds/checkpoint.h"
 #include "model/models.h"
 #include "zero/layout.h"

@@ -3,6 +3,7 @@
 // Common parts of the tests of the 1-bit family: a simulation of all ranks without code of the library, and the end of
 // a step over gradients that a test makes up.
 
+#include "comm/make_communicator.h"
 #include "equivalence/checkpoints.h"
 #include "update/update.h"
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "comm/make_communicator.h"
 #include "engine/engine.h"
 #include "engine/host_state.h"
 #include "engine/param_table.h"

@@ -20,6 +20,7 @@
 #include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace comm_mpi_test {

@@ -25,6 +25,8 @@
 #include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
+#include "comm/shared_file.h"
 
 namespace ds {
 namespace comm_shm_test {

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "comm/make_communicator.h"
 #include "device/device.h"
 #include "ds/kernels/state_codes.h"
 #include "mesh/mesh.h"

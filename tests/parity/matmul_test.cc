@@ -2,7 +2,7 @@
 // The matrix product and the column sum against the oracle: orientations, dtypes, epilogues, strides, edges, threads;
 // and the gradients of the linear map that is made of them, against finite differences.
 
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 #include "parity/finite_difference.h"
 #include "parity/parity.h"
 

@@ -11,6 +11,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "comm/make_communicator.h"
 #include "ds/log.h"
 #include "engine/engine.h"
 #include "run/weights.h"

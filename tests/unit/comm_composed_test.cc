@@ -10,6 +10,7 @@
 
 #include "../comm_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace comm_composed_test {

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "../comm_exercise.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace comm_group_test {

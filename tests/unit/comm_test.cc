@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Communicators within one process: self and threads.
 
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

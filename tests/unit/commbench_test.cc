@@ -11,6 +11,7 @@
 #include <random>
 
 #include "base/json.h"
+#include "comm/make_communicator.h"
 #include "commbench/links.h"
 #include "commbench/measure.h"
 #include "commbench/overlap.h"

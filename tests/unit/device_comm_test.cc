@@ -15,6 +15,7 @@
 
 #include "../comm_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
 
 // Counts what a step must not do, on threads that ask for it, outside the stand-in for NCCL. Out of line, or GCC sees
 // through one half of a pair and warns.

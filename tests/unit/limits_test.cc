@@ -20,7 +20,7 @@
 #include "base/file.h"
 #include "base/thread.h"
 #include "checkpoint/async_save.h"
-#include "comm/communicator.h"
+#include "comm/make_communicator.h"
 #include "comm/shared_record.h"
 #include "device/device.h"
 #include "ds/kernels/thread_pool.h"

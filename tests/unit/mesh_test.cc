@@ -11,6 +11,7 @@
 
 #include "../mesh_exercise.h"
 #include "../slow_set.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace mesh_test {

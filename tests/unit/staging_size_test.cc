@@ -7,6 +7,7 @@
 
 #include "../comm_exercise.h"
 #include "comm/base_communicator.h"
+#include "comm/make_communicator.h"
 
 namespace ds {
 namespace staging_size_test {

@@ -10,6 +10,7 @@
 
 #include "base/json.h"
 #include "checkpoint/state_source.h"
+#include "comm/make_communicator.h"
 #include "config/trainer_output.h"
 #include "ds/checkpoint.h"
 #include "ds/log.h"

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "comm/make_communicator.h"
 #include "plan/counting_device.h"
 #include "zero/grad_store.h"
 #include "zero/param_store.h"

@@ -12,6 +12,7 @@
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
 #include "ds/mesh.h"
+#include "ds/model_config.h"
 #include "ds/state.h"
 
 namespace ds {
@@ -76,6 +77,9 @@ struct ShardOptions {
   int stage = 0;         // ZeRO stage
   // Needed with pp, tp or positions: config.json, or a directory that contains it; empty: the source's.
   std::string config = {};
+  // The model of the program that saved the state, instead of one that config.json describes; resolved, as load_config
+  // returns it (Config::model).
+  std::optional<ModelConfig> model = {};
   std::string partition = "parameters";  // partition of layers over pp: "parameters", "uniform" or "type:REGEX"
   i64 positions = 0;  // rows of the learned position embedding, which is repeated up to that number; 0: unchanged
   CopyProgress progress = {};
@@ -95,10 +99,10 @@ struct ShardResult {
 
 // Writes the state in `source`, which is read as merge_checkpoint reads it, as a run directory for the ranks of a mesh:
 // the files that a run with that layout would have saved. Any state can be split over dp and sp; tp and pp need the
-// state of a model of the zoo. `dir` must be missing or empty. The output is read back and verified before it is
-// committed; after an error nothing is left. Memory use is that of merge_checkpoint, and so are the errors, with
-// Errc::Config (degrees or positions that do not fit the model), Errc::Unavailable (unknown model) and Errc::Mismatch
-// (parameters that are not those of the model).
+// state of a model of the zoo or of the program. `dir` must be missing or empty. The output is read back and verified
+// before it is committed; after an error nothing is left. Memory use is that of merge_checkpoint, and so are the
+// errors, with Errc::Config (degrees or positions that do not fit the model), Errc::Unavailable (unknown model) and
+// Errc::Mismatch (parameters that are not those of the model).
 DS_API ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions&);
 
 // The contents of a saved step: parameters, and the ranks that own them.

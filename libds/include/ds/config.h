@@ -4,6 +4,8 @@
 // resolved. Names follow the JSON names; ds-config-keys(5) documents each key.
 
 #include <limits>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -279,6 +281,8 @@ struct MlmConfig {
   i64 mask_token = -1, cls_token = -1, sep_token = -1;
 };
 
+class SampleSource;  // ds/sample_source.h
+
 struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
   std::vector<std::string> validation;  // empty: the last part of the training data, a share of `split`
@@ -296,6 +300,8 @@ struct DataConfig {
   DataPacking packing = DataPacking::None;
   ChatTemplateConfig chat_template;  // all empty: ChatML's format
   MlmConfig mlm;
+  // Samples that the program brings instead of files; validation: null if it brings none. Both null: files.
+  std::shared_ptr<const SampleSource> samples = {}, validation_samples = {};
 };
 
 // Curriculum of sequence lengths: a step trains on the first `difficulty` tokens of every sample, and the schedule
@@ -526,17 +532,27 @@ struct ConfigResult {
   DS_API std::string message() const;
 };
 
+// Parts of a run that its program brings. The configuration then lacks the keys that describe them.
+struct ProgramParts {
+  // Instead of `model`; states a source, layers, hidden, vocab_size and max_positions. Other sizes of 0 are resolved:
+  // heads to 1, kv_heads to heads, head_dim to hidden / heads, intermediate to hidden.
+  std::optional<ModelConfig> model = {};
+  // Instead of data.train, and of data.validation and data.split; see DataConfig.
+  std::shared_ptr<const SampleSource> samples = {}, validation_samples = {};
+};
+
 // Reads a configuration and reports all its mistakes at once. Also reads model.path, but no data file.
 //   path        a file, or "-" for standard input
 //   overrides   "a.b=v", applied in order, as with --set: v is JSON, or else a string; "a.b[0]=v" reaches into arrays
 //   world_size  number of ranks
 DS_API ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
-                                ConfigUse use = ConfigUse::Train);
+                                ConfigUse use = ConfigUse::Train, const ProgramParts& parts = {});
 // The same for a text in memory; diagnostics call it `name`.
 DS_API ConfigResult parse_config(std::string_view text, const std::string& name, std::span<const std::string> overrides,
-                                 int world_size, ConfigUse use = ConfigUse::Train);
+                                 int world_size, ConfigUse use = ConfigUse::Train, const ProgramParts& parts = {});
 
-// Returns every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config.
+// Returns every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config,
+// given the same parts of the program.
 DS_API std::string resolved_json(const Config&);
 
 }  // namespace ds

@@ -24,14 +24,17 @@ struct Source {
   int ranks = 1;
   std::string text, name;              // of the configuration
   std::vector<std::string> overrides;  // applied to the configuration
+  ProgramParts parts = {};             // of the program
 };
 
 // Reads a configuration from `path`, which is one of: a configuration file ("-": standard input); a model (a directory
 // with a config.json, or such a file), trained in bf16 with one sample per micro-batch unless `overrides` change that;
 // one of our checkpoints (a run directory or a step). `overrides` are those of load_config. ranks 0: those of the
 // checkpoint, else 1. Diagnostics are in the result. Throws Errc::Io for files that cannot be read, Errc::Unavailable
-// for checkpoints that do not record their model, and like find_checkpoint.
-DS_API Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks);
+// for checkpoints that do not record their model, or whose model is a program's that `parts` lacks, and like
+// find_checkpoint.
+DS_API Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks,
+                          const ProgramParts& parts = {});
 
 struct World {
   int ranks = 1;

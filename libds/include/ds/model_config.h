@@ -3,6 +3,7 @@
 // The shape of a model: the contents of a Hugging Face config.json in one struct for all families, with all defaults
 // resolved.
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +12,31 @@
 #include "ds/kernels/ops.h"
 
 namespace ds {
+
+struct ModelConfig;
+
+namespace model {
+
+struct Model;  // ds/layer.h
+struct Shard;  // ds/shard.h
+
+// A model that a program brings. Runs, plans and predictions build it wherever they would build a model of the zoo.
+class DS_API Source {
+ public:
+  virtual ~Source() = default;
+
+  // Names the model in checkpoints: 1 to 64 of [a-zA-Z0-9._-], and no Family's name. A run resumes only from a step
+  // whose model has this name and the same sizes, so a change of the code that makes old weights useless needs a new
+  // name.
+  virtual std::string identity() const = 0;
+  // The part of the model that a rank computes: Model::layers (an embedding, config.layers blocks, a head), shared,
+  // ties and splits; the caller sets the other members. Parameters depend on the arguments alone. `shard` has passed
+  // the checks of the family's models: tp divides config.heads and config.intermediate. Throws Errc::Unavailable for a
+  // `shard` that the model does not support. Several threads may call it.
+  virtual Model make(const ModelConfig& config, const Shard& shard) const = 0;
+};
+
+}  // namespace model
 
 enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Bert };  // names: family_name()
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "bert".
@@ -46,7 +72,7 @@ struct ModelConfig {
   Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen; others: a plain one
 
   float rope_theta = 1e4f;  // Llama, Qwen
-  RopeScaling rope;
+  RopeScaling rope = {};
   // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
   bool rotary() const noexcept { return family != Family::Gpt2 && family != Family::Bert; }
@@ -72,8 +98,12 @@ struct ModelConfig {
   bool scale_attn_by_inverse_layer_idx = false;
 
   i64 sliding_window = 0;  // number of keys that a query sees in the layers of sliding_layers; 0: no layer has a window
-  std::vector<bool> sliding_layers;  // [layers], empty when sliding_window is 0
+  std::vector<bool> sliding_layers = {};  // [layers], empty when sliding_window is 0
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
+
+  // Null: the zoo builds the family's model. Else `source` builds it from these sizes, and `family` only says how it is
+  // used: with learned or rotary positions, trained on the next token or on masks.
+  std::shared_ptr<const model::Source> source = {};
 };
 
 // Reads a config.json, given by its path or its directory. Missing keys take Hugging Face's defaults. Throws

@@ -91,13 +91,13 @@ DS_API std::string pattern_text(const Config& config, int width);
 DS_API std::string pattern_svg(const Config& config);
 
 struct RunOptions {
-  std::string out_dir;  // run directory; empty: nothing is written
-  std::string resume;   // empty: a new run; "latest": the latest step in out_dir; else a step or run directory
+  std::string out_dir = {};  // run directory; empty: nothing is written
+  std::string resume = {};   // empty: a new run; "latest": the latest step in out_dir; else a step or run directory
   // Initial weights, in any form that open_weights() reads; empty: those of model.path, or random ones.
-  std::string weights;
-  std::string trace;       // for training: file for a trace of the first steps; empty: none
-  std::string config;      // the configuration's own file, which reports must not overwrite; empty: none
-  bool read_only = false;  // for evaluation and generation: out_dir is only read, and there must be weights
+  std::string weights = {};
+  std::string trace = {};   // for training: file for a trace of the first steps; empty: none
+  std::string config = {};  // the configuration's own file, which reports must not overwrite; empty: none
+  bool read_only = false;   // for evaluation and generation: out_dir is only read, and there must be weights
   const EncodedPrompts* writing = nullptr;  // prompts to continue, for the memory check; must outlive the run
 };
 
@@ -107,11 +107,11 @@ DS_API void check_report(const std::string& file, std::string_view option, const
 
 struct TrainHooks {  // all optional; called on rank 0 only, except stop_signal, which every rank calls after each step
                      // and, in evaluations, after each batch
-  std::function<int()> stop_signal;  // not 0: stop because of this signal
-  std::function<void(const StepRecord&, i64 total_steps)> on_step;
-  std::function<void(i64 step, double val_loss)> on_eval;
+  std::function<int()> stop_signal = {};  // not 0: stop because of this signal
+  std::function<void(const StepRecord&, i64 total_steps)> on_step = {};
+  std::function<void(i64 step, double val_loss)> on_eval = {};
   // Reports that the configuration requests: wall_clock_breakdown, comms_logger, flops_profiler.
-  std::function<void(std::string_view text)> on_report;
+  std::function<void(std::string_view text)> on_report = {};
 };
 
 struct TrainResult {

@@ -3,7 +3,9 @@
 // Parts shared by the layers of all model families: linear maps in both of Hugging Face's orientations, alone and over
 // a tensor-parallel group; attention with a cache and over a sequence-parallel group (attention.cc); dropout sites.
 
-#include "model/layer.h"
+#include "ds/layer.h"
+
+#pragma GCC visibility push(default)  // as DS_API does, for every function here
 
 namespace ds::model {
 
@@ -33,7 +35,7 @@ void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, Te
 
 // Matrices over a tensor-parallel group. Column-parallel: each rank has some of the outputs and computes them for all
 // rows; the input gradients are partial sums. Row-parallel: each rank has some of the inputs, and its product is a
-// partial sum. Sums are taken over ranks in rank order and rounded once (comm/communicator.h). With a group of one both
+// partial sum. Sums are taken over ranks in rank order and rounded once (ds/communicator.h). With a group of one both
 // are plain products.
 
 // All rows of a stream whose rows may be cut; valid until the next call.
@@ -180,3 +182,5 @@ std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::stri
                                  i64 vocab, bool tied, float eps, float init_std, const Shard& shard);
 
 }  // namespace ds::model
+
+#pragma GCC visibility pop

@@ -10,14 +10,14 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "base/check.h"
-#include "base/file.h"
+#include "ds/error.h"
+#include "ds/integers.h"
 #include "ds/kernels/ops.h"
 #include "ds/mesh.h"
-#include "model/shard.h"
-#include "model/slice.h"
+#include "ds/shard.h"
 
 namespace ds::model {
 
@@ -98,7 +98,7 @@ enum class Keep : u8 {
 //   temporary  lives within one call; all layers share it
 class ActivationPlanner {
  public:
-  static constexpr i64 kAwayPage = PageBuffer::kPage;
+  static constexpr i64 kAwayPage = 4096;  // of memory and of disks
   struct Memory {
     void *kept = nullptr, *working = nullptr, *temporary = nullptr;
     i64 away = 0;  // offset at which it begins
@@ -262,7 +262,7 @@ struct PassContext {
 };
 
 // Matrices of which only some rows are in memory at a time.
-class Tiles {
+class DS_API Tiles {
  public:
   virtual ~Tiles() = default;
   // Calls use(first, rows) for each block of rows [first, first + n) of matrix `row`, in order; the rows are valid
@@ -300,7 +300,7 @@ struct DrawKey {
 // The passes of a layer that need its matrices.
 enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput, BackwardWeight };
 
-class Layer {
+class DS_API Layer {
  public:
   virtual ~Layer() = default;
 
@@ -366,7 +366,7 @@ struct Tie {
 
 // A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss). Parameters are numbered
 // in order: shared, then layer by layer.
-struct Model {
+struct DS_API Model {
   std::vector<std::unique_ptr<Layer>> layers;
   // Tied embeddings: the matrix that layer 0 looks up and the head projects with; or none.
   std::vector<ParamRow> shared;

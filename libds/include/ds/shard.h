@@ -6,11 +6,32 @@
 // "Ring Attention", 2023).
 
 #include <array>
+#include <compare>
+#include <utility>
+#include <vector>
 
-#include "comm/communicator.h"
-#include "comm/message_tag.h"
+#include "ds/axis.h"
+#include "ds/error.h"
+#include "ds/integers.h"
+#include "ds/kernels/tensor.h"
+
+namespace ds {
+
+class Communicator;  // ds/communicator.h
+
+}  // namespace ds
 
 namespace ds::model {
+
+// The part of a parameter that a rank has: the index ranges [begin, end) of `dim`, with all indices of every other dim.
+// No ranges: the whole parameter. model/slice.h numbers its elements.
+struct ParamSlice {
+  int dim = 0;
+  std::vector<std::pair<i64, i64>> ranges = {};  // ascending, disjoint and nonempty
+
+  bool whole() const noexcept { return ranges.empty(); }
+  auto operator<=>(const ParamSlice&) const = default;
+};
 
 // How ranks with parts of a sequence attend to all of it.
 enum class SequenceMode : u8 {
@@ -97,19 +118,10 @@ struct Groups {
   i64 sequence_length = 0;  // of whole sequences: T * sp
   i64 most_rows = 0;        // the largest R for which there is memory
 
-  Communicator& operator[](Axis axis) const {
-    DS_ASSERT(comms[axis] != nullptr);
-    return *comms[axis];
-  }
-  // The same groups in a pass over R rows.
-  Groups over(i64 R) const {
-    DS_ASSERT(R <= most_rows);
-    Groups g = *this;
-    const i64 rows = shard.padded_rows(R);
-    for (TensorView* v : {&g.partial, &g.gathered}) v->shape[0] = v->rank > 0 ? rows : 0;
-    g.sum.shape[0] = g.sum.rank > 0 ? rows / shard.tp : 0;
-    return g;
-  }
+  // There must be one.
+  DS_API Communicator& operator[](Axis axis) const;
+  // The same groups in a pass over R rows, at most `most_rows`.
+  DS_API Groups over(i64 R) const;
 };
 
 }  // namespace ds::model
