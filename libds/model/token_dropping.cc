@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "model/linear.h"
+
 namespace ds::model {
 namespace {
 
@@ -17,6 +19,11 @@ class DroppingBlock final : public Layer {
   bool is_block() const noexcept override { return block_->is_block(); }
   std::vector<size_t> products(Products which) const override { return block_->products(which); }
   bool splits() const noexcept override { return block_->splits(); }
+  void attach(FunctionRef<LowRank(const Linear&)> choose) override {
+    block_->attach(choose);
+    rows_ = block_->rows();
+  }
+  CacheShape cache() const override { return block_->cache(); }
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
