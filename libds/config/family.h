@@ -54,7 +54,7 @@ struct FamilySpec {
   std::span<const KeyValue> neutral{};   // values of other families' keys that ask for what every model of this one is
   std::span<const KeyValue> constant{};  // what it writes in addition
   void (*set_defaults)(HfConfig&, ModelSource) = nullptr;  // Hugging Face's
-  // What the family makes of the keys that were read, apart from the rules of all families.
+  // Applies the rules of this family alone to the keys that were read.
   void (*resolve)(HfConfig&, const Json& object, ModelSource, Reader&) = nullptr;
 
   // Names in weight files.
@@ -63,7 +63,7 @@ struct FamilySpec {
   LearnedPositions positions{};
 };
 
-// In the order of the enum.
+// Sorted by the enum.
 std::span<const FamilySpec* const> families() noexcept;
 inline const FamilySpec& spec_of(Family family) noexcept { return *families()[static_cast<size_t>(family)]; }
 

@@ -148,7 +148,7 @@ class ActivationPlanner {
       temporary_peak_ = 0;
 };
 
-// Those of the low-rank branch of a linear map of R rows: model/linear.h.
+// Activations of the low-rank branch of a linear map of R rows: model/linear.h.
 struct BranchActs {
   TensorView inner{}, inner_grad{};  // [R, rank], and its gradient, both multiplied by the scale
   TensorView product{};              // [R, rank] fp32, temporary
@@ -207,7 +207,7 @@ struct Rotation {
   // True if the angles depend on the length of the sequence.
   bool by_length() const noexcept { return scaling.type == RopeType::Dynamic || scaling.type == RopeType::LongRope; }
 };
-// Its cos and sin for positions from 0 on: [positions, dim / 2] fp32 each, in host memory.
+// The cos and sin of a rotation for positions from 0 on: [positions, dim / 2] fp32 each, in host memory.
 struct RopeTables {
   std::vector<float> cos, sin;
 };
@@ -226,7 +226,7 @@ struct PassContext {
   TensorView positions{};      // [T] int32: rows of the rope tables; [R] when generating, and of documents
   TensorView row_positions{};  // [R] int32: each row's position in its sequence
   TensorView token_types{};    // [R] int32: segments, for models with Model::token_types
-  // Of Model::rotations, by number, for the sequences of this pass; memory of PassMemory.
+  // The tables of Model::rotations, by number, for the sequences of this pass; memory of PassMemory.
   std::span<const RopeViews> rotations{};
   TensorView targets{};  // [R] int32; not when generating
   TensorView losses{};   // [R] fp32, written by the head; not when generating
@@ -332,7 +332,7 @@ class Layer {
 
  protected:
   explicit Layer(std::string name) : name_(std::move(name)) {}
-  // Its linear maps.
+  // The linear maps of the layer.
   virtual std::vector<Linear*> linears() { return {}; }
   size_t add(ParamRow row) {
     rows_.push_back(std::move(row));

@@ -31,16 +31,21 @@ Hooks with_branches(i64 rank) {
 }
 
 // Initial weights by name, so that they do not depend on what else the model has. B is `last` times noise.
+std::vector<float> values_of(model::ParamRow row, float last, i64 begin, i64 count) {
+  const bool of_b = is_last(row.name);
+  if (of_b) row.init = model::Init::Normal;
+  std::vector<float> values(static_cast<size_t>(count));
+  const i64 number = static_cast<i64>(std::hash<std::string>{}(row.name) % 1'000'003);
+  model::init_values(row, number, 7, begin, count, values.data());
+  if (of_b) std::ranges::for_each(values, [&](float& x) { x *= last; });
+  return values;
+}
+
 Hooks by_name(Hooks hooks, float last) {
   hooks.start = [=](engine::Engine& engine) {
     const std::vector<const model::ParamRow*> rows = engine.model().params();
     engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-      model::ParamRow row = *rows[static_cast<size_t>(param)];
-      const float factor = is_last(row.name) ? last : 1;
-      if (is_last(row.name)) row.init = model::Init::Normal;
-      const i64 number = static_cast<i64>(std::hash<std::string>{}(row.name) % 1'000'003);
-      model::init_values(row, number, 7, begin, count, out);
-      for (i64 i = 0; i < count; ++i) out[i] *= factor;
+      std::ranges::copy(values_of(*rows[static_cast<size_t>(param)], last, begin, count), out);
     });
   };
   return hooks;
@@ -60,7 +65,7 @@ Trace train(const ModelConfig& model, const Layout& l, DType work = DType::F32,
   return train_threads(c, l.ranks(), kSteps, 1, by_name(with_branches(3), 5));
 }
 
-// Those of the model, without branches.
+// The weights of the model itself, without branches.
 std::vector<float> base_weights(const Trace& t, const ModelConfig& model, bool with) {
   model::Model m = model::make_model(model, 16);
   if (with) {
@@ -103,7 +108,57 @@ TEST(LowRank, EveryLinearMapHasRoomForIt) {
   }
 }
 
-// Its rows are frozen, else they would not stay zero.
+// The loss of the first step is that of the matrices W + scale B A.
+TEST(LowRank, AddsItsProductToTheMatrix) {
+  constexpr float kLast = 20;
+  for (const ModelConfig& model : kModels) {
+    std::map<std::string, std::vector<float>> products;  // scale B A, in the orientation of the weight
+    model::Model attached = model::make_model(model, 16);
+    std::map<std::string, model::LinearSpec> linears;
+    for (auto& layer : attached.layers) {
+      layer->attach([&](const model::Linear& linear) {
+        linears.emplace(linear.spec().name, linear.spec());
+        return model::LowRank{3, kScale};
+      });
+    }
+    std::map<std::string, std::vector<float>> branches;
+    for (const model::ParamRow* row : attached.params())
+      if (is_branch(row->name)) branches[row->name] = values_of(*row, kLast, 0, row->numel());
+    for (const auto& [name, linear] : linears) {
+      const std::vector<float>&a = branches[name + ".lora_A.weight"], &b = branches[name + ".lora_B.weight"];
+      std::vector<float>& sum = products[name + ".weight"];
+      sum.resize(static_cast<size_t>(linear.in * linear.out));
+      for (i64 o = 0; o < linear.out; ++o) {
+        for (i64 i = 0; i < linear.in; ++i) {
+          float x = 0;
+          for (i64 r = 0; r < 3; ++r)
+            x += b[static_cast<size_t>(o * 3 + r)] * a[static_cast<size_t>(r * linear.in + i)];
+          const bool out_in = linear.orientation == model::Orientation::OutIn;
+          sum[static_cast<size_t>(out_in ? o * linear.in + i : i * linear.out + o)] = kScale * x;
+        }
+      }
+    }
+    Hooks merged;
+    merged.start = [&](engine::Engine& engine) {
+      const std::vector<const model::ParamRow*> rows = engine.model().params();
+      engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+        const model::ParamRow& row = *rows[static_cast<size_t>(param)];
+        std::ranges::copy(values_of(row, 0, begin, count), out);
+        const auto product = products.find(row.name);
+        for (i64 i = 0; i < count && product != products.end(); ++i)
+          out[i] += product->second[static_cast<size_t>(begin + i)];
+      });
+    };
+    const Config c = config(model, {});
+    const double want = train_threads(c, 1, 1, 1, merged).losses[0],
+                 without = train_threads(c, 1, 1, 1, by_name({}, 0)).losses[0],
+                 got = train_threads(c, 1, 1, 1, by_name(with_branches(3), kLast)).losses[0];
+    EXPECT_NEAR(got, want, 2e-6 * want) << family_name(model.family);
+    EXPECT_GT(std::abs(without - want), 5e-5 * want) << family_name(model.family);
+  }
+}
+
+// The rows of the branches are frozen, else they would not stay zero.
 TEST(LowRank, ZerosKeepTheBitsOfTheModel) {
   for (const ModelConfig& base : kModels) {
     for (const DType work : {DType::F32, DType::BF16}) {
