@@ -7,57 +7,43 @@
 #include "base/check.h"
 #include "base/json.h"
 #include "checkpoint/hf_directory.h"
+#include "config/family.h"
 #include "ds/checkpoint.h"
 #include "ds/log.h"
-#include "ds/model_config.h"
 
 namespace ds {
 namespace {
 
-constexpr const char* kGpt2Keys[] = {"n_positions", "max_position_embeddings"};
-constexpr const char* kBertKeys[] = {"max_position_embeddings"};
 constexpr const char* kOldKey = "n_ctx";  // repeats the length in old files
 
-// A family that learns its positions.
-struct Learned {
-  Family family;
-  std::string_view embedding;         // files of the bare model leave out the first part of the name
-  std::span<const char* const> keys;  // of config.json, each of which says the length; the first is the usual one
-  std::string_view derived;           // how names of tensors end that old files make of the length alone
-};
-constexpr Learned kLearned[] = {
-    {Family::Gpt2, "transformer.wpe.weight", kGpt2Keys, ".attn.bias"},
-    {Family::Bert, "bert.embeddings.position_embeddings.weight", kBertKeys, "embeddings.position_ids"},
-};
-
-const Learned& learned_by(const Json& config, const std::string& path) {
+const FamilySpec& learned_by(const Json& config, const std::string& path) {
   const auto type = config.find("model_type");
   DS_CHECK(type != config.end() && type->is_string(), Errc::Config,
            "{}: --positions needs model_type in config.json to find the position embedding", path);
-  const std::string name = type->get<std::string>();
-  for (const Learned& l : kLearned) {
-    if (name == family_name(l.family)) return l;
-  }
-  for (const Family f : {Family::Llama, Family::Qwen2, Family::Qwen3}) {
-    DS_CHECK(name != family_name(f), Errc::Config,
+  std::vector<std::string> learned;
+  for (const FamilySpec* f : families()) {
+    const bool has_embedding = !f->positions.embedding.empty();
+    if (has_embedding) learned.push_back(fmt::format("\"{}\"", f->name));
+    if (*type != f->name) continue;
+    DS_CHECK(has_embedding, Errc::Config,
              "{}: --positions repeats a position embedding, and a model of type \"{}\" has none: it turns queries and "
              "keys by their positions; for longer sequences set max_position_embeddings and rope_scaling in its "
              "config.json",
-             path, name);
+             path, f->name);
+    return *f;
   }
-  throw Error(Errc::Unavailable, fmt::format("{}: --positions supports models of type \"gpt2\" and \"bert\", not "
-                                             "of \"{}\"",
-                                             path, name));
+  throw Error(Errc::Unavailable, fmt::format("{}: --positions supports models of type {}, not of \"{}\"", path,
+                                             fmt::join(learned, " and "), type->get<std::string>()));
 }
 
-void set_length(Json& config, const Learned& learned, i64 positions) {
+void set_length(Json& config, const LearnedPositions& learned, i64 positions) {
   bool said = false;
-  for (const char* key : learned.keys) {
+  for (const std::string_view key : learned.lengths) {
     if (!config.contains(key)) continue;
-    config[key] = positions;
+    config[std::string(key)] = positions;
     said = true;
   }
-  if (!said) config[learned.keys.front()] = positions;
+  if (!said) config[std::string(learned.lengths.front())] = positions;
   if (config.contains(kOldKey)) config[kOldKey] = positions;
 }
 
@@ -110,20 +96,21 @@ class ExtendedState : public StateSource {
 };
 
 // The number of the embedding among the parameters, which is a matrix with elements of its own.
-i64 find_embedding(const StateSource& state, const Learned& learned) {
-  const std::string_view bare = learned.embedding.substr(learned.embedding.find('.') + 1);
+i64 find_embedding(const StateSource& state, const FamilySpec& family) {
+  const LearnedPositions& learned = family.positions;
+  const std::string_view bare = learned.embedding.substr(family.prefix.size());
   const std::vector<ParamEntry>& params = state.params();
   auto it = std::ranges::find(params, learned.embedding, &ParamEntry::name);
   if (it == params.end()) it = std::ranges::find(params, bare, &ParamEntry::name);
   DS_CHECK(it != params.end(), Errc::Mismatch, "{}: {} is missing, the position embedding of a model of type \"{}\"",
-           state.path(), learned.embedding, family_name(learned.family));
+           state.path(), learned.embedding, family.name);
   DS_CHECK(it->shape.size() == 2 && it->shape[0] > 0 && it->shape[1] > 0 && it->tied_to.empty(), Errc::Mismatch,
            "{}: {} is not a matrix of a row for each position", state.path(), it->name);
   return it - params.begin();
 }
 
 // The manifest's configuration of the run, where it describes the model itself.
-std::string extend_run_config(const std::string& text, const Learned& learned, i64 positions) {
+std::string extend_run_config(const std::string& text, const LearnedPositions& learned, i64 positions) {
   Json config = Json::parse(text);
   const auto model = config.is_object() ? config.find("model") : config.end();
   if (model == config.end() || !model->is_object() || model->contains("path")) return text;
@@ -136,11 +123,12 @@ std::string extend_run_config(const std::string& text, const Learned& learned, i
 std::unique_ptr<StateSource> extend_positions(std::unique_ptr<StateSource> state, i64 positions,
                                               const std::string& named) {
   Json config = Json::parse(model_config_of(*state, named));
-  const Learned& learned = learned_by(config, state->path());
-  const i64 embedding = find_embedding(*state, learned);
+  const FamilySpec& family = learned_by(config, state->path());
+  const LearnedPositions& learned = family.positions;
+  const i64 embedding = find_embedding(*state, family);
   const ParamEntry& p = state->params()[embedding];
   const i64 before = p.shape[0];
-  for (const char* key : learned.keys) {
+  for (const std::string_view key : learned.lengths) {
     DS_CHECK(!config.contains(key) || config[key] == before, Errc::Mismatch,
              "{}: {} has {} rows, but {} of config.json is {}", state->path(), p.name, before, key, config[key].dump());
   }

@@ -7,12 +7,10 @@
 #include <unordered_set>
 
 #include "checkpoint/state_source.h"
+#include "config/family.h"
 
 namespace ds {
 namespace {
-
-// The first part of parameter names, which files of a model without its head leave out.
-constexpr std::string_view kPrefixes[] = {"transformer.", "model.", "bert."};
 
 // Other names of the ends of parameters: those of Google's own files.
 constexpr std::pair<std::string_view, std::string_view> kOldEnds[] = {{".LayerNorm.weight", ".LayerNorm.gamma"},
@@ -20,14 +18,13 @@ constexpr std::pair<std::string_view, std::string_view> kOldEnds[] = {{".LayerNo
 
 // Buffers that old files carry along.
 bool is_known_extra(std::string_view name) {
-  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
-         name.ends_with(".rotary_emb.inv_freq") || name.ends_with("embeddings.position_ids");
+  return std::ranges::any_of(families(), [&](const FamilySpec* f) {
+    return std::ranges::any_of(f->buffers, [&](std::string_view end) { return name.ends_with(end); });
+  });
 }
 
-// Parameters that published BERTs have for other tasks.
-bool is_other_task(std::string_view name) {
-  if (name.starts_with("bert.")) name.remove_prefix(5);
-  return name.starts_with("pooler.dense.") || name.starts_with("cls.seq_relationship.");
+bool is_other_task(const model::Model& model, std::string_view name) {
+  return std::ranges::any_of(model.other_tasks, [&](std::string_view begin) { return name.starts_with(begin); });
 }
 
 // Parts of names that wrappers of a module put in front of its own, and that no model of the zoo has.
@@ -58,8 +55,10 @@ std::vector<std::string> names_in_files(std::string_view name) {
     if (name.ends_with(end)) names.push_back(std::string(name.substr(0, name.size() - end.size())).append(old));
   }
   for (size_t i = names.size(); i-- > 0;) {
-    for (const std::string_view prefix : kPrefixes) {
-      if (names[i].starts_with(prefix)) names.push_back(names[i].substr(prefix.size()));
+    for (const FamilySpec* f : families()) {
+      if (!names[i].starts_with(f->prefix)) continue;
+      names.push_back(names[i].substr(f->prefix.size()));
+      break;  // relatives share a prefix
     }
   }
   return names;
@@ -227,7 +226,7 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
     if (used.contains(name)) return;
     spare.push_back(name);
     if (is_known_extra(own) || is_tied(own)) return;
-    if (!model.causal && is_other_task(own)) return match.left_out.push_back(name);
+    if (is_other_task(model, own)) return match.left_out.push_back(name);
     match.extra.push_back(fmt::format("{} is not a parameter of the model", name));
   };
   for (size_t i = 0; i < source.list().size(); ++i) {

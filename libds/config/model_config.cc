@@ -1,178 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model configurations under Hugging Face's names. One table per family; what the keys of a family leave open (head
-// sizes, windows, rotary scaling) is resolved and checked here, so that the model builder meets only sound sizes.
+// Model configurations under Hugging Face's names. The keys of a family leave head sizes, windows and rotary scaling
+// open; they are resolved and checked here, so that the model builder meets only sound sizes.
 #include "config/model_config.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <set>
 
 #include "base/check.h"
+#include "config/families/keys.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
 
 namespace ds {
 
-template <>
-inline constexpr std::array kEnumNames<RopeType> = {EnumName{"default", u8(RopeType::Default)},
-                                                    EnumName{"linear", u8(RopeType::Linear)},
-                                                    EnumName{"dynamic", u8(RopeType::Dynamic)},
-                                                    EnumName{"llama3", u8(RopeType::Llama3)},
-                                                    EnumName{"yarn", u8(RopeType::Yarn)},
-                                                    EnumName{"longrope", u8(RopeType::LongRope)},
-                                                    EnumName{"proportional"},
-                                                    EnumName{"mrope"}};
-
 namespace {
 
-// The contents of config.json before they are resolved: 0 and empty stand for a missing key.
-struct HfConfig {
-  ModelConfig m;
-  bool use_sliding_window = false;
-  i64 sliding_window = 0;
-  i64 max_window_layers = 0;
-  std::vector<std::string> layer_types;
-};
-
-constexpr EnumName kPlainActivations[] = {{"gelu_new", u8(Activation::GeluTanh)},
-                                          {"gelu_pytorch_tanh", u8(Activation::GeluTanh)},
-                                          {"gelu", u8(Activation::GeluErf)},
-                                          {"silu", u8(Activation::Silu)},
-                                          {"swish", u8(Activation::Silu)},
-                                          {"relu"},
-                                          {"gelu_fast"},
-                                          {"gelu_python"},
-                                          {"quick_gelu"},
-                                          {"tanh"}};
-constexpr EnumName kGatedActivations[] = {{"silu", u8(Activation::Silu)},
-                                          {"swish", u8(Activation::Silu)},
-                                          {"gelu"},
-                                          {"gelu_new"},
-                                          {"gelu_pytorch_tanh"},
-                                          {"relu"}};
-
-template <const auto& names>
-Slot activation_slot(void* root) {
-  return EnumSlot{reinterpret_cast<u8*>(&static_cast<HfConfig*>(root)->m.activation), names};
-}
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Range kSize = {1, 1 << 24};
-constexpr Range kDropout = {0, 1, false, /*open_high=*/true};
-constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};
-
-constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool takes_null = false) {
-  return {.path = path, .slot = slot, .range = range, .takes_null = takes_null};
-}
-constexpr Key fixed(std::string_view path, std::string_view values) {
-  return {.path = path, .kind = KeyKind::NotYet, .values = values};
-}
-constexpr Key alias(std::string_view path, std::string_view target) {
-  return {.path = path, .kind = KeyKind::Alias, .name = target};
-}
-constexpr Key silent(std::string_view path) { return {.path = path, .kind = KeyKind::Silent}; }
-
-constexpr bool kNull = true;
-using H = HfConfig;
-using M = ModelConfig;
-using R = RopeScaling;
+using family::fixed, family::silent;
 
 // clang-format off
-constexpr Key kGpt2Keys[] = {
-    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
-    effect("n_embd", slot_of<&H::m, &M::hidden>, kSize),
-    effect("n_layer", slot_of<&H::m, &M::layers>, {1, 1e5}),
-    effect("n_head", slot_of<&H::m, &M::heads>, kSize),
-    effect("n_positions", slot_of<&H::m, &M::max_positions>, kSize),
-    effect("n_inner", slot_of<&H::m, &M::intermediate>, kSize, kNull),
-    effect("activation_function", activation_slot<kPlainActivations>),
-    effect("layer_norm_epsilon", slot_of<&H::m, &M::norm_eps>, kAboveZero),
-    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
-    effect("embd_pdrop", slot_of<&H::m, &M::embd_dropout>, kDropout, kNull),
-    effect("resid_pdrop", slot_of<&H::m, &M::resid_dropout>, kDropout, kNull),
-    effect("attn_pdrop", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
-    effect("scale_attn_weights", slot_of<&H::m, &M::scale_attn_weights>, {}, kNull),
-    effect("scale_attn_by_inverse_layer_idx", slot_of<&H::m, &M::scale_attn_by_inverse_layer_idx>, {}, kNull),
-    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
-    fixed("reorder_and_upcast_attn", "[false]"),
-    fixed("add_cross_attention", "[false]"),
-    alias("hidden_size", "n_embd"), alias("num_hidden_layers", "n_layer"), alias("num_attention_heads", "n_head"),
-    alias("max_position_embeddings", "n_positions"),
-    silent("n_ctx"), silent("n_special"), silent("predict_special_tokens"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
-    silent("summary_proj_to_labels"), silent("summary_first_dropout"),
-};
-
-constexpr Key kLlamaKeys[] = {
-    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
-    effect("hidden_size", slot_of<&H::m, &M::hidden>, kSize),
-    effect("intermediate_size", slot_of<&H::m, &M::intermediate>, kSize),
-    effect("num_hidden_layers", slot_of<&H::m, &M::layers>, {1, 1e5}),
-    effect("num_attention_heads", slot_of<&H::m, &M::heads>, kSize),
-    effect("num_key_value_heads", slot_of<&H::m, &M::kv_heads>, kSize, kNull),
-    effect("head_dim", slot_of<&H::m, &M::head_dim>, kSize, kNull),
-    effect("hidden_act", activation_slot<kGatedActivations>),
-    effect("max_position_embeddings", slot_of<&H::m, &M::max_positions>, kSize),
-    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
-    effect("rms_norm_eps", slot_of<&H::m, &M::norm_eps>, kAboveZero),
-    effect("rope_theta", slot_of<&H::m, &M::rope_theta>, kAboveZero),
-    effect("rope_scaling.rope_type", slot_of<&H::m, &M::rope, &R::type>, {}, kNull),
-    alias("rope_scaling.type", "rope_scaling.rope_type"),
-    effect("rope_scaling.factor", slot_of<&H::m, &M::rope, &R::factor>, {1, kInfinity}, kNull),
-    effect("rope_scaling.low_freq_factor", slot_of<&H::m, &M::rope, &R::low_freq_factor>, kAboveZero, kNull),
-    effect("rope_scaling.high_freq_factor", slot_of<&H::m, &M::rope, &R::high_freq_factor>, kAboveZero, kNull),
-    effect("rope_scaling.original_max_position_embeddings", slot_of<&H::m, &M::rope, &R::original_max_positions>, kSize, kNull),
-    effect("rope_scaling.attention_factor", slot_of<&H::m, &M::rope, &R::attention_factor>, kAboveZero, kNull),
-    effect("rope_scaling.beta_fast", slot_of<&H::m, &M::rope, &R::beta_fast>, kAboveZero, kNull),
-    effect("rope_scaling.beta_slow", slot_of<&H::m, &M::rope, &R::beta_slow>, kAboveZero, kNull),
-    effect("rope_scaling.mscale", slot_of<&H::m, &M::rope, &R::mscale>, {}, kNull),
-    effect("rope_scaling.mscale_all_dim", slot_of<&H::m, &M::rope, &R::mscale_all_dim>, {}, kNull),
-    effect("rope_scaling.truncate", slot_of<&H::m, &M::rope, &R::truncate>, {}, kNull),
-    effect("rope_scaling.short_factor", slot_of<&H::m, &M::rope, &R::short_factor>, kAboveZero, kNull),
-    effect("rope_scaling.long_factor", slot_of<&H::m, &M::rope, &R::long_factor>, kAboveZero, kNull),
-    alias("rope_parameters", "rope_scaling"),
-    alias("original_max_position_embeddings", "rope_scaling.original_max_position_embeddings"),
-    alias("rope_scaling.rope_theta", "rope_theta"),
-    fixed("rope_scaling.partial_rotary_factor", "[1]"),
-    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
-    effect("attention_bias", slot_of<&H::m, &M::attention_bias>, {}, kNull),
-    effect("mlp_bias", slot_of<&H::m, &M::mlp_bias>, {}, kNull),
-    effect("attention_dropout", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
-    effect("use_sliding_window", slot_of<&H::use_sliding_window>, {}, kNull),
-    effect("sliding_window", slot_of<&H::sliding_window>, kSize, kNull),
-    effect("max_window_layers", slot_of<&H::max_window_layers>, {}, kNull),
-    effect("layer_types", slot_of<&H::layer_types>, {}, kNull),
-    fixed("pretraining_tp", "[0, 1]"),
-    fixed("partial_rotary_factor", "[1]"),
-    fixed("use_mrope", "[false]"),
-    silent("rope_interleaved"), silent("is_llama_config"), silent("max_sequence_length"),
-};
-
-constexpr Key kBertKeys[] = {
-    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
-    effect("hidden_size", slot_of<&H::m, &M::hidden>, kSize),
-    effect("num_hidden_layers", slot_of<&H::m, &M::layers>, {1, 1e5}),
-    effect("num_attention_heads", slot_of<&H::m, &M::heads>, kSize),
-    effect("intermediate_size", slot_of<&H::m, &M::intermediate>, kSize),
-    effect("hidden_act", activation_slot<kPlainActivations>),
-    effect("hidden_dropout_prob", slot_of<&H::m, &M::resid_dropout>, kDropout, kNull),
-    effect("attention_probs_dropout_prob", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
-    effect("max_position_embeddings", slot_of<&H::m, &M::max_positions>, kSize),
-    effect("type_vocab_size", slot_of<&H::m, &M::token_types>, kSize),
-    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
-    effect("layer_norm_eps", slot_of<&H::m, &M::norm_eps>, kAboveZero),
-    effect("pad_token_id", slot_of<&H::m, &M::pad_token_id>, {0, 1 << 24}, kNull),
-    fixed("position_embedding_type", R"(["absolute"])"),
-    fixed("tie_word_embeddings", "[true]"),
-    fixed("is_decoder", "[false]"),
-    fixed("add_cross_attention", "[false]"),
-    fixed("is_causal", "[false]"), fixed("use_bidirectional_attention", "[true]"),
-    // Keys of heads that are not built: Hugging Face's classifiers, and the pooler of Google's own files.
-    silent("classifier_dropout"), silent("directionality"), silent("pooler_fc_size"), silent("pooler_num_attention_heads"),
-    silent("pooler_num_fc_layers"), silent("pooler_size_per_head"), silent("pooler_type"),
-};
-
 // Written by transformers' base class: labels, tokens, generation, provenance. None changes the weights or the logits.
 constexpr Key kBookkeeping[] = {
     silent("architectures"), silent("transformers_version"), silent("torch_dtype"), silent("dtype"), silent("use_cache"),
@@ -197,59 +46,15 @@ constexpr Key kBookkeeping[] = {
 };
 // clang-format on
 
-// Hugging Face's defaults.
-HfConfig defaults(Family family, ModelSource source) {
+HfConfig defaults(const FamilySpec& family, ModelSource source) {
   HfConfig h;
-  ModelConfig& m = h.m;
-  m.family = family;
-  if (family == Family::Gpt2) {
-    m.vocab_size = 50257;
-    m.hidden = 768;
-    m.layers = m.heads = 12;
-    m.max_positions = 1024;
-    m.embd_dropout = m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
-    return h;
-  }
-  if (family == Family::Bert) {
-    m.vocab_size = 30522;
-    m.hidden = 768;
-    m.layers = m.heads = 12;
-    m.intermediate = 3072;
-    m.max_positions = 512;
-    m.token_types = 2;
-    m.norm_eps = 1e-12f;
-    m.activation = Activation::GeluErf;
-    m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
-    return h;
-  }
-  const bool llama = family == Family::Llama;
-  m.vocab_size = llama ? 32000 : 151936;
-  m.hidden = 4096;
-  m.layers = m.heads = 32;
-  m.intermediate = llama ? 11008 : 22016;
-  m.max_positions = llama ? 2048 : 32768;
-  if (family == Family::Qwen3) m.head_dim = 128;
-  m.norm_eps = 1e-6f;
-  m.activation = Activation::Silu;
-  m.tie_embeddings = m.output_bias = m.mlp_bias = false;
-  m.attention_bias = family == Family::Qwen2;
-  m.qk_norm = family == Family::Qwen3;
-  h.sliding_window = 4096;
-  h.max_window_layers = 28;
+  h.m.family = family.family;
+  family.set_defaults(h, source);
   return h;
 }
 
-struct SizeNames {
-  std::string_view hidden, layers, heads, positions;
-};
-constexpr SizeNames names_of(Family family) {
-  return family == Family::Gpt2
-             ? SizeNames{"n_embd", "n_layer", "n_head", "n_positions"}
-             : SizeNames{"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"};
-}
-
 void resolve_heads(ModelConfig& m, Reader& r) {
-  const SizeNames names = names_of(m.family);
+  const FamilySpec& names = spec_of(m.family);
   if (r.any_broken({names.hidden, names.heads, "num_key_value_heads", "head_dim"})) return;
   if (m.kv_heads == 0) m.kv_heads = m.heads;
   if (m.head_dim == 0) {
@@ -318,8 +123,7 @@ void resolve_windows(HfConfig& h, Reader& r) {
   ModelConfig& m = h.m;
   if (r.any_broken({"layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "num_hidden_layers"}))
     return;
-  const bool windowed =
-      (m.family == Family::Qwen2 || m.family == Family::Qwen3) && h.use_sliding_window && h.sliding_window > 0;
+  const bool windowed = h.use_sliding_window && h.sliding_window > 0;
   if (!h.layer_types.empty() && std::ssize(h.layer_types) != m.layers)
     return r.error("layer_types", fmt::format("has {} entries for {} layers", h.layer_types.size(), m.layers));
   for (const std::string& t : h.layer_types)
@@ -335,29 +139,27 @@ void resolve_windows(HfConfig& h, Reader& r) {
   m.sliding_layers = std::move(sliding);
 }
 
-constexpr std::array<std::pair<std::string_view, Family>, 5> kFamilies = {{{"gpt2", Family::Gpt2},
-                                                                           {"llama", Family::Llama},
-                                                                           {"qwen2", Family::Qwen2},
-                                                                           {"qwen3", Family::Qwen3},
-                                                                           {"bert", Family::Bert}}};
-constexpr std::array<std::string_view, 5> kArchitectures = {"GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM",
-                                                            "Qwen3ForCausalLM", "BertForMaskedLM"};
-constexpr std::string_view kFamilyNames = R"("gpt2", "llama", "qwen2", "qwen3", "bert")";
+// "gpt2", "llama", ...
+std::string all_names() {
+  std::vector<std::string> names;
+  for (const FamilySpec* f : families()) names.push_back(fmt::format("\"{}\"", f->name));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
 
-std::optional<Family> read_family(const Json& object, std::string_view key, Reader& r) {
+const FamilySpec* read_family(const Json& object, std::string_view key, Reader& r) {
   const auto it = object.find(std::string(key));
   if (it == object.end()) {
-    r.error(key, fmt::format("is missing; it is one of {}", kFamilyNames));
-    return std::nullopt;
+    r.error(key, fmt::format("is missing; it is one of {}", all_names()));
+    return nullptr;
   }
-  for (const auto& [name, family] : kFamilies)
-    if (*it == name) return family;
+  for (const FamilySpec* f : families())
+    if (*it == f->name) return f;
   if (it->is_string()) {
-    r.not_yet(key, fmt::format("a model of type {} (there are {})", it->dump(), kFamilyNames));
+    r.not_yet(key, fmt::format("a model of type {} (there are {})", it->dump(), all_names()));
   } else {
-    r.error(key, fmt::format("must be one of {}", kFamilyNames));
+    r.error(key, fmt::format("must be one of {}", all_names()));
   }
-  return std::nullopt;
+  return nullptr;
 }
 
 // A section whose method is "none", or bitsandbytes' where both of its switches are off: what is left of a merge.
@@ -376,7 +178,7 @@ bool quantizes_nothing(const Json& object) {
 }
 
 // Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
-bool asks_for_nothing(Family family, const Json& object, std::string_view name, const Json& value) {
+bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_view name, const Json& value) {
   if (value.is_null() || value == false) return true;
   const auto off = [&](const char* key) {
     const auto it = object.find(key);
@@ -387,9 +189,9 @@ bool asks_for_nothing(Family family, const Json& object, std::string_view name, 
   if (name == "max_window_layers") return true;            // of windows that another key turns on
   if (name == "layer_types")
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
-  if (name == "attention_bias") return family == Family::Qwen2 && value == true;
   if (name == "pretraining_tp") return value == 0 || value == 1;
-  if (name == "position_embedding_type") return family == Family::Gpt2 && value == "absolute";
+  for (const KeyValue& neutral : family.neutral)
+    if (name == neutral.key) return value == Json::parse(neutral.value);
   return value == 0 && (name.find("dropout") != name.npos || name.ends_with("pdrop"));
 }
 
@@ -398,24 +200,13 @@ constexpr std::string_view kProgramModel = "libds_program_model";
 
 }  // namespace
 
-std::string_view family_name(Family family) noexcept { return kFamilies[static_cast<size_t>(family)].first; }
-
 std::vector<Key> model_keys(Family family, ModelSource source) {
   std::vector<Key> keys = {silent(source == ModelSource::Inline ? "type" : "model_type")};
   if (source == ModelSource::Inline) keys.push_back(silent("model_type"));
-  std::span<const Key> own = kLlamaKeys;
-  if (family == Family::Gpt2) own = kGpt2Keys;
-  if (family == Family::Bert) own = kBertKeys;
-  const auto foreign = [&](const Key& k) {
-    const bool windowed = family == Family::Qwen2 || family == Family::Qwen3;
-    if (k.path == "mlp_bias" || k.path == "pretraining_tp") return family != Family::Llama;
-    if (k.path == "attention_bias") return family == Family::Qwen2;
-    if (k.path == "use_sliding_window" || k.path == "sliding_window" || k.path == "max_window_layers" ||
-        k.path == "layer_types")
-      return !windowed;
-    return false;
-  };
-  std::copy_if(own.begin(), own.end(), std::back_inserter(keys), [&](const Key& k) { return !foreign(k); });
+  const std::span<const Key> own = spec_of(family).keys;
+  const std::span<const std::string_view> unread = spec_of(family).unread;
+  std::ranges::copy_if(own, std::back_inserter(keys),
+                       [&](const Key& k) { return std::ranges::find(unread, k.path) == unread.end(); });
   // A family may say more about a key of transformers' base class.
   std::copy_if(std::begin(kBookkeeping), std::end(kBookkeeping), std::back_inserter(keys), [&](const Key& k) {
     return std::none_of(own.begin(), own.end(), [&](const Key& o) { return o.path == k.path; });
@@ -424,16 +215,15 @@ std::vector<Key> model_keys(Family family, ModelSource source) {
 }
 
 // Why a model of this type has no such key, although others do; empty: none has.
-std::string types_that_have(std::string_view name, Family own, ModelSource source) {
+std::string types_that_have(std::string_view name, const FamilySpec& own, ModelSource source) {
   std::vector<std::string> others;
-  for (const auto& [type, family] : kFamilies) {
-    const std::vector<Key> keys = model_keys(family, source);
+  for (const FamilySpec* f : families()) {
+    const std::vector<Key> keys = model_keys(f->family, source);
     if (std::ranges::any_of(keys, [&](const Key& k) { return k.path.substr(0, k.path.find('.')) == name; }))
-      others.push_back(fmt::format("\"{}\"", type));
+      others.push_back(fmt::format("\"{}\"", f->name));
   }
   if (others.empty()) return "";
-  return fmt::format("no model of type \"{}\" has it, but those of type {} do", family_name(own),
-                     fmt::join(others, " and "));
+  return fmt::format("no model of type \"{}\" has it, but those of type {} do", own.name, fmt::join(others, " and "));
 }
 
 ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
@@ -441,11 +231,11 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   const bool is_inline = source == ModelSource::Inline;
   Reader probe({}, nullptr, text, prefix, diagnostics);
   const bool other_name = is_inline && !object.contains("type") && object.contains("model_type");
-  const std::optional<Family> family = read_family(object, is_inline && !other_name ? "type" : "model_type", probe);
-  if (!family) return {};
+  const FamilySpec* const family = read_family(object, is_inline && !other_name ? "type" : "model_type", probe);
+  if (family == nullptr) return {};
 
   HfConfig h = defaults(*family, source);
-  std::vector<Key> keys = model_keys(*family, source);
+  std::vector<Key> keys = model_keys(family->family, source);
   if (!is_inline && quantizes_nothing(object))
     *std::ranges::find(keys, "quantization_config", &Key::path) = silent("quantization_config");
   Reader r(keys, &h, text, prefix, diagnostics);
@@ -453,9 +243,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   // A key of another family is a mistake all the same, unless its value asks for nothing.
   if (!is_inline) {
     std::set<std::string_view> of_others, marks;
-    for (const std::span<const Key> table :
-         {std::span<const Key>(kGpt2Keys), std::span<const Key>(kLlamaKeys), std::span<const Key>(kBertKeys)}) {
-      for (const Key& k : table) {
+    for (const FamilySpec* f : families()) {
+      for (const Key& k : f->keys) {
         (k.kind == KeyKind::Silent ? marks : of_others).insert(k.path.substr(0, k.path.find('.')));
       }
     }
@@ -467,22 +256,9 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   r.explain_unknown([&](std::string_view name) { return types_that_have(name, *family, source); });
   r.read(object);
 
-  const SizeNames names = names_of(*family);
-  if (is_inline) {
-    for (std::string_view key : {std::string_view("vocab_size"), names.hidden, names.layers, names.heads})
-      if (!r.given(key) && !r.broken(key)) r.error(key, "is missing");
-    if (*family != Family::Gpt2 && !r.given("intermediate_size") && !r.broken("intermediate_size"))
-      r.error("intermediate_size", "is missing");
-    // Qwen3's default of 128 belongs to its published sizes.
-    if (!r.given("head_dim") && !r.broken("head_dim")) h.m.head_dim = 0;
-  }
-  // transformers: a number where the key is missing, as many as heads where it is null.
-  if (!is_inline && (*family == Family::Qwen2 || *family == Family::Qwen3) && !object.contains("num_key_value_heads"))
-    h.m.kv_heads = 32;
-  // Python takes null for false, which is not the default of these.
-  const auto is_null = [&](const char* key) { return object.contains(key) && object[key].is_null(); };
-  if (is_null("tie_word_embeddings") && *family == Family::Gpt2) h.m.tie_embeddings = false;
-  if (is_null("scale_attn_weights")) h.m.scale_attn_weights = false;
+  for (const std::string_view key : family->required)
+    if (is_inline && !r.given(key) && !r.broken(key)) r.error(key, "is missing");
+  // Python takes null for false, which is not the default of dropout.
   for (const Key& k : keys) {
     const bool is_dropout = k.kind == KeyKind::Effect && k.range.open_high;
     if (const auto it = object.find(std::string(k.path));
@@ -491,14 +267,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   }
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
-  if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
-  if (*family == Family::Llama || *family == Family::Qwen3) h.m.output_bias = h.m.attention_bias;
-  if (*family == Family::Bert) {
-    h.m.embd_dropout = h.m.resid_dropout;
-    if (object.contains("pad_token_id") && object["pad_token_id"].is_null()) h.m.pad_token_id = -1;
-    if (h.m.pad_token_id >= h.m.vocab_size && !r.broken("vocab_size"))
-      r.error("pad_token_id", fmt::format("{} is outside the vocabulary of {}", h.m.pad_token_id, h.m.vocab_size));
-  }
+  family->resolve(h, object, source, r);
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
   resolve_windows(h, r);
@@ -529,7 +298,7 @@ std::optional<ModelConfig> known_model(const Json& config, std::string& why) {
   const auto names = config.find("architectures");
   if (names == config.end() || !names->is_array() || names->size() != 1 || !(*names)[0].is_string())
     return std::nullopt;
-  if (std::ranges::find(kArchitectures, (*names)[0].get_ref<const std::string&>()) == kArchitectures.end())
+  if (std::ranges::none_of(families(), [&](const FamilySpec* f) { return (*names)[0] == f->architecture; }))
     return std::nullopt;
   std::vector<Diagnostic> diagnostics;
   const ConfigText text(config.dump(), "config.json", diagnostics);
@@ -590,7 +359,7 @@ std::string program_model_problem(const ModelConfig& m) {
 }
 
 Json model_json(const ModelConfig& model) {
-  HfConfig h = defaults(model.family, ModelSource::File);
+  HfConfig h = defaults(spec_of(model.family), ModelSource::File);
   h.m = model;
   if (model.sliding_window > 0) {
     h.use_sliding_window = true;
@@ -686,9 +455,9 @@ Json publish_model(const Json& published, const ModelConfig& model) {
 
 std::string model_config_json(const ModelConfig& model) {
   Json out = Json::object();
-  if (!model.source) out["architectures"] = {kArchitectures[static_cast<size_t>(model.family)]};
+  if (!model.source) out["architectures"] = {spec_of(model.family).architecture};
   out.update(model_json(model));
-  if (model.family == Family::Bert) out["position_embedding_type"] = "absolute";
+  for (const auto& [key, value] : spec_of(model.family).constant) out[std::string(key)] = Json::parse(value);
   return out.dump(2) + "\n";
 }
 

@@ -2,13 +2,9 @@
 #pragma once
 // The reader of model configurations behind both load_model_config and the `model` section.
 
-#include "config/reader.h"
+#include "config/family.h"
 
 namespace ds {
-
-// The default of a missing key depends on where the model is described: in a config.json it is Hugging Face's; inline,
-// sizes are required and dropout is 0.
-enum class ModelSource { File, Inline };
 
 // Reads `object` (config.json, or the inline section without "path"), whose paths begin with `prefix`; appends every
 // mistake. The result is meaningful only if no error was appended.

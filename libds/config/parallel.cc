@@ -9,7 +9,7 @@
 
 #include "base/check.h"
 #include "base/pattern.h"
-#include "config/reader.h"
+#include "config/family.h"
 
 namespace ds {
 namespace {
@@ -132,9 +132,7 @@ std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
                      kStages, multiples(m, p));
 }
 
-std::string_view block_type(Family family) noexcept {
-  return family == Family::Gpt2 ? "Gpt2Block" : family == Family::Bert ? "BertBlock" : "LlamaBlock";
-}
+std::string_view block_type(Family family) noexcept { return spec_of(family).block; }
 
 std::array<std::string_view, 3> layer_types(Family family) noexcept {
   return {kEmbeddingType, block_type(family), kHeadType};

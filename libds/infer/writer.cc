@@ -37,7 +37,7 @@ class Writer {
     const ModelConfig& config = stage.model_config();
     for (size_t p = 0; p < prompts.size(); ++p)
       DS_ASSERT(!prompts[p].empty() && (capacity(p) <= config.max_positions || config.any_length()));
-    planned_ = plan_writing(config, model_, plan_, prompts, options.max_tokens, options.at_once);
+    planned_ = plan_writing(model_, plan_, prompts, options.max_tokens, options.at_once);
     take_memory();
   }
 
@@ -69,16 +69,9 @@ class Writer {
       if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
     });
     model::upload_layout(memory_, model_, device_);
-    if (memory_.rope_cos && !m.rope_apart) upload_rotations(0, m.largest);
+    if (!m.rope_apart) model::upload_rotations(memory_, model_, 0, m.largest, device_);
     logits_.resize(m.at_once * model_.vocab);
     places_.resize(m.at_once);
-  }
-
-  void upload_rotations(i64 first_row, i64 length) {
-    const model::RopeTables rope = model::make_rope_tables(stage_.model_config(), length);
-    const TensorView cos = memory_.rope_cos.rows(first_row, length), sin = memory_.rope_sin.rows(first_row, length);
-    device_.upload(cos.data, rope.cos.data(), cos.bytes());
-    device_.upload(sin.data, rope.sin.data(), sin.bytes());
   }
 
   std::unique_ptr<Sequence> begin(size_t prompt) {
@@ -98,18 +91,17 @@ class Writer {
       memory = buffer(Tag::Activations, bytes);
     }
     lay_out(*s, static_cast<char*>(memory.data()));
-    if (memory_.rope_cos && planned_.rope_apart) upload_rotations(s->place * planned_.largest, capacity(prompt));
+    if (planned_.rope_apart)
+      model::upload_rotations(memory_, model_, s->place * planned_.largest, capacity(prompt), device_);
     return s;
   }
 
-  // Lays out the caches of a sequence: for each kind of layer the pages, then keys and values of one layer after the
-  // other.
+  // Lays out the caches of a sequence: for each shape the pages, then the arrays of one layer after the other.
   void lay_out(Sequence& s, char* at) {
     s.caches.resize(model_.layers.size());
     for (const LayerCaches& of : s.kept) {
       const KeptKeys& keys = of.keys;
-      const TensorView part = planned_.cache_part(keys);
-      const i64 part_bytes = align_up(part.bytes(), 64);
+      const std::vector<TensorView> arrays = planned_.arrays_of(of);
       const i32* pages = nullptr;
       if (keys.page() > 0) {
         // Keys that are not kept are not seen, but kernels read them and multiply by 0, so they must be numbers.
@@ -117,13 +109,13 @@ class Writer {
         std::ranges::replace(places, -1, 0);
         device_.upload(at, places.data(), std::ssize(places) * 4);
         pages = reinterpret_cast<const i32*>(std::exchange(at, at + WritingMemory::pages_bytes(keys)));
-        device_.zero(at, std::ssize(of.layers) * 2 * part_bytes);
+        device_.zero(at, std::ssize(of.layers) * planned_.array_bytes(of));
       }
       for (const i64 l : of.layers) {
         model::KvCache& cache = s.caches[l];
-        cache = {.k = part, .v = part, .page = keys.page(), .places = keys.places(), .pages = pages};
-        cache.k.data = std::exchange(at, at + part_bytes);
-        cache.v.data = std::exchange(at, at + part_bytes);
+        cache = {.arrays = arrays, .page = keys.page(), .places = keys.places(), .pages = pages};
+        for (TensorView& array : cache.arrays)
+          array.data = std::exchange(at, at + align_up(array.bytes(), WritingMemory::kCacheAlign));
       }
     }
   }

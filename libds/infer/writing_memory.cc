@@ -13,19 +13,29 @@ namespace ds::infer {
 
 std::vector<LayerCaches> WritingMemory::plan_caches(i64 prompt) const {
   std::vector<LayerCaches> caches;
-  for (const auto& [window, of_window] : layers)
-    caches.push_back({KeptKeys(layout.get(), head0, heads, window, prompt, prompt + max_tokens), of_window});
+  for (const auto& [shape, of_shape] : layers)
+    caches.push_back(
+        {KeptKeys(layout.get(), head0, heads, shape.window, prompt, prompt + max_tokens), shape, of_shape});
   return caches;
 }
 
-TensorView WritingMemory::cache_part(const KeptKeys& keys) const noexcept {
-  return TensorView::of(nullptr, work, {1, keys.rows(), kv_heads, head_dim});
+std::vector<TensorView> WritingMemory::arrays_of(const LayerCaches& c) const {
+  std::vector<TensorView> arrays;
+  for (const auto& [num_heads, dim] : c.shape.arrays)
+    arrays.push_back(TensorView::of(nullptr, work, {1, c.keys.rows(), num_heads, dim}));
+  return arrays;
+}
+
+i64 WritingMemory::array_bytes(const LayerCaches& c) const noexcept {
+  i64 sum = 0;
+  for (const auto& [num_heads, dim] : c.shape.arrays)
+    sum += align_up(c.keys.rows() * num_heads * dim * dtype_bytes(work), kCacheAlign);
+  return sum;
 }
 
 i64 WritingMemory::bytes_of(const std::vector<LayerCaches>& caches) const noexcept {
   i64 sum = 0;
-  for (const LayerCaches& c : caches)
-    sum += pages_bytes(c.keys) + std::ssize(c.layers) * 2 * align_up(cache_part(c.keys).bytes(), 64);
+  for (const LayerCaches& c : caches) sum += pages_bytes(c.keys) + std::ssize(c.layers) * array_bytes(c);
   return sum;
 }
 
@@ -38,12 +48,10 @@ plan::TagBytes WritingMemory::bytes() const {
   return sum;
 }
 
-WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const plan::RunPlan& plan,
+WritingMemory plan_writing(const model::Model& model, const plan::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once) {
   WritingMemory w{.at_once = std::clamp<i64>(at_once, 1, std::max<i64>(std::ssize(prompts), 1)),
                   .work = plan.work,
-                  .kv_heads = std::max<i64>(model.num_kv_heads / model.shard.tp, 1),
-                  .head_dim = model.head_dim,
                   .max_tokens = max_tokens,
                   .heads = model.num_heads / model.shard.tp,
                   .head0 = model.num_heads / model.shard.tp * model.shard.tp_rank,
@@ -61,7 +69,8 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
       w.temporary_bytes = std::max(w.temporary_bytes, planner.temporary_bytes());
     }
     for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
-      if (model.layers[l]->is_block()) w.layers[config.window(l - 1)].push_back(l);  // layer 0 embeds
+      if (model::CacheShape shape = model.layers[l]->cache(); !shape.arrays.empty())
+        w.layers[std::move(shape)].push_back(l);
     }
   }
   std::map<i64, i64> bytes;  // cache size by prompt length
@@ -76,13 +85,11 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   // Rotations are those of the whole sequence, so the output depends neither on the training length nor on other
   // sequences. (Hugging Face uses the length so far, and keeps keys with the rotations that applied when they were
   // new.)
-  w.rope_apart = config.rope.type == RopeType::Dynamic || config.rope.type == RopeType::LongRope;
-  const i64 rows = std::max(w.longest, w.at_once), rope_rows = w.largest * (w.rope_apart ? w.at_once : 1);
-  const i64 rope_width = model::rope_table_elems(config, w.largest) / std::max<i64>(w.largest, 1);
+  w.rope_apart = std::ranges::any_of(model.rotations, &model::Rotation::by_length);
+  const i64 rows = std::max(w.longest, w.at_once);
   w.pass = model::PassMemory(model, {.B = 1,
                                      .T = rows,
-                                     .rope_rows = rope_width > 0 ? rope_rows : 0,
-                                     .rope_elems = rope_rows * rope_width,
+                                     .rope_rows = w.largest * (w.rope_apart ? w.at_once : 1),
                                      .losses = false,
                                      .logits_rows = w.at_once,
                                      .tile_cols = plan.tile_cols(),
@@ -92,7 +99,7 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
 }
 
 // A pass for each prompt length, and one for each number of sequences in progress, at the end of the longest sequence,
-// since the parts of keys that a token sees grow with their number. Blocks with the same window are alike.
+// since the parts of keys that a token sees grow with their number. Layers with caches of one shape are alike.
 std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
@@ -118,10 +125,10 @@ std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPla
                          if (repeated.contains(l)) return false;
                          if (of_layer[l] == nullptr) return true;
                          const KeptKeys& keys = of_layer[l]->keys;
-                         TensorView part = writing.cache_part(keys);
-                         part.data = &there;
+                         std::vector<TensorView> arrays = writing.arrays_of(*of_layer[l]);
+                         for (TensorView& array : arrays) array.data = &there;
                          for (model::KvCache& c : caches)
-                           c = {.k = part, .v = part, .length = seen, .page = keys.page(), .places = keys.places()};
+                           c = {.arrays = arrays, .length = seen, .page = keys.page(), .places = keys.places()};
                          ctx.caches = of_sequences;
                          return true;
                        });

@@ -13,9 +13,10 @@
 
 namespace ds::infer {
 
-// The cache of one kind of layer for one sequence: layers with the same attention window keep the same keys.
+// The caches of layers of one shape for one sequence: they keep the same positions.
 struct LayerCaches {
   KeptKeys keys;
+  model::CacheShape shape;
   std::vector<i64> layers;
 };
 
@@ -24,25 +25,26 @@ struct WritingMemory {
   i64 longest = 0, largest = 0;  // tokens of a prompt; positions of a sequence
   bool rope_apart = false;       // rotations depend on the length of a sequence
   DType work = DType::F32;
-  i64 kv_heads = 0, head_dim = 0;                             // of a cache
   i64 max_tokens = 0;                                         // after a prompt
   i64 heads = 0, head0 = 0;                                   // of queries
-  std::map<i64, std::vector<i64>> layers = {};                // this rank's blocks, by window
+  std::map<model::CacheShape, std::vector<i64>> layers = {};  // this rank's layers with a cache
   std::shared_ptr<const model::AttentionLayout> layout = {};  // for all layers
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
   i64 caches_bytes = 0;  // of the largest caches, for as many sequences as are in progress
   model::PassMemory pass = {};
 
   std::vector<LayerCaches> plan_caches(i64 prompt) const;  // for a sequence whose prompt has that many tokens
-  // Keys, or values, of a layer: [1, rows, heads, head dim], without memory.
-  TensorView cache_part(const KeptKeys&) const noexcept;
-  static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, 64); }
+  // The arrays of a layer: [1, rows, heads, dim] each, without memory.
+  std::vector<TensorView> arrays_of(const LayerCaches&) const;
+  i64 array_bytes(const LayerCaches&) const noexcept;  // of one layer's arrays
+  static constexpr i64 kCacheAlign = 64;               // bytes; each array, and the pages of a shape
+  static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, kCacheAlign); }
   i64 bytes_of(const std::vector<LayerCaches>&) const noexcept;
   plan::TagBytes bytes() const;  // upper bounds
 };
 
 // For continuing these prompts by `max_tokens` tokens each.
-WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const plan::RunPlan& plan,
+WritingMemory plan_writing(const model::Model& model, const plan::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once);
 
 // Worker scratch of generation, like plan::scratch_bytes: an upper bound for a device that has done nothing else, and

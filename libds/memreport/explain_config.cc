@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "config/family.h"
 #include "ds/memreport.h"
 #include "memreport/explain.h"
 #include "mesh/from_config.h"
@@ -61,7 +62,7 @@ std::string explain(const Config& config, const World& world) {
              .positions = learned ? m.max_positions : 0,
              .gated = m.activation == Activation::Silu,
              .biases = m.mlp_bias,
-             .rms_norm = m.rotary(),
+             .rms_norm = spec_of(m.family).rms_norm,
              .tied = m.tie_embeddings};
   s.seq = config.data.seq_length;
   s.micro_batch = config.batch.micro;

@@ -323,8 +323,8 @@ class Stages {
         machine_(hardware.state().machine) {
     machine_.ranks_per_node = world.ranks / world.nodes;
     const MeshShape mesh = mesh_shape(config, world.ranks);
-    // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
-    // fills.
+    // Stages of as many layers with the same windows do the same work, but for the ends. What they gather may differ
+    // while the pipeline fills.
     cuts_ = models.cuts(config, mesh);
     const std::vector<i64>& cuts = cuts_;
     const bool trains_all = std::ranges::all_of(model_.params(), [](const auto* row) { return row->trained; });
@@ -333,9 +333,7 @@ class Stages {
       for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
         const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
         layers.push_back(cuts[block + 1] - cuts[block]);
-        if (config.model.sliding_window == 0) continue;
-        for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
-          layers.push_back(config.model.sliding_layers[l - 1]);
+        for (i64 l = cuts[block]; l < cuts[block + 1]; ++l) layers.push_back(model_.layers[l]->cache().window);
       }
       auto at = works_.find(layers);
       if (at == works_.end()) {

@@ -68,8 +68,9 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
     KvCache& cache = *ctx.caches[b];
     const bool first = cache.length == 0;
     DS_ASSERT(first || T == 1);
-    keep(ctx, cache.k, cache, h.k.rows(b, 1));
-    keep(ctx, cache.v, cache, h.v.rows(b, 1));
+    const TensorView k = cache.arrays[0], v = cache.arrays[1];
+    keep(ctx, k, cache, h.k.rows(b, 1));
+    keep(ctx, v, cache, h.v.rows(b, 1));
     params.grid.row0 = cache.length;
     params.pages = first ? nullptr : cache.pages;
     params.page = cache.page;
@@ -77,8 +78,8 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
     const auto so_far = [&](TensorView kept, TensorView fresh) {
       return first ? fresh.rows(b, 1) : some_tokens(kept, 0, cache.length);
     };
-    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), so_far(cache.k, h.k), so_far(cache.v, h.v),
-                          params, ctx.stream);
+    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), so_far(k, h.k), so_far(v, h.v), params,
+                          ctx.stream);
   }
 }
 
@@ -329,6 +330,11 @@ struct Ring {
 };
 
 }  // namespace
+
+void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, bool inverse) {
+  if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
+  ctx.ops.rope(x, x, rotation.cos, rotation.sin, ctx.positions, inverse, ctx.stream);
+}
 
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
                     const HeadCounts& n) {

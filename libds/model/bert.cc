@@ -6,7 +6,7 @@
 
 #include "base/check.h"
 #include "config/parallel.h"
-#include "ds/building_blocks.h"
+#include "ds/linear.h"
 #include "model/models.h"
 
 namespace ds::model {
@@ -27,21 +27,14 @@ class BertLayer : public Layer {
   void table(const std::string& name, i64 size, i64 width) {
     rows_.push_back(whole_row(matrix(name, size, width), shard_));
   }
-  void linear(const std::string& name, i64 in, i64 out) {
-    table(name, out, in);
-    rows_.push_back(whole_row(vector(name + ".bias", out, Init::Zeros), shard_));
+  Linear linear(const std::string& name, i64 in, i64 out, Split split) {
+    return {rows_, {.name = name_ + name, .in = in, .out = out, .split = split, .std = std_}, shard_};
   }
-  void column_linear(const std::string& name, i64 in, i64 out) {
-    rows_.push_back(cut_row(matrix(name, out, in), shard_, 0));
-    rows_.push_back(cut_row(vector(name + ".bias", out, Init::Zeros), shard_, 0));
-  }
-  void row_linear(const std::string& name, i64 in, i64 out) {
-    rows_.push_back(cut_row(matrix(name, out, in), shard_, 1));
-    rows_.push_back(equal_row(vector(name + ".bias", out, Init::Zeros), shard_));
-  }
-  void norm(const std::string& name, i64 size) {
-    rows_.push_back(whole_row(vector(name + ".weight", size, Init::Ones), shard_));
-    rows_.push_back(whole_row(vector(name + ".bias", size, Init::Zeros), shard_));
+  // Returns the row of the weight; the bias follows.
+  size_t norm(const std::string& name, i64 size) {
+    const size_t weight = add(whole_row(vector(name + ".weight", size, Init::Ones), shard_));
+    add(whole_row(vector(name + ".bias", size, Init::Zeros), shard_));
+    return weight;
   }
 
   Shard shard_;
@@ -133,28 +126,31 @@ class BertBlock final : public BertLayer {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.causal = false;
     attention_.dropout = c.attn_dropout;
-    column_linear(".attention.self.query", C_, C_);
-    column_linear(".attention.self.key", C_, C_);
-    column_linear(".attention.self.value", C_, C_);
-    row_linear(".attention.output.dense", C_, C_);
-    norm(".attention.output.LayerNorm", C_);
-    column_linear(".intermediate.dense", C_, c.intermediate);
-    row_linear(".output.dense", c.intermediate, C_);
-    norm(".output.LayerNorm", C_);
+    query_ = linear(".attention.self.query", C_, C_, Split::Column);
+    key_ = linear(".attention.self.key", C_, C_, Split::Column);
+    value_ = linear(".attention.self.value", C_, C_, Split::Column);
+    attn_ = linear(".attention.output.dense", C_, C_, Split::Row);
+    norm1_ = norm(".attention.output.LayerNorm", C_);
+    wide_ = linear(".intermediate.dense", C_, c.intermediate, Split::Column);
+    narrow_ = linear(".output.dense", c.intermediate, C_, Split::Row);
+    norm2_ = norm(".output.LayerNorm", C_);
     allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Bert); }
   bool is_block() const noexcept override { return true; }
+  std::vector<Linear*> linears() override { return {&query_, &key_, &value_, &attn_, &wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {
+    const size_t query = query_.weight(), key = key_.weight(), value = value_.weight(), attn = attn_.weight(),
+                 wide = wide_.weight(), narrow = narrow_.weight();
     switch (which) {
       case Products::Forward:
-      case Products::Recompute: return {kQueryW, kKeyW, kValueW, kAttnW, kWideW, kNarrowW};
-      case Products::RecomputeAttention: return {kQueryW, kKeyW, kValueW};
+      case Products::Recompute: return {query, key, value, attn, wide, narrow};
+      case Products::RecomputeAttention: return {query, key, value};
       case Products::BackwardInput:
       case Products::BackwardWeight: break;
     }
-    return {kNarrowW, kWideW, kAttnW, kQueryW, kKeyW, kValueW};
+    return {narrow, wide, attn, query, key, value};
   }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
@@ -184,6 +180,8 @@ class BertBlock final : public BertLayer {
       a.temporary = {p.temporary(work, {R, Q_})};
     }
     plan_attention(a, p, shard_, pass, {H_, H_, D_});
+    for (const Linear* linear : {&query_, &key_, &value_}) linear->plan(a, p, work, R, pass.mode, /*attention=*/true);
+    for (const Linear* linear : {&attn_, &wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
     return a;
   }
 
@@ -202,25 +200,25 @@ class BertBlock final : public BertLayer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const TensorView dwide = g[kDWide], dsum2 = g[kDSum2], dsum1 = g[kDSum1], dattn = a.temporary[0];
-    const auto input = [&](Row w, TensorView out, TensorView d, TensorView onto = {}) {
-      linear_backward_input(ctx, out, d, p.matrix(w), Orientation::OutIn, onto);
+    const auto input = [&](const Linear& w, TensorView out, TensorView d, TensorView onto = {}) {
+      w.backward_input(ctx, p, a, out, d, onto);
     };
-    ctx.ops.layernorm_bwd(dsum2, g[kDNorm2W], g[kDNorm2B], dy, {}, s[kSum2], p.own[kNorm2W], s[kMean2], s[kRstd2],
+    ctx.ops.layernorm_bwd(dsum2, g[kDNorm2W], g[kDNorm2B], dy, {}, s[kSum2], p.own[norm2_], s[kMean2], s[kRstd2],
                           ctx.stream);
-    input(kNarrowW, dwide, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDNarrow), dsum2, 2)));
+    input(narrow_, dwide, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDNarrow), dsum2, 2)));
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    input(kWideW, partial_sum(ctx, dsum1), dwide, first_term(ctx, dsum2));
+    input(wide_, partial_sum(ctx, dsum1), dwide, first_term(ctx, dsum2));
     sum_partials(ctx, dsum1, dsum2);  // the gradient of the middle, then of the first sum
-    ctx.ops.layernorm_bwd(dsum1, g[kDNorm1W], g[kDNorm1B], dsum1, {}, s[kSum1], p.own[kNorm1W], s[kMean1], s[kRstd1],
+    ctx.ops.layernorm_bwd(dsum1, g[kDNorm1W], g[kDNorm1B], dsum1, {}, s[kSum1], p.own[norm1_], s[kMean1], s[kRstd1],
                           ctx.stream);
-    input(kAttnW, dattn, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDProj), dsum1, 1)));
+    input(attn_, dattn, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDProj), dsum1, 1)));
     attend_backward(ctx, {heads(ctx, g[kDQ]), heads(ctx, g[kDK]), heads(ctx, g[kDV])}, heads(ctx, dattn),
                     {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])}, heads(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
     const TensorView sum = partial_sum(ctx, a.input_grad);
-    input(kQueryW, sum, g[kDQ], first_term(ctx, dsum1));
-    input(kKeyW, sum, g[kDK], sum);
-    input(kValueW, sum, g[kDV], sum);
+    input(query_, sum, g[kDQ], first_term(ctx, dsum1));
+    input(key_, sum, g[kDK], sum);
+    input(value_, sum, g[kDV], sum);
     sum_partials(ctx, a.input_grad, dsum1);
   }
 
@@ -229,40 +227,20 @@ class BertBlock final : public BertLayer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const bool drops = dropout_.branches > 0;
-    const auto weight = [&](Row w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.matrix(w), out.own[w + 1], d, in, Orientation::OutIn);
-    };
-    weight(kNarrowW, all_rows(ctx, drops ? branch(a, kDNarrow) : g[kDSum2]), s[kActivated]);
-    weight(kWideW, g[kDWide], all_rows(ctx, s[kMiddle]));
-    weight(kAttnW, all_rows(ctx, drops ? branch(a, kDProj) : g[kDSum1]), s[kAttn]);
+    const auto weight = [&](const Linear& w, TensorView d, TensorView in) { w.backward_weight(ctx, out, a, d, in); };
+    weight(narrow_, all_rows(ctx, drops ? branch(a, kDNarrow) : g[kDSum2]), s[kActivated]);
+    weight(wide_, g[kDWide], all_rows(ctx, s[kMiddle]));
+    weight(attn_, all_rows(ctx, drops ? branch(a, kDProj) : g[kDSum1]), s[kAttn]);
     const TensorView all = all_rows(ctx, x);
-    weight(kQueryW, g[kDQ], all);
-    weight(kKeyW, g[kDK], all);
-    weight(kValueW, g[kDV], all);
+    weight(query_, g[kDQ], all);
+    weight(key_, g[kDK], all);
+    weight(value_, g[kDV], all);
     for (const auto& [row, grad] :
-         {std::pair{kNorm1W, kDNorm1W}, {kNorm1B, kDNorm1B}, {kNorm2W, kDNorm2W}, {kNorm2B, kDNorm2B}})
+         {std::pair{norm1_, kDNorm1W}, {norm1_ + 1, kDNorm1B}, {norm2_, kDNorm2W}, {norm2_ + 1, kDNorm2B}})
       round_gradient(ctx, out.own[row], g[grad]);
   }
 
  private:
-  enum Row : size_t {
-    kQueryW,
-    kQueryB,
-    kKeyW,
-    kKeyB,
-    kValueW,
-    kValueB,
-    kAttnW,
-    kAttnB,
-    kNorm1W,
-    kNorm1B,
-    kWideW,
-    kWideB,
-    kNarrowW,
-    kNarrowB,
-    kNorm2W,
-    kNorm2B
-  };
   enum Saved : size_t {
     kQ,
     kK,
@@ -297,23 +275,22 @@ class BertBlock final : public BertLayer {
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     const TensorView all = all_rows(ctx, x);
-    linear_forward(ctx, s[kQ], all, p.matrix(kQueryW), {.bias = p.own[kQueryB]});
-    linear_forward(ctx, s[kK], all, p.matrix(kKeyW), {.bias = p.own[kKeyB]});
-    linear_forward(ctx, s[kV], all, p.matrix(kValueW), {.bias = p.own[kValueB]});
+    query_.forward(ctx, p, a, s[kQ], all);
+    key_.forward(ctx, p, a, s[kK], all);
+    value_.forward(ctx, p, a, s[kV], all);
     attend(ctx, heads(ctx, s[kAttn]), s[kLse], {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])},
            dropout_.attention(ctx, attention_), a);
   }
   // The part after the attention.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    row_parallel_forward(ctx, s[kSum1], s[kAttn], p.matrix(kAttnW),
-                         dropout_.branch(ctx, {.bias = p.own[kAttnB], .residual = x}, 1));
-    ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[kNorm1W], p.own[kNorm1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kMiddle]), p.matrix(kWideW),
-                   {.bias = p.own[kWideB], .activation = activation_, .preact = s[kPreact]});
-    row_parallel_forward(ctx, s[kSum2], s[kActivated], p.matrix(kNarrowW),
-                         dropout_.branch(ctx, {.bias = p.own[kNarrowB], .residual = s[kMiddle]}, 2));
-    ctx.ops.layernorm_fwd(a.output, s[kMean2], s[kRstd2], s[kSum2], p.own[kNorm2W], p.own[kNorm2B], eps_, ctx.stream);
+    attn_.forward(ctx, p, a, s[kSum1], s[kAttn], dropout_.branch(ctx, x, 1));
+    ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[norm1_], p.own[norm1_ + 1], eps_,
+                          ctx.stream);
+    wide_.forward(ctx, p, a, s[kActivated], all_rows(ctx, s[kMiddle]),
+                  {.activation = activation_, .preact = s[kPreact]});
+    narrow_.forward(ctx, p, a, s[kSum2], s[kActivated], dropout_.branch(ctx, s[kMiddle], 2));
+    ctx.ops.layernorm_fwd(a.output, s[kMean2], s[kRstd2], s[kSum2], p.own[norm2_], p.own[norm2_ + 1], eps_, ctx.stream);
   }
   static TensorView branch(const LayerActs& a, Gradient which) {
     return a.gradients.size() > which ? a.gradients[which] : TensorView{};
@@ -327,6 +304,8 @@ class BertBlock final : public BertLayer {
   Activation activation_;
   BlockDropout dropout_;
   AttentionParams attention_;
+  size_t norm1_ = 0, norm2_ = 0;
+  Linear query_, key_, value_, attn_, wide_, narrow_;
 };
 
 // Logits = LayerNorm(activation(x W + b)) E^T + bias, where E is the word embedding.
@@ -338,13 +317,14 @@ class BertHead final : public BertLayer {
         V_(c.vocab_size),
         eps_(c.norm_eps),
         activation_(c.activation) {
-    rows_.push_back(cut_vocabulary(vector(".bias", V_, Init::Zeros), shard_));
-    linear(".transform.dense", C_, C_);
-    norm(".transform.LayerNorm", C_);
+    bias_ = add(cut_vocabulary(vector(".bias", V_, Init::Zeros), shard_));
+    dense_ = linear(".transform.dense", C_, C_, Split::Whole);
+    norm_ = norm(".transform.LayerNorm", C_);
   }
 
   std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
+  std::vector<Linear*> linears() override { return {&dense_}; }
 
   LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     const i64 S = stream_rows(shard_, pass.mode, pass.rows());
@@ -353,21 +333,21 @@ class BertHead final : public BertLayer {
     a.saved = {planner.saved(work, {S, C_}), planner.saved(work, {S, C_}), planner.saved(DType::F32, {S}),
                planner.saved(DType::F32, {S}), planner.saved(work, {S, C_})};
     if (pass.mode == Mode::Train) {
-      a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {rows_[kBias].numel()}),
+      a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {rows_[bias_].numel()}),
                      planner.gradient(DType::F32, {C_}), planner.gradient(DType::F32, {C_})};
     }
+    dense_.plan(a, planner, work, S, mode);
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
     DS_ASSERT(ctx.mode != Mode::Generate);
     const auto& s = a.saved;
-    linear_forward(ctx, s[kActivated], x, p.own[kDenseW],
-                   {.bias = p.own[kDenseB], .activation = activation_, .preact = s[kPreact]});
-    ctx.ops.layernorm_fwd(s[kNormed], s[kMean], s[kRstd], s[kActivated], p.own[kNormW], p.own[kNormB], eps_,
+    dense_.forward(ctx, p, a, s[kActivated], x, {.activation = activation_, .preact = s[kPreact]});
+    ctx.ops.layernorm_fwd(s[kNormed], s[kMean], s[kRstd], s[kActivated], p.own[norm_], p.own[norm_ + 1], eps_,
                           ctx.stream);
     if (ctx.mode == Mode::Eval)
-      projection_loss(ctx, s[kNormed], {.weight = p.shared, .bias = p.own[kBias], .vocab = V_});
+      projection_loss(ctx, s[kNormed], {.weight = p.shared, .bias = p.own[bias_], .vocab = V_});
   }
 
   void backward_input(const PassContext& ctx, RowViews p, TensorView, TensorView, const LayerActs& a) const override {
@@ -376,38 +356,39 @@ class BertHead final : public BertLayer {
     const TensorView d = g[kDDense];
     projection_loss(ctx, s[kNormed],
                     {.weight = p.shared,
-                     .bias = p.own[kBias],
+                     .bias = p.own[bias_],
                      .dh = d,
                      .dweight = ctx.head_weight_grad,
                      .dbias = g[kDBias],
                      .vocab = V_});
-    ctx.ops.layernorm_bwd(d, g[kDNormW], g[kDNormB], d, {}, s[kActivated], p.own[kNormW], s[kMean], s[kRstd],
+    ctx.ops.layernorm_bwd(d, g[kDNormW], g[kDNormB], d, {}, s[kActivated], p.own[norm_], s[kMean], s[kRstd],
                           ctx.stream);
     ctx.ops.activation_bwd(d, d, s[kPreact], activation_, ctx.stream);
-    linear_backward_input(ctx, a.input_grad, d, p.own[kDenseW], Orientation::OutIn);
+    dense_.backward_input(ctx, p, a, a.input_grad, d);
   }
 
   void backward_weight(const PassContext& ctx, RowViews out, TensorView x, TensorView,
                        const LayerActs& a) const override {
     const auto& g = a.gradients;
-    linear_backward_weight(ctx, out.own[kDenseW], out.own[kDenseB], g[kDDense], x, Orientation::OutIn);
-    round_gradient(ctx, out.own[kBias], g[kDBias]);
-    round_gradient(ctx, out.own[kNormW], g[kDNormW]);
-    round_gradient(ctx, out.own[kNormB], g[kDNormB]);
+    dense_.backward_weight(ctx, out, a, g[kDDense], x);
+    round_gradient(ctx, out.own[bias_], g[kDBias]);
+    round_gradient(ctx, out.own[norm_], g[kDNormW]);
+    round_gradient(ctx, out.own[norm_ + 1], g[kDNormB]);
     round_gradient(ctx, out.shared, ctx.head_weight_grad);
   }
 
   void logits(const PassContext& ctx, RowViews p, const LayerActs& a, TensorView out) const override {
-    linear_forward(ctx, out, a.saved[kNormed], p.shared, {.bias = p.own[kBias]});
+    linear_forward(ctx, out, a.saved[kNormed], p.shared, {.bias = p.own[bias_]});
   }
 
  private:
-  enum Row : size_t { kBias, kDenseW, kDenseB, kNormW, kNormB };
   enum Saved : size_t { kPreact, kActivated, kMean, kRstd, kNormed };
   enum Gradient : size_t { kDDense, kDBias, kDNormW, kDNormB };
   i64 C_, V_;
   float eps_;
   Activation activation_;
+  size_t bias_ = 0, norm_ = 0;
+  Linear dense_;
 };
 
 }  // namespace
@@ -419,6 +400,7 @@ Model make_bert(const ModelConfig& c, const Shard& shard) {
   m.layers.push_back(std::move(embedding));
   for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<BertBlock>(c, l, shard));
   m.layers.push_back(std::make_unique<BertHead>(c, shard));
+  m.other_tasks = {"pooler.dense.", "bert.pooler.dense.", "cls.seq_relationship."};
   m.ties = {{"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
             {"cls.predictions.decoder.bias", "cls.predictions.bias"}};
   return m;

@@ -330,20 +330,8 @@ void sum_partials(const PassContext& ctx, TensorView out, TensorView residual) {
   });
 }
 
-void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o) {
-  const Groups& g = ctx.groups;
-  if (g.shard.tp == 1) {
-    linear_forward(
-        ctx, y, x, weight,
-        {.orientation = o.orientation, .bias = o.bias, .residual = o.dropout > 0 ? TensorView{} : o.residual});
-    if (o.dropout > 0) {
-      dropout_rows(ctx, y, y, 0, o.dropout, o.site);
-      if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
-    }
-    return;
-  }
-  linear_forward(ctx, partial_sum(ctx, y), x, weight, {.orientation = o.orientation});
-  finish_sum(ctx, y, [&](const OwnRows& own, TensorView rows, TensorView sum) {
+void finish_row_parallel(const PassContext& ctx, TensorView out, const RowParallel& o) {
+  finish_sum(ctx, out, [&](const OwnRows& own, TensorView rows, TensorView sum) {
     const TensorView residual = own.of(o.residual);
     ctx.ops.bias_residual(rows, sum, o.bias, o.dropout > 0 ? TensorView{} : residual, ctx.stream);
     if (o.dropout > 0) {

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "config/parallel.h"
-#include "ds/building_blocks.h"
+#include "ds/linear.h"
 #include "model/models.h"
 
 namespace ds::model {
@@ -86,44 +86,55 @@ class Gpt2Block final : public Layer {
     attention_.dropout = c.attn_dropout;
     const float std = c.initializer_range;
     const float projection_std = std / std::sqrt(2.0f * static_cast<float>(c.layers));
-    const auto vector = [&](const std::string& n, i64 size, Init init) {
-      return ParamRow{.name = name_ + n, .shape = {size}, .init = init};
-    };
-    const auto matrix = [&](const std::string& n, i64 in, i64 out, float s) {
-      return ParamRow{.name = name_ + n + ".weight", .shape = {in, out}, .std = s, .decay = true};
-    };
     const auto norm = [&](const std::string& n) {
-      rows_.push_back(whole_row(vector(n + ".weight", C_, Init::Ones), shard));
-      rows_.push_back(whole_row(vector(n + ".bias", C_, Init::Zeros), shard));
+      const size_t weight = add(whole_row({.name = name_ + n + ".weight", .shape = {C_}, .init = Init::Ones}, shard));
+      add(whole_row({.name = name_ + n + ".bias", .shape = {C_}, .init = Init::Zeros}, shard));
+      return weight;
     };
     const auto column = [&](const std::string& n, i64 out, i64 fused) {
-      rows_.push_back(cut_row(matrix(n, C_, out, std), shard, 1, fused));
-      rows_.push_back(cut_row(vector(n + ".bias", out, Init::Zeros), shard, 0, fused));
+      return Linear(rows_,
+                    {.name = name_ + n,
+                     .in = C_,
+                     .out = out,
+                     .split = Split::Column,
+                     .orientation = Orientation::InOut,
+                     .std = std,
+                     .fused = fused},
+                    shard);
     };
     const auto row = [&](const std::string& n, i64 in) {
-      rows_.push_back(cut_row(matrix(n, in, C_, projection_std), shard, 0));
-      rows_.push_back(equal_row(vector(n + ".bias", C_, Init::Zeros), shard));
+      return Linear(rows_,
+                    {.name = name_ + n,
+                     .in = in,
+                     .out = C_,
+                     .split = Split::Row,
+                     .orientation = Orientation::InOut,
+                     .std = projection_std},
+                    shard);
     };
-    norm(".ln_1");
-    column(".attn.c_attn", 3 * C_, 3);
-    row(".attn.c_proj", C_);
-    norm(".ln_2");
-    column(".mlp.c_fc", c.intermediate, 1);
-    row(".mlp.c_proj", c.intermediate);
+    norm1_ = norm(".ln_1");
+    qkv_ = column(".attn.c_attn", 3 * C_, 3);
+    proj_ = row(".attn.c_proj", C_);
+    norm2_ = norm(".ln_2");
+    wide_ = column(".mlp.c_fc", c.intermediate, 1);
+    narrow_ = row(".mlp.c_proj", c.intermediate);
     allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Gpt2); }
   bool is_block() const noexcept override { return true; }
+  CacheShape cache() const override { return attention_cache(0, H_, D_); }
+  std::vector<Linear*> linears() override { return {&qkv_, &proj_, &wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {
+    const size_t qkv = qkv_.weight(), proj = proj_.weight(), wide = wide_.weight(), narrow = narrow_.weight();
     switch (which) {
-      case Products::Forward: return {kAttnW, kProjW, kFcW, kMlpProjW};
-      case Products::Recompute: return {kAttnW, kProjW, kFcW};
-      case Products::RecomputeAttention: return {kAttnW};
+      case Products::Forward: return {qkv, proj, wide, narrow};
+      case Products::Recompute: return {qkv, proj, wide};
+      case Products::RecomputeAttention: return {qkv};
       case Products::BackwardInput:
       case Products::BackwardWeight: break;
     }
-    return {kMlpProjW, kFcW, kProjW, kAttnW};
+    return {narrow, wide, proj, qkv};
   }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
@@ -144,20 +155,22 @@ class Gpt2Block final : public Layer {
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q_})};
     }
     plan_attention(a, p, shard_, pass, {H_, H_, D_});
+    qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
+    for (const Linear* linear : {&proj_, &wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
     attention_forward(ctx, p, x, a);
     mlp_forward(ctx, p, x, a);
-    row_parallel_forward(
-        ctx, a.output, a.saved[kActivated], p.matrix(kMlpProjW),
-        dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kMlpProjB], .residual = a.saved[kMiddle]}, 2));
+    narrow_.forward(ctx, p, a, a.output, a.saved[kActivated], dropout_.branch(ctx, a.saved[kMiddle], 2));
   }
 
   void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
     attention_forward(ctx, p, x, a);
-    if (keep == Keep::Input) mlp_forward(ctx, p, x, a);
+    if (keep != Keep::Input) return;
+    mlp_forward(ctx, p, x, a);
+    narrow_.recompute(ctx, p, a, a.saved[kActivated]);
   }
 
   void backward_input(const PassContext& ctx, RowViews p, TensorView x, TensorView dy,
@@ -167,20 +180,20 @@ class Gpt2Block final : public Layer {
     const TensorView dwide = g[kDWide], dqkv = g[kDQkv], dmiddle = g[kDMiddle], dnarrow = a.temporary[0],
                      dattn = a.temporary[1];
     const TensorView dmlp = dropout_.branch_gradient(ctx, branch(a, kDMlp), dy, 2);
-    linear_backward_input(ctx, dwide, all_rows(ctx, dmlp), p.matrix(kMlpProjW), kConv);
+    narrow_.backward_input(ctx, p, a, dwide, all_rows(ctx, dmlp));
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dwide, p.matrix(kFcW), kConv);
+    wide_.backward_input(ctx, p, a, partial_sum(ctx, dnarrow), dwide);
     sum_partials(ctx, dnarrow);
-    ctx.ops.layernorm_bwd(dmiddle, g[kDLn2W], g[kDLn2B], dnarrow, dy, s[kMiddle], p.own[kLn2W], s[kMean2], s[kRstd2],
+    ctx.ops.layernorm_bwd(dmiddle, g[kDLn2W], g[kDLn2B], dnarrow, dy, s[kMiddle], p.own[norm2_], s[kMean2], s[kRstd2],
                           ctx.stream);
 
     const TensorView dproj = dropout_.branch_gradient(ctx, branch(a, kDProj), dmiddle, 1);
-    linear_backward_input(ctx, dattn, all_rows(ctx, dproj), p.matrix(kProjW), kConv);
+    proj_.backward_input(ctx, p, a, dattn, all_rows(ctx, dproj));
     attend_backward(ctx, heads(ctx, dqkv), flat(ctx, dattn), heads(ctx, s[kQkv]), flat(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
-    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dqkv, p.matrix(kAttnW), kConv);
+    qkv_.backward_input(ctx, p, a, partial_sum(ctx, dnarrow), dqkv);
     sum_partials(ctx, dnarrow);
-    ctx.ops.layernorm_bwd(a.input_grad, g[kDLn1W], g[kDLn1B], dnarrow, dmiddle, x, p.own[kLn1W], s[kMean1], s[kRstd1],
+    ctx.ops.layernorm_bwd(a.input_grad, g[kDLn1W], g[kDLn1B], dnarrow, dmiddle, x, p.own[norm1_], s[kMean1], s[kRstd1],
                           ctx.stream);
   }
 
@@ -189,19 +202,16 @@ class Gpt2Block final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const bool drops = dropout_.branches > 0;
-    const auto weight = [&](Row w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.matrix(w), out.own[w + 1], d, in, kConv);
-    };
-    weight(kMlpProjW, all_rows(ctx, drops ? branch(a, kDMlp) : dy), s[kActivated]);
-    weight(kFcW, g[kDWide], all_rows(ctx, s[kNorm2]));
-    weight(kProjW, all_rows(ctx, drops ? branch(a, kDProj) : g[kDMiddle]), s[kAttn]);
-    weight(kAttnW, g[kDQkv], all_rows(ctx, s[kNorm1]));
-    for (const auto& [row, grad] : {std::pair{kLn1W, kDLn1W}, {kLn1B, kDLn1B}, {kLn2W, kDLn2W}, {kLn2B, kDLn2B}})
+    narrow_.backward_weight(ctx, out, a, all_rows(ctx, drops ? branch(a, kDMlp) : dy), s[kActivated]);
+    wide_.backward_weight(ctx, out, a, g[kDWide], all_rows(ctx, s[kNorm2]));
+    proj_.backward_weight(ctx, out, a, all_rows(ctx, drops ? branch(a, kDProj) : g[kDMiddle]), s[kAttn]);
+    qkv_.backward_weight(ctx, out, a, g[kDQkv], all_rows(ctx, s[kNorm1]));
+    for (const auto& [row, grad] :
+         {std::pair{norm1_, kDLn1W}, {norm1_ + 1, kDLn1B}, {norm2_, kDLn2W}, {norm2_ + 1, kDLn2B}})
       round_gradient(ctx, out.own[row], g[grad]);
   }
 
  private:
-  enum Row : size_t { kLn1W, kLn1B, kAttnW, kAttnB, kProjW, kProjB, kLn2W, kLn2B, kFcW, kFcB, kMlpProjW, kMlpProjB };
   enum Saved : size_t {
     kNorm1,
     kMean1,
@@ -217,23 +227,21 @@ class Gpt2Block final : public Layer {
     kActivated
   };
   enum Gradient : size_t { kDWide, kDQkv, kDMiddle, kDLn1W, kDLn1B, kDLn2W, kDLn2B, kDMlp, kDProj };
-  static constexpr Orientation kConv = Orientation::InOut;
 
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[kLn1W], p.own[kLn1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kQkv], all_rows(ctx, s[kNorm1]), p.matrix(kAttnW),
-                   {.orientation = kConv, .bias = p.own[kAttnB]});
+    ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[norm1_], p.own[norm1_ + 1], eps_, ctx.stream);
+    qkv_.forward(ctx, p, a, s[kQkv], all_rows(ctx, s[kNorm1]));
     attend(ctx, flat(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQkv]), dropout_.attention(ctx, attention_), a);
   }
   // From the attention's output to the input of the last product.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    row_parallel_forward(ctx, s[kMiddle], s[kAttn], p.matrix(kProjW),
-                         dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kProjB], .residual = x}, 1));
-    ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[kLn2W], p.own[kLn2B], eps_, ctx.stream);
-    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kNorm2]), p.matrix(kFcW),
-                   {.orientation = kConv, .bias = p.own[kFcB], .activation = activation_, .preact = s[kPreact]});
+    proj_.forward(ctx, p, a, s[kMiddle], s[kAttn], dropout_.branch(ctx, x, 1));
+    ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[norm2_], p.own[norm2_ + 1], eps_,
+                          ctx.stream);
+    wide_.forward(ctx, p, a, s[kActivated], all_rows(ctx, s[kNorm2]),
+                  {.activation = activation_, .preact = s[kPreact]});
   }
 
   static TensorView branch(const LayerActs& a, Gradient which) {
@@ -253,6 +261,8 @@ class Gpt2Block final : public Layer {
   Shard shard_;
   BlockDropout dropout_;
   AttentionParams attention_;
+  size_t norm1_ = 0, norm2_ = 0;  // rows of the weights; the biases follow
+  Linear qkv_, proj_, wide_, narrow_;
 };
 
 }  // namespace

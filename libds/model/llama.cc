@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "config/parallel.h"
-#include "ds/building_blocks.h"
+#include "ds/linear.h"
 #include "model/models.h"
 
 namespace ds::model {
@@ -57,32 +57,26 @@ class LlamaBlock final : public Layer {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.dropout = c.attn_dropout;
     attention_.window = c.window(index);
-    const auto add = [&](ParamRow row) {
-      rows_.push_back(std::move(row));
-      return rows_.size() - 1;
-    };
     const auto norm = [&](const std::string& n, i64 size) {
       return ParamRow{.name = name_ + n + ".weight", .shape = {size}, .init = Init::Ones};
     };
-    const auto matrix = [&](const std::string& n, i64 in, i64 out) {
-      return ParamRow{.name = name_ + n + ".weight", .shape = {out, in}, .std = c.initializer_range, .decay = true};
-    };
-    const auto vector = [&](const std::string& n, i64 size) {
-      return ParamRow{.name = name_ + n + ".bias", .shape = {size}, .init = Init::Zeros};
-    };
     // Cut by heads, or by the outputs of the gated MLP; `heads` 0: any cut.
     const auto column = [&](const std::string& n, i64 out, bool bias, i64 heads) {
-      const auto share = [&](ParamRow row) {
-        return heads > 0 ? cut_heads(std::move(row), shard, 0, heads) : cut_row(std::move(row), shard, 0);
-      };
-      const size_t at = add(share(matrix(n, C_, out)));
-      if (bias) add(share(vector(n, out)));
-      return Projection{at, bias};
+      return Linear(rows_,
+                    {.name = name_ + n,
+                     .in = C_,
+                     .out = out,
+                     .split = Split::Column,
+                     .bias = bias,
+                     .std = c.initializer_range,
+                     .heads = heads},
+                    shard);
     };
     const auto row = [&](const std::string& n, i64 in, bool bias) {
-      const size_t at = add(cut_row(matrix(n, in, C_), shard, 1));
-      if (bias) add(equal_row(vector(n, C_), shard));
-      return Projection{at, bias};
+      return Linear(
+          rows_,
+          {.name = name_ + n, .in = in, .out = C_, .split = Split::Row, .bias = bias, .std = c.initializer_range},
+          shard);
     };
     norm1_ = add(whole_row(norm(".input_layernorm", C_), shard));
     q_ = column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0);
@@ -108,9 +102,11 @@ class LlamaBlock final : public Layer {
 
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool is_block() const noexcept override { return true; }
+  CacheShape cache() const override { return attention_cache(attention_.window, G_, D_); }
+  std::vector<Linear*> linears() override { return {&q_, &k_, &v_, &o_, &gate_, &up_, &down_}; }
   std::vector<size_t> products(Products which) const override {
-    const size_t q = q_.weight, k = k_.weight, v = v_.weight, o = o_.weight, gate = gate_.weight, up = up_.weight,
-                 down = down_.weight;
+    const size_t q = q_.weight(), k = k_.weight(), v = v_.weight(), o = o_.weight(), gate = gate_.weight(),
+                 up = up_.weight(), down = down_.weight();
     switch (which) {
       case Products::Forward: return {q, k, v, o, gate, up, down};
       case Products::Recompute: return {q, k, v, o, gate, up};
@@ -150,18 +146,22 @@ class LlamaBlock final : public Layer {
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q})};
     }
     plan_attention(a, p, shard_, pass, {H_, G_, D_});
+    for (const Linear* linear : {&q_, &k_, &v_}) linear->plan(a, p, work, R, pass.mode, /*attention=*/true);
+    for (const Linear* linear : {&o_, &gate_, &up_, &down_}) linear->plan(a, p, work, R, pass.mode);
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
     attention_forward(ctx, p, x, a);
     mlp_forward(ctx, p, x, a);
-    project_row(ctx, p, down_, a.output, a.saved[kGated], a.saved[kMiddle]);
+    down_.forward(ctx, p, a, a.output, a.saved[kGated], {.residual = a.saved[kMiddle]});
   }
 
   void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
     attention_forward(ctx, p, x, a);
-    if (keep == Keep::Input) mlp_forward(ctx, p, x, a);
+    if (keep != Keep::Input) return;
+    mlp_forward(ctx, p, x, a);
+    down_.recompute(ctx, p, a, a.saved[kGated]);
   }
 
   void backward_input(const PassContext& ctx, RowViews p, TensorView x, TensorView dy,
@@ -169,8 +169,8 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const TensorView dnorm = a.temporary[0], dattn = a.temporary[1];
-    const auto input = [&](Projection w, TensorView out, TensorView d, TensorView onto = {}) {
-      linear_backward_input(ctx, out, d, p.matrix(w.weight), Orientation::OutIn, onto);
+    const auto input = [&](const Linear& w, TensorView out, TensorView d, TensorView onto = {}) {
+      w.backward_input(ctx, p, a, out, d, onto);
     };
     input(down_, g[kDGate], all_rows(ctx, dy));
     ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
@@ -184,7 +184,7 @@ class LlamaBlock final : public Layer {
     const Heads dh = heads(ctx, g[kDQ], g[kDK], g[kDV]);
     attend_backward(ctx, dh, queries(ctx, dattn), heads(ctx, s[kQ], s[kK], s[kV]), queries(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
-    rotate(ctx, dh, /*inverse=*/true);
+    rotate_heads(ctx, dh, /*inverse=*/true);
     if (qk_norm_) {
       head_norm_backward(ctx, g[kDQRaw], g[kDQNorm], g[kDQ], s[kQRaw], p.own[q_norm_], s[kQRstd], H_);
       head_norm_backward(ctx, g[kDKRaw], g[kDKNorm], g[kDK], s[kKRaw], p.own[k_norm_], s[kKRstd], G_);
@@ -200,10 +200,7 @@ class LlamaBlock final : public Layer {
                        const LayerActs& a) const override {
     const auto& s = a.saved;
     const auto& g = a.gradients;
-    const auto weight = [&](Projection w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.matrix(w.weight), w.bias ? out.own[w.weight + 1] : TensorView{}, d, in,
-                             Orientation::OutIn);
-    };
+    const auto weight = [&](const Linear& w, TensorView d, TensorView in) { w.backward_weight(ctx, out, a, d, in); };
     weight(down_, all_rows(ctx, dy), s[kGated]);
     const TensorView norm2 = all_rows(ctx, s[kNorm2]);
     weight(gate_, g[kDGate], norm2);
@@ -256,45 +253,32 @@ class LlamaBlock final : public Layer {
     kDKNorm  // with head norms
   };
 
-  struct Projection {
-    size_t weight = 0;  // row; the bias, if any, is the next one
-    bool bias = false;
-  };
-
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     ctx.ops.rmsnorm_fwd(s[kNorm1], s[kRstd1], x, p.own[norm1_], eps_, ctx.stream);
     const TensorView norm1 = all_rows(ctx, s[kNorm1]);
-    project(ctx, p, q_, s[kQ], norm1);
-    project(ctx, p, k_, s[kK], norm1);
-    project(ctx, p, v_, s[kV], norm1);
+    q_.forward(ctx, p, a, s[kQ], norm1);
+    k_.forward(ctx, p, a, s[kK], norm1);
+    v_.forward(ctx, p, a, s[kV], norm1);
     if (qk_norm_) {
       head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
       head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
     }
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
-    rotate(ctx, h, /*inverse=*/false);
+    rotate_heads(ctx, h, /*inverse=*/false);
     attend(ctx, queries(ctx, s[kAttn]), s[kLse], h, dropout_.attention(ctx, attention_), a);
   }
   // From the attention's output to the input of the last product.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    project_row(ctx, p, o_, s[kMiddle], s[kAttn], x);
+    o_.forward(ctx, p, a, s[kMiddle], s[kAttn], {.residual = x});
     ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
     const TensorView norm2 = all_rows(ctx, s[kNorm2]);
-    project(ctx, p, gate_, s[kGate], norm2);
-    project(ctx, p, up_, s[kUp], norm2);
+    gate_.forward(ctx, p, a, s[kGate], norm2);
+    up_.forward(ctx, p, a, s[kUp], norm2);
     ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
   }
 
-  static void project(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x) {
-    linear_forward(ctx, y, x, p.matrix(w.weight), {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}});
-  }
-  static void project_row(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x,
-                          TensorView residual) {
-    row_parallel_forward(ctx, y, x, p.matrix(w.weight),
-                         {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}, .residual = residual});
-  }
   // RMSNorm of every head in place; keeps the raw values for the backward pass.
   void head_norm(const PassContext& ctx, TensorView values, TensorView raw, TensorView rstd, TensorView weight,
                  i64 num_heads) const {
@@ -318,12 +302,10 @@ class LlamaBlock final : public Layer {
     return {queries(ctx, q), heads_view(k, ctx.B, ctx.T, G_, D_, G_ * D_, 0),
             heads_view(v, ctx.B, ctx.T, G_, D_, G_ * D_, 0)};
   }
-  void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
-    for (TensorView x : {h.q, h.k}) {
-      if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
-      ctx.ops.rope(x, x, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
-    }
+  void rotate_heads(const PassContext& ctx, const Heads& h, bool inverse) const {
+    for (const TensorView& x : {h.q, h.k}) rotate(ctx, x, ctx.rotations[kRotation], inverse);
   }
+  static constexpr size_t kRotation = 0;  // of Model::rotations
 
   i64 C_, H_, G_, D_, F_;
   float eps_;
@@ -332,7 +314,7 @@ class LlamaBlock final : public Layer {
   BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
-  Projection q_, k_, v_, o_, gate_, up_, down_;
+  Linear q_, k_, v_, o_, gate_, up_, down_;
 };
 
 }  // namespace
@@ -343,6 +325,7 @@ Model make_llama(const ModelConfig& c, const Shard& shard) {
     m.shared = {TokenEmbedding::table(c, shard)};
     m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
   }
+  m.rotations = {rotation_of(c)};
   m.layers.push_back(std::make_unique<TokenEmbedding>(c, shard));
   for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l, shard));
   m.layers.push_back(make_head(NormKind::RmsNorm, "model.norm", "lm_head.weight", c.hidden, c.vocab_size,

@@ -12,14 +12,16 @@
 namespace ds::model {
 namespace {
 
+// The layers of each family.
+constexpr std::pair<Family, Model (*)(const ModelConfig&, const Shard&)> kMakers[] = {{Family::Gpt2, make_gpt2},
+                                                                                      {Family::Llama, make_llama},
+                                                                                      {Family::Qwen2, make_llama},
+                                                                                      {Family::Qwen3, make_llama},
+                                                                                      {Family::Bert, make_bert}};
+
 Model make_family(const ModelConfig& config, const Shard& shard) {
-  switch (config.family) {
-    case Family::Gpt2: return make_gpt2(config, shard);
-    case Family::Llama:
-    case Family::Qwen2:
-    case Family::Qwen3: return make_llama(config, shard);
-    case Family::Bert: return make_bert(config, shard);
-  }
+  for (const auto& [family, make] : kMakers)
+    if (family == config.family) return make(config, shard);
   throw Error(Errc::Internal, "no such family of models");
 }
 
@@ -77,7 +79,6 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
   m.num_heads = config.heads;
-  m.num_kv_heads = config.kv_heads;
   m.head_dim = config.head_dim;
   m.causal = config.causal();
   m.token_types = config.token_types;
@@ -91,19 +92,22 @@ Model make_model(const Config& config, const Shard& shard) {
 Model make_model(const Config& config, const Shard& shard, const PassLengths& lengths) {
   Model m = make_model(config.model, lengths.sequence, shard);
   if (const RandomLtdConfig& ltd = config.random_ltd; ltd.on() && trains(config.use)) {
-    for (const i64 block : ltd.layers) {
-      std::unique_ptr<Layer>& layer = m.layers.at(static_cast<size_t>(block + 1));
-      layer = drop_tokens(std::move(layer), {.number = block + 1,
-                                             .hidden = m.hidden,
-                                             .kept = lengths.kept > 0 ? lengths.kept : lengths.sequence,
-                                             .most = ltd.max_value,
-                                             .documents = config.data.document_token >= 0});
+    i64 block = -1;  // its number among the blocks
+    for (size_t l = 0; l < m.layers.size(); ++l) {
+      if (!m.layers[l]->is_block() || std::ranges::find(ltd.layers, ++block) == ltd.layers.end()) continue;
+      m.layers[l] = drop_tokens(std::move(m.layers[l]), {.number = static_cast<i64>(l),
+                                                         .hidden = m.hidden,
+                                                         .kept = lengths.kept > 0 ? lengths.kept : lengths.sequence,
+                                                         .most = ltd.max_value,
+                                                         .documents = config.data.document_token >= 0});
     }
   }
   if (config.sparse_attention.mode == SparseAttentionMode::None) return m;
   m.layout = attention_layout_of(config);
   std::set<i64> windows;
-  for (i64 l = 0; l < config.model.layers && m.causal; ++l) windows.insert(config.model.window(l));
+  for (const auto& layer : m.layers) {
+    if (const CacheShape cache = layer->cache(); !cache.arrays.empty()) windows.insert(cache.window);
+  }
   for (const i64 window : windows)
     AttentionPattern(m.layout, m.layout->block(), config.data.seq_length, true, window).check_rows();
   return m;

@@ -37,10 +37,10 @@ Model make_bert(const ModelConfig& config, const Shard& shard);
 // model). They depend only on the element's number, so every layout starts from the same weights.
 void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count, float* out);
 
+// The rotation of a family whose layers all use the same.
+Rotation rotation_of(const ModelConfig& config);
 // Hugging Face's RoPE with its scalings: half rotation, angles in fp32. length: rows of the tables, and the longest
-// sequence that they are for, on which the scalings "dynamic" and "longrope" depend. Empty for models with learned
-// positions.
-RopeTables make_rope_tables(const ModelConfig& config, i64 length);
-i64 rope_table_elems(const ModelConfig& config, i64 length);  // of each table
+// sequence that they are for, on which the scalings "dynamic" and "longrope" depend.
+RopeTables make_rope_tables(const Rotation& rotation, i64 length);
 
 }  // namespace ds::model

@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "model/attention_pattern.h"
+#include "model/models.h"
 
 namespace ds::model {
 
@@ -43,7 +44,10 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
     if (s.gradients) layout_queries = layout_keys;
   }
-  if (s.rope_rows > 0) rope_cos = rope_sin = view(DType::F32, {s.rope_rows, s.rope_elems / s.rope_rows});
+  for (const Rotation& r : model.rotations) {
+    const TensorView table = view(DType::F32, {s.rope_rows, r.dim / 2});
+    rotations.push_back({table, table});
+  }
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
   if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
   if (s.projects && s.gradients && model.trains_projection()) head_weight_grad = view(DType::F32, {vocab, C});
@@ -81,6 +85,15 @@ void upload_layout(const PassMemory& m, const Model& model, Device& device) {
   if (m.layout_queries) device.upload(m.layout_queries.data, model.layout->queries().data(), m.layout_queries.bytes());
 }
 
+void upload_rotations(const PassMemory& m, const Model& model, i64 first_row, i64 length, Device& device) {
+  for (size_t n = 0; n < m.rotations.size(); ++n) {
+    const RopeTables tables = make_rope_tables(model.rotations[n], length);
+    const TensorView cos = m.rotations[n].cos.rows(first_row, length), sin = m.rotations[n].sin.rows(first_row, length);
+    device.upload(cos.data, tables.cos.data(), cos.bytes());
+    device.upload(sin.data, tables.sin.data(), sin.bytes());
+  }
+}
+
 PassContext make_context(const PassMemory& m, const Pass& pass, const Model& model, const OpTable& ops, Stream& stream,
                          const AxisComms& comms) {
   const i64 R = pass.B * pass.T;
@@ -94,8 +107,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
     const i64 n = 2 * pass.B * m.sizes.sequence_length;
     ctx.documents = m.documents.rows(pass.micro * n, n);
   }
-  ctx.rope_cos = m.rope_cos;
-  ctx.rope_sin = m.rope_sin;
+  ctx.rotations = m.rotations;
   ctx.tile_sum = m.tile_sum;
   if (const AttentionLayout* const layout = model.layout.get(); layout != nullptr) {
     ctx.blocks = {.block = layout->block(),

@@ -13,8 +13,7 @@ struct PassSizes {
   i64 B = 0, T = 0;         // of a rank
   i64 sequence_length = 0;  // over all ranks of sp: T * sp
   i64 micro_batches = 1;    // whose tokens are in memory at once
-  i64 rope_rows = 0;        // positions of the rotation tables; 0: none
-  i64 rope_elems = 0;       // of each table
+  i64 rope_rows = 0;        // positions of the tables of rotations
   bool losses = true;       // computes losses; else the next tokens
   bool projects = false;    // this rank has the output projection
   bool gradients = false;   // and computes its gradient, if it is trained
@@ -27,11 +26,12 @@ struct PassSizes {
 
 struct PassMemory {
   PassSizes sizes;
-  // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rows, D/2] each. With documents, row_positions is for all
-  // micro-batches, and documents is [micro-batches, 2, B, sequence length], in the format of AttentionParams. The bits
-  // of a layout and their transpose are in 32-bit words.
-  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{},
-      layout_keys{}, layout_queries{}, documents{};
+  // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rope_rows, dim / 2] for each of Model::rotations. With
+  // documents, row_positions is for all micro-batches, and documents is [micro-batches, 2, B, sequence length], in the
+  // format of AttentionParams. The bits of a layout and their transpose are in 32-bit words.
+  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, layout_keys{}, layout_queries{},
+      documents{};
+  std::vector<RopeViews> rotations{};
   TensorView aux_loss{}, aux_grad{};  // Tag::Data, [1] fp32 each: PassContext
   // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed].
   TensorView logits{};
@@ -46,9 +46,14 @@ struct PassMemory {
   // requires aligned words.
   template <class F>
   void for_each(F&& visit) {
-    for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,
-                          &losses, &rope_cos, &rope_sin, &documents, &aux_loss, &aux_grad})
+    for (TensorView* v :
+         {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types, &losses})
       visit(Tag::Data, *v);
+    for (RopeViews& rotation : rotations) {
+      visit(Tag::Data, rotation.cos);
+      visit(Tag::Data, rotation.sin);
+    }
+    for (TensorView* v : {&documents, &aux_loss, &aux_grad}) visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
     for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
   }
@@ -62,6 +67,8 @@ struct Pass {
 };
 // Writes a layout to its views.
 void upload_layout(const PassMemory& memory, const Model& model, Device& device);
+// Writes the tables for sequences of `length` tokens to rows [first_row, first_row + length) of their views.
+void upload_rotations(const PassMemory& memory, const Model& model, i64 first_row, i64 length, Device& device);
 
 PassContext make_context(const PassMemory& memory, const Pass& pass, const Model& model, const OpTable& ops,
                          Stream& stream, const AxisComms& comms);

@@ -17,19 +17,19 @@ struct Frequencies {
 
 double yarn_mscale(double factor, double mscale) { return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0; }
 
-Frequencies frequencies(const ModelConfig& c, i64 length) {
-  const RopeScaling& rope = c.rope;
-  const double d = static_cast<double>(c.head_dim), factor = static_cast<double>(rope.factor);
+Frequencies frequencies(const Rotation& r, i64 length) {
+  const RopeScaling& rope = r.scaling;
+  const double d = static_cast<double>(r.dim), factor = static_cast<double>(rope.factor);
   const double trained =
-      static_cast<double>(rope.original_max_positions > 0 ? rope.original_max_positions : c.max_positions);
-  double theta = static_cast<double>(c.rope_theta);
+      static_cast<double>(rope.original_max_positions > 0 ? rope.original_max_positions : r.max_positions);
+  double theta = static_cast<double>(r.theta);
   if (rope.type == RopeType::Dynamic) {
     // Hugging Face uses max_position_embeddings here, regardless of original_max_position_embeddings.
-    const double M = static_cast<double>(c.max_positions), s = std::max(static_cast<double>(length), M);
+    const double M = static_cast<double>(r.max_positions), s = std::max(static_cast<double>(length), M);
     theta *= std::pow(factor * s / M - (factor - 1), d / (d - 2));
   }
   Frequencies f;
-  f.inverse.resize(c.head_dim / 2);
+  f.inverse.resize(r.dim / 2);
   for (size_t k = 0; k < f.inverse.size(); ++k) f.inverse[k] = std::pow(theta, -2.0 * static_cast<double>(k) / d);
 
   switch (rope.type) {
@@ -94,14 +94,16 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
 
 }  // namespace
 
-i64 rope_table_elems(const ModelConfig& config, i64 length) {
-  return config.rotary() ? length * std::ssize(frequencies(config, length).inverse) : 0;
+Rotation rotation_of(const ModelConfig& config) {
+  return {.dim = config.head_dim,
+          .theta = config.rope_theta,
+          .scaling = config.rope,
+          .max_positions = config.max_positions};
 }
 
-RopeTables make_rope_tables(const ModelConfig& config, i64 length) {
+RopeTables make_rope_tables(const Rotation& rotation, i64 length) {
   RopeTables tables;
-  if (!config.rotary()) return tables;
-  const Frequencies f = frequencies(config, length);
+  const Frequencies f = frequencies(rotation, length);
   const size_t half = f.inverse.size(), n = static_cast<size_t>(length) * half;
   tables.cos.resize(n);
   tables.sin.resize(n);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "ds/linear.h"
 
 namespace ds::model {
 namespace {
@@ -23,6 +24,11 @@ class DroppingBlock final : public Layer {
   bool is_block() const noexcept override { return block_->is_block(); }
   std::vector<size_t> products(Products which) const override { return block_->products(which); }
   bool splits() const noexcept override { return block_->splits(); }
+  void attach(FunctionRef<LowRank(const Linear&)> choose) override {
+    block_->attach(choose);
+    rows_ = block_->rows();
+  }
+  CacheShape cache() const override { return block_->cache(); }
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }
   i64 product_rows(i64 R) const noexcept override { return block_->product_rows(R); }
   bool adds_loss() const noexcept override { return block_->adds_loss(); }

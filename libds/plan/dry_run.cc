@@ -23,6 +23,9 @@ void make_present(std::vector<model::LayerActs>& acts) {
     for (auto* views : {&a.saved, &a.gradients, &a.temporary, &a.exchange}) {
       for (TensorView& v : *views) v.data = &there;
     }
+    for (model::BranchActs& branch : a.branches) {
+      for (TensorView* v : {&branch.inner, &branch.inner_grad, &branch.product}) v->data = &there;
+    }
     for (TensorView* v : {&a.output, &a.input_grad, &a.drawn}) v->data = v->rank > 0 ? &there : nullptr;
     make_present(a.inner);
   }

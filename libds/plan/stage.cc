@@ -193,13 +193,12 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                          .T = plan.T,
                          .sequence_length = plan.sequence_length,
                          .micro_batches = plan.micro_batches,
-                         .rope_elems = model::rope_table_elems(config.model, plan.sequence_length),
+                         .rope_rows = plan.sequence_length,
                          .projects = plan.projects,
                          .gradients = plan.trains(),
                          .tile_cols = plan.tile_cols(),
                          .documents = config.data.document_token >= 0,
                          .work = plan.work};
-  if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
   // By the largest share of the vocabulary: the ranks that share it meet after every chunk of rows.
   if (sizes.projects) sizes.logits_rows = logits_chunk(plan.B * plan.T, model.largest_vocab_share(), plan.device);
   a.pass = model::PassMemory(model, sizes);

@@ -117,7 +117,7 @@ namespace {
 // Memory for generating text, and the scratch of the kernels that do it.
 plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, int ranks_per_node,
                            const EncodedPrompts& writing) {
-  const infer::WritingMemory memory = infer::plan_writing(config.model, planned.model, planned.plan, writing.ids,
+  const infer::WritingMemory memory = infer::plan_writing(planned.model, planned.plan, writing.ids,
                                                           writing.sampling.max_tokens, writing.sampling.at_once);
   plan::TagBytes bytes = memory.bytes();
   if (planned.plan.device == DeviceKind::Cpu) {

@@ -99,11 +99,7 @@ void Stage::fill_pass_memory() {
   // Packed text is one segment.
   if (memory_.token_types) device_.zero(memory_.token_types.data, memory_.token_types.bytes());
   model::upload_layout(memory_, *model_, device_);
-  if (memory_.rope_cos) {
-    const model::RopeTables rope = model::make_rope_tables(config_, sizes.rope_rows);
-    device_.upload(memory_.rope_cos.data, rope.cos.data(), memory_.rope_cos.bytes());
-    device_.upload(memory_.rope_sin.data, rope.sin.data(), memory_.rope_sin.bytes());
-  }
+  model::upload_rotations(memory_, *model_, 0, sizes.rope_rows, device_);
   std::vector<i32> positions;
   for (const model::TokenRange& range : model_->shard.tokens(sizes.sequence_length)) {
     for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));

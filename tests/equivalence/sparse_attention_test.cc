@@ -113,7 +113,7 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
         const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = 60});
         // Not all of its 80 tokens are kept, unless some head meets each; the memory of those that are is as predicted.
         const std::vector<std::vector<i32>> prompts = {prompt};
-        const auto memory = infer::plan_writing(model, engine.model(), engine.plan(), prompts, 60, 1);
+        const auto memory = infer::plan_writing(engine.model(), engine.plan(), prompts, 60, 1);
         const auto activations = static_cast<size_t>(Tag::Activations);
         EXPECT_EQ(memory.plan_caches(20)[0].keys.rows() < 80, mode != Mode::Fixed) << sparse_attention_name(mode);
         EXPECT_EQ(engine.ledger().peak(Tag::Activations),

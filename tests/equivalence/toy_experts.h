@@ -5,7 +5,7 @@
 // slice, and receives rows of all ranks, as many as it has room for. Beside it, an auxiliary loss: weight * mean(x^2).
 
 #include "comm/message_tag.h"
-#include "model/building_blocks.h"
+#include "ds/building_blocks.h"
 
 namespace ds::testing {
 

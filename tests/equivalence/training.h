@@ -240,7 +240,7 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
 
 // Calls body on each rank's engine, with random weights, over threads.
 inline void with_engines(const Config& config, int ranks, const std::function<void(engine::Engine&)>& body,
-                         const OpTable& ops = *cpu_ops(), int num_threads = 1) {
+                         const OpTable& ops = *cpu_ops(), int num_threads = 1, const engine::EngineParts& parts = {}) {
   std::vector<std::unique_ptr<Communicator>> worlds = make_thread_communicators(ranks, {.timeout_s = 60});
   std::vector<std::thread> threads;
   std::mutex mutex;
@@ -251,7 +251,7 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
         const auto device = make_cpu_device(ops, num_threads);
         Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {}, mesh_splits(config, {}));
         MemoryLedger ledger;
-        engine::Engine engine(config, mesh, ledger, *device);
+        engine::Engine engine(config, mesh, ledger, *device, parts);
         engine.init_weights();
         body(engine);
       } catch (...) {

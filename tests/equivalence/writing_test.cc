@@ -77,8 +77,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
       bytes = engine.ledger().peak(Tag::Activations);
       // As --check predicts it.
-      const plan::TagBytes text =
-          infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
+      const plan::TagBytes text = infer::plan_writing(engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
       for (size_t t = 0; t < text.size(); ++t)
         EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory.by_tag[t] + text[t])
             << tag_name(static_cast<Tag>(t)) << " " << at_once;
@@ -111,7 +110,7 @@ TEST(Writing, KeepsWhatWindowsSee) {
     with_engines(c, 1, [&](engine::Engine& engine) {
       const std::vector<std::vector<i32>> given = {std::vector<i32>(150, 5), {1, 2, 3}};
       const Texts texts = write(engine, given, 2, {.max_tokens = 200}, -1);
-      const auto plan = infer::plan_writing(c.model, engine.model(), engine.plan(), given, 200, 2);
+      const auto plan = infer::plan_writing(engine.model(), engine.plan(), given, 200, 2);
       const auto caches = plan.plan_caches(150);
       ASSERT_EQ(caches.size(), 2u);
       EXPECT_EQ(caches[0].keys.rows(), 350);
@@ -141,7 +140,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
                          i64 at_once, bool exact) {
     const auto body = [&](engine::Engine& engine) {
       write(engine, given, at_once, {.max_tokens = tokens}, -1);
-      const auto writing = infer::plan_writing(c.model, engine.model(), engine.plan(), given, tokens, at_once);
+      const auto writing = infer::plan_writing(engine.model(), engine.plan(), given, tokens, at_once);
       const auto said = infer::writing_scratch(engine.model(), engine.plan(), writing, given, ops, threads);
       ASSERT_TRUE(said.has_value());
       const i64 held = engine.device().scratch_bytes();

@@ -8,7 +8,9 @@
 
 #include <cmath>
 
+#include "ds/linear.h"
 #include "engine/engine.h"
+#include "model/models.h"
 #include "parity/device_ops.h"
 
 namespace ds {
@@ -68,11 +70,12 @@ std::vector<float> noise(i64 n, size_t param, u32 site) {
 class Model {
  public:
   // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
-  explicit Model(const ModelConfig& model, i64 kept = 0) : Model(model, model.vocab_size, kept) {}
-  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match
-  // `frozen` are not trained.
-  Model(const ModelConfig& model, i64 num_ids, i64 kept, const std::vector<std::string>& frozen = {})
-      : engine_(config(model, kept, frozen)) {
+  explicit Model(const ModelConfig& model, i64 kept = 0, i64 branches = 0)
+      : Model(model, model.vocab_size, kept, {}, branches) {}
+  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match `frozen` are not
+  // trained. branches: the rank of one beside each linear map.
+  Model(const ModelConfig& model, i64 num_ids, i64 kept, const std::vector<std::string>& frozen = {}, i64 branches = 0)
+      : engine_(config(model, kept, frozen), branches) {
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
@@ -136,7 +139,17 @@ class Model {
     return c;
   }
   struct Owned {  // all outlive the engine
-    explicit Owned(const Config& c) : engine(c, mesh, ledger, *device) {}
+    Owned(const Config& c, i64 branches) : engine(c, mesh, ledger, *device, parts(branches)) {}
+    static engine::EngineParts parts(i64 branches) {
+      engine::EngineParts parts;
+      if (branches == 0) return parts;
+      parts.model = [=](const Config& c, auto&...) {
+        model::Model model = model::make_model(c);
+        for (auto& layer : model.layers) layer->attach([=](auto&) { return model::LowRank{branches, 0.7f}; });
+        return model;
+      };
+      return parts;
+    }
     std::unique_ptr<Device> device = testing::make_test_device(1);
     Mesh mesh = testing::make_test_mesh(*device);
     MemoryLedger ledger;
@@ -152,7 +165,7 @@ class Model {
 struct GradientCase {
   const char* name;
   ModelConfig config;
-  i64 kept = 0;
+  i64 kept = 0, branches = 0;
 };
 
 std::vector<GradientCase> gradient_cases() {
@@ -178,14 +191,17 @@ std::vector<GradientCase> gradient_cases() {
           {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)},
           {"gpt2_all_dropping", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 8},
           {"bert_dropping", bert(), 9},
-          {"qwen3_dropping", unwindowed, 9}};
+          {"qwen3_dropping", unwindowed, 9},
+          {"gpt2_branches", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 0, 3},
+          {"qwen3_branches", qwen3(), 0, 2},
+          {"bert_branches", bert(), 0, 2}};
 }
 
 class ModelGradients : public ::testing::TestWithParam<GradientCase> {};
 
 TEST_P(ModelGradients, AreTheDirectionalDerivativeForEveryParameter) {
-  const auto& [name, config, kept] = GetParam();
-  Model model(config, kept);
+  const auto& [name, config, kept, branches] = GetParam();
+  Model model(config, kept, branches);
   const Values grads = model.gradients();
   const auto norm_of = [&](size_t p) {
     double sum = 0;
@@ -254,12 +270,12 @@ TEST_P(ModelGradients, OfTheOthersAreTheSameWhereSomeAreNotWanted) {
 TEST(ModelGradient, LookUpsOfThePaddingTokenGiveNone) {
   const ModelConfig unpadded = bert();
   const i64 C = unpadded.hidden, unused = unpadded.vocab_size - 1;
-  Model whole(unpadded, unused, 0);
+  Model whole(unpadded, unused, 0, 0);
   const Values want = whole.gradients();
   for (const i64 padding : {i64{0}, i64{7}, unused}) {
     ModelConfig config = bert();
     config.pad_token_id = padding;
-    Model padded(config, unused, 0);
+    Model padded(config, unused, 0, 0);
     const Values got = padded.gradients();
     ASSERT_EQ(got.size(), want.size());
     for (size_t p = 0; p < got.size(); ++p) {

@@ -11,14 +11,8 @@
 namespace ds::model {
 namespace rope_tables_test {
 
-ModelConfig rotary(i64 head_dim, float theta, i64 max_positions, const RopeScaling& rope) {
-  ModelConfig c;
-  c.family = Family::Llama;
-  c.head_dim = head_dim;
-  c.rope_theta = theta;
-  c.max_positions = max_positions;
-  c.rope = rope;
-  return c;
+Rotation rotary(i64 dim, float theta, i64 max_positions, const RopeScaling& rope) {
+  return {.dim = dim, .theta = theta, .scaling = rope, .max_positions = max_positions};
 }
 
 double frequency(const RopeTables& t, size_t half, size_t k) {
@@ -191,7 +185,11 @@ TEST(RopeTables, GoldenNumbersAtFullSize) {
   EXPECT_NEAR(yarn.cos[0], 1.138629436, 1e-6);
 }
 
-TEST(RopeTables, Gpt2HasNone) { EXPECT_TRUE(make_rope_tables(ModelConfig{}, 10).cos.empty()); }
+TEST(RopeTables, AreThoseOfTheConfiguration) {
+  ModelConfig c;
+  c.head_dim = 16, c.rope_theta = 1e4f, c.max_positions = 64, c.rope = {.type = RopeType::Linear, .factor = 3};
+  EXPECT_EQ(make_rope_tables(rotation_of(c), 7).sin, make_rope_tables(rotary(16, 1e4f, 64, c.rope), 7).sin);
+}
 
 }  // namespace rope_tables_test
 }  // namespace ds::model

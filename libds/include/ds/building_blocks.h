@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Parts shared by the layers of all model families: linear maps in both of Hugging Face's orientations, alone and over
-// a tensor-parallel group; attention with a cache and over a sequence-parallel group (attention.cc); dropout sites.
+// Parts shared by the layers of all model families: products in both of Hugging Face's orientations, and sums over a
+// tensor-parallel group, of which linear.h makes linear maps; rotations, attention with a cache and over a
+// sequence-parallel group (attention.cc); dropout sites.
 
 #include "ds/layer.h"
 
@@ -11,6 +12,15 @@ namespace ds::model {
 
 // The layout of a weight: Linear stores [out,in], GPT-2's Conv1D [in,out].
 enum class Orientation : u8 { OutIn, InOut };
+
+// The end of a linear map: y = dropout(activation(product)) + residual.
+struct Epilogue {
+  Activation activation = Activation::None;
+  TensorView preact{};    // receives the value before the activation, or none
+  TensorView residual{};  // like y, or none
+  float dropout = 0;
+  RngKey site{};
+};
 
 struct LinearForward {
   Orientation orientation = Orientation::OutIn;
@@ -51,16 +61,14 @@ inline TensorView first_term(const PassContext& ctx, TensorView residual) {
   return ctx.groups.shard.tp == 1 ? residual : TensorView{};
 }
 
+// The same after a product over several ranks: out = dropout(sum + bias) + residual.
 struct RowParallel {
-  Orientation orientation = Orientation::OutIn;
   TensorView bias{};      // [out], added once
   TensorView residual{};  // stream, added last
   float dropout = 0;      // applied before the residual is added
   RngKey site{};
 };
-// y (a stream) = dropout(x [R, in of this rank] W + bias) + residual; in a group of one without dropout, a single
-// product.
-void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o);
+void finish_row_parallel(const PassContext& ctx, TensorView out, const RowParallel& o);
 
 // y = dropout(x) with the masks of a whole batch on one rank; x contains rows of this rank's R from `first_row` on.
 void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site);
@@ -108,14 +116,19 @@ inline TensorView heads_view(TensorView rows, i64 B, i64 T, i64 num_heads, i64 h
 struct Heads {
   TensorView q, k, v;  // [B,T,H,D], [B,T,G,D] strided
 };
+// Turns the heads x [B,T,heads,D] in place by the positions of their tokens; inverse: the backward pass.
+void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, bool inverse);
 struct HeadCounts {
   i64 q, kv, dim;  // sizes on this rank of the tensor-parallel group
 };
+// The cache of an attention with `heads` heads of keys and values on this rank; window: see CacheShape.
+inline CacheShape attention_cache(i64 window, i64 heads, i64 dim) { return {window, {{heads, dim}, {heads, dim}}}; }
 // Declares the memory that attend() and attend_backward() need in addition to their arguments, after the layer's own
 // temporaries.
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
                     const HeadCounts& heads);
-// Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in a cache.
+// Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in an
+// attention_cache.
 // Works over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is only for attend_backward.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,
             const LayerActs& acts);
@@ -140,10 +153,10 @@ struct BlockDropout {
     params.rng = dropout_site(ctx, layer, 0);
     return params;
   }
-  RowParallel branch(const PassContext& ctx, RowParallel o, u32 use) const {
-    o.dropout = ctx.mode == Mode::Train ? branches : 0;
-    o.site = dropout_site(ctx, layer, use);
-    return o;
+  // The end of branch `use`, which is added to `residual` (or to nothing).
+  Epilogue branch(const PassContext& ctx, TensorView residual, u32 use) const {
+    return {
+        .residual = residual, .dropout = ctx.mode == Mode::Train ? branches : 0, .site = dropout_site(ctx, layer, use)};
   }
   // The gradient of the input of the dropout of branch `use`, given that of its output: in `out` if there is dropout,
   // else dy.

@@ -16,7 +16,9 @@
 #include "ds/error.h"
 #include "ds/integers.h"
 #include "ds/kernels/ops.h"
+#include "ds/kernels/thread_pool.h"
 #include "ds/mesh.h"
+#include "ds/model_config.h"
 #include "ds/shard.h"
 
 namespace ds::model {
@@ -171,12 +173,19 @@ class ActivationPlanner {
       temporary_peak_ = 0;
 };
 
+// Activations of the low-rank branch of a linear map of R rows: ds/linear.h.
+struct BranchActs {
+  TensorView inner{}, inner_grad{};  // [R, rank], and its gradient, both multiplied by the scale
+  TensorView product{};              // [R, rank] fp32, temporary
+};
+
 // The activations of one layer for one micro-batch; each layer defines its own indices.
 struct LayerActs {
   std::vector<TensorView> saved;      // of the forward pass
   std::vector<TensorView> gradients;  // of the input gradient pass
   std::vector<TensorView> temporary;
   std::vector<TensorView> exchange;  // of attend() over several ranks
+  std::vector<BranchActs> branches;  // of linear maps
   TensorView output;                 // [R,C], placed by the code that runs the layers
   // If the output is a kept input stored elsewhere until layers are recomputed from it: this rank's rows of it, here
   // or, without memory, away from the device at `stash_at`; and [padded R,C] to restore it.
@@ -188,11 +197,23 @@ struct LayerActs {
   std::vector<LayerActs> inner;  // at most one, for a layer around another
 };
 
-// Keys and values of one sequence's positions so far, for generation: [1, rows, G, D] each, work dtype. Without pages,
-// row t is position t. With pages, only positions needed later are kept: page i of `page` positions starts at row
+// An array that a layer caches for generation: [heads, dim] for each token, work dtype.
+struct CachedArray {
+  i64 heads = 0, dim = 0;  // of this rank
+  auto operator<=>(const CachedArray&) const = default;
+};
+// The cache of a layer. Attention caches two arrays, keys and values.
+struct CacheShape {
+  i64 window = 0;                     // a token sees itself and those before it, so many together; 0: all
+  std::vector<CachedArray> arrays{};  // none: later tokens need nothing of the layer
+  auto operator<=>(const CacheShape&) const = default;
+};
+
+// A layer's arrays for one sequence's positions so far: [1, rows, heads, dim] each, by CacheShape. Without pages, row t
+// is position t. With pages, only positions needed later are kept: page i of `page` positions starts at row
 // places[i] * page, or is not kept (-1); pages may reuse the rows of earlier ones.
 struct KvCache {
-  TensorView k, v;
+  std::vector<TensorView> arrays{};
   i64 length = 0;  // number of positions so far
   i64 page = 0;
   std::span<const i32> places{};
@@ -213,10 +234,23 @@ struct PlannedPass {
   PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t}; }
 };
 
-// cos and sin for positions from 0 on, [positions, D/2] fp32 each, in host memory; empty for models without rotary
-// positions.
+// A rotary embedding of the model, by which layers turn queries and keys: pair k of `dim` turns by
+// position * theta^(-2k / dim), scaled.
+struct Rotation {
+  i64 dim = 0;
+  float theta = 1e4f;
+  RopeScaling scaling{};
+  i64 max_positions = 0;  // of the trained model
+  // True if the angles depend on the length of the sequence.
+  bool by_length() const noexcept { return scaling.type == RopeType::Dynamic || scaling.type == RopeType::LongRope; }
+};
+// The cos and sin of a rotation for positions from 0 on: [positions, dim / 2] fp32 each, in host memory.
 struct RopeTables {
   std::vector<float> cos, sin;
+};
+// The same where the ops run.
+struct RopeViews {
+  TensorView cos{}, sin{};
 };
 
 // The inputs that all layers share in one forward or backward pass. R = B*T rows of tokens.
@@ -224,16 +258,17 @@ struct PassContext {
   const OpTable& ops;
   Stream& stream;
   Mode mode = Mode::Train;
-  i64 B = 0, T = 0;                   // T: this rank's part of the sequences
-  TensorView ids{};                   // [R] int32
-  TensorView positions{};             // [T] int32: rows of the rope tables; [R] when generating, and of documents
-  TensorView row_positions{};         // [R] int32: each row's position in its sequence
-  TensorView token_types{};           // [R] int32: segments, for models with Model::token_types
-  TensorView rope_cos{}, rope_sin{};  // for positions from 0 on, for the sequences of this pass; empty for GPT-2
-  TensorView targets{};               // [R] int32; not when generating
-  TensorView losses{};                // [R] fp32, written by the head; not when generating
-  TensorView logits{};  // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
-                        // workspace [chunk,V] fp32
+  i64 B = 0, T = 0;            // T: this rank's part of the sequences
+  TensorView ids{};            // [R] int32
+  TensorView positions{};      // [T] int32: rows of the rope tables; [R] when generating, and of documents
+  TensorView row_positions{};  // [R] int32: each row's position in its sequence
+  TensorView token_types{};    // [R] int32: segments, for models with Model::token_types
+  // The tables of Model::rotations, by number, for the sequences of this pass; memory of PassMemory.
+  std::span<const RopeViews> rotations{};
+  TensorView targets{};  // [R] int32; not when generating
+  TensorView losses{};   // [R] fp32, written by the head; not when generating
+  TensorView logits{};   // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
+                         // workspace [chunk,V] fp32
   TensorView tile_sum{};          // [R, most columns] fp32: for products over tiles, if any
   TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch; none
                                   // if the projection is not trained
@@ -300,6 +335,9 @@ struct DrawKey {
 // The passes of a layer that need its matrices.
 enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput, BackwardWeight };
 
+class Linear;
+struct LowRank;
+
 class DS_API Layer {
  public:
   virtual ~Layer() = default;
@@ -316,6 +354,12 @@ class DS_API Layer {
   virtual std::vector<size_t> products(Products) const { return {}; }
   // True if its weight gradients can be computed in a later call. The head's come with its loss.
   virtual bool splits() const noexcept { return true; }
+
+  // Attaches a low-rank branch (ds/linear.h) to each linear map of the layer for which `choose` returns one. Its
+  // rows come after all others. Call this at most once, before the layer is used.
+  virtual void attach(FunctionRef<LowRank(const Linear&)> choose);
+  // The arrays that it caches for generation; their KvCache is in PassContext::caches.
+  virtual CacheShape cache() const { return {}; }
 
   // The number of tokens, of T in a sample, that it processes in training; the others bypass it.
   virtual i64 tokens(i64 T) const noexcept { return T; }
@@ -351,6 +395,12 @@ class DS_API Layer {
 
  protected:
   explicit Layer(std::string name) : name_(std::move(name)) {}
+  // The linear maps of the layer.
+  virtual std::vector<Linear*> linears() { return {}; }
+  size_t add(ParamRow row) {
+    rows_.push_back(std::move(row));
+    return rows_.size() - 1;
+  }
   // Call this when all rows have been declared.
   void allow_tiles() {
     for (const size_t row : products(Products::Forward)) rows_[row].tiles = true;
@@ -371,13 +421,16 @@ struct DS_API Model {
   // Tied embeddings: the matrix that layer 0 looks up and the head projects with; or none.
   std::vector<ParamRow> shared;
   std::vector<Tie> ties;  // checkpoints state them; weight files may repeat their values
+  // Beginnings of the names of parameters that weight files have for other tasks; they are left out, with a warning.
+  std::vector<std::string> other_tasks{};
   Shard shard;
   std::vector<DpSplit> splits;  // groups other than dp that reduce some of its rows
   i64 vocab = 0, hidden = 0;
   // Each position predicts the next token; else the model sees the whole sequence and fills in masks.
   bool causal = true;
   i64 token_types = 0;  // 0: the model has none
-  i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
+  i64 num_heads = 0, head_dim = 0;
+  std::vector<Rotation> rotations{};              // those that its layers use
   std::shared_ptr<const AttentionLayout> layout;  // for the attention of all layers; null: all blocks
 
   bool tied() const noexcept { return !shared.empty(); }

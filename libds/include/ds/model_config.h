@@ -75,14 +75,14 @@ struct ModelConfig {
   RopeScaling rope = {};
   // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
-  bool rotary() const noexcept { return family != Family::Gpt2 && family != Family::Bert; }
+  DS_API bool rotary() const noexcept;  // positions turn queries and keys; else they are learnt
 
   i64 token_types = 0;  // BERT: number of segment types; text is read as a single segment
   // BERT: looking up this token gives its row no gradient, as with padding_idx in PyTorch; -1: none.
   i64 pad_token_id = 0;
   // True if each position sees only those before it and predicts the next token; else it sees all, and the model is
   // trained by masking (data.mlm).
-  bool causal() const noexcept { return family != Family::Bert; }
+  DS_API bool causal() const noexcept;
 
   bool tie_embeddings = true;
   bool attention_bias = true;  // on q, k and v

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/families/keys.h"
+
+namespace ds {
+namespace family {
+namespace {
+
+// clang-format off
+constexpr Key kGpt2Keys[] = {
+    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
+    effect("n_embd", slot_of<&H::m, &M::hidden>, kSize),
+    effect("n_layer", slot_of<&H::m, &M::layers>, {1, 1e5}),
+    effect("n_head", slot_of<&H::m, &M::heads>, kSize),
+    effect("n_positions", slot_of<&H::m, &M::max_positions>, kSize),
+    effect("n_inner", slot_of<&H::m, &M::intermediate>, kSize, kNull),
+    effect("activation_function", activation_slot<kPlainActivations>),
+    effect("layer_norm_epsilon", slot_of<&H::m, &M::norm_eps>, kAboveZero),
+    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
+    effect("embd_pdrop", slot_of<&H::m, &M::embd_dropout>, kDropout, kNull),
+    effect("resid_pdrop", slot_of<&H::m, &M::resid_dropout>, kDropout, kNull),
+    effect("attn_pdrop", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
+    effect("scale_attn_weights", slot_of<&H::m, &M::scale_attn_weights>, {}, kNull),
+    effect("scale_attn_by_inverse_layer_idx", slot_of<&H::m, &M::scale_attn_by_inverse_layer_idx>, {}, kNull),
+    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
+    fixed("reorder_and_upcast_attn", "[false]"),
+    fixed("add_cross_attention", "[false]"),
+    alias("hidden_size", "n_embd"), alias("num_hidden_layers", "n_layer"), alias("num_attention_heads", "n_head"),
+    alias("max_position_embeddings", "n_positions"),
+    silent("n_ctx"), silent("n_special"), silent("predict_special_tokens"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
+    silent("summary_proj_to_labels"), silent("summary_first_dropout"),
+};
+// clang-format on
+
+constexpr std::string_view kGpt2Required[] = {"vocab_size", "n_embd", "n_layer", "n_head"};
+constexpr KeyValue kGpt2Neutral[] = {{"position_embedding_type", R"("absolute")"}};
+constexpr std::string_view kGpt2Buffers[] = {".attn.bias", ".attn.masked_bias"};
+constexpr std::string_view kGpt2Lengths[] = {"n_positions", "max_position_embeddings"};
+
+void set_gpt2_defaults(HfConfig& h, ModelSource source) {
+  ModelConfig& m = h.m;
+  m.vocab_size = 50257;
+  m.hidden = 768;
+  m.layers = m.heads = 12;
+  m.max_positions = 1024;
+  m.embd_dropout = m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
+}
+
+void resolve_gpt2(HfConfig& h, const Json& object, ModelSource, Reader&) {
+  // Python takes null for false, which is not the default of these.
+  if (is_null(object, "tie_word_embeddings")) h.m.tie_embeddings = false;
+  if (is_null(object, "scale_attn_weights")) h.m.scale_attn_weights = false;
+  if (h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
+}
+
+}  // namespace
+}  // namespace family
+
+extern constinit const FamilySpec kGpt2Family = {
+    .family = Family::Gpt2,
+    .name = "gpt2",
+    .architecture = "GPT2LMHeadModel",
+    .block = "Gpt2Block",
+    .keys = family::kGpt2Keys,
+    .hidden = "n_embd",
+    .layers = "n_layer",
+    .heads = "n_head",
+    .required = family::kGpt2Required,
+    .neutral = family::kGpt2Neutral,
+    .set_defaults = family::set_gpt2_defaults,
+    .resolve = family::resolve_gpt2,
+    .prefix = "transformer.",
+    .buffers = family::kGpt2Buffers,
+    .positions = {"transformer.wpe.weight", family::kGpt2Lengths, ".attn.bias"},
+};
+
+}  // namespace ds

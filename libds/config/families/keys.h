@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The words of the tables of config.json's keys.
+
+#include <limits>
+
+#include "config/family.h"
+
+namespace ds {
+
+template <>
+inline constexpr std::array kEnumNames<RopeType> = {EnumName{"default", u8(RopeType::Default)},
+                                                    EnumName{"linear", u8(RopeType::Linear)},
+                                                    EnumName{"dynamic", u8(RopeType::Dynamic)},
+                                                    EnumName{"llama3", u8(RopeType::Llama3)},
+                                                    EnumName{"yarn", u8(RopeType::Yarn)},
+                                                    EnumName{"longrope", u8(RopeType::LongRope)},
+                                                    EnumName{"proportional"},
+                                                    EnumName{"mrope"}};
+
+namespace family {
+
+inline constexpr EnumName kPlainActivations[] = {{"gelu_new", u8(Activation::GeluTanh)},
+                                                 {"gelu_pytorch_tanh", u8(Activation::GeluTanh)},
+                                                 {"gelu", u8(Activation::GeluErf)},
+                                                 {"silu", u8(Activation::Silu)},
+                                                 {"swish", u8(Activation::Silu)},
+                                                 {"relu"},
+                                                 {"gelu_fast"},
+                                                 {"gelu_python"},
+                                                 {"quick_gelu"},
+                                                 {"tanh"}};
+inline constexpr EnumName kGatedActivations[] = {{"silu", u8(Activation::Silu)},
+                                                 {"swish", u8(Activation::Silu)},
+                                                 {"gelu"},
+                                                 {"gelu_new"},
+                                                 {"gelu_pytorch_tanh"},
+                                                 {"relu"}};
+
+template <const auto& names>
+Slot activation_slot(void* root) {
+  return EnumSlot{reinterpret_cast<u8*>(&static_cast<HfConfig*>(root)->m.activation), names};
+}
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+inline constexpr Range kSize = {1, 1 << 24};
+inline constexpr Range kDropout = {0, 1, false, /*open_high=*/true};
+inline constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};
+inline constexpr bool kNull = true;
+
+constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool takes_null = false) {
+  return {.path = path, .slot = slot, .range = range, .takes_null = takes_null};
+}
+constexpr Key fixed(std::string_view path, std::string_view values) {
+  return {.path = path, .kind = KeyKind::NotYet, .values = values};
+}
+constexpr Key alias(std::string_view path, std::string_view target) {
+  return {.path = path, .kind = KeyKind::Alias, .name = target};
+}
+constexpr Key silent(std::string_view path) { return {.path = path, .kind = KeyKind::Silent}; }
+
+using H = HfConfig;
+using M = ModelConfig;
+using R = RopeScaling;
+
+inline bool is_null(const Json& object, const char* key) { return object.contains(key) && object[key].is_null(); }
+
+}  // namespace family
+}  // namespace ds

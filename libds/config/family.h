@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Model families: one row for each, with all that rooms ask of a family but its layers (model/models.cc has the table
+// of those). A family's row is in families/.
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "config/reader.h"
+#include "ds/model_config.h"
+
+namespace ds {
+
+// The default of a missing key depends on where the model is described: in a config.json it is Hugging Face's; inline,
+// sizes are required and dropout is 0.
+enum class ModelSource { File, Inline };
+
+// The contents of config.json before they are resolved: 0 and empty stand for a missing key.
+struct HfConfig {
+  ModelConfig m;
+  bool use_sliding_window = false;
+  i64 sliding_window = 0;
+  i64 max_window_layers = 0;
+  std::vector<std::string> layer_types;
+};
+
+struct KeyValue {
+  std::string_view key, value;  // JSON
+};
+
+// A position embedding, which can be extended by repeating it.
+struct LearnedPositions {
+  std::string_view embedding{};                 // its name; empty: the family learns no positions
+  std::span<const std::string_view> lengths{};  // keys of config.json with its length; the first is the usual one
+  std::string_view derived{};                   // end of the names of buffers that depend on the length alone
+};
+
+struct FamilySpec {
+  Family family{};
+  std::string_view name{};          // model_type of config.json
+  std::string_view architecture{};  // its only entry of architectures
+  std::string_view block{};         // type of its blocks, for partitions by type
+  bool causal = true;               // ModelConfig::causal()
+  bool rotary = false;              // ModelConfig::rotary()
+  bool rms_norm = false;            // its norms have no bias
+
+  // config.json. The root of the keys is an HfConfig.
+  std::span<const Key> keys{};
+  std::span<const std::string_view> unread{};  // keys among them that only relatives of the family have
+  std::string_view hidden{}, layers{}, heads{};
+  std::span<const std::string_view> required{};  // of an inline description
+  std::span<const KeyValue> neutral{};   // values of other families' keys that ask for what every model of this one is
+  std::span<const KeyValue> constant{};  // what it writes in addition
+  void (*set_defaults)(HfConfig&, ModelSource) = nullptr;  // Hugging Face's
+  // Applies the rules of this family alone to the keys that were read.
+  void (*resolve)(HfConfig&, const Json& object, ModelSource, Reader&) = nullptr;
+
+  // Names in weight files.
+  std::string_view prefix{};                    // files of the bare model leave it out
+  std::span<const std::string_view> buffers{};  // ends of the names of tensors in old files that are no parameters
+  LearnedPositions positions{};
+};
+
+// Sorted by the enum.
+std::span<const FamilySpec* const> families() noexcept;
+inline const FamilySpec& spec_of(Family family) noexcept { return *families()[static_cast<size_t>(family)]; }
+
+}  // namespace ds

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ds/linear.h"
+
+#include <cmath>
+
+#include "base/check.h"
+
+namespace ds::model {
+namespace {
+
+// A row that each rank has, with gradients that are partial sums over all of them.
+ParamRow partial_row(ParamRow row, const Shard& shard) {
+  row = whole_row(std::move(row), shard);
+  row.also_summed = shard.tp;
+  return row;
+}
+
+}  // namespace
+
+Linear::Linear(std::vector<ParamRow>& rows, LinearSpec spec, const Shard& shard)
+    : spec_(std::move(spec)), shard_(shard), weight_(rows.size()) {
+  const bool out_in = spec_.orientation == Orientation::OutIn;
+  const int in_dim = out_in ? 1 : 0, out_dim = 1 - in_dim;
+  ParamRow weight{.name = spec_.name + ".weight",
+                  .shape = {out_in ? spec_.out : spec_.in, out_in ? spec_.in : spec_.out},
+                  .std = spec_.std,
+                  .decay = true};
+  ParamRow bias{.name = spec_.name + ".bias", .shape = {spec_.out}, .init = Init::Zeros};
+  switch (spec_.split) {
+    case Split::Whole:
+      weight = whole_row(std::move(weight), shard);
+      bias = whole_row(std::move(bias), shard);
+      break;
+    case Split::Column:
+      weight = cut_outputs(std::move(weight), out_dim);
+      bias = cut_outputs(std::move(bias), 0);
+      break;
+    case Split::Row:
+      weight = cut_inputs(std::move(weight), in_dim);
+      bias = equal_row(std::move(bias), shard);
+      break;
+  }
+  rows.push_back(std::move(weight));
+  if (spec_.bias) rows.push_back(std::move(bias));
+}
+
+ParamRow Linear::cut_inputs(ParamRow row, int dim) const { return cut_row(std::move(row), shard_, dim); }
+
+ParamRow Linear::cut_outputs(ParamRow row, int dim) const {
+  if (spec_.heads > 0) return cut_heads(std::move(row), shard_, dim, spec_.heads);
+  return cut_row(std::move(row), shard_, dim, spec_.fused);
+}
+
+// Nothing travels for the branch: with cut inputs x A^T is a partial sum, which B maps to partial sums of y; with cut
+// outputs the gradient of x A^T is one, which A maps to partial sums of dx. The gradients of the matrix that every rank
+// has are then partial sums, too.
+void Linear::attach(std::vector<ParamRow>& rows, const LowRank& branch, size_t number) {
+  DS_ASSERT(branch.rank > 0 && branch_.rank == 0);
+  branch_ = branch;
+  branch_rows_ = rows.size();
+  number_ = number;
+  ParamRow a{.name = spec_.name + ".lora_A.weight",
+             .shape = {branch.rank, spec_.in},
+             .std = 1 / std::sqrt(static_cast<float>(spec_.in)),
+             .decay = true};
+  ParamRow b{
+      .name = spec_.name + ".lora_B.weight", .shape = {spec_.out, branch.rank}, .init = Init::Zeros, .decay = true};
+  switch (spec_.split) {
+    case Split::Whole:
+      a = whole_row(std::move(a), shard_);
+      b = whole_row(std::move(b), shard_);
+      break;
+    case Split::Column:
+      a = partial_row(std::move(a), shard_);
+      b = cut_outputs(std::move(b), 0);
+      break;
+    case Split::Row:
+      a = cut_inputs(std::move(a), 1);
+      b = partial_row(std::move(b), shard_);
+      break;
+  }
+  rows.push_back(std::move(a));
+  rows.push_back(std::move(b));
+}
+
+void Linear::plan(LayerActs& acts, ActivationPlanner& p, DType work, i64 R, Mode mode, bool attention) const {
+  const i64 rank = branch_.rank;
+  if (rank == 0) return;
+  acts.branches.resize(std::max(acts.branches.size(), number_ + 1));
+  BranchActs& a = acts.branches[number_];
+  a.inner = attention ? p.attention(work, {R, rank}) : p.saved(work, {R, rank});
+  if (mode == Mode::Train) a.inner_grad = p.gradient(work, {R, rank});
+  a.product = p.temporary(DType::F32, {R, rank});
+}
+
+// out = scale * (x w), rounded once.
+void Linear::scaled(const PassContext& ctx, const BranchActs& acts, TensorView out, TensorView x, TensorView w,
+                    bool trans_w) const {
+  ctx.ops.matmul(acts.product, x, w, {}, {}, {}, {.trans_b = trans_w, .rowwise = ctx.rowwise()}, ctx.stream);
+  ctx.ops.scaled_sum(acts.product, acts.product, 0, branch_.scale, nullptr, ctx.stream);
+  ctx.ops.cast(out, acts.product, ctx.stream);
+}
+
+void Linear::recompute(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView x) const {
+  if (branch_.rank == 0) return;
+  const BranchActs& a = acts.branches[number_];
+  scaled(ctx, a, a.inner, x, params.own[branch_rows_], true);
+}
+
+// The branch comes first, with the residual, and is the residual of the product: a branch of zeros changes no bit.
+void Linear::product(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView y, TensorView x,
+                     LinearForward o) const {
+  const Matrix weight = params.matrix(weight_);
+  o.orientation = spec_.orientation;
+  if (branch_.rank == 0) return linear_forward(ctx, y, x, weight, o);
+  recompute(ctx, params, acts, x);
+  const auto branch = [&](TensorView out, TensorView residual) {
+    ctx.ops.matmul(out, acts.branches[number_].inner, params.own[branch_rows_ + 1], {}, {}, residual,
+                   {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
+  };
+  if (o.activation == Activation::None) {
+    branch(y, o.residual);
+    o.residual = y;
+    return linear_forward(ctx, y, x, weight, o);
+  }
+  const TensorView preact = o.preact ? o.preact : y;
+  branch(preact, {});
+  linear_forward(ctx, preact, x, weight, {.orientation = o.orientation, .bias = o.bias, .residual = preact});
+  ctx.ops.activation_fwd(y, preact, o.activation, ctx.stream);
+  if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+}
+
+void Linear::forward(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView y, TensorView x,
+                     const Epilogue& o) const {
+  const bool drops = o.dropout > 0;
+  DS_ASSERT(spec_.split == Split::Row ? o.activation == Activation::None : !drops);
+  if (spec_.split == Split::Row && ctx.groups.shard.tp > 1) {
+    product(ctx, params, acts, partial_sum(ctx, y), x, {});
+    return finish_row_parallel(ctx, y,
+                               {.bias = bias(params), .residual = o.residual, .dropout = o.dropout, .site = o.site});
+  }
+  product(ctx, params, acts, y, x,
+          {.bias = bias(params),
+           .activation = o.activation,
+           .preact = o.preact,
+           .residual = drops ? TensorView{} : o.residual});
+  if (!drops) return;
+  dropout_rows(ctx, y, y, 0, o.dropout, o.site);
+  if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+}
+
+void Linear::backward_input(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView dx,
+                            TensorView dy, TensorView dx_residual) const {
+  if (branch_.rank > 0) {
+    const BranchActs& a = acts.branches[number_];
+    scaled(ctx, a, a.inner_grad, dy, params.own[branch_rows_ + 1], false);
+    ctx.ops.matmul(dx, a.inner_grad, params.own[branch_rows_], {}, {}, dx_residual, {}, ctx.stream);
+    dx_residual = dx;
+  }
+  linear_backward_input(ctx, dx, dy, params.matrix(weight_), spec_.orientation, dx_residual);
+}
+
+void Linear::backward_weight(const PassContext& ctx, RowViews grads, const LayerActs& acts, TensorView dy,
+                             TensorView x) const {
+  const auto weight = [&](size_t row, TensorView d, TensorView in, Orientation orientation) {
+    linear_backward_weight(ctx, grads.matrix(row), {}, d, in, orientation);
+  };
+  weight(weight_, dy, x, spec_.orientation);
+  if (const TensorView db = bias(grads)) ctx.ops.column_sum(db, dy, false, ctx.stream);
+  if (branch_.rank == 0) return;
+  const BranchActs& a = acts.branches[number_];
+  weight(branch_rows_, a.inner_grad, x, Orientation::OutIn);
+  weight(branch_rows_ + 1, dy, a.inner, Orientation::OutIn);
+}
+
+void Layer::attach(FunctionRef<LowRank(const Linear&)> choose) {
+  size_t number = 0;
+  for (Linear* linear : linears()) {
+    if (const LowRank branch = choose(*linear); branch.rank > 0) linear->attach(rows_, branch, number++);
+  }
+}
+
+}  // namespace ds::model
