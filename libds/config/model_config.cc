@@ -334,8 +334,7 @@ std::string program_model_problem(const ModelConfig& m) {
   });
   if (name.empty() || name.size() > 64 || !plain)
     return fmt::format("the identity of the program's model must be 1 to 64 of [a-zA-Z0-9._-], not \"{}\"", name);
-  if (std::ranges::find(kFamilies, std::string_view(name), [](const auto& f) { return f.first; }) !=
-      std::end(kFamilies))
+  if (std::ranges::any_of(families(), [&](const FamilySpec* spec) { return spec->name == name; }))
     return fmt::format("the program's model is called \"{}\", which is the type of another model", name);
   constexpr i64 kMost = 1 << 24;
   for (const auto& [size, member] : {std::pair{m.layers, "layers"},

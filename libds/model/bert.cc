@@ -336,7 +336,7 @@ class BertHead final : public BertLayer {
       a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {rows_[bias_].numel()}),
                      planner.gradient(DType::F32, {C_}), planner.gradient(DType::F32, {C_})};
     }
-    dense_.plan(a, planner, work, S, mode);
+    dense_.plan(a, planner, work, S, pass.mode);
     return a;
   }
 

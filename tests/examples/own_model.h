@@ -52,10 +52,11 @@ class Block final : public Layer {
   std::vector<size_t> products(Products which) const override {
     return which == Products::BackwardInput ? std::vector<size_t>{1, 0} : std::vector<size_t>{0, 1};
   }
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
+  LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     LayerActs a;
-    a.saved = {planner.saved(work, {B * T, inner_}), planner.saved(work, {B * T, inner_})};
-    if (mode == Mode::Train) a.gradients = {planner.gradient(work, {B * T, inner_})};
+    const auto inner = {pass.rows(), inner_};
+    a.saved = {planner.saved(pass.work, inner), planner.saved(pass.work, inner)};
+    if (pass.mode == Mode::Train) a.gradients = {planner.gradient(pass.work, inner)};
     return a;
   }
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
