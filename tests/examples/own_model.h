@@ -3,7 +3,7 @@
 // A model and samples of a program's own. The model is an embedding, blocks x + W2 gelu(W1 x), and a head. A sample is
 // a sequence in which each id follows from the one before.
 
-#include <ds/building_blocks.h>
+#include <ds/linear.h>
 #include <ds/model_config.h>
 #include <ds/sample_source.h>
 
@@ -23,7 +23,7 @@ class Embedding final : public Layer {
         cut_vocabulary({.name = "embedding.weight", .shape = {vocab_, c.hidden}, .std = 0.2f, .decay = true}, shard)};
   }
   std::string_view type() const noexcept override { return "Embedding"; }
-  LayerActs plan(ActivationPlanner&, DType, i64, i64, Mode) const override { return {}; }
+  LayerActs plan(ActivationPlanner&, const PlannedPass&) const override { return {}; }
   void forward(const PassContext& ctx, RowViews p, TensorView, const LayerActs& acts) const override {
     embedding_forward(ctx, acts.output, p.own[0], vocab_);
   }
@@ -41,45 +41,51 @@ class Embedding final : public Layer {
 class Block final : public Layer {
  public:
   Block(const ds::ModelConfig& c, i64 index, const Shard& shard)
-      : Layer("blocks." + std::to_string(index)), inner_(c.intermediate / shard.tp) {
-    rows_ = {
-        cut_row({.name = name_ + ".w1", .shape = {c.intermediate, c.hidden}, .std = 0.1f, .decay = true}, shard, 0),
-        cut_row({.name = name_ + ".w2", .shape = {c.hidden, c.intermediate}, .std = 0.1f, .decay = true}, shard, 1)};
+      : Layer("blocks." + std::to_string(index)),
+        wide_(rows_, linear("wide", c.hidden, c.intermediate, Split::Column), shard),
+        narrow_(rows_, linear("narrow", c.intermediate, c.hidden, Split::Row), shard),
+        inner_(c.intermediate / shard.tp) {
     allow_tiles();
   }
   std::string_view type() const noexcept override { return "Block"; }
   bool is_block() const noexcept override { return true; }
+  std::vector<Linear*> linears() override { return {&wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {
-    return which == Products::BackwardInput ? std::vector<size_t>{1, 0} : std::vector<size_t>{0, 1};
+    if (which == Products::BackwardInput) return {narrow_.weight(), wide_.weight()};
+    return {wide_.weight(), narrow_.weight()};
   }
   LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     LayerActs a;
     const auto inner = {pass.rows(), inner_};
     a.saved = {planner.saved(pass.work, inner), planner.saved(pass.work, inner)};
     if (pass.mode == Mode::Train) a.gradients = {planner.gradient(pass.work, inner)};
+    for (const Linear* map : {&wide_, &narrow_}) map->plan(a, planner, pass.work, pass.rows(), pass.mode);
     return a;
   }
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
-    linear_forward(ctx, a.saved[1], all_rows(ctx, x), p.matrix(0), {.activation = kGelu, .preact = a.saved[0]});
-    row_parallel_forward(ctx, a.output, a.saved[1], p.matrix(1), {.residual = x});
+    wide_.forward(ctx, p, a, a.saved[1], all_rows(ctx, x), {.activation = kGelu, .preact = a.saved[0]});
+    narrow_.forward(ctx, p, a, a.output, a.saved[1], {.residual = x});
   }
   void backward_input(const PassContext& ctx, RowViews p, TensorView, TensorView dy,
                       const LayerActs& a) const override {
     const TensorView dinner = a.gradients[0];
-    linear_backward_input(ctx, dinner, all_rows(ctx, dy), p.matrix(1), Orientation::OutIn);
+    narrow_.backward_input(ctx, p, a, dinner, all_rows(ctx, dy));
     ctx.ops.activation_bwd(dinner, dinner, a.saved[0], kGelu, ctx.stream);
-    linear_backward_input(ctx, partial_sum(ctx, a.input_grad), dinner, p.matrix(0), Orientation::OutIn,
-                          first_term(ctx, dy));
+    wide_.backward_input(ctx, p, a, partial_sum(ctx, a.input_grad), dinner, first_term(ctx, dy));
     sum_partials(ctx, a.input_grad, dy);
   }
   void backward_weight(const PassContext& ctx, RowViews grads, TensorView x, TensorView dy,
                        const LayerActs& a) const override {
-    linear_backward_weight(ctx, grads.matrix(0), {}, a.gradients[0], all_rows(ctx, x), Orientation::OutIn);
-    linear_backward_weight(ctx, grads.matrix(1), {}, all_rows(ctx, dy), a.saved[1], Orientation::OutIn);
+    wide_.backward_weight(ctx, grads, a, a.gradients[0], all_rows(ctx, x));
+    narrow_.backward_weight(ctx, grads, a, all_rows(ctx, dy), a.saved[1]);
   }
 
  private:
   static constexpr ds::Activation kGelu = ds::Activation::GeluTanh;
+  LinearSpec linear(const char* name, i64 in, i64 out, Split split) const {
+    return {.name = name_ + "." + name, .in = in, .out = out, .split = split, .bias = false, .std = 0.1f};
+  }
+  Linear wide_, narrow_;
   i64 inner_;
 };
 
