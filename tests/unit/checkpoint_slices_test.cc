@@ -222,7 +222,7 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
   };
   const std::string slice = "\"slice\":{\"dim\":1,\"ranges\":[[3,6],[12,15],[21,24]]}";
   refused("\"version\": 2", "\"version\": 1", "format version 1, but its contents are of version 2");
-  refused("\"version\": 2", "\"version\": 4", "format version 4", Errc::Unavailable);
+  refused("\"version\": 2", "\"version\": 5", "format version 5", Errc::Unavailable);
   refused(slice + ",", "", "elements 45 to 135 of 'h.0.c_attn.weight' are held by no rank");
   const auto ranges = [&](const std::string& text, const std::string& part) {
     refused(slice, "\"slice\":{\"dim\":1,\"ranges\":" + text + "}", part);

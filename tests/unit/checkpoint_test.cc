@@ -472,7 +472,7 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
     text.replace(text.find(from), from.size(), to);
     EXPECT_ERROR(parse_manifest(sealed(text), "m"), code, part);
   };
-  refused("\"version\": 1", "\"version\": 4", Errc::Unavailable, "format version 4; this libds reads versions 1 to 3");
+  refused("\"version\": 1", "\"version\": 5", Errc::Unavailable, "format version 5; this libds reads versions 1 to 4");
   refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2, but its contents are of version 1");
   refused("libds-checkpoint", "other", Errc::Corrupt, "not a checkpoint's manifest");
   for (const char* bad : {"-1", "9223372036854775807"}) {
