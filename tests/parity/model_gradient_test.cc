@@ -66,16 +66,20 @@ std::vector<float> noise(i64 n, size_t param, u32 site) {
   return values;
 }
 
-// A model with large random weights and one batch, on the default backend in fp32.
+struct ModelOptions {
+  i64 kept = 0;                          // tokens of each sample that all layers but the first see; 0: all
+  i64 branches = 0;                      // the rank of a branch beside each linear map; 0: none
+  std::vector<std::string> frozen = {};  // patterns of parameters that are not trained
+  i64 num_ids = 0;                       // the batch looks up all of the first ones; 0: the whole vocabulary
+};
+
+// A model with large random weights and one batch, with targets of the whole vocabulary, on the default backend in
+// fp32.
 class Model {
  public:
-  // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
-  explicit Model(const ModelConfig& model, i64 kept = 0, i64 branches = 0)
-      : Model(model, model.vocab_size, kept, {}, branches) {}
-  // `kept`: the tokens of each sample that all layers but the first see; 0: all. Parameters that match `frozen` are not
-  // trained. branches: the rank of one beside each linear map.
-  Model(const ModelConfig& model, i64 num_ids, i64 kept, const std::vector<std::string>& frozen = {}, i64 branches = 0)
-      : engine_(config(model, kept, frozen), branches) {
+  explicit Model(const ModelConfig& model, const ModelOptions& options = {})
+      : engine_(config(model, options.kept, options.frozen), options.branches) {
+    const i64 num_ids = options.num_ids > 0 ? options.num_ids : model.vocab_size;
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
@@ -201,7 +205,7 @@ class ModelGradients : public ::testing::TestWithParam<GradientCase> {};
 
 TEST_P(ModelGradients, AreTheDirectionalDerivativeForEveryParameter) {
   const auto& [name, config, kept, branches] = GetParam();
-  Model model(config, kept, branches);
+  Model model(config, {.kept = kept, .branches = branches});
   const Values grads = model.gradients();
   const auto norm_of = [&](size_t p) {
     double sum = 0;
@@ -236,8 +240,8 @@ INSTANTIATE_TEST_SUITE_P(Models, ModelGradients, ::testing::ValuesIn(gradient_ca
 
 // Without the gradients that are not wanted all others have the bits that they have with them.
 TEST_P(ModelGradients, OfTheOthersAreTheSameWhereSomeAreNotWanted) {
-  const auto& [name, config, kept] = GetParam();
-  const Values want = Model(config, kept).gradients();
+  const auto& [name, config, kept, branches] = GetParam();
+  const Values want = Model(config, {.kept = kept, .branches = branches}).gradients();
   for (const std::vector<std::string>& frozen : {std::vector<std::string>{"*weight"},
                                                  {"*bias", "*norm*", "*LayerNorm*", "*ln_*"},
                                                  {"*word_embeddings*", "*wte*", "*embed_tokens*"},
@@ -245,14 +249,14 @@ TEST_P(ModelGradients, OfTheOthersAreTheSameWhereSomeAreNotWanted) {
                                                  {"*mlp*", "*dense*"}}) {
     std::vector<std::string> matching;  // patterns that match nothing are refused
     for (const std::string& pattern : frozen) {
-      const Model all(config, kept);
+      const Model all(config, {.kept = kept, .branches = branches});
       if (std::ranges::any_of(all.rows(), [&](const model::ParamRow& row) {
             return ::fnmatch(pattern.c_str(), row.name.c_str(), 0) == 0;
           }))
         matching.push_back(pattern);
     }
     if (matching.empty()) continue;
-    Model model(config, config.vocab_size, kept, matching);
+    Model model(config, {.kept = kept, .branches = branches, .frozen = matching});
     const Values got = model.gradients();
     size_t compared = 0;
     for (size_t p = 0; p < got.size(); ++p) {
@@ -270,12 +274,12 @@ TEST_P(ModelGradients, OfTheOthersAreTheSameWhereSomeAreNotWanted) {
 TEST(ModelGradient, LookUpsOfThePaddingTokenGiveNone) {
   const ModelConfig unpadded = bert();
   const i64 C = unpadded.hidden, unused = unpadded.vocab_size - 1;
-  Model whole(unpadded, unused, 0, 0);
+  Model whole(unpadded, {.num_ids = unused});
   const Values want = whole.gradients();
   for (const i64 padding : {i64{0}, i64{7}, unused}) {
     ModelConfig config = bert();
     config.pad_token_id = padding;
-    Model padded(config, unused, 0, 0);
+    Model padded(config, {.num_ids = unused});
     const Values got = padded.gradients();
     ASSERT_EQ(got.size(), want.size());
     for (size_t p = 0; p < got.size(); ++p) {
