@@ -47,12 +47,13 @@ class ToyBlock final : public model::Layer {
   model::CacheShape cache() const override {
     return a_.heads > 0 ? model::attention_cache(a_.window, G_, a_.dim) : model::CacheShape{};
   }
-  model::LayerActs plan(model::ActivationPlanner& p, DType work, i64 B, i64 T, model::Mode) const override {
+  model::LayerActs plan(model::ActivationPlanner& p, const model::PlannedPass& pass) const override {
     model::LayerActs a;
     if (a_.heads == 0) return a;
-    const i64 R = B * T;
+    const DType work = pass.work;
+    const i64 R = pass.rows();
     a.saved = {p.saved(work, {R, H_ * a_.dim}), p.saved(work, {R, G_ * a_.dim}), p.saved(work, {R, G_ * a_.dim}),
-               p.saved(work, {R, H_ * a_.dim}), p.saved(DType::F32, {B, H_, T})};
+               p.saved(work, {R, H_ * a_.dim}), p.saved(DType::F32, {pass.B, H_, pass.T})};
     return a;
   }
   void forward(const model::PassContext& ctx, model::RowViews p, TensorView x,

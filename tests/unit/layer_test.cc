@@ -8,6 +8,7 @@
 #include <numeric>
 #include <thread>
 
+#include "comm/make_communicator.h"
 #include "comm/message_tag.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
