@@ -69,7 +69,7 @@ offload::ServedRecord Engine::served_record(const Progress& p, const LossScaler&
           .hysteresis = s.hysteresis};
 }
 
-void Engine::go_on_from(const offload::ServedRecord& r) {
+void Engine::resume_from(const offload::ServedRecord& r) {
   offload_.restore_params();
   publish_params();
   progress_ = {r.step, r.optimizer_step, r.skipped_steps, r.consumed_samples};

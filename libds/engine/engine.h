@@ -142,7 +142,7 @@ class Engine {
   offload::ServerLink* server() const noexcept { return offload_.server(); }
   // With a server of states: the progress that the server keeps with the states; and resumes from such a record.
   offload::ServedRecord served_record() const noexcept { return served_record(progress_, scaler_); }
-  void go_on_from(const offload::ServedRecord& record);
+  void resume_from(const offload::ServedRecord& record);
   stage::Stage& stage() noexcept { return stage_; }
   Device& device() const noexcept { return device_; }
   Progress& progress() noexcept { return progress_; }

@@ -13,7 +13,7 @@ ParamTable make_param_table(const Config& config, const model::Model& model, con
     table.optimizer = std::string(kNoOptimizer);
     StateSet any;
     for (const size_t g : plan.groups.of_params) {
-      const optim::Group& group = plan.groups.groups[g];
+      const optim::ParamGroup& group = plan.groups.groups[g];
       table.optimizers.push_back({std::string(optimizer_row(group.update.type).saved_as()), group.states(),
                                   !group.frozen, group.numbers_per_param()});
       for (const State s : kOptimizerStates) any[s] |= group.states()[s];

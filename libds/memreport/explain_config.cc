@@ -15,11 +15,11 @@ namespace ds::memreport {
 namespace {
 
 double optimizer_bytes(const Config& config, const model::Model& model) {
-  const optim::Groups groups = optim::make_groups(config.optimizer, model);
+  const optim::ParamGroups groups = optim::make_groups(config.optimizer, model);
   double bytes = 0;
   i64 number = 0;
   for (const model::ParamRow* row : model.params()) {
-    const optim::Group& group = groups.of(number++);
+    const optim::ParamGroup& group = groups.of(number++);
     const StateSet states = group.states();
     for (const State s : kOptimizerStates) {
       if (!states[s]) continue;

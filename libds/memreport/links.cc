@@ -63,7 +63,7 @@ Links read_links(std::string_view json, std::string_view name) {
   }
 }
 
-Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node) {
+AxisGroup group_of(const MeshShape& mesh, Axis axis, int ranks_per_node) {
   // rank = (((worker * pp_size + pp) * dp_size + dp) * sp_size + sp) * tp_size + tp.
   const int stage = mesh.dp * mesh.sp * mesh.tp;
   const int stride = axis == Axis::Outer ? mesh.pp * stage : axis == Axis::Pp ? stage : axis == Axis::Tp ? 1 : mesh.tp;
@@ -75,7 +75,7 @@ Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node) {
   return {.ranks = ranks, .over_network = ranks > 1 && stride * ranks > ranks_per_node};
 }
 
-double message_seconds(const Links& links, Collective collective, const Group& group, const CommCount& count) {
+double message_seconds(const Links& links, Collective collective, const AxisGroup& group, const CommCount& count) {
   if (group.ranks == 1 || count.calls == 0 || collective == Collective::Recv) return 0;  // the sender's time is both's
   if (collective == Collective::OneBit || collective == Collective::SparseGather) collective = Collective::AllGather;
   const double calls = static_cast<double>(count.calls), bytes = static_cast<double>(count.bytes);

@@ -54,7 +54,7 @@ class StageModel {
     const MessageTag tag = message_tag(text);
     MeshShape mesh = plan_.mesh;
     if (tag.axis == Axis::Near) mesh.dp = near_ranks();  // ranks of dp side by side
-    const Group group = group_of(mesh, tag.axis, machine_.ranks_per_node);
+    const AxisGroup group = group_of(mesh, tag.axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
     DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", text,
              group.ranks);

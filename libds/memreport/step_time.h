@@ -41,17 +41,17 @@ struct Links {
 Links read_links(std::string_view json, std::string_view name);
 
 // A group of ranks that communicate.
-struct Group {
+struct AxisGroup {
   int ranks = 1;
   bool over_network = false;  // its ranks are on several nodes
 };
 // The place of an axis' groups: ranks of a node have consecutive numbers (mesh/mesh.h).
-Group group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
+AxisGroup group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
 
 // Calls of a collective of that group, which send so many bytes from each rank. By the model
 // that was measured over such ranks, else by latency and bandwidth of the class of links, with the steps of a ring.
 // Throws Errc::Config if the document has neither.
-double message_seconds(const Links& links, Collective collective, const Group& group, const CommCount& count);
+double message_seconds(const Links& links, Collective collective, const AxisGroup& group, const CommCount& count);
 
 // The plan and the work of the ranks of a pipeline stage; both outlive the call. Stages that do the same may share
 // them.

@@ -110,7 +110,7 @@ namespace {
 // One parameter, all of it here.
 class OneParameter final : public optim::GroupStates {
  public:
-  OneParameter(Device& device, const optim::Group& group, i64 n) : device_(device) {
+  OneParameter(Device& device, const optim::ParamGroup& group, i64 n) : device_(device) {
     const auto take = [&](DType dtype) {
       const i64 bytes = n * dtype_bytes(dtype);
       Buffer& b =
@@ -186,7 +186,7 @@ void validate(const UpdateOptions& o) {
 }
 
 UpdateResult measure_updates(const UpdateOptions& o, const std::function<void(const UpdateRow&)>& on_row) {
-  std::vector<optim::Group> groups;
+  std::vector<optim::ParamGroup> groups;
   for (const std::string& name : o.optimizers) groups.push_back({.update = config_of(name)});
   const OpTable& ops = probe::cpu_backend();
   UpdateResult result{.kernels = std::string(ops.name), .threads = o.threads > 0 ? o.threads : probe::num_cores()};

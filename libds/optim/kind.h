@@ -13,7 +13,7 @@ struct Kind {
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, const GroupSize&, void* workspace) = nullptr;
   i64 (*workspace_bytes)(const GroupSize&) noexcept = nullptr;
   i64 numbers_per_param = 0;  // Optimizer::numbers
-  // For optimizers that average by signs: Group::phase and Group::update_kinds.
+  // For optimizers that average by signs: ParamGroup::phase and ParamGroup::update_kinds.
   Phase (*phase)(const UpdateConfig&, i64 step) noexcept = nullptr;
   std::vector<UpdateKind> (*update_kinds)(const UpdateConfig&, i64 updates) = nullptr;
 };

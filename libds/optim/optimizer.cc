@@ -40,7 +40,7 @@ std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
 }
 
 // Assigns each parameter to the first group of which a pattern matches. A mistake in a group is a line of `problems`.
-void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& result,
+void match_groups(const OptimizerConfig& o, const model::Model& model, ParamGroups& result,
                   std::vector<std::string>& problems) {
   if (o.groups.empty()) return;
   const auto names = names_of(model);
@@ -83,13 +83,13 @@ std::vector<bool> hidden_matrices(const model::Model& model) {
 }
 
 // Muon updates hidden matrices alone. The other parameters of its group become a group that AdamW updates.
-void split_matrices(const model::Model& model, Groups& result, std::vector<std::string>& problems) {
+void split_matrices(const model::Model& model, ParamGroups& result, std::vector<std::string>& problems) {
   const auto ratio = [&](double lr, double given) { return lr == 0 ? 1.0 : given / lr; };
   const size_t groups = result.groups.size();
   for (size_t g = 0; g < groups; ++g) {
     if (!result.groups[g].needs_matrices()) continue;
     const std::vector<bool> hidden = hidden_matrices(model);
-    Group aux = result.groups[g];
+    ParamGroup aux = result.groups[g];
     const UpdateConfig u = aux.update;
     aux.update.type = OptimizerType::AdamW;
     aux.lr_ratio *= ratio(u.lr, u.adam_lr);
@@ -110,7 +110,7 @@ void split_matrices(const model::Model& model, Groups& result, std::vector<std::
 }
 
 // Parameters of other groups that the model does not train become a frozen group.
-void take_untrained(const model::Model& model, Groups& result) {
+void take_untrained(const model::Model& model, ParamGroups& result) {
   const size_t frozen = result.groups.size();
   i64 param = 0;
   for (const model::ParamRow* row : model.params()) {
@@ -123,37 +123,37 @@ void take_untrained(const model::Model& model, Groups& result) {
 
 }  // namespace
 
-StateSet Group::states() const noexcept {
+StateSet ParamGroup::states() const noexcept {
   if (frozen) return {};
   StateSet states = kind_of(update.type).states(update);
   states[State::OuterParam] = states[State::OuterMomentum] = outer;
   return states;
 }
 
-i64 Group::numbers_per_param() const noexcept { return frozen ? 0 : kind_of(update.type).numbers_per_param; }
+i64 ParamGroup::numbers_per_param() const noexcept { return frozen ? 0 : kind_of(update.type).numbers_per_param; }
 
-Phase Group::phase(i64 step) const noexcept {
+Phase ParamGroup::phase(i64 step) const noexcept {
   return averages_by_signs() ? kind_of(update.type).phase(update, step) : Phase{};
 }
 
-std::vector<UpdateKind> Group::update_kinds(i64 updates) const {
+std::vector<UpdateKind> ParamGroup::update_kinds(i64 updates) const {
   return averages_by_signs() ? kind_of(update.type).update_kinds(update, updates)
                              : std::vector<UpdateKind>{{1, updates}};
 }
 
-DType Group::state_dtype(State s, i64 numel) const noexcept {
+DType ParamGroup::state_dtype(State s, i64 numel) const noexcept {
   if (is_outer_state(s)) return DType::F32;
   if (update.state_dtype == StateDtype::BF16) return DType::BF16;
   if (!row().codes_states || numel < kLeastCoded) return DType::F32;
   return s == State::ExpAvg ? DType::I8 : DType::U8;
 }
 
-Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
-  Groups result;
+ParamGroups make_groups(const OptimizerConfig& o, const model::Model& model) {
+  ParamGroups result;
   for (const ParamGroupConfig& g : o.groups)
     result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
   result.groups.push_back({.update = o});
-  for (Group& group : result.groups) group.outer = o.diloco.enabled;
+  for (ParamGroup& group : result.groups) group.outer = o.diloco.enabled;
   result.of_params.assign(model.params().size(), o.groups.size());
   std::vector<std::string> problems;
   match_groups(o, model, result, problems);
@@ -165,7 +165,7 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
 
 void freeze_groups(model::Model& model, const Config& config) {
   if (!trains(config.use)) return;
-  const Groups groups = make_groups(config.optimizer, model);
+  const ParamGroups groups = make_groups(config.optimizer, model);
   i64 param = 0;
   for (model::ParamRow& row : model.shared) row.trained &= !groups.frozen(param++);
   for (const auto& layer : model.layers) {
@@ -175,13 +175,13 @@ void freeze_groups(model::Model& model, const Config& config) {
   }
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace) {
+std::unique_ptr<Optimizer> make_optimizer(const ParamGroup& group, const GroupSize& size, void* workspace) {
   const Kind& kind = kind_of(group.update.type);
   if (kind.pass != nullptr) return std::make_unique<OnePass>(kind, group.update);
   return kind.make(group.update, size, workspace);
 }
 
-i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept {
+i64 workspace_bytes(const ParamGroup& group, const GroupSize& size) noexcept {
   const Kind& kind = kind_of(group.update.type);
   return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(size);
 }

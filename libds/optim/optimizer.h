@@ -36,7 +36,7 @@ struct Phase {
 };
 
 // Parameters that are updated alike: a group of the configuration, or the parameters that are in none.
-struct Group {
+struct ParamGroup {
   UpdateConfig update;
   bool frozen = false;
   double lr_ratio = 1;  // to the rate of the run's optimizer, which follows the schedule
@@ -56,21 +56,21 @@ struct Group {
   std::vector<UpdateKind> update_kinds(i64 updates) const;
 };
 
-struct Groups {
+struct ParamGroups {
   // Those of the configuration in order, then the parameters that are in none, then those that AdamW updates beside
   // Muon's matrices.
-  std::vector<Group> groups;
+  std::vector<ParamGroup> groups;
   std::vector<size_t> of_params;  // index into groups, by number of the parameter
-  const Group& of(i64 param) const noexcept { return groups[of_params[param]]; }
+  const ParamGroup& of(i64 param) const noexcept { return groups[of_params[param]]; }
   bool frozen(i64 param) const noexcept { return of(param).frozen; }
   bool any_has(State s) const noexcept {
-    return std::any_of(groups.begin(), groups.end(), [s](const Group& g) { return g.states()[s]; });
+    return std::any_of(groups.begin(), groups.end(), [s](const ParamGroup& g) { return g.states()[s]; });
   }
 };
 // Parameters that the model does not train are a frozen group, whatever their group in the configuration is. Throws
 // Errc::Config, a line for each mistake: a pattern that matches no parameter of the model, a group whose parameters all
 // belong to groups before it, Muon without a hidden matrix.
-Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
+ParamGroups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 
 // Decides which rows of a run's model are trained: in a run that trains, none of a frozen group. Throws what
 // make_groups() does.
@@ -91,7 +91,7 @@ struct GroupSize {
 class GroupStates {
  public:
   virtual ~GroupStates() = default;
-  // A pass over all pieces, with the states of Group::states() that its rule gets. Factors [num_params] are in the
+  // A pass over all pieces, with the states of ParamGroup::states() that its rule gets. Factors [num_params] are in the
   // order of the group's parameters.
   virtual void update(const UpdateSpec& spec) = 0;
   // Calls visit(index of the parameter in the group, master, gradient or direction; [count] each) for the pieces that
@@ -147,8 +147,8 @@ struct UpdateContext {
   // Copies between the host and the ops' memory; the host waits. For optimizers that keep numbers of parameters.
   FunctionRef<void(void*, const void*, i64 bytes)> download, upload;
   GroupStates& states;
-  WholeMatrices* matrices;         // of the group, where Group::needs_matrices()
-  SignAverage* average = nullptr;  // of the group, where Group::averages_by_signs()
+  WholeMatrices* matrices;         // of the group, where ParamGroup::needs_matrices()
+  SignAverage* average = nullptr;  // of the group, where ParamGroup::averages_by_signs()
 
   // The parameters of a pass: the rule's own, and those that all passes of this update share.
   UpdateParams pass(UpdateParams of_rule) const noexcept {
@@ -169,13 +169,13 @@ class Optimizer {
   // verdict is known to be finite.
   virtual void update(const UpdateContext& context) = 0;
   // The numbers that it keeps of each whole parameter between updates, besides states: on the host,
-  // Group::numbers_per_param() for each parameter of the group in their order, not negative, and the same on all ranks
-  // that have pieces of the parameter. Checkpoints hold them.
+  // ParamGroup::numbers_per_param() for each parameter of the group in their order, not negative, and the same on all
+  // ranks that have pieces of the parameter. Checkpoints hold them.
   virtual std::span<double> numbers() noexcept { return {}; }
 };
 
 // `workspace`: workspace_bytes() in the ops' memory, 8-byte aligned, which outlives the optimizer.
-std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
-i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;
+std::unique_ptr<Optimizer> make_optimizer(const ParamGroup& group, const GroupSize& size, void* workspace);
+i64 workspace_bytes(const ParamGroup& group, const GroupSize& size) noexcept;
 
 }  // namespace ds::optim

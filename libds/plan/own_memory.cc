@@ -23,7 +23,7 @@ TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host
   if (!whole_run && varies) scratch = comm = Bound::AtMost;
   if (!whole_run && plan.diloco.enabled) comm = Bound::AtMost;
   // If ranks average by signs, steps that are skipped send nothing for their update.
-  if (std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs)) comm = Bound::AtMost;
+  if (std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs)) comm = Bound::AtMost;
   if (plan.has_sparse_gradients()) {
     scratch = Bound::AtMost;
     if (host.backend == "mpi") comm = Bound::AtMost;  // which holds what it folds of dense ones

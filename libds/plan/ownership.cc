@@ -150,7 +150,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   }
   options.group = group;
   shards.layout = zero::Layout::make(plan.rows, options);
-  const bool averages = std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs);
+  const bool averages = std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),
                                     averages ? state_set({State::ExpAvg}) : StateSet{});
   options.here[RunPlan::kSharedUnit] = plan.embeds;
@@ -255,7 +255,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
-    const optim::Group& group = plan.groups.of(std::ssize(states));
+    const optim::ParamGroup& group = plan.groups.of(std::ssize(states));
     StateSet& of = states.emplace_back();
     PerState<DType>& kept = dtypes.emplace_back();
     if (!plan.trains()) continue;

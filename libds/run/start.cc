@@ -165,7 +165,7 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
            "(ds-offload rm {})",
            name, meta_there.optimizer, trained.table.optimizer, server.name());
   if (has == Has::Same) {
-    engine.go_on_from(there);
+    engine.resume_from(there);
   } else {
     trained.load_step(dir, [&](const Manifest& of_server) { check_same_run(request, data, of_server.meta, dir); });
   }

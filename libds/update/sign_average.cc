@@ -218,7 +218,7 @@ SignState::SignState(const UpdatePlan& plan, int ranks)
 
 bool SignState::has_arrays(i64 update) const noexcept {
   return std::ranges::any_of(plan_.groups.groups,
-                             [&](const optim::Group& g) { return !g.phase(update).errors_of.empty(); });
+                             [&](const optim::ParamGroup& g) { return !g.phase(update).errors_of.empty(); });
 }
 
 void SignState::read(i64 update, const std::string& elements, std::vector<zero::SavedArray>& arrays) {

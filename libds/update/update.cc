@@ -131,7 +131,7 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
   if (plan.diloco.enabled) outer_.emplace(plan, shards, combine_, axes.outer, device, ledger);
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
-    const optim::Group& group = plan.groups.groups[g];
+    const optim::ParamGroup& group = plan.groups.groups[g];
     if (group.frozen) continue;
     GroupPieces pieces = plan.pieces_of(g);
     if (pieces.size.num_params == 0) continue;
@@ -152,13 +152,13 @@ void Update::list_saved_states() {
   const auto any = [&](auto&& of_group) { return std::ranges::any_of(plan_.groups.groups, of_group); };
   if (outer_) saved_.push_back(&*outer_);
   for (const auto& s : shards_) std::ranges::copy(s->grads().saved_states(), std::back_inserter(saved_));
-  if (any(&optim::Group::averages_by_signs)) {
+  if (any(&optim::ParamGroup::averages_by_signs)) {
     saved_.push_back(&signs_.emplace(plan_, axes_.dp.size()));
     for (const Trained& t : trained_) {
       if (t.average) signs_->add(*t.average);
     }
   }
-  if (any([](const optim::Group& g) { return g.numbers_per_param() > 0; })) {
+  if (any([](const optim::ParamGroup& g) { return g.numbers_per_param() > 0; })) {
     numbers_ = std::make_unique<OptimizerNumbers>(*this);
     saved_.push_back(numbers_.get());
   }

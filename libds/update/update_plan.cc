@@ -54,7 +54,7 @@ i64 UpdatePlan::fragment_of(const zero::Piece& piece) const noexcept {
 }
 
 std::vector<optim::UpdateKind> UpdatePlan::update_kinds(i64 updates) const {
-  for (const optim::Group& g : groups.groups) {
+  for (const optim::ParamGroup& g : groups.groups) {
     if (g.averages_by_signs()) return g.update_kinds(updates);  // all trained groups average in the same updates
   }
   return {{1, updates}};
@@ -165,7 +165,7 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
 
 void plan_optimizers(UpdatePlan& plan) {
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
-    const optim::Group& group = plan.groups.groups[g];
+    const optim::ParamGroup& group = plan.groups.groups[g];
     auto& matrices = plan.matrices.emplace_back();
     if (group.needs_matrices()) {
       for (const i64 param : plan.params_of(g)) {

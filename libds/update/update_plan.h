@@ -56,7 +56,7 @@ struct UpdatePlan {
   CombinePlan combine;
   std::vector<zero::Piece> outer_judged;  // pieces that count in the norm of DiLoCo's gradients
   CombinePlan combine_own;                // for gradients that are left on their ranks, whole
-  optim::Groups groups;                   // groups of parameters that are updated alike
+  optim::ParamGroups groups;              // groups of parameters that are updated alike
   bool stochastic_masters = false;        // optim::UpdateContext
   DilocoConfig diloco;                    // the outer optimizer
   i64 optimizer_workspace = 0;            // bytes
@@ -114,10 +114,13 @@ struct UpdatePlan {
   // Whether the update of that number leaves gradients on their ranks, whole, and the optimizer averages something
   // else.
   bool keeps_gradients_apart(i64 step) const noexcept {
-    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.phase(step).local_gradients; });
+    return std::ranges::any_of(groups.groups,
+                               [&](const optim::ParamGroup& g) { return g.phase(step).local_gradients; });
   }
   // Whether ranks of dp may have parameters of their own for some updates.
-  bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::takes_local_steps); }
+  bool steps_apart() const noexcept {
+    return std::ranges::any_of(groups.groups, &optim::ParamGroup::takes_local_steps);
+  }
   // The updates of a run by kind: those of a kind send the same, except for DiLoCo's meetings.
   std::vector<optim::UpdateKind> update_kinds(i64 updates) const;
   // The unit in which the gradient of the shared matrix is summed, on the stages that have it.

@@ -21,7 +21,7 @@ i64 rows_of_tile(i64 rows, i64 cols, const LayoutOptions& options) {
 }
 
 // By number of the parameter, as bytes.
-std::string trained_rows(std::span<const std::span<const model::ParamRow>> units) {
+std::string trained_rows(Layout::Units units) {
   std::string trained;
   for (const auto& unit : units) {
     for (const model::ParamRow& row : unit) trained.push_back(row.trained ? 1 : 0);
@@ -31,117 +31,141 @@ std::string trained_rows(std::span<const std::span<const model::ParamRow>> units
 
 }  // namespace
 
-Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options) {
-  DS_ASSERT(options.num_ranks >= 1 && options.stage >= 0 && options.stage <= 3);
-  Layout layout;
-  layout.options_ = options;
-  layout.num_units_ = std::ssize(units);
-  const i64 P = options.num_ranks;
-  const bool sharded_params = kZero[options.stage].shard_params;
-  const i64 copies = kZero[options.stage].shard_optimizer ? 1 : P;
+// How a rank keeps the parameters of a row.
+enum class Layout::Kept : u8 { Sharded, Persistent, Tiled, Elsewhere };
 
+// By unit and row. Small parameters persist until their total reaches the model's threshold: in registration order, as
+// DeepSpeed decides.
+std::vector<std::vector<Layout::Kept>> Layout::kept_rows(Units units, const LayoutOptions& options) {
+  std::vector<std::vector<Kept>> kept;
   i64 persistent_total = 0;
-  const std::string trained = trained_rows(units);
-  if (trained.find('\0') != trained.npos)
-    layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
-  layout.rows_.resize(trained.size());
-
-  i64 param = 0;
-  for (size_t u = 0; u < units.size(); ++u) {
-    // In registration order, as DeepSpeed decides: small parameters persist until their total reaches the model's
-    // threshold.
-    enum class Kept : u8 { Sharded, Persistent, Tiled, Elsewhere };
-    std::vector<Kept> kept(units[u].size(), Kept::Sharded);
-    for (size_t r = 0; r < units[u].size(); ++r) {
-      if (units[u][r].group != options.group) kept[r] = Kept::Elsewhere;
+  for (const auto& unit : units) {
+    std::vector<Kept>& of_unit = kept.emplace_back(unit.size(), Kept::Sharded);
+    for (size_t r = 0; r < unit.size(); ++r) {
+      if (unit[r].group != options.group) of_unit[r] = Kept::Elsewhere;
     }
+    if (!kZero[options.stage].shard_params) continue;
     i64 sharded = 0;
-    for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
-      if (kept[r] == Kept::Elsewhere) continue;
-      const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // equal on all ranks of a tensor-parallel group
+    for (size_t r = 0; r < unit.size(); ++r) {
+      if (of_unit[r] == Kept::Elsewhere) continue;
+      const i64 n = std::max(unit[r].numel(), unit[r].room);  // equal on all ranks of a tensor-parallel group
       if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
-        kept[r] = Kept::Persistent;
+        of_unit[r] = Kept::Persistent;
         persistent_total += n;
       } else {
         sharded += n;
       }
     }
-    for (size_t r = 0; r < units[u].size() && options.tile_elems > 0 && sharded > options.tile_elems; ++r) {
-      if (units[u][r].tiles && kept[r] == Kept::Sharded) kept[r] = Kept::Tiled;
+    if (options.tile_elems == 0 || sharded <= options.tile_elems) continue;
+    for (size_t r = 0; r < unit.size(); ++r) {
+      if (unit[r].tiles && of_unit[r] == Kept::Sharded) of_unit[r] = Kept::Tiled;
     }
-    UnitPlace place{.first_param = param, .first_segment = narrow<i64>(layout.segments_.size())};
-    const bool here = options.here.empty() || options.here[u];
-    for (size_t r = 0; r < units[u].size(); ++r)
-      layout.rows_[static_cast<size_t>(param) + r].param = param + narrow<i64>(r);
-    const auto add_segment = [&](Kept want, bool of_trained) {
-      Segment s{.unit = narrow<i64>(u),
-                .persistent = want == Kept::Persistent,
-                .trained = of_trained,
-                .offset = place.padded};
-      bool any = false;
-      for (size_t r = 0; r < units[u].size(); ++r) {
-        if (kept[r] != want || units[u][r].trained != of_trained) continue;
-        any = true;
-        const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
-        s.numel = align_up(s.numel, options.row_alignment());
-        layout.rows_[number] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
-        s.numel += std::max(n, units[u][r].room);
-        place.numel += n;
-      }
-      if (!any) return;
-      s.slice = align_up(div_ceil(s.numel, P), options.slice_alignment());
-      place.padded += s.slice * P;
-      layout.segments_.push_back(s);
-    };
-    for (const bool of_trained : {true, false}) {
-      for (const Kept want : {Kept::Persistent, Kept::Sharded}) {
-        if (here && (of_trained || !options.of_gradients)) add_segment(want, of_trained);
-      }
-    }
-    place.num_segments = narrow<i64>(layout.segments_.size()) - place.first_segment;
-    for (size_t r = 0; r < units[u].size() && here; ++r) {
-      if (kept[r] != Kept::Tiled || (options.of_gradients && !units[u][r].trained)) continue;
-      const model::MatrixShape m = units[u][r].matrices();
-      const i64 rows = m.count * m.rows, cols = m.cols, most = rows_of_tile(rows, cols, options);
-      for (i64 first = 0; first < rows; first += most)
-        layout.tiles_.push_back({.param = param + narrow<i64>(r),
-                                 .first = first,
-                                 .rows = std::min(most, rows - first),
-                                 .cols = cols,
-                                 .trained = units[u][r].trained});
-    }
+  }
+  return kept;
+}
+
+Layout Layout::make(Units units, const LayoutOptions& options) {
+  DS_ASSERT(options.num_ranks >= 1 && options.stage >= 0 && options.stage <= 3);
+  Layout layout;
+  layout.options_ = options;
+  layout.num_units_ = std::ssize(units);
+  const std::string trained = trained_rows(units);
+  if (trained.find('\0') != trained.npos)
+    layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
+  layout.rows_.resize(trained.size());
+  for (size_t p = 0; p < trained.size(); ++p) layout.rows_[p].param = narrow<i64>(p);
+
+  const std::vector<std::vector<Kept>> kept = kept_rows(units, options);
+  i64 param = 0;
+  for (size_t u = 0; u < units.size(); ++u) {
+    layout.units_.push_back({.first_param = param, .first_segment = narrow<i64>(layout.segments_.size())});
+    if (options.here.empty() || options.here[u]) layout.add_rows(units[u], kept[u]);
     param += narrow<i64>(units[u].size());
-    layout.num_elements_ += place.numel;
-    layout.units_.push_back(place);
-  }
-  const auto add_tile = [&](MatrixTile& tile) {
-    tile.unit = narrow<i64>(layout.units_.size());
-    const i64 n = tile.rows * tile.cols, slice = align_up(div_ceil(n, P), options.slice_alignment());
-    const RowPlace at{tile.param, narrow<i64>(layout.segments_.size()), 0, n, tile.first * tile.cols};
-    if (tile.first == 0) layout.rows_[tile.param] = at;
-    layout.places_.push_back(at);
-    layout.units_.push_back(
-        {.first_param = tile.param, .first_segment = at.segment, .num_segments = 1, .padded = slice * P, .numel = n});
-    layout.segments_.push_back({.unit = tile.unit, .trained = tile.trained, .numel = n, .slice = slice});
-    layout.num_elements_ += n;
-  };
-  for (const bool of_trained : {true, false}) {
-    for (MatrixTile& tile : layout.tiles_) {
-      if (tile.trained == of_trained) add_tile(tile);
-    }
-  }
-  i64 end = 0;  // of the shard arrays
-  for (const bool of_trained : {true, false}) {
-    for (Segment& s : layout.segments_) {
-      if (s.trained == of_trained) s.shard_offset = std::exchange(end, end + s.slice * copies);
-    }
-    if (of_trained) layout.shard_elems_ = end;
   }
   for (const RowPlace& row : layout.rows_) {
-    if (row.segment >= 0 && layout.segments_[row.segment].unit < std::ssize(units)) layout.places_.push_back(row);
+    if (row.segment >= 0) layout.places_.push_back(row);
+  }
+  for (const bool of_trained : {true, false}) {
+    for (MatrixTile& tile : layout.tiles_) {
+      if (tile.trained == of_trained) layout.add_unit_of(tile);
+    }
   }
   std::ranges::stable_sort(layout.places_, {}, &RowPlace::param);
+  layout.place_shards();
   return layout;
+}
+
+// Places the rows of the last unit: segments of those that are trained come first, and in each half persistent ones.
+void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kept> kept) {
+  UnitPlace& unit = units_.back();
+  for (const bool of_trained : {true, false}) {
+    if (!of_trained && options_.of_gradients) break;
+    for (const Kept want : {Kept::Persistent, Kept::Sharded}) add_segment(rows, kept, want, of_trained);
+  }
+  unit.num_segments = narrow<i64>(segments_.size()) - unit.first_segment;
+  num_elements_ += unit.numel;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (kept[r] != Kept::Tiled || (options_.of_gradients && !rows[r].trained)) continue;
+    const model::MatrixShape m = rows[r].matrices();
+    const i64 all = m.count * m.rows, most = rows_of_tile(all, m.cols, options_);
+    for (i64 first = 0; first < all; first += most)
+      tiles_.push_back({.param = unit.first_param + narrow<i64>(r),
+                        .first = first,
+                        .rows = std::min(most, all - first),
+                        .cols = m.cols,
+                        .trained = rows[r].trained});
+  }
+}
+
+// Appends a segment of these rows to the last unit, if there are any.
+void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want,
+                         bool of_trained) {
+  UnitPlace& unit = units_.back();
+  Segment s{.unit = std::ssize(units_) - 1,
+            .persistent = want == Kept::Persistent,
+            .trained = of_trained,
+            .offset = unit.padded};
+  bool any = false;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (kept[r] != want || rows[r].trained != of_trained) continue;
+    any = true;
+    const i64 n = rows[r].numel(), number = unit.first_param + narrow<i64>(r);
+    s.numel = align_up(s.numel, options_.row_alignment());
+    rows_[number] = {number, narrow<i64>(segments_.size()), s.numel, n};
+    s.numel += std::max(n, rows[r].room);
+    unit.numel += n;
+  }
+  if (!any) return;
+  s.slice = align_up(div_ceil(s.numel, i64{num_ranks()}), options_.slice_alignment());
+  unit.padded += s.slice * num_ranks();
+  segments_.push_back(s);
+}
+
+void Layout::add_unit_of(MatrixTile& tile) {
+  tile.unit = std::ssize(units_);
+  const i64 n = tile.rows * tile.cols, slice = align_up(div_ceil(n, i64{num_ranks()}), options_.slice_alignment());
+  const RowPlace at{tile.param, narrow<i64>(segments_.size()), 0, n, tile.first * tile.cols};
+  if (tile.first == 0) rows_[tile.param] = at;
+  places_.push_back(at);
+  units_.push_back({.first_param = tile.param,
+                    .first_segment = at.segment,
+                    .num_segments = 1,
+                    .padded = slice * num_ranks(),
+                    .numel = n});
+  segments_.push_back({.unit = tile.unit, .trained = tile.trained, .numel = n, .slice = slice});
+  num_elements_ += n;
+}
+
+// The shard arrays are the slices of all trained segments; offsets of the others follow.
+void Layout::place_shards() {
+  const i64 copies = states().shard_optimizer ? 1 : num_ranks();
+  i64 end = 0;
+  for (const bool of_trained : {true, false}) {
+    for (Segment& s : segments_) {
+      if (s.trained == of_trained) s.shard_offset = std::exchange(end, end + s.slice * copies);
+    }
+    if (of_trained) shard_elems_ = end;
+  }
 }
 
 std::span<const MatrixTile> Layout::tiles_of(i64 param) const noexcept {

@@ -117,7 +117,8 @@ inline constexpr i64 kCodeBlock = 256;
 class Layout {
  public:
   // units[u]: the rows of unit u, in the order of the model; perhaps none. Units of tiles follow.
-  static Layout make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options);
+  using Units = std::span<const std::span<const model::ParamRow>>;
+  static Layout make(Units units, const LayoutOptions& options);
 
   const LayoutOptions& options() const noexcept { return options_; }
   int num_ranks() const noexcept { return options_.num_ranks; }
@@ -170,6 +171,12 @@ class Layout {
   std::string id() const;
 
  private:
+  enum class Kept : u8;
+  static std::vector<std::vector<Kept>> kept_rows(Units units, const LayoutOptions& options);
+  void add_rows(std::span<const model::ParamRow> rows, std::span<const Kept> kept);
+  void add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want, bool of_trained);
+  void add_unit_of(MatrixTile& tile);
+  void place_shards();
   std::vector<Piece> pieces(int rank, bool whole) const;
   LayoutOptions options_;
   std::vector<UnitPlace> units_;

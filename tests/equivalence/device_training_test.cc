@@ -329,7 +329,7 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
       if (second) {
         hooks.start = [](engine::Engine& engine) {
           ASSERT_EQ(engine.server()->found().has, offload::ServerLink::Has::Same);
-          engine.go_on_from(engine.server()->found().record);
+          engine.resume_from(engine.server()->found().record);
         };
       }
       hooks.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); };

@@ -311,7 +311,7 @@ TEST(Frozen, WeightsOutliveTheRunWithAServer) {
     const Trace want = train_threads(c, 2, 4);
     (void)train_threads(served(c, server), 2, 2);
     Hooks going_on;
-    going_on.start = [](engine::Engine& engine) { engine.go_on_from(engine.server()->found().record); };
+    going_on.start = [](engine::Engine& engine) { engine.resume_from(engine.server()->found().record); };
     const Trace t = train_threads(served(c, server), 2, 2, 1, going_on);
     EXPECT_TRUE(same_bits(t.weights, want.weights)) << dtype_name(work);
     EXPECT_EQ(t.losses.back(), want.losses.back()) << dtype_name(work);

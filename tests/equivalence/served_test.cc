@@ -46,7 +46,7 @@ Hooks going_on() {
     const offload::ServerLink::Found& found = engine.server()->found();
     ASSERT_NE(found.has, offload::ServerLink::Has::Nothing);
     if (found.has == offload::ServerLink::Has::Same)
-      engine.go_on_from(found.record);
+      engine.resume_from(found.record);
     else
       load_step(engine, found.step_dir);
   }};

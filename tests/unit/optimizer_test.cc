@@ -210,7 +210,7 @@ class Defined : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Defined, FollowItsDefinitionForAHundredSteps) {
   const auto& [name, update, tolerance] = GetParam();
-  Group group{.update = update};
+  ParamGroup group{.update = update};
   const bool matrices_alone = group.needs_matrices();
   std::vector<Param> params;
   std::vector<std::vector<float>> w, g, s0, s1;
