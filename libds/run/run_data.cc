@@ -8,6 +8,7 @@
 #include <iterator>
 
 #include "checkpoint/together.h"
+#include "config/named_files.h"
 #include "data/objective.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
@@ -43,6 +44,24 @@ void warn_of_uneven_targets(const Config& config, const BatchLoader& train) {
                   config.gradient_reduce == GradientReduce::Sum ? ", with gradient_allreduce_op \"mean\"," : ""));
 }
 
+// Names all files of data that do not exist, each with its key.
+void check_files_exist(const Config& config) {
+  std::string missing;
+  bool relative = false;
+  for (const NamedFile& file : named_inputs(config)) {
+    if (!file.key.starts_with("data.") || file.key == "data.tokenizer") continue;
+    std::error_code error;
+    if (std::filesystem::status(file.path, error).type() != std::filesystem::file_type::not_found) continue;
+    missing += fmt::format("{}{}: no file '{}'", missing.empty() ? "" : "; ", file.key, file.path);
+    relative |= std::filesystem::path(file.path).is_relative();
+  }
+  if (missing.empty()) return;
+  std::error_code error;
+  const std::string here = relative ? std::filesystem::current_path(error).string() : "";
+  throw Error(Errc::Config,
+              missing + (here.empty() ? "" : fmt::format(" (names are relative to the working directory, {})", here)));
+}
+
 }  // namespace
 
 RunData open_data(const Request& request, i64 num_ranks) {
@@ -64,6 +83,7 @@ RunData open_data(const Request& request, i64 num_ranks) {
     return opened;
   }
   if (config.data.train.empty()) return opened;  // generation needs none
+  check_files_exist(config);
   // Files of tokens need it first when the run writes text: the mistake is told now.
   std::error_code ignored;
   DS_CHECK(config.data.tokenizer == "bytes" || std::filesystem::exists(config.data.tokenizer, ignored), Errc::Config,

@@ -77,6 +77,13 @@ refuses() {
   refuses 2 "the number 3e-333 does not fit a double" cfg.json
 }
 
+@test "data files that are not there are named together, with their keys" {
+  refuses 2 "data.train[1]: no file 'no.txt'; data.validation: no file 'gone.txt' (names are relative to the working directory, $PWD)" \
+    cfg.json --set 'data.train=["text.txt", "no.txt"]' --set data.validation=gone.txt --check
+  refuses 2 "data.train: no file '$PWD/no.txt'" cfg.json --set data.train="$PWD/no.txt"
+  refute_output --partial 'names are relative'
+}
+
 @test "initial weights that are not there are a mistake of the command line" {
   refuses 2 "--weights: no.safetensors: No such file or directory" cfg.json --weights no.safetensors
   mkdir empty

@@ -3,8 +3,8 @@
 // A model is a list of layers over flat buffers. A layer declares its parameters once and is then *given* memory: views
 // of its parameters, their gradients and its activations. It owns none, and knows nothing of ZeRO or files; the only
 // ranks it knows are those that share its matrices (tp), its tokens (sp) or its experts (ep), see shard.h.
-//
-// The residual stream x [R,C] (R = B*T, work dtype) runs through all layers: layer l reads the output of layer l-1.
+// The residual stream x [S,C], work dtype, runs through all layers: layer l reads the output of layer l-1. S is B*T,
+// or B*T/tp where ranks of tp share the rows: stream_rows() in ds/building_blocks.h.
 
 #include <algorithm>
 #include <memory>
