@@ -79,8 +79,8 @@ refuses() {
 
 @test "data files that are not there are named together, with their keys" {
   refuses 2 "data.train[1]: no file 'no.txt'; data.validation: no file 'gone.txt' (names are relative to the working directory, $PWD)" \
-    cfg.json --set 'data.train=["text.txt", "no.txt"]' --set data.validation=gone.txt
-  refuses 2 "data.train: no file '$PWD/no.txt'" cfg.json --set data.train="$PWD/no.txt"
+    cfg.json --set 'data.train=["text.txt", "no.txt"]' --set data.validation=gone.txt --out run
+  refuses 2 "data.train: no file '$PWD/no.txt'" cfg.json --set data.train="$PWD/no.txt" --out run
   refute_output --partial 'names are relative'
 }
 
