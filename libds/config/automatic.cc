@@ -51,8 +51,15 @@ bool schedule_has_rates(const Config& c, const Reader& r) {
     case SchedulerType::LRRangeTest: return true;
     case SchedulerType::WarmupLR:
     case SchedulerType::WarmupDecayLR: return r.given("scheduler.params.warmup_max_lr");
-    default: return false;
+    case SchedulerType::Constant:
+    case SchedulerType::WarmupCosineLR:
+    case SchedulerType::Linear:
+    case SchedulerType::Cosine:
+    case SchedulerType::CosineRestarts:
+    case SchedulerType::Wsd:
+    case SchedulerType::InverseSqrt: return false;
   }
+  return false;
 }
 
 // Whether nobody has chosen the value of a key.

@@ -111,8 +111,15 @@ double LrSchedule::field_share(i64 n) const noexcept {
       if (into < 0) return 1;
       return down_to_least(n >= total ? 0 : decay(s.decay_type, ratio(into, s.decay_num_steps)));
     }
-    default: return 1 / std::sqrt(ratio(n + s.timescale - W, s.timescale));  // InverseSqrt
+    case SchedulerType::InverseSqrt: return 1 / std::sqrt(ratio(n + s.timescale - W, s.timescale));
+    case SchedulerType::Constant:
+    case SchedulerType::WarmupLR:
+    case SchedulerType::WarmupDecayLR:
+    case SchedulerType::WarmupCosineLR:
+    case SchedulerType::LRRangeTest:
+    case SchedulerType::OneCycle: break;
   }
+  return 1;
 }
 
 }  // namespace ds
