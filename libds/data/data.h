@@ -169,8 +169,7 @@ class BatchLoader {
   // then another of them, and so on. Requires: at least one sample in each.
   BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>,
               std::vector<float> weights = {});
-  // Of samples that the program brings, each of which is checked when it is loaded. Throws Errc::Config if there are
-  // none.
+  // Loads samples that the program brings, and checks each when it is loaded. Throws Errc::Config if there are none.
   BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size);
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch

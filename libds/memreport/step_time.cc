@@ -323,7 +323,7 @@ class Stages {
         machine_(hardware.state().machine) {
     machine_.ranks_per_node = world.ranks / world.nodes;
     const MeshShape mesh = mesh_shape(config, world.ranks);
-    // Stages of as many layers with the same windows do the same work, but for the ends. What they gather may differ
+    // Stages of as many layers with the same windows do the same work, but for the ends. Their gathers may differ
     // while the pipeline fills.
     cuts_ = models.cuts(config, mesh);
     const std::vector<i64>& cuts = cuts_;

@@ -206,7 +206,7 @@ double Model::flops_per_token(i64 T) const noexcept {
     const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
     met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
   }
-  // Of the three products with a matrix: one forward, one for the gradient of its input, one for its own.
+  // A matrix has three products: one forward, one for the gradient of its input, one for its own.
   const auto products = [](bool backward, bool trained) { return (1 + backward + trained) / 3.0; };
   const i64 end = backward_end();
   double multiplied = 0, attended = 0;

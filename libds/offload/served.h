@@ -37,8 +37,8 @@ struct ServedRecord {
 // A part of a piece of a rank within one chunk of the rank. Offsets are bytes.
 struct ServedPart {
   i64 param = 0, begin = 0, count = 0, chunk = 0;
-  // Of its gradient and its parameter, in the set's segments; -1: it is not trained. The server then keeps its master,
-  // from which a run restores the parameter, and never updates it.
+  // Offsets of its gradient and parameter in the set's segments; -1: it is not trained. The server then keeps its
+  // master, from which a run restores the parameter, and never updates it.
   i64 gradient = 0, work = 0;
   PerState<i64> offsets = {}, scales{};  // from the start of the chunk
   PerState<i64> dtypes = {};             // -1: there is no such state

@@ -483,7 +483,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       ParamTiles tiles(*this, leases, call.layer);
       enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
       if (call.stash && acts.stash.rank > 0) stash(acts);
-      // Before another layer writes there. What is computed again has been counted.
+      // Taken before another layer writes there; a recomputation does not count again.
       if (layer.adds_loss() && instr.op == Op::Forward) {
         double* const to = micro.aux_losses + model_->aux_losses_before(call.layer);
         ctx.ops.sum(TensorView::of(to, DType::F64, {1}), ctx.aux_loss, 1, stream_);

@@ -81,7 +81,7 @@ class ShardsAverage final {
 // The averages of a group of parameters in all shards, one after the other.
 class SignAverage final : public optim::SignAverage {
  public:
-  // Of the shards in which the group has parameters.
+  // Shards in which the group has no parameters are left out.
   SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine, Device& device,
               MemoryLedger& ledger);
 

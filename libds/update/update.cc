@@ -245,10 +245,10 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
 
 // After ranks have updated only their own slices: gathers the slices of all ranks.
 void Update::make_momentum_whole() {
+  if (momentum_is_whole_) return;
   for (const auto& shards : shards_) {
     const zero::ShardsPlan& plan = shards->plan();
-    if (momentum_is_whole_ || !plan.layout.states().shard_optimizer) return;
-    if (plan.layout.segments().empty()) continue;
+    if (!plan.layout.states().shard_optimizer || plan.layout.segments().empty()) continue;
     const TensorView all = shards->states().whole(State::ExpAvg);
     std::vector<AllGatherSegment> segments;
     i64 at = 0;

@@ -72,7 +72,7 @@ struct Segment {
   i64 offset = 0;        // in the unit's buffer, elements
   i64 numel = 0;         // up to the end of the last row
   i64 slice = 0;         // elements per rank
-  i64 shard_offset = 0;  // of this segment in the shard arrays, elements; behind their end if it is not trained
+  i64 shard_offset = 0;  // of this segment in the shard arrays, elements; after their end if it is not trained
 };
 
 // Elements [begin, begin + numel) of a parameter's row: all of it, or a tile.

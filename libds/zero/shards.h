@@ -24,8 +24,8 @@ struct ShardsPlan {
   Layout layout;
   StateLayout states;  // of masters and optimizers
   GradOptions grads;
-  // Units of gradients are those of parameters, then the shared unit once more, for its use by the head. What is not
-  // trained has no place there.
+  // Units of gradients are those of parameters, then the shared unit once more, for its use by the head. Frozen
+  // rows have no place there.
   Layout grad_layout;
   i64 shared_grads = kSharedUnit;  // the unit in which gradients of the shared unit are summed
   std::vector<Bucket> buckets;

@@ -25,7 +25,7 @@ class StateLayout {
   StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
               StateSet whole = {});
 
-  // Of a parameter that has a place here.
+  // The parameter must have a place here.
   bool is_trained(i64 param) const noexcept { return trained_[static_cast<size_t>(param)]; }
   bool has(State s, i64 param) const noexcept { return has_[param][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }

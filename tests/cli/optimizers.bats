@@ -331,7 +331,7 @@ END
   ds-ckpt-merge half -o half.safetensors --optimizer >/dev/null
   ds-ckpt-merge whole -o whole.safetensors --optimizer >/dev/null
   cmp half.safetensors whole.safetensors
-  # What was frozen can be trained on from its weights.
+  # A frozen parameter that becomes trained needs --weights.
   run -3 ds-train cfg.json --set bf16.enabled=true --out half --resume latest --steps 5
   assert_output --partial "has no state there (it was frozen"
   ds-train cfg.json --set bf16.enabled=true --weights half --out other --steps 1 --quiet

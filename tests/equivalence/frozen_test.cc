@@ -227,7 +227,7 @@ TEST(Frozen, StagesBelowTheTrainedOnesOnlyRunForward) {
     EXPECT_EQ(t.sent.at("pp.send").calls, 4 * kSteps) << what;
     EXPECT_FALSE(t.sent.contains("pp.recv")) << what;
     EXPECT_TRUE(whole.sent.contains("pp.recv")) << what;
-    // Of the message alone, which the next micro-batch waits for.
+    // Activations are the message alone, which the next micro-batch waits for.
     EXPECT_EQ(bytes(t, Tag::Activations), 4 * 2 * 16 * 48) << what;
     for (const Tag tag : {Tag::Grads, Tag::GradAccum, Tag::Optimizer}) EXPECT_EQ(bytes(t, tag), 0) << what;
   }

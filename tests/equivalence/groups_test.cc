@@ -530,7 +530,7 @@ TEST(ToyExperts, MinimiseALossOfTheirOwnBesideTheHeads) {
   EXPECT_NE(some.losses[1], none.losses[1]);
   EXPECT_GT(some.aux_losses[0], 0);
   EXPECT_EQ(twice.aux_losses[0], 2 * some.aux_losses[0]);
-  // Of the same weights.
+  // The larger coefficient has trained to a smaller loss, compared without the coefficient.
   EXPECT_LT(twice.aux_losses[7] / 2, some.aux_losses[7]);
   const Trace stays = train(0, 0), still = train(2, 0);
   EXPECT_EQ(std::bit_cast<u64>(stays.eval_loss), std::bit_cast<u64>(still.eval_loss));

@@ -194,7 +194,7 @@ class Exchange {
                             whole.as<float>()[i] += 1000.0f * static_cast<float>(i);
                         });
   }
-  // What this rank owns has been changed.
+  // Checks that the elements that this rank owns have been changed.
   void check(int rank) const {
     for (const zero::Piece& piece : layout_.held_pieces(rank)) {
       const model::ParamRow& row = rows_[piece.param];
