@@ -220,9 +220,11 @@ std::string step_before(const std::string& dir, const std::string& step_dir) {
 }
 
 CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params,
-                                std::span<const ParamOptimizer> optimizers) {
+                                std::span<const ParamOptimizer> optimizers,
+                                const std::function<void(const Manifest&)>& accept) {
   CheckpointReader reader(step_dir);
   const Manifest& m = reader.manifest();
+  if (accept) accept(m);
   check_optimizers(m, step_dir, match_params(m, step_dir, params), optimizers);
   for (i64 f = 0; f < narrow<i64>(m.files.size()); ++f) reader.check_structure(f);
   return m.meta;
@@ -234,8 +236,9 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
                                const std::function<void(const Manifest&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
+  together(comm, [&] { reader.emplace(step_dir); });
+  if (accept) accept(reader->manifest());
   together(comm, [&] {
-    reader.emplace(step_dir);
     const Manifest& m = reader->manifest();
     const std::vector<i64> index = match_params(m, step_dir, params);
     check_optimizers(m, step_dir, index, optimizers);
@@ -247,7 +250,6 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     // The ranks share the files among them.
     for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
   });
-  if (accept) accept(reader->manifest());
   together(comm, [&] {
     for (const StatePiece& p : wanted) {
       if (!p.open) {

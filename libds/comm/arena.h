@@ -118,6 +118,8 @@ class Arena {
   // Memory that locate() can find on every rank. Collective; `meet` is a barrier.
   virtual Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) = 0;
   virtual Health health(int rank) const = 0;
+  // Health::dead, without allocating: ranks that wait for others ask within a training step.
+  virtual bool is_dead(int) const { return false; }
   // Makes this rank's staging safe to touch. Each rank does this itself, so that the pages are in its own NUMA node.
   virtual void reserve_staging() {}
   // Called when all ranks have attached.

@@ -303,10 +303,9 @@ class SharedCommunicator final : public AsyncCommunicator {
   void check_health() {
     for (int q = 0; q < size(); ++q) {
       if (q == rank() || slot(q).departed.load(std::memory_order_acquire) != 0) continue;
-      const Arena::Health health = arena_->health(q);
       // It may have said goodbye just before it ended.
-      if (health.dead && slot(q).departed.load(std::memory_order_acquire) == 0)
-        fail(Errc::Comm, world_rank(q), fmt::format("rank {} died: {}", world_rank(q), health.words));
+      if (arena_->is_dead(q) && slot(q).departed.load(std::memory_order_acquire) == 0)
+        fail(Errc::Comm, world_rank(q), fmt::format("rank {} died: {}", world_rank(q), arena_->health(q).words));
     }
   }
 

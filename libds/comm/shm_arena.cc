@@ -231,6 +231,13 @@ class ShmArena final : public Arena {
                   [region, own] { madvise(own, static_cast<size_t>(region->stride), MADV_REMOVE); });
   }
 
+  bool is_dead(int rank) const override {
+    const RankSlot& s = slot(rank);
+    const i32 pid = s.pid.load(std::memory_order_acquire);
+    if (pid <= 0) return rank_has_ended(name_, rank);
+    return s.pid_namespace == slot(this->rank()).pid_namespace && has_ended(process_stat(pid), s.process_start);
+  }
+
   Health health(int rank) const override {
     const RankSlot& s = slot(rank);
     const i32 pid = s.pid.load(std::memory_order_acquire);

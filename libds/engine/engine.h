@@ -3,6 +3,7 @@
 // Engine: one rank's model, states and memory, assembled from a RunPlan. It holds the parts; train_step.cc orders their
 // work.
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -104,7 +105,9 @@ class Engine {
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access = zero::LeaseTo::Write) {
     return shards_of(piece).states().lease(piece, access);
   }
-  bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
+  bool states_in_place() const noexcept {
+    return std::ranges::all_of(shards_, [](const auto& s) { return s->states().in_place(); });
+  }
   // Arrays of saved state (SavedState) of this rank alone, which only a run with the same layout can resume from; none
   // if the last update left none.
   std::vector<zero::SavedArray> rank_local() {

@@ -173,11 +173,12 @@ void Linear::backward_weight(const PassContext& ctx, RowViews grads, const Layer
   weight(branch_rows_ + 1, dy, a.inner, Orientation::OutIn);
 }
 
-void Layer::attach(FunctionRef<LowRank(const Linear&)> choose) {
-  size_t number = 0;
+size_t Layer::attach(FunctionRef<LowRank(const Linear&)> choose) {
+  size_t number = 0;  // of branches
   for (Linear* linear : linears()) {
     if (const LowRank branch = choose(*linear); branch.rank > 0) linear->attach(rows_, branch, number++);
   }
+  return number;
 }
 
 }  // namespace ds::model

@@ -21,12 +21,17 @@ class DroppingBlock final : public Layer {
     Layer::freeze(row);
     block_->freeze(row);
   }
+  void store(size_t row, Storage form) override {
+    Layer::store(row, form);
+    block_->store(row, form);
+  }
   bool is_block() const noexcept override { return block_->is_block(); }
   std::vector<size_t> products(Products which) const override { return block_->products(which); }
   bool splits() const noexcept override { return block_->splits(); }
-  void attach(FunctionRef<LowRank(const Linear&)> choose) override {
-    block_->attach(choose);
+  size_t attach(FunctionRef<LowRank(const Linear&)> choose) override {
+    const size_t branches = block_->attach(choose);
     rows_ = block_->rows();
+    return branches;
   }
   CacheShape cache() const override { return block_->cache(); }
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }

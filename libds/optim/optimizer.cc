@@ -163,7 +163,19 @@ ParamGroups make_groups(const OptimizerConfig& o, const model::Model& model) {
   return result;
 }
 
+// A form of 16 bits is the work dtype of a 16-bit run, or for one in fp32.
+void check_storage(const model::ParamRow& row, DType work) {
+  using model::Storage;
+  if (row.storage == Storage::Work) return;
+  DS_CHECK(!row.trained, Errc::Config, "{} is stored as {} and trained: only frozen parameters can be", row.name,
+           model::storage_name(row.storage));
+  const bool rounded = row.storage == Storage::BF16 || row.storage == Storage::F16;
+  DS_CHECK(!rounded || work == DType::F32, Errc::Config, "{} is stored as {}, and the run computes in {}", row.name,
+           model::storage_name(row.storage), dtype_name(work));
+}
+
 void freeze_groups(model::Model& model, const Config& config) {
+  for (const model::ParamRow* row : model.params()) check_storage(*row, config.work_dtype());
   if (!trains(config.use)) return;
   const ParamGroups groups = make_groups(config.optimizer, model);
   i64 param = 0;

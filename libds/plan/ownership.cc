@@ -6,6 +6,7 @@
 
 #include "comm/nonzero_blocks.h"
 #include "mesh/from_config.h"
+#include "zero/stored_params.h"
 
 namespace ds::plan {
 namespace {
@@ -187,7 +188,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   for (const zero::Segment& s : shards.layout.segments()) {
     const i64 elems = s.slice * options.num_ranks;
     shards.padded += elems;
-    if (!shards.layout.states().shard_params || s.persistent) shards.whole += elems;
+    if (!shards.gathers(s)) shards.whole += elems;
   }
   return shards;
 }
@@ -197,12 +198,13 @@ void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model,
   zero::ShardsPlan& shards = plan.shards[group];
   std::vector<i64> gather_elems(shards.layout.units().size(), 0);
   for (const zero::Segment& s : shards.layout.segments()) {
-    if (shards.layout.states().shard_params && !s.persistent)
-      gather_elems[s.unit] += s.slice * shards.layout.num_ranks();
+    if (shards.gathers(s)) gather_elems[s.unit] += s.slice * shards.layout.num_ranks();
   }
   // Breadth first, the next micro-batch goes through the same layer; and a layer's own units stay while tiles come.
-  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance,
-                                plan.stage.breadth_first || plan.has_tiles()};
+  zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance,
+                          plan.stage.breadth_first || plan.has_tiles()};
+  // Below stage 3 nothing is sent: a unit is decoded for each use, and no decoded copy outlives it.
+  if (!shards.layout.states().shard_params) knobs.prefetch_bucket = knobs.max_reuse_distance = 0;
   // Without gathers no uses are listed: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
   if (gathers_any && plan.trains()) {
@@ -255,6 +257,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
+    if (row->storage != model::Storage::Work) options.block = zero::StoredParams::kBlock;
     const optim::ParamGroup& group = plan.groups.of(std::ssize(states));
     StateSet& of = states.emplace_back();
     PerState<DType>& kept = dtypes.emplace_back();
@@ -266,7 +269,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
     for (const State s : kOptimizerStates) {
       if (!of[s]) continue;
       kept[s] = group.state_dtype(s, row->whole_numel());
-      if (is_coded(kept[s])) options.block = kStateBlock;
+      if (is_coded(kept[s])) options.block = std::max(options.block, kStateBlock);
     }
   }
   // Ranks of tp hold copies of some rows next to parts of others, and two stages hold a tied matrix next to other rows.

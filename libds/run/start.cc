@@ -178,9 +178,10 @@ bool Start::load_from_server(const Request& request, const RunData& data, Traine
 }
 
 void Start::check_step(const Request& request, const RunData& data, const engine::ParamTable& table) {
-  CheckpointMeta meta;
-  from_newest(request, nullptr, step_dir, [&] { meta = check_checkpoint(step_dir, table.params, table.optimizers); });
-  check_same_run(request, data, meta, step_dir);
+  from_newest(request, nullptr, step_dir, [&] {
+    check_checkpoint(step_dir, table.params, table.optimizers,
+                     [&](const Manifest& there) { check_same_run(request, data, there.meta, step_dir); });
+  });
 }
 
 }  // namespace ds::run

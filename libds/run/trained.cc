@@ -47,7 +47,7 @@ void Trained::load_step(const std::string& dir, const std::function<void(const M
     if (engine->plan().dp().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh.shape().tp)
       log_message(
           LogLevel::Warning,
-          fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of 8-bit states "
+          fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of codes "
                       "are others, and are encoded again",
                       dir, meta.mesh->tp, mesh.shape().tp));
   }

@@ -20,11 +20,15 @@ i64 rows_of_tile(i64 rows, i64 cols, const LayoutOptions& options) {
   return align_up(div_ceil(rows, div_ceil(rows, most)), step);
 }
 
-// By number of the parameter, as bytes.
+// By number of the parameter, as bytes: 1 if it is trained, else 0, or its storage and 1.
 std::string trained_rows(Layout::Units units) {
   std::string trained;
   for (const auto& unit : units) {
-    for (const model::ParamRow& row : unit) trained.push_back(row.trained ? 1 : 0);
+    for (const model::ParamRow& row : unit) {
+      const char storage = static_cast<char>(row.storage);
+      DS_ASSERT(!row.trained || row.storage == model::Storage::Work);
+      trained.push_back(row.trained ? 1 : storage == 0 ? 0 : static_cast<char>(storage + 1));
+    }
   }
   return trained;
 }
@@ -49,7 +53,8 @@ std::vector<std::vector<Layout::Kept>> Layout::kept_rows(Units units, const Layo
     for (size_t r = 0; r < unit.size(); ++r) {
       if (of_unit[r] == Kept::Elsewhere) continue;
       const i64 n = std::max(unit[r].numel(), unit[r].room);  // equal on all ranks of a tensor-parallel group
-      if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
+      if (unit[r].storage == model::Storage::Work && n <= options.persistence_threshold &&
+          persistent_total + n <= options.model_persistence_threshold) {
         of_unit[r] = Kept::Persistent;
         persistent_total += n;
       } else {
@@ -70,7 +75,7 @@ Layout Layout::make(Units units, const LayoutOptions& options) {
   layout.options_ = options;
   layout.num_units_ = std::ssize(units);
   const std::string trained = trained_rows(units);
-  if (trained.find('\0') != trained.npos)
+  if (trained.find_first_not_of('\1') != trained.npos)
     layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
   layout.rows_.resize(trained.size());
   for (size_t p = 0; p < trained.size(); ++p) layout.rows_[p].param = narrow<i64>(p);
@@ -102,6 +107,10 @@ void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kep
     if (!of_trained && options_.of_gradients) break;
     for (const Kept want : {Kept::Persistent, Kept::Sharded}) add_segment(rows, kept, want, of_trained);
   }
+  using model::Storage;
+  for (const Storage form : {Storage::BF16, Storage::F16, Storage::Int8, Storage::Int4}) {
+    if (!options_.of_gradients) add_segment(rows, kept, Kept::Sharded, false, form);
+  }
   unit.num_segments = narrow<i64>(segments_.size()) - unit.first_segment;
   num_elements_ += unit.numel;
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -113,21 +122,23 @@ void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kep
                         .first = first,
                         .rows = std::min(most, all - first),
                         .cols = m.cols,
-                        .trained = rows[r].trained});
+                        .trained = rows[r].trained,
+                        .storage = rows[r].storage});
   }
 }
 
 // Appends a segment of these rows to the last unit, if there are any.
 void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want,
-                         bool of_trained) {
+                         bool of_trained, model::Storage storage) {
   UnitPlace& unit = units_.back();
   Segment s{.unit = std::ssize(units_) - 1,
             .persistent = want == Kept::Persistent,
             .trained = of_trained,
+            .storage = storage,
             .offset = unit.padded};
   bool any = false;
   for (size_t r = 0; r < rows.size(); ++r) {
-    if (kept[r] != want || rows[r].trained != of_trained) continue;
+    if (kept[r] != want || rows[r].trained != of_trained || rows[r].storage != storage) continue;
     any = true;
     const i64 n = rows[r].numel(), number = unit.first_param + narrow<i64>(r);
     s.numel = align_up(s.numel, options_.row_alignment());
@@ -152,7 +163,8 @@ void Layout::add_unit_of(MatrixTile& tile) {
                     .num_segments = 1,
                     .padded = slice * num_ranks(),
                     .numel = n});
-  segments_.push_back({.unit = tile.unit, .trained = tile.trained, .numel = n, .slice = slice});
+  segments_.push_back(
+      {.unit = tile.unit, .trained = tile.trained, .storage = tile.storage, .numel = n, .slice = slice});
   num_elements_ += n;
 }
 

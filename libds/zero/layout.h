@@ -17,8 +17,8 @@
 // blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
 // so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
 // memory-centric tiling). At other stages a unit is one segment. Rows that are not trained have segments of their own,
-// after the trained ones of their unit, and tiles that are numbered after all trained ones: a layout of gradients is
-// the same without them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit
+// after the trained ones of their unit, one for each form in which they are stored, and tiles that are numbered after
+// all trained ones: a layout of gradients is the same without them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit
 // that are reduced over other ranks have a layout of their own, with the same numbers of units and parameters: a layer
 // has a unit in each layout. A rank may hold only some of the units (a pipeline stage): all units keep their numbers,
 // and are cut as if all were there, so that a unit on two stages is cut alike on both. Shard arrays (fp32 sums,
@@ -69,6 +69,7 @@ struct Segment {
   i64 unit = 0;
   bool persistent = false;
   bool trained = true;
+  model::Storage storage = model::Storage::Work;
   i64 offset = 0;        // in the unit's buffer, elements
   i64 numel = 0;         // up to the end of the last row
   i64 slice = 0;         // elements per rank
@@ -89,6 +90,7 @@ struct MatrixTile {
   i64 param = 0, unit = 0;
   i64 first = 0, rows = 0, cols = 0;
   bool trained = true;
+  model::Storage storage = model::Storage::Work;
 };
 
 struct UnitPlace {
@@ -167,14 +169,16 @@ class Layout {
   std::vector<Piece> held_pieces(int rank) const;
 
   // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
-  // follows, and with rows that are not trained, " frozen=" and a hash of which they are.
+  // follows, and with rows that are not trained, " frozen=" and a hash of which they are and how
+  // they are stored.
   std::string id() const;
 
  private:
   enum class Kept : u8;
   static std::vector<std::vector<Kept>> kept_rows(Units units, const LayoutOptions& options);
   void add_rows(std::span<const model::ParamRow> rows, std::span<const Kept> kept);
-  void add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want, bool of_trained);
+  void add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want, bool of_trained,
+                   model::Storage storage = model::Storage::Work);
   void add_unit_of(MatrixTile& tile);
   void place_shards();
   std::vector<Piece> pieces(int rank, bool whole) const;

@@ -27,29 +27,45 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
       comm_(comm),
       gather_tag_(message_text(options.axis, Collective::AllGather)),
       device_(device),
-      options_(options) {
+      options_(options),
+      stored_(layout, comm.rank(), options.work) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
+    if (s.storage == model::Storage::BF16 || s.storage == model::Storage::F16) wire_width_ = 2;
+    if (StoredParams::has(s)) {
+      segment_offset_.push_back(-1);
+      continue;
+    }
     i64& used = whole(s) ? whole_elems : shard_elems;
     segment_offset_.push_back(used);
     used += whole(s) ? s.slice * P : s.slice;
     if (!whole(s)) most = std::max(most, s.slice);
   }
   whole_ = comm.allocate(ledger, Tag::Params, whole_elems * bytes);
-  shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes, most * bytes)
-                 : std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, shard_elems * bytes));
+  const bool sharded = layout.states().shard_params;
+  const auto make = [&](i64 size, i64 largest) -> std::unique_ptr<TierArray> {
+    if (tier) return tier(device, ledger, Tag::Params, size, largest);
+    return std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, size));
+  };
+  shards_ = make(shard_elems * bytes, most * bytes);
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
-  if (std::ranges::find(options.coded, true) != options.coded.end())
-    wire_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems + options.pool_elems / kScaleShare);
+  if (std::ranges::find(options.coded, true) != options.coded.end() || (sharded && stored_.any()))
+    wire_ = comm.allocate(ledger, Tag::Gathered, wire_bytes(options.pool_elems));
+  if (stored_.any() && !sharded) {
+    stored_by_rank_ = comm.allocate(ledger, Tag::Params, stored_.bytes());
+    stored_.allocate(device, ledger, std::make_unique<DeviceArray>(stored_by_rank_.data()));
+  } else if (stored_.any()) {
+    stored_.allocate(device, ledger, make(stored_.bytes(), stored_.largest_bytes()));
+  }
   for (const Segment& s : layout.segments()) {
     if (near == nullptr || near->size() == 1) break;
     second_.emplace_back();
-    if (!whole(s)) second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
+    if (!whole(s) && !StoredParams::has(s)) second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
   arriving_at_.assign(layout.segments().size(), -1);
   arriving_.resize(layout.segments().size());
-  gathered_.reserve(4);  // a unit has no more segments
+  gathered_.reserve(4);  // a unit has no more segments in the work dtype
   published_.reserve(layout.segments().size());
   tickets_.reserve(layout.segments().size());
   for (const auto& unit : rows) {
@@ -79,6 +95,7 @@ void ParamStore::point_rows(const Segment& s, void* base) {
 }
 
 TierLease ParamStore::lease(const Segment& s, i64 first, i64 count, LeaseTo access) const {
+  if (StoredParams::has(s)) return stored_.lease(s, first, count, access);
   const i64 bytes = dtype_bytes(options_.work);
   if (whole(s)) return {nullptr, whole_segment(s) + first * bytes, 0, 0, access};
   const i64 at = segment_offset_[&s - layout_.segments().data()] + first - s.slice * comm_.rank();
@@ -103,6 +120,16 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     const i64 offset = std::exchange(next, next + s.slice * layout_.num_ranks());
     char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
     point_rows(s, base);
+    if (StoredParams::has(s)) {
+      arriving_at_[number] = offset;
+      if (!layout_.states().shard_params) continue;
+      const TierLease own = stored_.lease_stored(s);
+      const i64 slice_bytes = stored_.bytes_of(s);
+      device_.copy(wire(offset) + comm_.rank() * slice_bytes, own.data(), slice_bytes);
+      const AllGatherSegment all{wire(offset), slice_bytes};
+      arriving_[number] = comm_.all_gather({&all, 1}, gather_tag_);
+      continue;
+    }
     if (SecondaryShard* const second = second_shard(s); second != nullptr && second->kept()) {
       arriving_[number] = second->gather(full(s, base), kNearTag);
       continue;
@@ -130,6 +157,14 @@ void ParamStore::arrive(i64 unit) {
     const i64 offset = std::exchange(arriving_at_[number], -1);
     if (offset < 0) continue;
     const TensorView all = full(s, static_cast<char*>(pool_.data()) + offset * dtype_bytes(options_.work));
+    if (StoredParams::has(s)) {
+      if (layout_.states().shard_params) {
+        stored_.decode(s, wire(offset), all);
+      } else {
+        stored_.decode(s, stored_.lease_stored(s).data(), all);
+      }
+      continue;
+    }
     if (coded(unit)) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
     if (SecondaryShard* const second = second_shard(s); second != nullptr) second->keep(all);
   }
@@ -146,7 +181,7 @@ ParamLease ParamStore::acquire() {
 
 void* ParamStore::on_host(const Piece& piece) const noexcept {
   const Segment& s = layout_.segments()[piece.segment];
-  if (whole(s)) return nullptr;
+  if (whole(s) || StoredParams::has(s)) return nullptr;
   return shards_->on_host((segment_offset_[piece.segment] + piece.segment_offset - s.slice * comm_.rank()) *
                           dtype_bytes(options_.work));
 }
@@ -159,6 +194,10 @@ void ParamStore::expect_launches() {
     for (const GatherStep::Launch& l : plan_->steps[step].launch) {
       for (const Segment& s : layout_.segments_of(l.unit)) {
         const i64 bytes = dtype_bytes(options_.work);
+        if (StoredParams::has(s)) {
+          stored_.expect(s);
+          continue;
+        }
         if (!whole(s)) shards_->expect(segment_offset_[&s - layout_.segments().data()] * bytes, s.slice * bytes);
       }
     }
@@ -189,10 +228,15 @@ void ParamStore::publish(Changed changed) {
     elems = 0;
   };
   for (const Segment& s : layout_.segments()) {
-    if (!whole(s) || (changed == Changed::Trained && !s.trained)) continue;
+    const bool stored = StoredParams::has(s) && !layout_.states().shard_params;
+    if ((!whole(s) && !stored) || (changed == Changed::Trained && !s.trained)) continue;
     const i64 n = s.slice * layout_.num_ranks();
     if (elems + n > options_.allgather_bucket) flush();
-    published_.push_back({whole_segment(s), s.slice * dtype_bytes(options_.work)});
+    if (stored) {
+      published_.push_back({stored_by_rank_.as<char>().data() + stored_.offset_of(s), stored_.slice_of(s).bytes()});
+    } else {
+      published_.push_back({whole_segment(s), s.slice * dtype_bytes(options_.work)});
+    }
     elems += n;
   }
   flush();

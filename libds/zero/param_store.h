@@ -2,9 +2,11 @@
 #pragma once
 // The work-dtype parameters of one rank, reached through the same leases at every ZeRO stage. Stages 0 to 2 keep them
 // whole; stage 3 keeps this rank's slices, and persistent segments whole, and gathers a unit ahead of its use, when the
-// plan says so. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices are sent as codes, and all ranks,
+// plan says so. Frozen parameters that are stored in another form (zero/stored_params) are gathered at every stage, as
+// they are stored, and decoded when they arrive. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices are sent as codes, and all ranks,
 // the owner too, use the decoded values, while slices stay exact; with hpZ the first gather after an update leaves a
-// second shard on the ranks of a smaller group, from which they gather until the next update, with the same bits.
+// second shard on the ranks of a smaller group, from which they gather until the next update, with the same bits. Neither
+// changes how stored forms are gathered.
 
 #include <optional>
 #include <span>
@@ -16,6 +18,7 @@
 #include "ds/communicator.h"
 #include "zero/gather_plan.h"
 #include "zero/piece_memory.h"
+#include "zero/stored_params.h"
 
 namespace ds::zero {
 
@@ -67,7 +70,7 @@ class ParamStore final : public PieceMemory {
   TierLease lease(const Piece& piece, LeaseTo access) const override {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
-  bool in_place() const noexcept override { return shards_->in_place(); }
+  bool in_place() const noexcept override { return shards_->in_place() && !stored_.any(); }
   void* on_host(const Piece& piece) const noexcept override;
 
   // Sends this rank's slices to all ranks that hold whole copies (nothing at stage 0): all of them, or those that an
@@ -77,7 +80,9 @@ class ParamStore final : public PieceMemory {
 
  private:
   friend class ParamLease;
-  bool whole(const Segment& s) const noexcept { return !layout_.states().shard_params || s.persistent; }
+  bool whole(const Segment& s) const noexcept {
+    return !StoredParams::has(s) && (!layout_.states().shard_params || s.persistent);
+  }
   void point_rows(const Segment& s, void* base);
   char* whole_segment(const Segment& s) const noexcept {
     return static_cast<char*>(whole_.data()) +
@@ -94,7 +99,8 @@ class ParamStore final : public PieceMemory {
     return second ? &*second : nullptr;
   }
   bool coded(i64 unit) const noexcept { return !options_.coded.empty() && options_.coded[static_cast<size_t>(unit)]; }
-  char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + offset + offset / kScaleShare; }
+  char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + wire_bytes(offset); }
+  i64 wire_bytes(i64 elems) const noexcept { return elems * wire_width_ + elems / kScaleShare; }
   // Codes take a byte for each element and at most 1/32 of a byte for scales, since slices have 128 elements or more.
   static constexpr i64 kScaleShare = kSliceAlignment / 4;
   static constexpr size_t kStepsAhead = 4;
@@ -106,7 +112,10 @@ class ParamStore final : public PieceMemory {
   Device& device_;
   Options options_;
   Buffer whole_, pool_;
-  Buffer wire_;  // codes that are being sent, placed like the pool
+  Buffer wire_;            // stored forms and codes that are being sent, placed like the pool
+  i64 wire_width_ = 1;     // bytes of an element, without scales
+  Buffer stored_by_rank_;  // below stage 3: stored forms, which publish() sends
+  mutable StoredParams stored_;
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row

@@ -46,6 +46,10 @@ struct ShardsPlan {
     const i64 grad_unit = unit == kSharedUnit ? shared_grads : unit + (layout.is_tile(unit) ? 1 : 0);
     return grad_layout.units()[grad_unit].first_segment + segment - layout.units()[unit].first_segment;
   }
+  // Whether a segment is gathered, or decoded, for each use; others are always whole.
+  bool gathers(const Segment& s) const noexcept {
+    return StoredParams::has(s) || (layout.states().shard_params && !s.persistent);
+  }
   // Whether this rank has gradients of a unit, and a place for a parameter.
   bool has_grads(i64 unit) const noexcept { return grad_layout.units()[unit].num_segments > 0; }
   bool has_param(i64 param) const noexcept { return layout.rows()[param].segment >= 0; }

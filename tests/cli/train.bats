@@ -372,7 +372,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   check 2 "give one" --resume latest
   check 2 "is not empty" --out run
   check 3 "seed" --out run --resume latest --set seed=4
-  check 3 "another model" --resume run --set model.n_layer=1
+  check 3 "another model: model.n_layer is" --resume run --set model.n_layer=1
   check 3 "does not fit the model" --weights model.safetensors --set model.n_layer=1
   check 2 "Not a directory" --out text.txt/run
   assert [ ! -e new ]

@@ -91,10 +91,12 @@ TEST(LowRank, EveryLinearMapHasRoomForIt) {
     if (!config.causal()) ++matrices;  // the head's
     std::vector<std::string> chosen;
     for (auto& layer : model.layers) {
-      layer->attach([&](const model::Linear& linear) {
+      const size_t before = chosen.size();
+      const size_t attached = layer->attach([&](const model::Linear& linear) {
         chosen.push_back(linear.spec().name);
         return model::LowRank{2};
       });
+      EXPECT_EQ(attached, chosen.size() - before) << layer->name();
     }
     EXPECT_EQ(chosen.size(), matrices) << family_name(config.family);
     const auto rows = model.params();

@@ -75,7 +75,8 @@ Tensor values(DType t, i64 R, i64 n, u32 seed) {
   return x;
 }
 
-constexpr CodeFormat kFormats[] = {{8, 8}, {8, 64}, {8, 2048}, {8, 0}, {4, 8}, {4, 256}, {4, 0}};
+constexpr CodeFormat kFormats[] = {{8, 8}, {8, 64}, {8, 2048}, {8, 0}, {4, 8}, {4, 256}, {4, 0},
+                                    {8, 128, true}, {4, 128, true}};
 
 TEST(Quantize, CodesAreTheDocumentedOnes) {
   ThreadPool pool(1);
@@ -151,6 +152,37 @@ TEST(Quantize, ErrorsAreAtMostHalfAScale) {
             // Quotient and product are rounded to fp32.
             ASSERT_LE(error, scale / 2 + 0x1p-22 * std::abs(x.at(i))) << describe(ops, t, format, n) << " at " << i;
           }
+        }
+      }
+    }
+  }
+}
+
+TEST(Quantize, ExactFormatsDecodeToTheSameNumbersInEveryDtypeAndAgainToTheSameCodes) {
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : all_tables()) {
+    for (CodeFormat format : {CodeFormat{8, 128, true}, CodeFormat{4, 128, true}}) {
+      for (float magnitude : {1.0f, 0.02f, 1e-7f, 3e-9f, 200.0f}) {
+        constexpr i64 n = 5000;
+        Tensor x(DType::F32, {1, n});
+        x.randomize(3, magnitude);
+        const Coded coded(1, n, format), again(1, n, format);
+        ops->quantize(coded.codes(), coded.scales(), x, {}, format, {}, s);
+        Tensor exact(DType::F32, {1, n});
+        ops->dequantize(exact, coded.codes(), coded.scales(), format, s);
+        for (i64 i = 0; i < n; ++i) {
+          int exponent = 0;
+          EXPECT_EQ(std::frexp(coded.scale(0, i), &exponent), 0.5f) << "a power of two";
+          EXPECT_GE(exponent, -23);
+        }
+        for (DType t : kWorkDTypes) {
+          Tensor y(t, {1, n});
+          ops->dequantize(y, coded.codes(), coded.scales(), format, s);
+          for (i64 i = 0; i < n; ++i) ASSERT_EQ(y.at(i), exact.at(i)) << describe(ops, t, format, n) << " at " << i;
+          ops->quantize(again.codes(), again.scales(), y, {}, format, {}, s);
+          expect_same(again.all_codes(), coded.all_codes(), describe(ops, t, format, n));
+          expect_same(again.all_scales(), coded.all_scales(), describe(ops, t, format, n));
         }
       }
     }

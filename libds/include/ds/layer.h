@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,15 @@ struct MatrixShape {
   }
 };
 
+// The form in which a rank stores a parameter between its uses: the work dtype; 16 bits, which an fp32 run converts; or
+// codes of 8 or 4 bits, with a scale for each 128 elements of the rank's part (CodeFormat::exact). Layers always see the
+// work dtype: a unit is decoded when it is gathered, at every ZeRO stage.
+enum class Storage : u8 { Work, BF16, F16, Int8, Int4 };
+constexpr std::string_view storage_name(Storage s) noexcept {
+  constexpr std::string_view kNames[] = {"work", "bf16", "fp16", "int8", "int4"};
+  return kNames[static_cast<size_t>(s)];
+}
+
 // One parameter, with its Hugging Face name, shape and orientation.
 struct ParamRow {
   std::string name;
@@ -48,6 +58,7 @@ struct ParamRow {
   bool decay = false;  // weight decay applies: matrices and embeddings, not biases and norms
   // Else its values never change: it has weights, but neither gradient, master nor optimizer states.
   bool trained = true;
+  Storage storage = Storage::Work;  // another form needs a row that is not trained
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
@@ -346,6 +357,11 @@ class DS_API Layer {
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }
   // From then on the row is not trained.
   virtual void freeze(size_t row) { rows_[row].trained = false; }
+  // Freezes the row, and has it stored in this form.
+  virtual void store(size_t row, Storage form) {
+    freeze(row);
+    rows_[row].storage = form;
+  }
   // Name of the kind of layer, such as "Gpt2Block", for partitions by type.
   virtual std::string_view type() const noexcept = 0;
   // True for the equal layers in the middle, which can be recomputed.
@@ -356,8 +372,8 @@ class DS_API Layer {
   virtual bool splits() const noexcept { return true; }
 
   // Attaches a low-rank branch (ds/linear.h) to each linear map of the layer for which `choose` returns one. Its
-  // rows come after all others. Call this at most once, before the layer is used.
-  virtual void attach(FunctionRef<LowRank(const Linear&)> choose);
+  // rows come after all others. Call this at most once, before the layer is used. Returns the number of branches.
+  virtual size_t attach(FunctionRef<LowRank(const Linear&)> choose);
   // The arrays that it caches for generation; their KvCache is in PassContext::caches.
   virtual CacheShape cache() const { return {}; }
 

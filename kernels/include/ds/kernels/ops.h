@@ -283,6 +283,9 @@ struct ExactSum {
 struct CodeFormat {
   int bits = 8;
   i64 block = 2048;  // a multiple of 8; 0: the whole row
+  // Scales are powers of two of at least 2^-24: then a code times its scale is exact in every work dtype (F16: below
+  // 2^15), and decoded values have the same codes and scale again.
+  bool exact = false;
 
   DS_HOST_DEVICE constexpr i64 block_elems(i64 n) const noexcept { return block != 0 ? block : n > 0 ? n : 1; }
   constexpr i64 code_bytes(i64 n) const noexcept { return (n * bits + 7) / 8; }
@@ -301,11 +304,15 @@ struct ErrorFeedback {
 };
 
 // Defines the scale of a block by its largest |x|. If that is not finite the scale is NaN, which marks the whole block.
-// Never subnormal, so that no quotient overflows; 1 for zeros. (Floats above 3.4e38 may be decoded to infinity.)
+// Never subnormal, so that no quotient overflows; 1 for zeros, unless it is exact. (Floats above 3.4e38 may be decoded to infinity.)
 DS_HOST_DEVICE inline float block_scale(u32 max_abs_bits, CodeFormat format) noexcept {
   if (max_abs_bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
-  if (max_abs_bits == 0) return 1.0f;
   const float scale = std::bit_cast<float>(max_abs_bits) / format.largest_code();
+  if (format.exact) {
+    constexpr u32 kMantissa = 0x007FFFFFu;
+    return scale > 0x1p-24f ? std::bit_cast<float>((std::bit_cast<u32>(scale) + kMantissa) & ~kMantissa) : 0x1p-24f;
+  }
+  if (max_abs_bits == 0) return 1.0f;
   return scale > 0x1p-126f ? scale : 0x1p-126f;
 }
 
