@@ -6,7 +6,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <future>
+#include <thread>
 
 #include "equivalence/training.h"
 
@@ -76,8 +78,9 @@ const OpTable& own_kernels() {
   return best->name == "cpu.amx" ? *cpu_ops("avx512_bf16") : *best;
 }
 
-// Steps 3 to 5 of a run with ranks as threads, over threads and over shared memory.
-void expect_no_allocation(const Config& c, int ranks, const std::string& what) {
+// Steps 3 to 5 of a run with ranks as threads, over threads and over shared memory. Rank 1 begins each of them late.
+void expect_no_allocation(const Config& c, int ranks, const std::string& what,
+                          std::chrono::milliseconds late = std::chrono::milliseconds(0)) {
   Hooks hooks;
   hooks.before_step = [&](engine::Engine& engine, i64 step) {
     // All ranks are past the second step, and none has begun the next one, while the count starts.
@@ -88,6 +91,7 @@ void expect_no_allocation(const Config& c, int ranks, const std::string& what) {
     }
     if (step == 6 && engine.mesh().rank() == 0) counting = false;
     engine.mesh().world().barrier("test");
+    if (step >= 3 && step < 6 && engine.mesh().rank() == 1) std::this_thread::sleep_for(late);
   };
   for (const bool shm : {false, true}) {
     allocations = -1;
@@ -110,6 +114,11 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
       expect_no_allocation(c, ranks, std::string(family_name(model.family)));
     }
   }
+}
+
+// Ranks that wait look for dead peers meanwhile.
+TEST(Waiting, ForALateRankAllocatesNothing) {
+  expect_no_allocation(tiny_config(tiny_gpt2(), 2, 2, 1), 2, "a late rank", std::chrono::milliseconds(600));
 }
 
 // Optimizers that look at whole parameters, and groups of several kinds.
