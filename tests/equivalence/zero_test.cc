@@ -496,7 +496,7 @@ TEST(TokenNorm, OfOneTokenIsItsLoss) {
       const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
       std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
       targets[5] = 3;
-      const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t) {
+      const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t, std::span<i32>) {
         std::copy_n(ids.begin(), rows, i.begin());
         std::copy_n(targets.begin(), rows, t.begin());
         return true;
