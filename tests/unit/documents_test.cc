@@ -14,6 +14,7 @@
 #include "expect_error.h"
 #include "formats/hdf5.h"
 #include "temp_directory.h"
+#include "written_tokens.h"
 
 namespace ds {
 namespace documents_test {
@@ -22,7 +23,9 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::bin_bytes;
 using testing::expect_error;
+using testing::idx_bytes;
 using testing::TempDirectory;
 using testing::write_file;
 
@@ -30,25 +33,6 @@ constexpr i32 kNone = kIgnoredTarget;
 constexpr i64 kVocab = 65536;
 using Ids = std::vector<i32>;
 using Begins = std::vector<i64>;
-
-template <class T>
-std::string bytes_of(const std::vector<T>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
-}
-std::string bin(const Ids& ids) { return bytes_of(std::vector<u16>(ids.begin(), ids.end())); }
-
-// An index of Megatron-LM of uint16: tokens of each sequence, and the sequences before the end of each document.
-std::string idx(const std::vector<i32>& lengths, const std::vector<i64>& ends) {
-  std::vector<i64> places;
-  i64 at = 0;
-  for (const i32 n : lengths) {
-    places.push_back(at);
-    at += 2 * n;
-  }
-  const std::vector<u64> version = {1}, counts = {lengths.size(), ends.size()};
-  return std::string("MMIDIDX\0\0", 9) + bytes_of(version) + '\x08' + bytes_of(counts) + bytes_of(lengths) +
-         bytes_of(places) + bytes_of(ends);
-}
 
 class Documents : public ::testing::Test {
  protected:
@@ -105,7 +89,7 @@ TEST_F(Documents, BordersAreAscendingOnceAndInside) {
 }
 
 TEST_F(Documents, TheTokenEndsOrBeginsThem) {
-  const std::string both = file("a.bin", bin({0, 21, 22, 23, 0, 31, 32}));
+  const std::string both = file("a.bin", bin_bytes({0, 21, 22, 23, 0, 31, 32}));
   EXPECT_EQ(begins_of(open({both}, {.token = 0})), (Begins{0, 1, 5}));
   EXPECT_EQ(begins_of(open({both}, {.token = 0, .at = DocumentTokenAt::Begin})), (Begins{0, 4}));
   EXPECT_EQ(begins_of(open({both}, {.token = 99})), (Begins{0}));
@@ -115,14 +99,14 @@ TEST_F(Documents, TheTokenEndsOrBeginsThem) {
     Ids ids(static_cast<size_t>(n), 5);
     ids.push_back(7);
     ids.push_back(5);
-    const TokenStream stream = open({file("n.bin", bin(ids))}, {.token = 7});
+    const TokenStream stream = open({file("n.bin", bin_bytes(ids))}, {.token = 7});
     EXPECT_EQ(begins_of(stream), (Begins{0, n + 1})) << n;
     EXPECT_EQ(begins_of(open({dir_ / "n.bin"}, {.token = 7, .at = DocumentTokenAt::Begin})), (Begins{0, n})) << n;
   }
 }
 
 TEST_F(Documents, FilesEndThem) {
-  const std::string a = file("a.bin", bin({11, 12, 13})), b = file("b.bin", bin({21, 0, 22}));
+  const std::string a = file("a.bin", bin_bytes({11, 12, 13})), b = file("b.bin", bin_bytes({21, 0, 22}));
   EXPECT_EQ(begins_of(open({a, b}, {.token = 0})), (Begins{0, 3, 5}));
   EXPECT_EQ(begins_of(open({a, b}, {.token = 0, .at = DocumentTokenAt::Begin})), (Begins{0, 3, 4}));
   EXPECT_EQ(begins_of(open({a, b, a})), (Begins{0, 3, 6}));
@@ -133,7 +117,7 @@ TEST_F(Documents, FilesEndThem) {
 
 TEST_F(Documents, ASplitCutsThem) {
   DataConfig config;
-  config.train = {file("a.bin", bin({11, 12, 0, 21, 22, 23, 24, 0, 31, 32}))};
+  config.train = {file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 24, 0, 31, 32}))};
   config.seq_length = 2;
   config.split = 0.4;
   config.document_token = 0;
@@ -148,9 +132,9 @@ TEST_F(Documents, ASplitCutsThem) {
 
 TEST_F(Documents, AnIndexKnowsThem) {
   const Ids ids = {11, 12, 21, 22, 23, 31, 41, 42};
-  file("m.bin", bin(ids));
+  file("m.bin", bin_bytes(ids));
   // Two sequences in the second document, an empty document, and an empty sequence.
-  file("m.idx", idx({2, 1, 2, 0, 1, 2}, {0, 1, 3, 3, 5, 6}));
+  file("m.idx", idx_bytes({2, 1, 2, 0, 1, 2}, {0, 1, 3, 3, 5, 6}));
   const TokenStream stream = open({dir_ / "m"});
   EXPECT_EQ(begins_of(stream), (Begins{0, 2, 5, 6}));
   EXPECT_THAT(remarks_of(stream), AllOf(HasSubstr("4 documents by its index"), ::testing::Not(HasSubstr("W "))));
@@ -175,7 +159,7 @@ TEST_F(Documents, RowsOfADatasetAreSome) {
     const std::vector<i64> offsets = create_hdf5(dir_ / "x.h5", {{{"tokens", DType::U16, shape}}}, {});
     std::fstream out(dir_ / "x.h5", std::ios::binary | std::ios::in | std::ios::out);
     out.seekp(offsets[0]);
-    const std::string data = bin(ids);
+    const std::string data = bin_bytes(ids);
     out.write(data.data(), std::ssize(data));
     out.close();
     return begins_of(open({dir_ / "x.h5"}));
@@ -222,7 +206,7 @@ TEST_F(Documents, PromptsAndMessagesAreOnesToo) {
 }
 
 TEST_F(Documents, WhereNothingMarksThemIsSaid) {
-  const std::string plain = file("a.bin", bin({5, 6, 7, 8})), good = file("b.bin", bin({5, 0, 7, 0}));
+  const std::string plain = file("a.bin", bin_bytes({5, 6, 7, 8})), good = file("b.bin", bin_bytes({5, 0, 7, 0}));
   EXPECT_THAT(remarks_of(open({plain}, {.token = 0})),
               AllOf(HasSubstr("W data.document_token 0 occurs nowhere in"), HasSubstr("a.bin'"), HasSubstr("one document")));
   EXPECT_THAT(remarks_of(open({plain, good, plain}, {.token = 0})), HasSubstr("and 1 other data files"));
@@ -231,7 +215,7 @@ TEST_F(Documents, WhereNothingMarksThemIsSaid) {
   const std::string text = file("a.txt", "no end");
   EXPECT_THAT(remarks_of(open({text}, {.token = 0})), HasSubstr("occurs nowhere"));
   // The token where the other value of document_token_at would have it.
-  const std::string front = file("f.bin", bin({0, 5, 6, 0, 7}));
+  const std::string front = file("f.bin", bin_bytes({0, 5, 6, 0, 7}));
   EXPECT_THAT(remarks_of(open({front}, {.token = 0})),
               AllOf(HasSubstr("begins with data.document_token 0 and does not end with it"), HasSubstr("data.document_token_at to \"begin\"")));
   EXPECT_THAT(remarks_of(open({front}, {.token = 0, .at = DocumentTokenAt::Begin})), IsEmpty());
@@ -253,8 +237,8 @@ TEST_F(Documents, WhereNothingMarksThemIsSaid) {
 }
 
 TEST_F(Documents, ATokenIsAddedWhereAskedAndItIsMissing) {
-  file("m.bin", bin({11, 12, 21, 0, 31, 0, 41}));
-  file("m.idx", idx({2, 2, 2, 1}, {0, 1, 2, 3, 4}));
+  file("m.bin", bin_bytes({11, 12, 21, 0, 31, 0, 41}));
+  file("m.idx", idx_bytes({2, 2, 2, 1}, {0, 1, 2, 3, 4}));
   const TokenStream end = open({dir_ / "m"}, {.token = 0, .adds_token = true});
   Ids ids(9);
   ASSERT_EQ(end.num_tokens(), 9);
@@ -293,7 +277,7 @@ Row row_of(const BatchLoader& loader, i64 sample, i64 T) {
 }
 
 TEST_F(Documents, InSamplesThatAreCutFromTheStream) {
-  const std::string a = file("a.bin", bin({11, 12, 0, 21, 22, 23, 0, 31, 32})), b = file("b.bin", bin({41, 42, 0, 51}));
+  const std::string a = file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 0, 31, 32})), b = file("b.bin", bin_bytes({41, 42, 0, 51}));
   const auto loader = [&](DocumentRule rule) {
     return BatchLoader(open({a, b}, rule), {1, 1, 4}, 1, kVocab, next_token());
   };
@@ -329,7 +313,7 @@ TEST_F(Documents, InSamplesThatAreCutFromTheStream) {
 }
 
 TEST_F(Documents, InSamplesOfMaskedTokens) {
-  const std::string a = file("a.bin", bin({11, 12, 9, 21, 22, 23, 9, 31, 32, 33}));
+  const std::string a = file("a.bin", bin_bytes({11, 12, 9, 21, 22, 23, 9, 31, 32, 33}));
   MlmConfig mlm;
   mlm.cls_token = 1, mlm.sep_token = 2, mlm.mask_token = 3;
   const BatchLoader loader(open({a}, {.token = 9}), {1, 1, 7}, 1, kVocab, masked_tokens(mlm));
@@ -345,7 +329,7 @@ TEST_F(Documents, InPackedSamples) {
     return BatchLoader(open({name}, rule), {1, 1, T}, 1, kVocab, next_token_of_documents(rule.token));
   };
   // llm.c's way: the last document has no token behind it.
-  const std::string both = file("both.bin", bin({0, 21, 22, 23, 0, 31, 32, 33, 34, 35, 36}));
+  const std::string both = file("both.bin", bin_bytes({0, 21, 22, 23, 0, 31, 32, 33, 34, 35, 36}));
   const Row end = row_of(packed(both, {.token = 0}, 12), 0, 12);
   EXPECT_EQ(end.inputs, (Ids{31, 32, 33, 34, 35, 36, 21, 22, 23, 0, 0, 0}));
   EXPECT_EQ(end.targets, (Ids{32, 33, 34, 35, 36, kNone, 22, 23, 0, kNone, kNone, kNone}));
@@ -355,14 +339,14 @@ TEST_F(Documents, InPackedSamples) {
   EXPECT_EQ(front.targets, (Ids{31, 32, 33, 34, 35, 36, kNone, 21, 22, 23, 0, kNone}));  // 0 ends 23's document
   EXPECT_EQ(front.begins, (Ids{0, 0, 0, 0, 0, 0, 0, 7, 7, 7, 7, 11}));
   // Without a token: filled with 0.
-  file("m.bin", bin({11, 12, 13, 21, 22}));
-  file("m.idx", idx({3, 2}, {0, 1, 2}));
+  file("m.bin", bin_bytes({11, 12, 13, 21, 22}));
+  file("m.idx", idx_bytes({3, 2}, {0, 1, 2}));
   const BatchLoader by_index = packed(dir_ / "m", {}, 6);
   EXPECT_EQ(row_of(by_index, 0, 6).inputs, (Ids{11, 12, 13, 21, 22, 0}));
   EXPECT_EQ(row_of(by_index, 0, 6).targets, (Ids{12, 13, kNone, 22, kNone, kNone}));
   EXPECT_EQ(row_of(by_index, 0, 6).begins, (Ids{0, 0, 0, 3, 3, 5}));
   // A long document is cut; its end is predicted once.
-  const std::string cut = file("cut.bin", bin({0, 1, 2, 3, 0, 5}));
+  const std::string cut = file("cut.bin", bin_bytes({0, 1, 2, 3, 0, 5}));
   const BatchLoader pieces = packed(cut, {.token = 0, .at = DocumentTokenAt::Begin}, 3);
   EXPECT_EQ(row_of(pieces, 0, 3).targets, (Ids{1, 2, 3}));
   EXPECT_EQ(row_of(pieces, 1, 3).inputs, (Ids{0, 5, 3}));
@@ -370,7 +354,7 @@ TEST_F(Documents, InPackedSamples) {
 }
 
 TEST_F(Documents, AreCounted) {
-  const std::string a = file("a.bin", bin({11, 12, 0, 21, 22, 23, 24, 25, 26, 0, 31, 0, 41}));
+  const std::string a = file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 24, 25, 26, 0, 31, 0, 41}));
   const auto loader = [&](DocumentRule rule, std::shared_ptr<const Objective> objective) {
     return BatchLoader(TokenStream(std::vector{a}, {.documents = rule}), {1, 1, 4}, 1, kVocab, std::move(objective));
   };
@@ -402,7 +386,7 @@ TEST_F(Documents, OfAnOlderRunAreTheSameOrItSaysSo) {
     now.documents.clear();
     return parse_data_identity(data_identity_json(now));
   };
-  const std::string ended = file("e.bin", bin({11, 12, 13, 0, 21, 22, 0})), open_end = file("o.bin", bin({11, 12, 13, 14, 0, 21, 22}));
+  const std::string ended = file("e.bin", bin_bytes({11, 12, 13, 0, 21, 22, 0})), open_end = file("o.bin", bin_bytes({11, 12, 13, 14, 0, 21, 22}));
   const DataIdentity same = identity({ended}, {.token = 0});
   EXPECT_NO_THROW(check_same_data(older(same), same));
   EXPECT_EQ(difference_of_samples(older(same), same), "");
@@ -417,12 +401,12 @@ TEST_F(Documents, OfAnOlderRunAreTheSameOrItSaysSo) {
   expect_error(Errc::Mismatch, HasSubstr("documents are found by nothing"),
                [&] { check_same_data(same, BatchLoader(TokenStream(std::vector{ended}, {}), {1, 1, 4}, 1, kVocab, next_token()).identity()); });
   // The same samples; a document of one of them saw the next.
-  const std::string shorter = file("s.bin", bin({11, 12, 0, 0, 21, 22}));
+  const std::string shorter = file("s.bin", bin_bytes({11, 12, 0, 0, 21, 22}));
   const auto packs = [&](const std::string& name, i64 T) {
     return BatchLoader(open({name}, {.packed = true, .token = 0}), {1, 1, T}, 1, kVocab, next_token_of_documents(0)).identity();
   };
   EXPECT_EQ(packs(shorter, 8).older_samples, "");  // the last one in the sample
-  const DataIdentity exposed = packs(file("x.bin", bin({11, 0, 21, 22, 23})), 8);
+  const DataIdentity exposed = packs(file("x.bin", bin_bytes({11, 0, 21, 22, 23})), 8);
   EXPECT_NO_THROW(check_same_data(older(exposed), exposed));
   EXPECT_THAT(difference_of_samples(older(exposed), exposed), HasSubstr("1 document without the token at the end saw the next one"));
   EXPECT_EQ(difference_of_samples(exposed, exposed), "");
@@ -456,8 +440,8 @@ TEST_F(Documents, AtRandom) {
         ends.push_back(std::ssize(lengths));
       }
       const std::string name = fmt::format("r{}_{}", round, f);
-      file(name + ".bin", bin(ids));
-      if (has_index) file(name + ".idx", idx(lengths, ends));
+      file(name + ".bin", bin_bytes(ids));
+      if (has_index) file(name + ".idx", idx_bytes(lengths, ends));
       files.push_back(dir_ / (name + ".bin"));
       position += std::ssize(ids);
     }
@@ -476,9 +460,24 @@ TEST_F(Documents, AtRandom) {
   }
 }
 
+// Files are scanned in chunks of 2^20 tokens: documents across them, and borders at their ends.
+TEST_F(Documents, OfAnyLengthAreWhole) {
+  constexpr i64 kChunk = i64{1} << 20;
+  for (const i64 at : {kChunk - 1, kChunk, kChunk + 1, 2 * kChunk}) {
+    std::string ids(static_cast<size_t>(2 * kChunk + 5), 'x');
+    ids[static_cast<size_t>(at)] = '\n';
+    const std::string text = file("long.txt", ids);
+    EXPECT_EQ(begins_of(open({text}, {.token = '\n'})), (Begins{0, at + 1})) << at;
+    EXPECT_EQ(begins_of(open({text}, {.token = '\n', .at = DocumentTokenAt::Begin})), (Begins{0, at})) << at;
+    TokenStream part = open({text}, {.token = '\n'});
+    part.narrow_to(at - 3, at + 1);
+    EXPECT_EQ(begins_of(part), (Begins{0})) << at;
+  }
+}
+
 // A file that is cut off while it is in use is an error, not a signal.
 TEST_F(Documents, OfAFileThatShrinksAreAnError) {
-  const std::string a = file("a.bin", bin(Ids(5000, 5)));
+  const std::string a = file("a.bin", bin_bytes(Ids(5000, 5)));
   const TokenStream stream = open({a}, {.token = 7});
   std::filesystem::resize_file(a, 10);
   expect_error(Errc::Corrupt, HasSubstr("shrank"), [&] { (void)stream.document_end(0, 10); });
