@@ -14,7 +14,9 @@ std::string raw_bytes(const std::vector<T>& values) {
   return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
 }
 
-inline std::string bin_bytes(const std::vector<i32>& ids) { return raw_bytes(std::vector<u16>(ids.begin(), ids.end())); }
+inline std::string bin_bytes(const std::vector<i32>& ids) {
+  return raw_bytes(std::vector<u16>(ids.begin(), ids.end()));
+}
 
 // lengths: tokens of each sequence. ends: 0, and the number of sequences before the end of each document.
 inline std::string idx_bytes(const std::vector<i32>& lengths, const std::vector<i64>& ends) {

@@ -109,8 +109,8 @@ class TokenStream {
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
 
   const DocumentRule& documents() const noexcept { return rule_; }
-  // The end of the document in which the token at `position` lies, or `limit` if that comes first. A document ends where
-  // its file or this view ends, where its file knows a border, and where documents().token marks one. Throws
+  // The end of the document in which the token at `position` lies, or `limit` if that comes first. A document ends
+  // where its file or this view ends, where its file knows a border, and where documents().token marks one. Throws
   // Errc::Corrupt for a file that has shrunk. Allocates: no.
   i64 document_end(i64 position, i64 limit) const;
   // begins[i] = the index in `begins` at which the document of token position + i begins; 0 for the first document, all
@@ -200,8 +200,9 @@ class BatchLoader {
   // then another of them, and so on. Requires: at least one sample in each.
   BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>,
               std::vector<float> weights = {});
-  // Loads samples that the program brings, and checks each when it is loaded. `documents` finds the documents of samples
-  // that do not know theirs, in which `causal` is that of the model. Throws Errc::Config if there are no samples.
+  // Loads samples that the program brings, and checks each when it is loaded. `documents` finds the documents of
+  // samples that do not know theirs, in which `causal` is that of the model. Throws Errc::Config if there are no
+  // samples.
   BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size,
               const DocumentRule& documents = {}, bool causal = true);
 

@@ -22,7 +22,8 @@ DocumentRule DocumentRule::of(const DataConfig& config) {
 std::string DocumentRule::description() const {
   if (!matters()) return "";
   std::string text = "borders of files";
-  if (token >= 0) text += fmt::format(" and token {} at the {}", token, at == DocumentTokenAt::End ? "end" : "beginning");
+  if (token >= 0)
+    text += fmt::format(" and token {} at the {}", token, at == DocumentTokenAt::End ? "end" : "beginning");
   if (apart && !packed && !loss_across) text += ", no loss across them";
   return text;
 }
@@ -76,9 +77,7 @@ i64 Borders::after(i64 position) const noexcept {
 
 void find_marked_documents(const DocumentRule& rule, bool causal, std::span<const i32> inputs,
                            std::span<const i32> targets, std::span<i32> begins) noexcept {
-  const auto token = [&](size_t at) {
-    return !causal && targets[at] != kIgnoredTarget ? targets[at] : inputs[at];
-  };
+  const auto token = [&](size_t at) { return !causal && targets[at] != kIgnoredTarget ? targets[at] : inputs[at]; };
   i32 begin = 0;
   for (size_t t = 0; t < begins.size(); ++t) {
     if (t > 0 && rule.marks(token(t - 1), token(t))) begin = static_cast<i32>(t);
@@ -87,9 +86,10 @@ void find_marked_documents(const DocumentRule& rule, bool causal, std::span<cons
 }
 
 std::string DocumentSurvey::text() const {
-  return fmt::format("{} document{} of {} tokens, the median of {} and the longest of {}; {} {} cut; {} sample{}, {:.1f} % full",
-                     documents, documents == 1 ? "" : "s", tokens, median, longest, cut, cut == 1 ? "is" : "are",
-                     samples, samples == 1 ? "" : "s", 100 * full);
+  return fmt::format(
+      "{} document{} of {} tokens, the median of {} and the longest of {}; {} {} cut; {} sample{}, {:.1f} % full",
+      documents, documents == 1 ? "" : "s", tokens, median, longest, cut, cut == 1 ? "is" : "are", samples,
+      samples == 1 ? "" : "s", 100 * full);
 }
 
 }  // namespace ds

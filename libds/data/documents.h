@@ -33,8 +33,8 @@ struct DocumentRule {
   bool marks(i64 before, i64 after) const noexcept {
     return token >= 0 && (at == DocumentTokenAt::End ? before : after) == token;
   }
-  // Whether the last token of a document, `before`, is trained to predict the first one of the next. A token that begins
-  // documents is how the end of one is predicted.
+  // Whether the last token of a document, `before`, is trained to predict the first one of the next. A token that
+  // begins documents is how the end of one is predicted.
   bool predicts(i64 before, i64 after) const noexcept {
     return marks(before, after) && (at == DocumentTokenAt::Begin || loss_across);
   }
@@ -52,7 +52,7 @@ class Borders {
   ~Borders();
   Borders(Borders&&) noexcept;
   Borders& operator=(Borders&&) noexcept;
-  // One behind every `n` tokens.
+  // A border after every `n` tokens.
   static Borders every(i64 n, i64 num_tokens);
 
   // Adds a border; not before the last one, and the same one counts once. Throws Errc::Io.
@@ -61,7 +61,7 @@ class Borders {
   void finish(i64 num_tokens, const std::string& file);
 
   i64 count() const noexcept { return count_; }
-  i64 after(i64 position) const noexcept;  // the first border behind `position`, or kNone
+  i64 after(i64 position) const noexcept;  // the first border after `position`, or kNone
 
  private:
   void flush(const std::string& file);

@@ -78,7 +78,7 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            "the run was started with the objective '{}', and this one has '{}'", saved.objective, now.objective);
   DS_CHECK(!is_older(saved, now) || now.older_documents.empty(), Errc::Mismatch,
            "documents are found by {}, but the run was started by an older version of libds, which found {}; --weights "
-           "begins a new run with the weights of the step",
+           "begins a new run from the weights of the step",
            now.documents, now.older_documents);
   DS_CHECK(is_older(saved, now) || saved.documents == now.documents, Errc::Mismatch,
            "documents are found by {}, but the run was started with {}",

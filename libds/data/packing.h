@@ -28,7 +28,8 @@ class Packing {
   // that begins the next document; if there is none, it has no target, nor has the filling.
   void make_sample(const TokenStream& stream, i64 sample, i64 vocab_size, std::span<i32> inputs,
                    std::span<i32> targets) const;
-  // begins[t] = the place in the sample at which the document of token t begins. Each token of the filling is a document.
+  // begins[t] = the place in the sample at which the document of token t begins. Each token of the filling is a
+  // document.
   void find_documents(i64 sample, std::span<i32> begins) const noexcept;
   // As TokenStream::will_need, for the tokens of a sample.
   void will_need(const TokenStream& stream, i64 sample) const noexcept;

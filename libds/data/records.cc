@@ -129,7 +129,8 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
       file.warn(fmt::format("data file '{}': {}", file.name, caveat));
   }
   if (file.has_messages && !chat.is_chatml()) file.reading += fmt::format(", as {}", chat.description());
-  file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name, std::max<i64>(rule.token, end_.value_or(0)),
+  file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name,
+                                        std::max<i64>(rule.token, end_.value_or(0)),
                                         form == RecordForm::Text ? TokenMarks::None : TokenMarks::Some);
   is_learnt_ = form == RecordForm::Text || (end_ && border_is_target_);
 }

@@ -91,7 +91,8 @@ DataIdentity BatchLoader::identity() const {
     identity.older_documents = "the same, with a loss across borders";
   }
   i64 exposed = 0;
-  for (const auto& part : files_) exposed += part->packing() != nullptr && rule_.apart ? part->packing()->num_exposed() : 0;
+  for (const auto& part : files_)
+    exposed += part->packing() != nullptr && rule_.apart ? part->packing()->num_exposed() : 0;
   if (exposed > 0)
     identity.older_samples = fmt::format("{} document{} without the token at the end saw the next one in the sample",
                                          exposed, exposed == 1 ? "" : "s");

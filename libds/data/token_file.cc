@@ -287,7 +287,9 @@ void TokenFile::refuse(i64 position, i64 vocab_size) const {
   if (ids)
     throw Error(Errc::Mismatch, fmt::format("data file '{}': its token {} has the id {} by data.tokenizer, which {}",
                                             name, position, token, why));
-  const u8* first = extended || !copied.empty() ? view.data : decompressed ? decompressed->data() : mapped.front()->data();
+  const u8* first = extended || !copied.empty() ? view.data
+                    : decompressed              ? decompressed->data()
+                                                : mapped.front()->data();
   throw Error(Errc::Mismatch, fmt::format("data file '{}': token {} at position {} (byte {}) {}{}", name, token,
                                           position, at - first, why, read_as));
 }

@@ -76,12 +76,12 @@ struct TokenFile {
   std::unique_ptr<TokenIds> ids;  // the ids, if a tokenizer made them
   bool has_messages = false;      // the file contains conversations, which are formatted by a template
   Borders borders;                // between its documents, as far as its format knows them
-  std::string borders_of{};       // what knows them: "its index"; empty: nothing, or the lines of a text that was encoded
-  bool has_document_tokens = false;  // each document has data.document_token, since it was added
+  std::string borders_of{};  // what knows them: "its index"; empty: nothing, or the lines of a text that was encoded
+  bool has_document_tokens = false;            // each document has data.document_token, since it was added
   std::unique_ptr<const MappedFile> extended;  // the ids with tokens added
-  i64 first_token = 0;            // position in the stream
-  std::string read_as;            // what messages of bad tokens add: "; the file is read as uint16"
-  bool width_is_assumed = false;  // ids are read as uint16 although the type was not given
+  i64 first_token = 0;                         // position in the stream
+  std::string read_as;                         // what messages of bad tokens add: "; the file is read as uint16"
+  bool width_is_assumed = false;               // ids are read as uint16 although the type was not given
   std::vector<Remark> remarks;
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
@@ -97,8 +97,9 @@ struct TokenFile {
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const;
   // The same, with kIgnoredTarget for tokens that are no target. Throws as TokenStream::read.
   void read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const;
-  // The first border behind `from` and not behind `to`, or Borders::kNone: of `borders`, or marked by the token. Both lie
-  // in the file, the ends included; its end is a border only if the token marks it. Does not check that the file is whole.
+  // The first border after `from` and at most at `to`, or Borders::kNone: of `borders`, or marked by the token. Both
+  // lie in the file, the ends included; its end is a border only if the token marks it. Does not check that the file is
+  // whole.
   i64 find_border(i64 from, i64 to, const DocumentRule& rule) const noexcept;
   // The same of the token alone: where it stands first in [from, to), or kNone.
   i64 find_token(i64 from, i64 to, i64 token) const noexcept;

@@ -34,7 +34,8 @@ std::vector<DataFormat> resolve_formats(std::span<const std::string> files, Data
 // Remarks on how the documents of a file are found.
 void remark_on_documents(TokenFile& file, const DocumentRule& rule) {
   if (!file.borders_of.empty()) {
-    std::string text = fmt::format("data file '{}': {} documents by {}", file.name, file.num_documents(), file.borders_of);
+    std::string text =
+        fmt::format("data file '{}': {} documents by {}", file.name, file.num_documents(), file.borders_of);
     if (rule.token >= 0) {
       i64 without = 0;
       for (i64 begin = 0; begin < file.view.count;) {
@@ -53,10 +54,11 @@ void remark_on_documents(TokenFile& file, const DocumentRule& rule) {
   const bool first = file.token_at(0) == rule.token, last = file.token_at(file.view.count - 1) == rule.token;
   const bool at_end = rule.at == DocumentTokenAt::End;
   if (at_end ? first && !last : last && !first)
-    file.note(fmt::format("data file '{}' {} with data.document_token {} and does not {} with it: if the token {} "
-                          "documents, set data.document_token_at to \"{}\"",
-                          file.name, first ? "begins" : "ends", rule.token, first ? "end" : "begin",
-                          first ? "begins" : "ends", first ? "begin" : "end"));
+    file.note(
+        fmt::format("data file '{}' {} with data.document_token {} and does not {} with it: if the token {} "
+                    "documents, set data.document_token_at to \"{}\"",
+                    file.name, first ? "begins" : "ends", rule.token, first ? "end" : "begin",
+                    first ? "begins" : "ends", first ? "begin" : "end"));
 }
 
 std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format, TokenDtype token_dtype,
@@ -137,10 +139,11 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
   if (!without_borders.empty()) {
     const std::string others =
         without_borders.size() > 1 ? fmt::format(" and {} other data files", without_borders.size() - 1) : "";
-    remarks_.push_back({LogLevel::Warning,
-                        fmt::format("data.document_token {} occurs nowhere in '{}'{}, and nothing else there tells where "
-                                    "documents begin: each file is one document",
-                                    rule_.token, without_borders.front(), others)});
+    remarks_.push_back(
+        {LogLevel::Warning,
+         fmt::format("data.document_token {} occurs nowhere in '{}'{}, and nothing else there tells where "
+                     "documents begin: each file is one document",
+                     rule_.token, without_borders.front(), others)});
   }
   DS_CHECK(ChatTemplate(options.chat_template).is_chatml() ||
                std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
@@ -233,7 +236,8 @@ i64 TokenStream::num_unmarked_borders() const {
   for_each_part(0, num_tokens(), [&](const TokenFile& f, i64 begin, i64 first, i64 n) {
     f.mapped.front()->check_size();
     const i64 end = begin + n;
-    for (i64 at = begin; (at = f.borders.after(at)) < end;) unmarked += rule_.marks(f.token_at(at - 1), f.token_at(at)) ? 0 : 1;
+    for (i64 at = begin; (at = f.borders.after(at)) < end;)
+      unmarked += rule_.marks(f.token_at(at - 1), f.token_at(at)) ? 0 : 1;
     if (first + n == num_tokens()) return;
     const TokenFile& next = file_at(f.first_token + end);
     unmarked += rule_.marks(f.token_at(end - 1), next.token_at(0)) ? 0 : 1;

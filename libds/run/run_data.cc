@@ -75,8 +75,8 @@ RunData open_data(const Request& request, i64 num_ranks) {
   const u32 seed = static_cast<u32>(config.data.seed);
   if (config.data.samples && config.use != ConfigUse::Generate) {
     const auto loader_of = [&](const std::shared_ptr<const SampleSource>& samples) {
-      return std::make_unique<BatchLoader>(samples, shape, seed, config.model.vocab_size,
-                                           DocumentRule::of(config.data), config.model.causal());
+      return std::make_unique<BatchLoader>(samples, shape, seed, config.model.vocab_size, DocumentRule::of(config.data),
+                                           config.model.causal());
     };
     opened.train = loader_of(config.data.samples);
     if (config.data.validation_samples) opened.validation = loader_of(config.data.validation_samples);

@@ -33,11 +33,12 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
             m = config.batch.accumulation;
   const i64 batches = wanted > 0 && wanted <= all / m ? wanted * m : all;
   const i64 at_once = engine().batches_at_once();  // between them, ranks are not at the same one
-  return engine().evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32> documents) {
-    if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
-    data.validation->load_sequential(batch, mesh->data_rank(), ids, targets, documents);
-    return true;
-  });
+  return engine().evaluate(batches,
+                           [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32> documents) {
+                             if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
+                             data.validation->load_sequential(batch, mesh->data_rank(), ids, targets, documents);
+                             return true;
+                           });
 }
 
 i64 TrainingRun::State::agree(i64 mine) {

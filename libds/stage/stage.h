@@ -157,8 +157,8 @@ class Stage {
   i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops refer to it
   bool warm_ = false;                  // a step has run, so its ops have allocated scratch and chosen algorithms
   std::vector<i32> tokens_;            // of a micro-batch, for upload
-  bool positions_restart_;  // in each document
-  float label_smoothing_, z_loss_;                   // of training
+  bool positions_restart_;             // in each document
+  float label_smoothing_, z_loss_;     // of training
   std::vector<i32> documents_, document_positions_;  // of all micro-batches
   std::vector<i32> drawn_;                           // for upload
 };

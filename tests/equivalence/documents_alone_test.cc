@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The property that documents are kept apart for: random documents in random files, cut and packed in every way, on ranks
-// of every kind. The loss of each target is that of its document alone, and samples hold the documents that were
+// The property that documents are kept apart for: random documents in random files, cut and packed in every way, on
+// ranks of every kind. The loss of each target is that of its document alone, and samples hold the documents that were
 // written. DS_SLOW=1: many more of them.
 
 #include <fstream>
@@ -29,13 +29,12 @@ struct Case {
 
   std::string name() const {
     const DataConfig& d = config.data;
-    return fmt::format("{} T {} {} token {} at {} positions {} across {} sparse {} files {} split {}",
-                       family_name(config.model.family), d.seq_length,
-                       d.packing == DataPacking::None ? "cut" : "packed", d.document_token,
-                       d.document_token_at == DocumentTokenAt::End ? "end" : "begin",
-                       d.document_positions == DocumentPositions::Restart ? "restart" : "continue",
-                       d.loss_across_documents, sparse_attention_name(config.sparse_attention.mode), files.size(),
-                       d.split);
+    return fmt::format(
+        "{} T {} {} token {} at {} positions {} across {} sparse {} files {} split {}",
+        family_name(config.model.family), d.seq_length, d.packing == DataPacking::None ? "cut" : "packed",
+        d.document_token, d.document_token_at == DocumentTokenAt::End ? "end" : "begin",
+        d.document_positions == DocumentPositions::Restart ? "restart" : "continue", d.loss_across_documents,
+        sparse_attention_name(config.sparse_attention.mode), files.size(), d.split);
   }
 };
 
@@ -123,7 +122,10 @@ std::shared_ptr<const Objective> objective_of(const Config& c) {
 }
 BatchLoader loader_of(const Case& c, i64 ranks) {
   Dataset data = open_dataset(c.config.data, *objective_of(c.config));
-  return {std::move(data.train), {c.config.batch.micro, ranks, c.config.data.seq_length}, 5, c.config.model.vocab_size,
+  return {std::move(data.train),
+          {c.config.batch.micro, ranks, c.config.data.seq_length},
+          5,
+          c.config.model.vocab_size,
           objective_of(c.config)};
 }
 
@@ -200,8 +202,8 @@ class Alone {
 
   double loss(const Row& row, size_t begin, size_t end, i64* targets) {
     const DataConfig& d = config_.data;
-    // A document alone, at the beginning of a sample, is what no mask or position is needed for. Where its place counts,
-    // it stands there among tokens of another kind.
+    // A document alone, at the beginning of a sample, is what no mask or position is needed for. Where its place
+    // counts, it stands there among tokens of another kind.
     const bool place_counts =
         d.document_positions == DocumentPositions::Continue || config_.sparse_attention.mode != Mode::None;
     const i64 T = d.seq_length, B = config_.batch.micro;
@@ -209,14 +211,17 @@ class Alone {
       std::ranges::fill(ids, 1);
       std::ranges::fill(to, kIgnoredTarget);
       const size_t first = place_counts ? begin : 0;
-      std::copy(row.inputs.begin() + static_cast<i64>(begin), row.inputs.begin() + static_cast<i64>(end), ids.begin() + static_cast<i64>(first));
-      std::copy(row.targets.begin() + static_cast<i64>(begin), row.targets.begin() + static_cast<i64>(end), to.begin() + static_cast<i64>(first));
+      std::copy(row.inputs.begin() + static_cast<i64>(begin), row.inputs.begin() + static_cast<i64>(end),
+                ids.begin() + static_cast<i64>(first));
+      std::copy(row.targets.begin() + static_cast<i64>(begin), row.targets.begin() + static_cast<i64>(end),
+                to.begin() + static_cast<i64>(first));
       for (i64 i = 0; i < B * T && !begins.empty(); ++i) begins[static_cast<size_t>(i)] = static_cast<i32>(i % T);
       for (size_t i = first; i < first + end - begin && !begins.empty(); ++i) begins[i] = static_cast<i32>(first);
       return true;
     });
-    const i64 n = std::count_if(row.targets.begin() + static_cast<i64>(begin), row.targets.begin() + static_cast<i64>(end),
-                                [](i32 id) { return id != kIgnoredTarget; });
+    const i64 n =
+        std::count_if(row.targets.begin() + static_cast<i64>(begin), row.targets.begin() + static_cast<i64>(end),
+                      [](i32 id) { return id != kIgnoredTarget; });
     *targets += n;
     return mean * static_cast<double>(n);
   }
@@ -259,7 +264,8 @@ void check_case(u32 seed) {
   for (const Row& row : rows) {
     for (Piece& piece : pieces_of(row)) {
       const bool is_filling = c.config.data.packing != DataPacking::None && piece.first.size() == 1 &&
-                              piece.second[0] == kIgnoredTarget && piece.first[0] == std::max<i64>(c.config.data.document_token, 0);
+                              piece.second[0] == kIgnoredTarget &&
+                              piece.first[0] == std::max<i64>(c.config.data.document_token, 0);
       if (!is_filling) got.push_back(std::move(piece));
     }
   }
@@ -274,8 +280,8 @@ void check_case(u32 seed) {
   std::vector<double> of_row;
   std::vector<i64> targets_of_row;
   Config alone = c.config;
-  const bool place_counts = alone.data.document_positions == DocumentPositions::Continue ||
-                            alone.sparse_attention.mode != Mode::None;
+  const bool place_counts =
+      alone.data.document_positions == DocumentPositions::Continue || alone.sparse_attention.mode != Mode::None;
   alone.data.separate_documents = place_counts;
   with_engines(alone, 1, [&](engine::Engine& engine) {
     init(engine);
@@ -311,11 +317,11 @@ void check_case(u32 seed) {
       init(engine);
       const BatchLoader loader = loader_of(c, l.dp);
       const i64 rank = engine.mesh().data_rank();
-      const double all = *engine.evaluate(
-          loader.num_sequential_batches(), [&](i64 batch, std::span<i32> ids, std::span<i32> to, std::span<i32> begins) {
-            loader.load_sequential(batch, rank, ids, to, begins);
-            return true;
-          });
+      const double all = *engine.evaluate(loader.num_sequential_batches(),
+                                          [&](i64 batch, std::span<i32> ids, std::span<i32> to, std::span<i32> begins) {
+                                            loader.load_sequential(batch, rank, ids, to, begins);
+                                            return true;
+                                          });
       EXPECT_NEAR(all, sum / static_cast<double>(targets), 1e-5 * all);
       // A step of training, on some of the samples.
       Ids ids(static_cast<size_t>(m * B * T)), to(ids.size()), begins(ids.size());
@@ -386,7 +392,8 @@ TEST(DocumentsAlone, OthersChangeNothingWhereTokensAreDroppedOrCut) {
               for (i64 i = 0; i < rows * length; ++i) {
                 const i64 t = i % length, at = t < kBegin ? 0 : t < kEnd ? kBegin : kEnd;
                 const bool inside = at == kBegin;
-                ids[static_cast<size_t>(i)] = inside ? static_cast<i32>(20 + 3 * (i % 11)) : others + static_cast<i32>(i % 7);
+                ids[static_cast<size_t>(i)] =
+                    inside ? static_cast<i32>(20 + 3 * (i % 11)) : others + static_cast<i32>(i % 7);
                 begins[static_cast<size_t>(i)] = static_cast<i32>(at);
                 if (inside) targets[static_cast<size_t>(i)] = static_cast<i32>(3 + i % 13);
               }

@@ -203,14 +203,15 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
   // Every rank's own forward pass over the parameters in their work type, as the last step published them.
-  trace.eval_loss = *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets, std::span<i32> begins) {
-    for (i64 b = 0; b < B; ++b) {
-      const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
-      fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
-    }
-    fill_documents(config, T, eval_ids, eval_targets, begins);
-    return true;
-  });
+  trace.eval_loss =
+      *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets, std::span<i32> begins) {
+        for (i64 b = 0; b < B; ++b) {
+          const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+          fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
+        }
+        fill_documents(config, T, eval_ids, eval_targets, begins);
+        return true;
+      });
   engine.read_logits(trace.logits);
 
   // Merge: every rank writes what it saves, then everything is summed (the rest is zero).

@@ -20,12 +20,12 @@ namespace ds {
 namespace documents_test {
 
 using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using testing::bin_bytes;
+using ::testing::ElementsAre;
 using testing::expect_error;
+using ::testing::HasSubstr;
 using testing::idx_bytes;
+using ::testing::IsEmpty;
 using testing::TempDirectory;
 using testing::write_file;
 
@@ -142,7 +142,8 @@ TEST_F(Documents, AnIndexKnowsThem) {
   const TokenStream with_token = open({dir_ / "m"}, {.token = 12});
   EXPECT_EQ(begins_of(with_token), (Begins{0, 2, 5, 6}));
   EXPECT_EQ(with_token.num_unmarked_borders(), 2);
-  EXPECT_THAT(remarks_of(with_token), HasSubstr("4 documents by its index, of which 3 do not end with data.document_token 12"));
+  EXPECT_THAT(remarks_of(with_token),
+              HasSubstr("4 documents by its index, of which 3 do not end with data.document_token 12"));
   EXPECT_EQ(begins_of(open({dir_ / "m"}, {.token = 22})), (Begins{0, 2, 4, 5, 6}));
   // Borders of several files, and of a part.
   TokenStream twice = open({dir_ / "m", dir_ / "m"});
@@ -172,7 +173,8 @@ TEST_F(Documents, RowsOfADatasetAreSome) {
 }
 
 TEST_F(Documents, LinesOfJsonAreSome) {
-  const std::string lines = file("a.jsonl", "{\"text\": \"abc\"}\n\n{\"text\": \"\"}\n{\"text\": \"d\"}\n{\"text\": \"ef\"}\n");
+  const std::string lines =
+      file("a.jsonl", "{\"text\": \"abc\"}\n\n{\"text\": \"\"}\n{\"text\": \"d\"}\n{\"text\": \"ef\"}\n");
   EXPECT_EQ(begins_of(open({lines})), (Begins{0, 3, 4}));
   EXPECT_EQ(begins_of(open({lines}, {.token = 0})), (Begins{0, 4, 5, 7}));
   const TokenStream front = open({lines}, {.token = 0, .at = DocumentTokenAt::Begin});
@@ -197,18 +199,20 @@ TEST_F(Documents, LinesOfJsonAreSome) {
 }
 
 TEST_F(Documents, PromptsAndMessagesAreOnesToo) {
-  const std::string prompts = file("p.jsonl", "{\"prompt\": \"a\", \"completion\": \"bc\"}\n{\"prompt\": \"d\", \"completion\": \"e\"}\n");
+  const std::string prompts =
+      file("p.jsonl", "{\"prompt\": \"a\", \"completion\": \"bc\"}\n{\"prompt\": \"d\", \"completion\": \"e\"}\n");
   EXPECT_EQ(begins_of(open({prompts})), (Begins{0, 3}));
-  const std::string chat = file("c.jsonl",
-                                "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}\n"
-                                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"b\"}]}\n");
+  const std::string chat =
+      file("c.jsonl",
+           "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}\n"
+           "{\"messages\": [{\"role\": \"assistant\", \"content\": \"b\"}]}\n");
   EXPECT_EQ(begins_of(open({chat})).size(), 2u);
 }
 
 TEST_F(Documents, WhereNothingMarksThemIsSaid) {
   const std::string plain = file("a.bin", bin_bytes({5, 6, 7, 8})), good = file("b.bin", bin_bytes({5, 0, 7, 0}));
-  EXPECT_THAT(remarks_of(open({plain}, {.token = 0})),
-              AllOf(HasSubstr("W data.document_token 0 occurs nowhere in"), HasSubstr("a.bin'"), HasSubstr("one document")));
+  EXPECT_THAT(remarks_of(open({plain}, {.token = 0})), AllOf(HasSubstr("W data.document_token 0 occurs nowhere in"),
+                                                             HasSubstr("a.bin'"), HasSubstr("one document")));
   EXPECT_THAT(remarks_of(open({plain, good, plain}, {.token = 0})), HasSubstr("and 1 other data files"));
   EXPECT_THAT(remarks_of(open({good}, {.token = 0})), IsEmpty());
   EXPECT_THAT(remarks_of(TokenStream(std::vector{plain}, {.documents = {.token = 0}})), IsEmpty());  // nobody asks
@@ -217,9 +221,11 @@ TEST_F(Documents, WhereNothingMarksThemIsSaid) {
   // The token where the other value of document_token_at would have it.
   const std::string front = file("f.bin", bin_bytes({0, 5, 6, 0, 7}));
   EXPECT_THAT(remarks_of(open({front}, {.token = 0})),
-              AllOf(HasSubstr("begins with data.document_token 0 and does not end with it"), HasSubstr("data.document_token_at to \"begin\"")));
+              AllOf(HasSubstr("begins with data.document_token 0 and does not end with it"),
+                    HasSubstr("data.document_token_at to \"begin\"")));
   EXPECT_THAT(remarks_of(open({front}, {.token = 0, .at = DocumentTokenAt::Begin})), IsEmpty());
-  EXPECT_THAT(remarks_of(open({good}, {.token = 0, .at = DocumentTokenAt::Begin})), HasSubstr("data.document_token_at to \"end\""));
+  EXPECT_THAT(remarks_of(open({good}, {.token = 0, .at = DocumentTokenAt::Begin})),
+              HasSubstr("data.document_token_at to \"end\""));
 
   DataConfig config;
   config.train = {plain};
@@ -277,7 +283,8 @@ Row row_of(const BatchLoader& loader, i64 sample, i64 T) {
 }
 
 TEST_F(Documents, InSamplesThatAreCutFromTheStream) {
-  const std::string a = file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 0, 31, 32})), b = file("b.bin", bin_bytes({41, 42, 0, 51}));
+  const std::string a = file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 0, 31, 32})),
+                    b = file("b.bin", bin_bytes({41, 42, 0, 51}));
   const auto loader = [&](DocumentRule rule) {
     return BatchLoader(open({a, b}, rule), {1, 1, 4}, 1, kVocab, next_token());
   };
@@ -285,7 +292,7 @@ TEST_F(Documents, InSamplesThatAreCutFromTheStream) {
   EXPECT_EQ(end.num_samples(), 3);
   EXPECT_EQ(row_of(end, 0, 4).targets, (Ids{12, 0, 21, 22}));
   EXPECT_EQ(row_of(end, 0, 4).begins, (Ids{0, 0, 0, 3}));
-  EXPECT_EQ(row_of(end, 1, 4).begins, (Ids{0, 0, 0, 3}));  // 22 23 0 | 31
+  EXPECT_EQ(row_of(end, 1, 4).begins, (Ids{0, 0, 0, 3}));         // 22 23 0 | 31
   EXPECT_EQ(row_of(end, 2, 4).targets, (Ids{kNone, 42, 0, 51}));  // no token ends 32
   EXPECT_EQ(row_of(end, 2, 4).begins, (Ids{0, 1, 1, 1}));
   const BatchLoader apart = loader({.token = 0, .loss_across = false});
@@ -297,7 +304,8 @@ TEST_F(Documents, InSamplesThatAreCutFromTheStream) {
   EXPECT_EQ(row_of(front, 0, 4).begins, (Ids{0, 0, 2, 2}));
   EXPECT_EQ(row_of(front, 2, 4).targets, (Ids{kNone, 42, 0, 51}));
   // Documents that nobody keeps apart.
-  const BatchLoader joined(TokenStream(std::vector{a, b}, {.documents = {.token = 0}}), {1, 1, 4}, 1, kVocab, next_token());
+  const BatchLoader joined(TokenStream(std::vector{a, b}, {.documents = {.token = 0}}), {1, 1, 4}, 1, kVocab,
+                           next_token());
   EXPECT_EQ(row_of(joined, 2, 4).targets, (Ids{41, 42, 0, 51}));
   // A step of curriculum learning takes the first tokens of each sample.
   Ids inputs(8), targets(8), begins(8);
@@ -372,7 +380,9 @@ TEST_F(Documents, AreCounted) {
   EXPECT_EQ(survey.cut, 1);
   EXPECT_EQ(survey.samples, 4);  // 4, 3, 3, and 2
   EXPECT_DOUBLE_EQ(survey.full, 12.0 / 16);
-  EXPECT_THAT(survey.text(), HasSubstr("4 documents of 13 tokens, the median of 2 and the longest of 7; 1 is cut; 4 samples, 75.0 % full"));
+  EXPECT_THAT(
+      survey.text(),
+      HasSubstr("4 documents of 13 tokens, the median of 2 and the longest of 7; 1 is cut; 4 samples, 75.0 % full"));
 }
 
 // Checkpoints of versions that knew documents by the token at their end alone.
@@ -386,29 +396,35 @@ TEST_F(Documents, OfAnOlderRunAreTheSameOrItSaysSo) {
     now.documents.clear();
     return parse_data_identity(data_identity_json(now));
   };
-  const std::string ended = file("e.bin", bin_bytes({11, 12, 13, 0, 21, 22, 0})), open_end = file("o.bin", bin_bytes({11, 12, 13, 14, 0, 21, 22}));
+  const std::string ended = file("e.bin", bin_bytes({11, 12, 13, 0, 21, 22, 0})),
+                    open_end = file("o.bin", bin_bytes({11, 12, 13, 14, 0, 21, 22}));
   const DataIdentity same = identity({ended}, {.token = 0});
   EXPECT_NO_THROW(check_same_data(older(same), same));
   EXPECT_EQ(difference_of_samples(older(same), same), "");
   EXPECT_NO_THROW(check_same_data(parse_data_identity(data_identity_json(same)), same));
   // A file that the token does not end merged with the next one.
   const DataIdentity two = identity({open_end, ended}, {.token = 0});
-  expect_error(Errc::Mismatch, AllOf(HasSubstr("an older version of libds"), HasSubstr("which 1 of the present borders lack")),
+  expect_error(Errc::Mismatch,
+               AllOf(HasSubstr("an older version of libds"), HasSubstr("which 1 of the present borders lack")),
                [&] { check_same_data(older(two), two); });
   EXPECT_NO_THROW(check_same_data(parse_data_identity(data_identity_json(two)), two));
   expect_error(Errc::Mismatch, HasSubstr("documents are found by"),
                [&] { check_same_data(same, identity({ended}, {.token = 0, .loss_across = false})); });
-  expect_error(Errc::Mismatch, HasSubstr("documents are found by nothing"),
-               [&] { check_same_data(same, BatchLoader(TokenStream(std::vector{ended}, {}), {1, 1, 4}, 1, kVocab, next_token()).identity()); });
+  expect_error(Errc::Mismatch, HasSubstr("documents are found by nothing"), [&] {
+    check_same_data(same,
+                    BatchLoader(TokenStream(std::vector{ended}, {}), {1, 1, 4}, 1, kVocab, next_token()).identity());
+  });
   // The same samples; a document of one of them saw the next.
   const std::string shorter = file("s.bin", bin_bytes({11, 12, 0, 0, 21, 22}));
   const auto packs = [&](const std::string& name, i64 T) {
-    return BatchLoader(open({name}, {.packed = true, .token = 0}), {1, 1, T}, 1, kVocab, next_token_of_documents(0)).identity();
+    return BatchLoader(open({name}, {.packed = true, .token = 0}), {1, 1, T}, 1, kVocab, next_token_of_documents(0))
+        .identity();
   };
   EXPECT_EQ(packs(shorter, 8).older_samples, "");  // the last one in the sample
   const DataIdentity exposed = packs(file("x.bin", bin_bytes({11, 0, 21, 22, 23})), 8);
   EXPECT_NO_THROW(check_same_data(older(exposed), exposed));
-  EXPECT_THAT(difference_of_samples(older(exposed), exposed), HasSubstr("1 document without the token at the end saw the next one"));
+  EXPECT_THAT(difference_of_samples(older(exposed), exposed),
+              HasSubstr("1 document without the token at the end saw the next one"));
   EXPECT_EQ(difference_of_samples(exposed, exposed), "");
 }
 
@@ -429,11 +445,13 @@ TEST_F(Documents, AtRandom) {
       const bool has_index = below(2) == 0;
       for (int d = 0, n = 1 + below(6); d < n; ++d) {
         Ids document;
-        for (int i = 0, length = 1 + below(below(4) == 0 ? 200 : 6); i < length; ++i) document.push_back(10 + below(50));
+        for (int i = 0, length = 1 + below(below(4) == 0 ? 200 : 6); i < length; ++i)
+          document.push_back(10 + below(50));
         // The token is missing in some, where something else knows the border.
         const bool is_last = d + 1 == n, is_first = d == 0;
         const bool needs = !has_index && !(at == DocumentTokenAt::End ? is_last : is_first);
-        if (needs || below(2) == 0) at == DocumentTokenAt::End ? document.push_back(token) : (void)document.insert(document.begin(), token);
+        if (needs || below(2) == 0)
+          at == DocumentTokenAt::End ? document.push_back(token) : (void)document.insert(document.begin(), token);
         want.push_back(position + std::ssize(ids));
         ids.insert(ids.end(), document.begin(), document.end());
         lengths.push_back(static_cast<i32>(document.size()));

@@ -22,7 +22,8 @@ constexpr i32 kEnd = 7;
 TokenStream stream_of(const TempDirectory& dir, const std::vector<u16>& tokens) {
   write_file(dir / "a.bin", std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2));
   const std::string file = dir / "a.bin";
-  return TokenStream(std::span(&file, 1), {.format = DataFormat::Bin, .documents = {.apart = true, .packed = true, .token = kEnd}});
+  return TokenStream(std::span(&file, 1),
+                     {.format = DataFormat::Bin, .documents = {.apart = true, .packed = true, .token = kEnd}});
 }
 
 struct Sample {
