@@ -252,6 +252,7 @@ class BatchLoader {
     i64 first;
   };
   void add(std::shared_ptr<const SampleSource> source, double weight);
+  void compare_with_older_versions();
   void load_documents(const Part& part, i64 sample, std::span<const i32> inputs, std::span<const i32> targets,
                       std::span<i32> begins) const;
   const Part& part_of(i64 number) const noexcept;
@@ -270,6 +271,7 @@ class BatchLoader {
   std::vector<float> weights_;
   std::vector<Part> parts_;
   std::vector<std::shared_ptr<const FileSamples>> files_;  // of the parts, if they are of the stream
+  std::string older_documents_, older_samples_;            // as DataIdentity has them
   i64 num_samples_ = 0;
 };
 

@@ -54,6 +54,7 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
   if (weights_.empty()) add_stream(*stream_, 1);
   for (size_t i = 0; i < weights_.size(); ++i) add_stream(stream_->of_file(static_cast<i64>(i)), weights_[i]);
   stream_->check(vocab_size);
+  compare_with_older_versions();
 }
 
 BatchLoader::BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size,
@@ -71,32 +72,37 @@ void BatchLoader::add(std::shared_ptr<const SampleSource> source, double weight)
   num_samples_ += in_epoch;
 }
 
-DataIdentity BatchLoader::identity() const {
-  DataIdentity identity{.files = stream_ ? stream_->fingerprints() : std::vector<FileFingerprint>(),
-                        .tokenizer = stream_ ? stream_->tokenizer() : "",
-                        .num_samples = num_samples_,
-                        .seq_length = shape_.seq_length,
-                        .seed = static_cast<i64>(seed_),
-                        .objective = parts_.front().source->identity(),
-                        .weights = weights_};
-  if (!stream_ || !rule_.matters()) return identity;
-  identity.documents = rule_.description();
+// Once, for it reads tokens at all borders; checkpoints ask for the identity often.
+void BatchLoader::compare_with_older_versions() {
+  if (!rule_.matters()) return;
   if (rule_.token < 0) {
-    identity.older_documents = "none without data.document_token";
+    older_documents_ = "none without data.document_token";
   } else if (rule_.at == DocumentTokenAt::Begin) {
-    identity.older_documents = "those that the token ends";
+    older_documents_ = "those that the token ends";
   } else if (const i64 unmarked = stream_->num_unmarked_borders(); unmarked > 0) {
-    identity.older_documents = fmt::format("those that the token ends, which {} of the present borders lack", unmarked);
+    older_documents_ = fmt::format("those that the token ends, which {} of the present borders lack", unmarked);
   } else if (!rule_.packed && !rule_.loss_across) {
-    identity.older_documents = "the same, with a loss across borders";
+    older_documents_ = "the same, with a loss across borders";
   }
   i64 exposed = 0;
   for (const auto& part : files_)
     exposed += part->packing() != nullptr && rule_.apart ? part->packing()->num_exposed() : 0;
   if (exposed > 0)
-    identity.older_samples = fmt::format("{} document{} without the token at the end saw the next one in the sample",
-                                         exposed, exposed == 1 ? "" : "s");
-  return identity;
+    older_samples_ = fmt::format("{} document{} without the token at the end saw the next one in the sample", exposed,
+                                 exposed == 1 ? "" : "s");
+}
+
+DataIdentity BatchLoader::identity() const {
+  return {.files = stream_ ? stream_->fingerprints() : std::vector<FileFingerprint>(),
+          .tokenizer = stream_ ? stream_->tokenizer() : "",
+          .num_samples = num_samples_,
+          .seq_length = shape_.seq_length,
+          .seed = static_cast<i64>(seed_),
+          .objective = parts_.front().source->identity(),
+          .weights = weights_,
+          .documents = stream_ ? rule_.description() : "",
+          .older_documents = older_documents_,
+          .older_samples = older_samples_};
 }
 
 std::optional<DocumentSurvey> BatchLoader::survey_documents() const {
