@@ -126,7 +126,7 @@ TEST_F(Documents, ASplitCutsThem) {
   EXPECT_EQ(begins_of(data.train), (Begins{0, 3}));
   EXPECT_EQ(data.train.num_tokens(), 6);
   EXPECT_EQ(begins_of(*data.validation), (Begins{0, 2}));
-  config.split = 0.5;  // behind 22
+  config.split = 0.5;  // after 22
   EXPECT_EQ(begins_of(*open_dataset(config, *next_token()).validation), (Begins{0, 3}));
 }
 
@@ -336,7 +336,7 @@ TEST_F(Documents, InPackedSamples) {
     rule.packed = true;
     return BatchLoader(open({name}, rule), {1, 1, T}, 1, kVocab, next_token_of_documents(rule.token));
   };
-  // llm.c's way: the last document has no token behind it.
+  // llm.c's way: no token ends the last document.
   const std::string both = file("both.bin", bin_bytes({0, 21, 22, 23, 0, 31, 32, 33, 34, 35, 36}));
   const Row end = row_of(packed(both, {.token = 0}, 12), 0, 12);
   EXPECT_EQ(end.inputs, (Ids{31, 32, 33, 34, 35, 36, 21, 22, 23, 0, 0, 0}));
