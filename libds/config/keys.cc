@@ -114,6 +114,12 @@ template <>
 inline constexpr std::array kEnumNames<DataPacking> = {EnumName{"none", u8(DataPacking::None)},
                                                        EnumName{"best_fit", u8(DataPacking::BestFit)}};
 template <>
+inline constexpr std::array kEnumNames<DocumentTokenAt> = {EnumName{"end", u8(DocumentTokenAt::End)},
+                                                           EnumName{"begin", u8(DocumentTokenAt::Begin)}};
+template <>
+inline constexpr std::array kEnumNames<DocumentPositions> = {EnumName{"restart", u8(DocumentPositions::Restart)},
+                                                             EnumName{"continue", u8(DocumentPositions::Continue)}};
+template <>
 inline constexpr std::array kEnumNames<CurriculumSchedule> = {
     EnumName{"fixed_linear", u8(CurriculumSchedule::FixedLinear)},
     EnumName{"fixed_root", u8(CurriculumSchedule::FixedRoot)},
@@ -195,7 +201,15 @@ bool sparse_mode_takes_it(const C& c, Path path) {
   return sparse_attention_takes(c.sparse_attention.mode, last_name(path));
 }
 bool masks_tokens(const C& c, Path) { return !c.model.causal() && !c.data.samples; }
-bool has_documents(const C& c, Path) { return c.data.document_token >= 0; }
+bool has_document_token(const C& c, Path) { return c.data.document_token >= 0; }
+// The other keys of documents are written where they are not what follows from the rest.
+bool token_begins_documents(const C& c, Path) { return c.data.document_token_at == DocumentTokenAt::Begin; }
+bool adds_document_token(const C& c, Path) { return c.data.add_document_token; }
+bool chooses_separation(const C& c, Path) {
+  return c.data.separate_documents != (c.data.document_token >= 0 || c.data.packing != DataPacking::None);
+}
+bool positions_continue(const C& c, Path) { return c.data.document_positions == DocumentPositions::Continue; }
+bool no_loss_across_documents(const C& c, Path) { return !c.data.loss_across_documents; }
 bool has_no_validation_files(const C& c, Path) { return c.data.validation.empty() && !c.data.validation_samples; }
 
 bool has_curriculum(const C& c, Path) { return c.curriculum.enabled; }
@@ -757,7 +771,12 @@ constexpr Key kKeys[] = {
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.token_dtype", slot_of<&C::data, &DataConfig::token_dtype>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
-    effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken).when(has_documents),
+    effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken).when(has_document_token),
+    effect("data.document_token_at", slot_of<&C::data, &DataConfig::document_token_at>).when(token_begins_documents),
+    effect("data.add_document_token", slot_of<&C::data, &DataConfig::add_document_token>).when(adds_document_token),
+    effect("data.separate_documents", slot_of<&C::data, &DataConfig::separate_documents>).when(chooses_separation),
+    effect("data.document_positions", slot_of<&C::data, &DataConfig::document_positions>).when(positions_continue),
+    effect("data.loss_across_documents", slot_of<&C::data, &DataConfig::loss_across_documents>).when(no_loss_across_documents),
     effect("data.packing", slot_of<&C::data, &DataConfig::packing>),
     effect("data.chat_template.begin", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::begin>),
     effect("data.chat_template.system", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::system>),

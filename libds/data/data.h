@@ -8,6 +8,7 @@
 //   sample k  the tokens from k*stride on; an objective makes inputs and targets of them (objective.h)
 //   order     position K (samples consumed so far) -> sample permutation(seed, K / n)[K % n]
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,12 +16,14 @@
 #include <string_view>
 #include <vector>
 
+#include "data/documents.h"
 #include "ds/config.h"
 #include "ds/log.h"
 #include "ds/sample_source.h"
 
 namespace ds {
 
+class FileSamples;
 class Objective;
 
 // A property of a data file that its user may not expect.
@@ -46,9 +49,15 @@ struct DataIdentity {
   i64 seed = 0;
   std::string objective = "next token";  // SampleSource::identity()
   std::vector<float> weights = {};       // of the files; empty: the files are one stream
+  std::string documents = {};            // DocumentRule::description(); empty in checkpoints of older versions
+  // Not in checkpoints. Older versions knew documents by data.document_token at their end alone: why they found other
+  // ones, empty if they did not; and a difference that moves neither samples nor their order.
+  std::string older_documents = {}, older_samples = {};
 };
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can continue with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
+// How samples of the two differ although they have the same numbers and documents; empty: they do not.
+std::string difference_of_samples(const DataIdentity& saved, const DataIdentity& now);
 
 // Whether two identities of tokenizers differ at most in the version of a library.
 bool is_same_tokenizer(std::string_view a, std::string_view b);
@@ -65,7 +74,7 @@ struct StreamOptions {
   TokenDtype token_dtype = TokenDtype::Auto;
   std::string tokenizer = "bytes";  // or a path, as of open_tokenizer
   int num_threads = 1;              // for encoding text
-  i64 document_token = -1;
+  DocumentRule documents = {};
   ChatTemplateConfig chat_template = {};
 };
 
@@ -75,8 +84,9 @@ class TokenStream {
  public:
   // One format for all files, or Auto: each file's format follows from its name and the files next to it, and that of
   // llm.c from its first bytes (config/data_format.h). Token files of several formats may be mixed, and so may text and
-  // JSONL. Each file of text is encoded separately. Each text of a JSONL file is followed by `document_token`, or, if
-  // that is negative, by the tokenizer's end of text, if it has one; messages are formatted by `chat_template`. Throws
+  // JSONL. Each file of text is encoded separately. Each text of a JSONL file is followed (or preceded) by
+  // `documents.token`, or, if that is negative, followed by the tokenizer's end of text, if it has one; messages are
+  // formatted by `chat_template`. Documents that lack the token get it if `documents.adds_token`. Throws
   // Errc::Config (cannot be opened, not a file, nothing in it, text mixed with tokens, no dataset of that name),
   // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Mismatch (the content is of another kind than the format),
   // Errc::Unavailable (numbers that are not integers, and other known content that is not supported), and as
@@ -97,6 +107,22 @@ class TokenStream {
   // The same, with kIgnoredTarget for tokens that are not predicted: prompts, and messages of other roles than the
   // assistant.
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
+
+  const DocumentRule& documents() const noexcept { return rule_; }
+  // The end of the document in which the token at `position` lies, or `limit` if that comes first. A document ends
+  // where its file or this view ends, where its file knows a border, and where documents().token marks one. Throws
+  // Errc::Corrupt for a file that has shrunk. Allocates: no.
+  i64 document_end(i64 position, i64 limit) const;
+  // begins[i] = the index in `begins` at which the document of token position + i begins; 0 for the first document, all
+  // of which may not be there. Requires and throws as document_end().
+  void find_documents(i64 position, std::span<i32> begins) const;
+  // Calls body(begin, end) for every document, in order. Throws likewise.
+  void for_each_document(const std::function<void(i64 begin, i64 end)>& body) const;
+  // The id at a position, whatever the vocabulary. Does not check that the file is whole.
+  i64 token_at(i64 position) const noexcept;
+  // Borders between documents that documents().token does not mark.
+  i64 num_unmarked_borders() const;
+
   // Asks the system to read the pages of tokens [position, position + count), and does not wait for them.
   void will_need(i64 position, i64 count) const noexcept;
   // Whether there may be tokens that are not predicted.
@@ -120,8 +146,12 @@ class TokenStream {
   template <class Part>
   void for_each_part(i64 position, i64 count, Part&& part) const;
 
+  const TokenFile& file_at(i64 position) const noexcept;  // in the stream of all files
+
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
+  DocumentRule rule_;
+  std::vector<Remark> remarks_;  // on several files
   i64 begin_ = 0, end_ = 0;
 };
 
@@ -131,7 +161,8 @@ struct Dataset {
   TokenStream train;
   std::optional<TokenStream> validation;
 };
-// Throws as TokenStream, and Errc::Config when a part is shorter than one sample.
+// Throws as TokenStream, and Errc::Config when a part is shorter than one sample, or nothing tells where documents that
+// are to be separated or packed begin.
 // `num_threads` threads encode text.
 Dataset open_dataset(const DataConfig&, const Objective&, int num_threads = 1);
 
@@ -169,8 +200,11 @@ class BatchLoader {
   // then another of them, and so on. Requires: at least one sample in each.
   BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>,
               std::vector<float> weights = {});
-  // Loads samples that the program brings, and checks each when it is loaded. Throws Errc::Config if there are none.
-  BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size);
+  // Loads samples that the program brings, and checks each when it is loaded. `documents` finds the documents of
+  // samples that do not know theirs, in which `causal` is that of the model. Throws Errc::Config if there are no
+  // samples.
+  BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size,
+              const DocumentRule& documents = {}, bool causal = true);
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
   const BatchShape& shape() const noexcept { return shape_; }
@@ -182,16 +216,18 @@ class BatchLoader {
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
   //   consumed + micro_batch * (micro * num_ranks) + rank * micro + [0, micro)
   // of the shuffled order, which continues into the next epoch. inputs and targets are [micro, seq_length], row-major.
+  // `documents`, if not empty, is likewise: for each token the place in its sample at which its document begins.
   // The objective draws differently in every epoch. Throws as TokenStream::read, Errc::Mismatch for a sample of the
-  // program with ids outside the vocabulary, and what the program's code throws. Allocates: no.
+  // program with ids outside the vocabulary or impossible documents, and what the program's code throws. Allocates: no.
   // Deterministic: yes.
-  void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
+  void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets,
+            std::span<i32> documents = {}) const;
 
-  // Every micro-batch of `rank` in that step, and of each sample the first `length` tokens. inputs and targets have
-  // room for whole samples; their first part is [micro_batches, micro, length] afterwards. Throws as load(). Allocates:
-  // no.
-  void load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs,
-                 std::span<i32> targets) const;
+  // Every micro-batch of `rank` in that step, and of each sample the first `length` tokens. inputs, targets and
+  // documents have room for whole samples; their first part is [micro_batches, micro, length] afterwards. Throws as
+  // load(). Allocates: no.
+  void load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs, std::span<i32> targets,
+                 std::span<i32> documents = {}) const;
 
   // Call this before load() with the same numbers: requests the pages of its tokens (TokenStream::will_need).
   void will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept;
@@ -201,7 +237,11 @@ class BatchLoader {
   // Micro-batch `batch` of `rank` in the order of the files, for evaluation, with the same draws every time. Sample k
   // belongs to worker k mod workers, whose ranks alternate by micro-batches. Rows after the last sample are filled with
   // id 0 and kIgnoredTarget, which no loss counts. Returns the number of real rows.
-  i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
+  i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets,
+                      std::span<i32> documents = {}) const;
+
+  // Reads all tokens; nothing for samples of the program, and where documents do not matter.
+  std::optional<DocumentSurvey> survey_documents() const;
 
  private:
   // The stream, with weights each of its files, or the samples of the program.
@@ -212,19 +252,26 @@ class BatchLoader {
     i64 first;
   };
   void add(std::shared_ptr<const SampleSource> source, double weight);
+  void compare_with_older_versions();
+  void load_documents(const Part& part, i64 sample, std::span<const i32> inputs, std::span<const i32> targets,
+                      std::span<i32> begins) const;
   const Part& part_of(i64 number) const noexcept;
   // Calls take(part, sample of it, row, key) for the samples of a micro-batch.
   template <class Take>
   void for_each_sample(i64 consumed, i64 micro_batch, i64 rank, Take&& take) const;
-  void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
+  void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets,
+                std::span<i32> documents) const;
 
   std::optional<TokenStream> stream_;  // none: the program brings the samples
   BatchShape shape_;
   u32 seed_;
   i64 vocab_size_;
-  bool packs_documents_ = false;
+  DocumentRule rule_;
+  bool causal_ = true;
   std::vector<float> weights_;
   std::vector<Part> parts_;
+  std::vector<std::shared_ptr<const FileSamples>> files_;  // of the parts, if they are of the stream
+  std::string older_documents_, older_samples_;            // as DataIdentity has them
   i64 num_samples_ = 0;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 // The samples of data files: what an objective makes of a stream of tokens, or whole documents of it.
 
+#include <map>
 #include <memory>
 #include <string>
 
@@ -20,9 +21,14 @@ class FileSamples final : public SampleSource {
   i64 count() const override { return count_; }
   // Throws as TokenStream::read.
   void sample(i64 k, RngKey key, std::span<i32> inputs, std::span<i32> targets) const override;
+  bool documents(i64 k, std::span<i32> begins) const override;
   // All that samples depend on beside the stream.
   std::string identity() const override { return objective_->description(); }
   void will_need(i64 k) const noexcept override;
+
+  // Adds the stream's documents and samples to `survey`, and to `lengths` how many documents have which length.
+  void survey_documents(DocumentSurvey& survey, std::map<i64, i64>& lengths) const;
+  const Packing* packing() const noexcept { return packing_.get(); }
 
  private:
   TokenStream stream_;

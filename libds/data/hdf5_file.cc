@@ -56,6 +56,10 @@ std::unique_ptr<TokenFile> open_hdf5_file(const std::string& name) {
            "data file '{}' is of {}; tokens are integers", file->name, dtype_name(info.dtype));
   DS_CHECK(info.numel() > 0, Errc::Config, "data file '{}' has no tokens", file->name);
   file->view = {nullptr, info.dtype, info.numel()};
+  if (info.shape.size() > 1 && info.shape.back() > 1) {
+    file->borders = Borders::every(info.shape.back(), info.numel());
+    file->borders_of = "the rows of its dataset";
+  }
   const i64 offset = table.offsets[index];
   if (offset < 0) {
     file->copied = table.inlined.substr(static_cast<size_t>(-1 - offset), static_cast<size_t>(info.bytes()));

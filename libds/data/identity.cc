@@ -18,6 +18,11 @@ std::string_view without_version(std::string_view identity) { return identity.su
 
 std::string hexadecimal(u64 hash) { return fmt::format("{:016x}", hash); }
 
+// Whether a version wrote it that knew documents by data.document_token alone.
+bool is_older(const DataIdentity& saved, const DataIdentity& now) {
+  return saved.documents.empty() && !now.documents.empty();
+}
+
 u64 parse_hexadecimal(const std::string& text) {
   u64 hash = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), hash, 16);
@@ -71,12 +76,25 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            saved.seed);
   DS_CHECK(saved.objective == now.objective, Errc::Mismatch,
            "the run was started with the objective '{}', and this one has '{}'", saved.objective, now.objective);
+  DS_CHECK(!is_older(saved, now) || now.older_documents.empty(), Errc::Mismatch,
+           "documents are found by {}, but the run was started by an older version of libds, which found {}; --weights "
+           "begins a new run from the weights of the step",
+           now.documents, now.older_documents);
+  DS_CHECK(is_older(saved, now) || saved.documents == now.documents, Errc::Mismatch,
+           "documents are found by {}, but the run was started with {}",
+           now.documents.empty() ? "nothing" : now.documents, saved.documents.empty() ? "none" : saved.documents);
   DS_CHECK(saved.num_samples == now.num_samples || !are_of_program, Errc::Mismatch,
            "{} are {}, but the run was started with {}", samples(now), now.num_samples, saved.num_samples);
   DS_CHECK(
       saved.num_samples == now.num_samples, Errc::Mismatch,
       "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed",
       now.num_samples, saved.num_samples);
+}
+
+std::string difference_of_samples(const DataIdentity& saved, const DataIdentity& now) {
+  if (!is_older(saved, now) || now.older_samples.empty()) return "";
+  return fmt::format("the run was started by an older version of libds, in which {}; from now on it does not",
+                     now.older_samples);
 }
 
 std::string data_identity_json(const DataIdentity& identity) {
@@ -93,6 +111,7 @@ std::string data_identity_json(const DataIdentity& identity) {
                               {"seed", identity.seed},
                               {"objective", identity.objective}};
   if (!identity.weights.empty()) json["weights"] = identity.weights;
+  if (!identity.documents.empty()) json["documents"] = identity.documents;
   return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
@@ -114,6 +133,7 @@ DataIdentity parse_data_identity(const std::string& json) {
     j.at("seed").get_to(identity.seed);
     if (j.contains("objective")) j.at("objective").get_to(identity.objective);  // the first version had no other
     if (j.contains("weights")) j.at("weights").get_to(identity.weights);
+    identity.documents = j.value("documents", "");
     return identity;
   } catch (const nlohmann::json::exception& e) {
     throw Error(Errc::Corrupt,

@@ -44,6 +44,19 @@ class MegatronIndex {
     return {bin_.data(), type, bin_.bytes() / dtype_bytes(type)};
   }
 
+  // The documents of the index that view() has checked.
+  Borders borders(i64 token_bytes) const {
+    Borders borders;
+    const i64 n = static_cast<i64>(idx_.at<u64>(18)), documents = static_cast<i64>(idx_.at<u64>(26));
+    const i64 places = kHeaderBytes + 4 * n, ends = kHeaderBytes + kSequenceBytes * n;
+    for (i64 i = 0; i < documents; ++i) {
+      const i64 sequence = idx_.at<i64>(ends + 8 * i);
+      if (sequence < n) borders.add(idx_.at<i64>(places + 8 * sequence) / token_bytes, bin_.path());
+    }
+    borders.finish(bin_.bytes() / token_bytes, bin_.path());
+    return borders;
+  }
+
  private:
   struct TypeRow {
     u8 code;
@@ -122,7 +135,10 @@ std::unique_ptr<TokenFile> open_megatron_file(const std::string& name) {
   auto file = std::make_unique<TokenFile>();
   file->name = names.bin;
   const MappedFile &bin = file->map(names.bin), &idx = file->map(names.idx);
-  file->view = MegatronIndex(idx, bin).view();
+  const MegatronIndex index(idx, bin);
+  file->view = index.view();
+  file->borders = index.borders(dtype_bytes(file->view.type));
+  file->borders_of = "its index";
   return file;
 }
 

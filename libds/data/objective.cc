@@ -19,6 +19,13 @@ class NextToken : public Objective {
     const i64 T = std::ssize(inputs), begin = sample * T;
     stream.read(begin, inputs, vocab_size);
     stream.read_targets(begin + 1, targets, vocab_size);
+    const DocumentRule& rule = stream.documents();
+    if (!rule.apart) return;
+    const i64 end = begin + T;
+    for (i64 at = begin; (at = stream.document_end(at, end + 1)) <= end;) {
+      const auto last = static_cast<size_t>(at - 1 - begin);
+      if (!rule.predicts(inputs[last], stream.token_at(at))) targets[last] = kIgnoredTarget;
+    }
   }
   bool heeds_marks() const noexcept override { return true; }
 
@@ -31,14 +38,14 @@ class NextToken : public Objective {
 class NextTokenOfDocuments final : public NextToken {
  public:
   explicit NextTokenOfDocuments(i64 document_token)
-      : document_token_(document_token),
-        description_(fmt::format("next token, documents that end with {} packed by best fit", document_token)) {}
+      : description_(document_token < 0
+                         ? "next token, documents packed by best fit"
+                         : fmt::format("next token, documents that end with {} packed by best fit", document_token)) {}
   i64 extent(i64) const noexcept override { return 2; }  // the shortest document
-  i64 packs_documents_of() const noexcept override { return document_token_; }
+  bool packs_documents() const noexcept override { return true; }
   const std::string& description() const noexcept override { return description_; }
 
  private:
-  i64 document_token_;
   std::string description_;
 };
 
@@ -80,6 +87,18 @@ class MaskedTokens final : public Objective {
       if (fate < 8) id = mask_;
       if (fate == 8) id = static_cast<i32>(random[2] % static_cast<u64>(vocab_size));
     }
+  }
+
+  void find_documents(const TokenStream& stream, i64 sample, std::span<i32> begins) const override {
+    const std::span<i32> text = begins.subspan(1, begins.size() - 2);
+    const i64 first = sample * std::ssize(text), last = first + std::ssize(text) - 1;
+    stream.find_documents(first, text);
+    begins.front() = 0;
+    for (i32& begin : text) begin += begin > 0 ? 1 : 0;
+    // The end of the data is no border to [SEP].
+    const bool has_ended = stream.document_end(last, last + 2) == last + 1 &&
+                           (last + 1 < stream.num_tokens() || stream.documents().marks(stream.token_at(last), -1));
+    begins.back() = has_ended ? static_cast<i32>(begins.size() - 1) : text.back();
   }
 
   const std::string& description() const noexcept override { return description_; }

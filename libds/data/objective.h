@@ -5,8 +5,11 @@
 // key alone.
 //
 //   next token          inputs t0 .. t(T-1), targets t1 .. tT, of which those that the stream marks as no target do not
-//                       count: samples share one token with their neighbour. Or whole documents: data/packing
-//   masked tokens       [CLS] t0 .. t(T-3) [SEP], samples share nothing. Devlin et al., "BERT" (2018), 3.1: of the
+//                       count, nor those across the border of documents that are kept apart, unless
+//                       DocumentRule::predicts(): samples share one token with their neighbour. Or whole documents:
+//                       data/packing
+//   masked tokens       [CLS] t0 .. t(T-3) [SEP], samples share nothing; [CLS] is in the first document, [SEP] in the
+//                       last one, or alone where that ends before it. Devlin et al., "BERT" (2018), 3.1: of the
 //                       positions that hold no special token, `probability` is chosen, rounded and at least one; a
 //                       chosen one becomes [MASK] with probability 0.8, a random token with 0.1, and stays with 0.1;
 //                       its target is what stood there, all others are kIgnoredTarget
@@ -38,9 +41,14 @@ class Objective {
   virtual void make_sample(const TokenStream& stream, i64 sample, RngKey key, i64 vocab_size, std::span<i32> inputs,
                            std::span<i32> targets) const = 0;
 
-  // Samples are of whole documents (data/packing), which end with this token, and make_sample() is not asked. Negative:
-  // they are not.
-  virtual i64 packs_documents_of() const noexcept { return -1; }
+  // Fills begins [seq_length]: the place in the sample at which the document of each of its tokens begins. Throws as
+  // TokenStream::document_end. Allocates: no.
+  virtual void find_documents(const TokenStream& stream, i64 sample, std::span<i32> begins) const {
+    stream.find_documents(sample * stride(std::ssize(begins)), begins);
+  }
+
+  // Samples are of whole documents (data/packing), and make_sample() and find_documents() are not asked.
+  virtual bool packs_documents() const noexcept { return false; }
 
   // Whether tokens that are no target (TokenStream::read_targets) are none of its targets.
   virtual bool heeds_marks() const noexcept { return false; }
@@ -50,7 +58,7 @@ class Objective {
 };
 
 std::unique_ptr<Objective> next_token();
-std::unique_ptr<Objective> next_token_of_documents(i64 document_token);
+std::unique_ptr<Objective> next_token_of_documents(i64 document_token);  // that ends them; negative: none
 // mlm.probability and the three ids, all set.
 std::unique_ptr<Objective> masked_tokens(const MlmConfig& mlm);
 

@@ -9,37 +9,44 @@
 
 namespace ds {
 
-Packing::Packing(const TokenStream& stream, i64 seq_length, i32 document_token, i64 vocab_size)
-    : seq_length_(seq_length), document_token_(document_token) {
-  std::vector<i32> tokens(1 << 16);
-  i64 begin = 0;  // of the document that is being read
-  for (i64 at = 0; at < stream.num_tokens();) {
-    const i64 n = std::min(std::ssize(tokens), stream.num_tokens() - at);
-    stream.read(at, std::span(tokens).first(static_cast<size_t>(n)), vocab_size);
-    for (i64 i = 0; i < n; ++i) {
-      if (tokens[static_cast<size_t>(i)] != document_token) continue;
-      add_document(begin, at + i + 1 - begin);
-      begin = at + i + 1;
-    }
-    at += n;
-  }
-  add_document(begin, stream.num_tokens() - begin);
-  DS_CHECK(!pieces_.empty(), Errc::Config,
-           "data.packing: there is no document of two tokens or more: each ends behind data.document_token {}",
-           document_token);
+Packing::Packing(const TokenStream& stream, i64 seq_length)
+    : seq_length_(seq_length), filling_(narrow<i32>(std::max<i64>(stream.documents().token, 0))) {
+  const DocumentRule& rule = stream.documents();
+  stream.for_each_document([&](i64 begin, i64 end) {
+    const i64 after = end < stream.num_tokens() ? stream.token_at(end) : -1;
+    const bool is_marked = rule.marks(stream.token_at(end - 1), after);
+    const bool at_end = rule.at == DocumentTokenAt::End;
+    add_document(begin, end - begin, is_marked && !at_end, is_marked && at_end);
+  });
+  DS_CHECK(!pieces_.empty(), Errc::Config, "data.packing: there is no document of two tokens or more{}",
+           rule.token >= 0 ? fmt::format(" (data.document_token is {})", rule.token) : "");
   pack();
 }
 
-void Packing::add_document(i64 begin, i64 count) {
+void Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
   if (count < 2) return;  // nothing of it could be predicted
   ++num_documents_;
+  if (count > seq_length_) ++num_cut_;
   for (i64 done = 0; done < count;) {
     const i64 n = std::min(seq_length_, count - done);
     const bool goes_on = done + n < count;
+    const bool next = goes_on || has_next;
     // The last token alone has been a target.
-    if (n > 1 || goes_on) pieces_.push_back({begin + done, static_cast<i32>(n), goes_on});
+    if (n > 1 || next) pieces_.push_back({begin + done, static_cast<i32>(n), next, !goes_on && has_end});
     done += n;
   }
+}
+
+i64 Packing::num_tokens() const noexcept {
+  return std::accumulate(pieces_.begin(), pieces_.end(), i64{0}, [](i64 sum, const Piece& p) { return sum + p.count; });
+}
+
+i64 Packing::num_exposed() const noexcept {
+  i64 exposed = 0;
+  for (size_t s = 0; s + 1 < first_.size(); ++s) {
+    for (i64 p = first_[s]; p + 1 < first_[s + 1]; ++p) exposed += pieces_[static_cast<size_t>(p)].has_end ? 0 : 1;
+  }
+  return exposed;
 }
 
 void Packing::pack() {
@@ -62,7 +69,7 @@ void Packing::pack() {
     }
     sample_of[p] = sample;
     const i64 left = room - n;
-    if (left < 2) continue;  // no document is shorter
+    if (left < 1) continue;
     with_room[static_cast<size_t>(left)].push_back(sample);
     rooms.insert(left);
   }
@@ -83,21 +90,32 @@ void Packing::make_sample(const TokenStream& stream, i64 sample, i64 vocab_size,
   size_t at = 0;
   for (i64 p = first_[s]; p < first_[s + 1]; ++p) {
     const Piece& piece = pieces_[static_cast<size_t>(p)];
-    const auto n = static_cast<size_t>(piece.count), learnt = piece.goes_on ? n : n - 1;
+    const auto n = static_cast<size_t>(piece.count), learnt = piece.has_next ? n : n - 1;
     stream.read(piece.begin, inputs.subspan(at, n), vocab_size);
     stream.read_targets(piece.begin + 1, targets.subspan(at, learnt), vocab_size);
     std::ranges::fill(targets.subspan(at + learnt, n - learnt), kIgnoredTarget);
     at += n;
   }
-  std::ranges::fill(inputs.subspan(at), document_token_);
+  std::ranges::fill(inputs.subspan(at), filling_);
   std::ranges::fill(targets.subspan(at), kIgnoredTarget);
+}
+
+void Packing::find_documents(i64 sample, std::span<i32> begins) const noexcept {
+  const auto s = static_cast<size_t>(sample);
+  size_t at = 0;
+  for (i64 p = first_[s]; p < first_[s + 1]; ++p) {
+    const auto n = static_cast<size_t>(pieces_[static_cast<size_t>(p)].count);
+    std::ranges::fill(begins.subspan(at, n), static_cast<i32>(at));
+    at += n;
+  }
+  for (; at < begins.size(); ++at) begins[at] = static_cast<i32>(at);
 }
 
 void Packing::will_need(const TokenStream& stream, i64 sample) const noexcept {
   const auto s = static_cast<size_t>(sample);
   for (i64 p = first_[s]; p < first_[s + 1]; ++p) {
     const Piece& piece = pieces_[static_cast<size_t>(p)];
-    stream.will_need(piece.begin, piece.count + (piece.goes_on ? 1 : 0));
+    stream.will_need(piece.begin, piece.count + (piece.has_next ? 1 : 0));
   }
 }
 

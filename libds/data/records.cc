@@ -112,12 +112,16 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
       form_(form),
       place_(std::move(place)),
       parse_(std::move(parse)),
-      end_is_target_(form != RecordForm::Messages) {
+      border_is_target_(form != RecordForm::Messages),
+      finds_borders_(encoding.documents.matters()) {
+  const DocumentRule& rule = encoding.documents;
   // A conversation has an end of its own.
-  if (form != RecordForm::Messages) end_ = tokenizer_.special(SpecialToken::Eos);
-  if (encoding.document_token >= 0) end_ = narrow<i32>(encoding.document_token);
+  if (form != RecordForm::Messages && rule.token < 0) end_ = tokenizer_.special(SpecialToken::Eos);
+  if (rule.token >= 0) (rule.at == DocumentTokenAt::End ? end_ : begin_) = narrow<i32>(rule.token);
+  file.has_document_tokens = rule.token >= 0;
   file.has_messages = form == RecordForm::Messages;
   file.reading = kind;
+  if (begin_) file.reading += fmt::format(", {} before each", *begin_);
   if (end_) file.reading += fmt::format(", {} behind each", *end_);
   const ChatTemplate chat(encoding.chat_template);
   if (file.has_messages && chat.is_chatml() && encoding.tokenizer != nullptr) {
@@ -125,9 +129,10 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
       file.warn(fmt::format("data file '{}': {}", file.name, caveat));
   }
   if (file.has_messages && !chat.is_chatml()) file.reading += fmt::format(", as {}", chat.description());
-  file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name, end_.value_or(0),
+  file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name,
+                                        std::max<i64>(rule.token, end_.value_or(0)),
                                         form == RecordForm::Text ? TokenMarks::None : TokenMarks::Some);
-  is_learnt_ = form == RecordForm::Text || (end_ && end_is_target_);
+  is_learnt_ = form == RecordForm::Text || (end_ && border_is_target_);
 }
 
 void RecordIds::add(Record record, i64 number) {
@@ -154,6 +159,7 @@ void RecordIds::finish() {
                                                          : fmt::format("{} completions", num_left_out_)));
   file_.ids->map();
   file_.view_ids();
+  file_.borders.finish(file_.view.count, file_.name);
 }
 
 // All that wait, cut into parts of about equal size.
@@ -170,13 +176,22 @@ void RecordIds::encode() {
   begins.push_back(waiting_.size());
   std::atomic<bool> is_learnt = is_learnt_;
   std::atomic<i64> num_left_out = 0;
+  std::vector<std::vector<i64>> ends(part);  // of the records of a part, in its ids
+  i64 first = file_.ids->num_tokens();
   file_.ids->add_parts(part, [&](size_t i, std::vector<i32>& ids) {
     bool of_part = false;
     i64 left_out_of_part = 0;
-    for (size_t r = begins[i]; r < begins[i + 1]; ++r) of_part |= encode(waiting_[r], ids, left_out_of_part);
+    for (size_t r = begins[i]; r < begins[i + 1]; ++r) {
+      of_part |= encode(waiting_[r], ids, left_out_of_part);
+      if (finds_borders_) ends[i].push_back(std::ssize(ids));
+    }
     if (of_part) is_learnt = true;
     num_left_out += left_out_of_part;
   });
+  for (const std::vector<i64>& of_part : ends) {
+    for (const i64 end : of_part) file_.borders.add(first + end, file_.name);
+    if (!of_part.empty()) first += of_part.back();
+  }
   is_learnt_ = is_learnt;
   num_left_out_ += num_left_out;
   waiting_.clear();
@@ -192,6 +207,12 @@ bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, i64& num_le
   }
   num_left_out += is_line ? parsed.num_left_out : record.num_left_out;
   bool is_learnt = false;
+  const auto add_border = [&](const std::optional<i32>& token) {
+    if (!token) return;
+    ids.push_back(*token);
+    if (!border_is_target_) mark(ids.back());
+  };
+  add_border(begin_);
   for (const Segment& segment : is_line ? parsed.segments : record.segments) {
     is_learnt |= segment.is_target && !segment.text.empty();
     const size_t begin = ids.size();
@@ -202,10 +223,7 @@ bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, i64& num_le
     }
     if (!segment.is_target) std::for_each(ids.begin() + static_cast<i64>(begin), ids.end(), mark);
   }
-  if (end_) {
-    ids.push_back(*end_);
-    if (!end_is_target_) mark(ids.back());
-  }
+  add_border(end_);
   return is_learnt;
 }
 

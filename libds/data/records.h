@@ -104,7 +104,7 @@ class RecordIds {
     }
   };
   void wait(Waiting record);
-  // Returns whether anything in it is trained on.
+  // Appends its ids, and returns whether anything in it is trained on.
   bool encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const;
   static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
@@ -114,8 +114,8 @@ class RecordIds {
   RecordForm form_;
   std::function<std::string(i64)> place_;
   std::function<Record(std::string_view, i64)> parse_;
-  std::optional<i32> end_;  // the token after a record
-  bool end_is_target_, is_learnt_;
+  std::optional<i32> begin_, end_;  // the tokens before and after a record
+  bool border_is_target_, is_learnt_, finds_borders_;
   i64 num_left_out_ = 0;
   std::vector<Waiting> waiting_;
   size_t waiting_bytes_ = 0;

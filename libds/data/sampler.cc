@@ -44,19 +44,22 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
       shape_(shape),
       seed_(seed),
       vocab_size_(vocab_size),
-      packs_documents_(objective->packs_documents_of() >= 0),
+      rule_(stream_->documents()),
       weights_(std::move(weights)) {
   const auto add_stream = [&](const TokenStream& part, double weight) {
-    add(std::make_shared<FileSamples>(part, shape_.seq_length, vocab_size_, objective), weight);
+    files_.push_back(std::make_shared<FileSamples>(part, shape_.seq_length, vocab_size_, objective));
+    add(files_.back(), weight);
   };
   DS_ASSERT(weights_.empty() || std::ssize(weights_) == stream_->num_files());
   if (weights_.empty()) add_stream(*stream_, 1);
   for (size_t i = 0; i < weights_.size(); ++i) add_stream(stream_->of_file(static_cast<i64>(i)), weights_[i]);
   stream_->check(vocab_size);
+  compare_with_older_versions();
 }
 
-BatchLoader::BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size)
-    : shape_(shape), seed_(seed), vocab_size_(vocab_size) {
+BatchLoader::BatchLoader(std::shared_ptr<const SampleSource> samples, BatchShape shape, u32 seed, i64 vocab_size,
+                         const DocumentRule& documents, bool causal)
+    : shape_(shape), seed_(seed), vocab_size_(vocab_size), rule_(documents), causal_(causal) {
   DS_CHECK(samples->count() > 0, Errc::Config, "the program's samples '{}' are {}", samples->identity(),
            samples->count());
   add(std::move(samples), 1);
@@ -69,6 +72,26 @@ void BatchLoader::add(std::shared_ptr<const SampleSource> source, double weight)
   num_samples_ += in_epoch;
 }
 
+// Once, for it reads tokens at all borders; checkpoints ask for the identity often.
+void BatchLoader::compare_with_older_versions() {
+  if (!rule_.matters()) return;
+  if (rule_.token < 0) {
+    older_documents_ = "none without data.document_token";
+  } else if (rule_.at == DocumentTokenAt::Begin) {
+    older_documents_ = "those that the token ends";
+  } else if (const i64 unmarked = stream_->num_unmarked_borders(); unmarked > 0) {
+    older_documents_ = fmt::format("those that the token ends, which {} of the present borders lack", unmarked);
+  } else if (!rule_.packed && !rule_.loss_across) {
+    older_documents_ = "the same, with a loss across borders";
+  }
+  i64 exposed = 0;
+  for (const auto& part : files_)
+    exposed += part->packing() != nullptr && rule_.apart ? part->packing()->num_exposed() : 0;
+  if (exposed > 0)
+    older_samples_ = fmt::format("{} document{} without the token at the end saw the next one in the sample", exposed,
+                                 exposed == 1 ? "" : "s");
+}
+
 DataIdentity BatchLoader::identity() const {
   return {.files = stream_ ? stream_->fingerprints() : std::vector<FileFingerprint>(),
           .tokenizer = stream_ ? stream_->tokenizer() : "",
@@ -76,19 +99,50 @@ DataIdentity BatchLoader::identity() const {
           .seq_length = shape_.seq_length,
           .seed = static_cast<i64>(seed_),
           .objective = parts_.front().source->identity(),
-          .weights = weights_};
+          .weights = weights_,
+          .documents = stream_ ? rule_.description() : "",
+          .older_documents = older_documents_,
+          .older_samples = older_samples_};
+}
+
+std::optional<DocumentSurvey> BatchLoader::survey_documents() const {
+  if (!stream_ || !rule_.matters()) return std::nullopt;
+  DocumentSurvey survey;
+  std::map<i64, i64> lengths;
+  for (const auto& part : files_) part->survey_documents(survey, lengths);
+  i64 before = 0;
+  for (const auto& [length, count] : lengths) {
+    survey.median = length;
+    before += count;
+    if (2 * before >= survey.documents) break;
+  }
+  return survey;
 }
 
 const BatchLoader::Part& BatchLoader::part_of(i64 number) const noexcept {
   return *(std::ranges::upper_bound(parts_, number, {}, &Part::first) - 1);
 }
 
+void BatchLoader::load_documents(const Part& part, i64 sample, std::span<const i32> inputs,
+                                 std::span<const i32> targets, std::span<i32> begins) const {
+  if (!part.source->documents(sample, begins)) return find_marked_documents(rule_, causal_, inputs, targets, begins);
+  if (stream_) return;
+  for (size_t t = 0; t < begins.size(); ++t) {
+    const bool begins_here = begins[t] == static_cast<i32>(t);
+    DS_CHECK(begins_here || (t > 0 && begins[t] == begins[t - 1]), Errc::Mismatch,
+             "sample {} of the program's '{}': the document of token {} begins at {}, where {} or the beginning of the "
+             "document before it is possible",
+             sample, part.source->identity(), t, begins[t], t);
+  }
+}
+
 void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs,
-                           std::span<i32> targets) const {
+                           std::span<i32> targets, std::span<i32> documents) const {
   const auto at = static_cast<size_t>(row * shape_.seq_length), n = static_cast<size_t>(shape_.seq_length);
   inputs = inputs.subspan(at, n);
   targets = targets.subspan(at, n);
   part.source->sample(sample, key, inputs, targets);
+  if (!documents.empty()) load_documents(part, sample, inputs, targets, documents.subspan(at, n));
   if (stream_) return;  // it checks what it reads
   const auto refuse = [&](std::string_view what, i32 id) {
     throw Error(Errc::Mismatch, fmt::format("sample {} of the program's '{}' has the {} {}, which is outside the "
@@ -122,22 +176,24 @@ void BatchLoader::for_each_sample(i64 consumed, i64 micro_batch, i64 rank, Take&
   }
 }
 
-void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets,
+                       std::span<i32> documents) const {
   for_each_sample(consumed, micro_batch, rank, [&](const Part& part, i64 sample, i64 row, RngKey key) {
-    load_row(part, sample, row, key, inputs, targets);
+    load_row(part, sample, row, key, inputs, targets, documents);
   });
 }
 
 void BatchLoader::load_step(i64 consumed, i64 micro_batches, i64 rank, i64 length, std::span<i32> inputs,
-                            std::span<i32> targets) const {
+                            std::span<i32> targets, std::span<i32> documents) const {
   const i64 whole = shape_.seq_length, rows = shape_.micro * whole;
   DS_ASSERT(length > 0 && length <= whole);
   for (i64 m = 0; m < micro_batches; ++m) {
     const auto at = static_cast<size_t>(m * rows), n = static_cast<size_t>(rows);
-    load(consumed, m, rank, inputs.subspan(at, n), targets.subspan(at, n));
+    load(consumed, m, rank, inputs.subspan(at, n), targets.subspan(at, n),
+         documents.empty() ? documents : documents.subspan(at, n));
   }
-  for (const std::span<i32> tokens : {inputs, targets}) {
-    for (i64 sample = 1; sample < micro_batches * shape_.micro && length < whole; ++sample)
+  for (const std::span<i32> tokens : {inputs, targets, documents}) {
+    for (i64 sample = 1; !tokens.empty() && sample < micro_batches * shape_.micro && length < whole; ++sample)
       std::copy_n(tokens.begin() + sample * whole, length, tokens.begin() + sample * length);
   }
 }
@@ -147,13 +203,14 @@ void BatchLoader::will_need(i64 consumed, i64 micro_batch, i64 rank) const noexc
                   [&](const Part& part, i64 sample, i64, RngKey) { part.source->will_need(sample); });
 }
 
-bool BatchLoader::has_uneven_targets() const noexcept { return !stream_ || stream_->has_marks() || packs_documents_; }
+bool BatchLoader::has_uneven_targets() const noexcept { return !stream_ || stream_->has_marks() || rule_.matters(); }
 
 i64 BatchLoader::num_sequential_batches() const noexcept {
   return div_ceil(num_samples_, shape_.micro * shape_.num_ranks);
 }
 
-i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets,
+                                 std::span<i32> documents) const {
   const i64 workers = shape_.workers, ranks = shape_.num_ranks / workers, worker = rank / ranks;
   // Among the samples of the worker, which are every workers-th one.
   const i64 first = (batch * ranks + rank % ranks) * shape_.micro;
@@ -161,11 +218,13 @@ i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std
   for (i64 row = 0; row < real; ++row) {
     const i64 number = (first + row) * workers + worker;
     const Part& part = part_of(number);
-    load_row(part, (number - part.first) % part.num_samples, row, {seed_, kValidationSite, 0}, inputs, targets);
+    load_row(part, (number - part.first) % part.num_samples, row, {seed_, kValidationSite, 0}, inputs, targets,
+             documents);
   }
   const auto filled = static_cast<size_t>(real * shape_.seq_length);
   std::ranges::fill(inputs.subspan(filled), 0);
   std::ranges::fill(targets.subspan(filled), kIgnoredTarget);
+  if (!documents.empty()) std::ranges::fill(documents.subspan(filled), 0);
   return real;
 }
 

@@ -176,6 +176,78 @@ void TokenFile::read_targets(i64 begin, std::span<i32> out, i64 vocab_size) cons
   }
 }
 
+i64 TokenFile::find_token(i64 from, i64 to, i64 token) const noexcept {
+  return with_type(view.type, [&]<class Token>(Token) {
+    if (!std::in_range<Token>(token)) return Borders::kNone;
+    const Reader<Token> tokens(view);
+    const auto wanted = static_cast<Token>(token);
+    constexpr i64 kBlock = 64;  // compared at once
+    for (i64 at = from; at < to; at += kBlock) {
+      const i64 end = std::min(at + kBlock, to);
+      bool any = false;
+      for (i64 i = at; i < end; ++i) any |= tokens[i] == wanted;
+      if (!any) continue;
+      while (tokens[at] != wanted) ++at;
+      return at;
+    }
+    return Borders::kNone;
+  });
+}
+
+i64 TokenFile::token_at(i64 position) const noexcept {
+  return with_type(view.type, [&]<class Token>(Token) { return static_cast<i64>(Reader<Token>(view)[position]); });
+}
+
+i64 TokenFile::find_border(i64 from, i64 to, const DocumentRule& rule) const noexcept {
+  const i64 known = borders.after(from), end = std::min(known, to);
+  if (rule.token >= 0) {
+    const i64 ahead = rule.at == DocumentTokenAt::End ? 0 : 1;  // of the token from the last one before the border
+    const i64 found = find_token(from + ahead, std::min(end + ahead, view.count), rule.token);
+    if (found != Borders::kNone) return found + 1 - ahead;
+  }
+  return known <= to ? known : Borders::kNone;
+}
+
+void TokenFile::add_document_tokens(const DocumentRule& rule) {
+  const i64 width = dtype_bytes(view.type);
+  const bool fits = with_type(view.type, [&]<class Token>(Token) { return std::in_range<Token>(rule.token); });
+  DS_CHECK(fits, Errc::Config, "data.add_document_token: the ids of '{}' are {}, which cannot hold {}", name,
+           dtype_name(view.type), rule.token);
+  constexpr size_t kAtOnce = size_t{1} << 20;
+  TemporaryFile out(fmt::format("the tokens of '{}'", name));
+  std::string waiting;
+  const u64 token = static_cast<u64>(rule.token);
+  const auto append = [&](const void* from, i64 n) {
+    waiting.append(static_cast<const char*>(from), static_cast<size_t>(n * width));
+    if (waiting.size() < kAtOnce) return;
+    out.append(waiting.data(), std::ssize(waiting));
+    waiting.clear();
+  };
+  i64 documents = 0, added = 0;
+  for (i64 begin = 0; begin < view.count;) {
+    mapped.front()->check_size();
+    const i64 end = std::min(find_border(begin, view.count, rule), view.count);
+    const bool at_end = rule.at == DocumentTokenAt::End;
+    const bool lacks_it = token_at(at_end ? end - 1 : begin) != rule.token;
+    if (lacks_it && !at_end) append(&token, 1);
+    append(view.data + begin * width, end - begin);
+    if (lacks_it && at_end) append(&token, 1);
+    ++documents;
+    added += lacks_it ? 1 : 0;
+    begin = end;
+  }
+  has_document_tokens = true;
+  if (added == 0) return;
+  out.append(waiting.data(), std::ssize(waiting));
+  extended = std::make_unique<MappedFile>(out, name);
+  view.data = extended->data();
+  view.count = extended->bytes() / width;
+  borders = {};  // the token marks them all
+  reading += fmt::format("{}{} added to documents", reading.empty() ? "" : ", ", rule.token);
+  note(fmt::format("data file '{}': data.document_token {} was added to {} of its {} documents", name, rule.token,
+                   added, documents));
+}
+
 void TokenFile::will_need(i64 begin, i64 count) const noexcept {
   const i64 bytes = dtype_bytes(view.type);
   MappedFile::will_need(view.data + begin * bytes, count * bytes);
@@ -215,7 +287,9 @@ void TokenFile::refuse(i64 position, i64 vocab_size) const {
   if (ids)
     throw Error(Errc::Mismatch, fmt::format("data file '{}': its token {} has the id {} by data.tokenizer, which {}",
                                             name, position, token, why));
-  const u8* first = !copied.empty() ? view.data : decompressed ? decompressed->data() : mapped.front()->data();
+  const u8* first = extended || !copied.empty() ? view.data
+                    : decompressed              ? decompressed->data()
+                                                : mapped.front()->data();
   throw Error(Errc::Mismatch, fmt::format("data file '{}': token {} at position {} (byte {}) {}{}", name, token,
                                           position, at - first, why, read_as));
 }

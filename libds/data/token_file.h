@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "data/data.h"
+#include "data/documents.h"
 #include "data/temporary_file.h"
 #include "data/token_ids.h"
 #include "formats/compressed.h"
@@ -74,9 +75,13 @@ struct TokenFile {
   std::string copied;             // the ids, if the file holds them in a form that cannot be viewed
   std::unique_ptr<TokenIds> ids;  // the ids, if a tokenizer made them
   bool has_messages = false;      // the file contains conversations, which are formatted by a template
-  i64 first_token = 0;            // position in the stream
-  std::string read_as;            // what messages of bad tokens add: "; the file is read as uint16"
-  bool width_is_assumed = false;  // ids are read as uint16 although the type was not given
+  Borders borders;                // between its documents, as far as its format knows them
+  std::string borders_of{};  // what knows them: "its index"; empty: nothing, or the lines of a text that was encoded
+  bool has_document_tokens = false;            // each document has data.document_token, since it was added
+  std::unique_ptr<const MappedFile> extended;  // the ids with tokens added
+  i64 first_token = 0;                         // position in the stream
+  std::string read_as;                         // what messages of bad tokens add: "; the file is read as uint16"
+  bool width_is_assumed = false;               // ids are read as uint16 although the type was not given
   std::vector<Remark> remarks;
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
@@ -92,6 +97,17 @@ struct TokenFile {
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const;
   // The same, with kIgnoredTarget for tokens that are no target. Throws as TokenStream::read.
   void read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const;
+  // The first border after `from` and at most at `to`, or Borders::kNone: of `borders`, or marked by the token. Both
+  // lie in the file, the ends included; its end is a border only if the token marks it. Does not check that the file is
+  // whole.
+  i64 find_border(i64 from, i64 to, const DocumentRule& rule) const noexcept;
+  // The same of the token alone: where it stands first in [from, to), or kNone.
+  i64 find_token(i64 from, i64 to, i64 token) const noexcept;
+  i64 token_at(i64 position) const noexcept;
+  i64 num_documents() const noexcept { return borders.count() + 1; }
+  // Adds the token to the documents that lack it, at their end or beginning: the view is then of a copy. Throws
+  // Errc::Config if the type of the ids cannot hold it, and Errc::Io.
+  void add_document_tokens(const DocumentRule& rule);
   // As TokenStream::will_need.
   void will_need(i64 begin, i64 count) const noexcept;
   // Tokens [begin, end) are in the vocabulary: throws as read().
@@ -107,7 +123,7 @@ struct TextEncoding {
   const Tokenizer* tokenizer;  // null: a token per byte
   std::string tokenizer_path = "bytes";
   int num_threads = 1;
-  i64 document_token = -1;  // data.document_token; -1: not set
+  DocumentRule documents{};
   ChatTemplateConfig chat_template{};
   bool takes_any_bytes = false;  // data.format is "text": binary data is text, too
 };
@@ -127,9 +143,9 @@ std::unique_ptr<TokenFile> open_llmc_file(const std::string& path);
 // Whether the file begins as llm.c's do: no file of GPT-2's or a smaller vocabulary in uint16 does so by chance.
 bool is_llmc_file(const std::string& path);
 // Megatron-LM's indexed dataset: PREFIX, PREFIX.bin or PREFIX.idx. The tokens are those of the .bin in its order. The
-// index states their type, must cover the .bin without holes, and is not needed afterwards.
+// index states their type and documents, must cover the .bin without holes, and is not needed afterwards.
 std::unique_ptr<TokenFile> open_megatron_file(const std::string& name);
-// A dataset of integers, FILE or FILE:/path/to/dataset, in row-major order.
+// A dataset of integers, FILE or FILE:/path/to/dataset, in row-major order. Rows of more than one token are documents.
 std::unique_ptr<TokenFile> open_hdf5_file(const std::string& name);
 
 }  // namespace ds

@@ -31,6 +31,36 @@ std::vector<DataFormat> resolve_formats(std::span<const std::string> files, Data
   return formats;
 }
 
+// Remarks on how the documents of a file are found.
+void remark_on_documents(TokenFile& file, const DocumentRule& rule) {
+  if (!file.borders_of.empty()) {
+    std::string text =
+        fmt::format("data file '{}': {} documents by {}", file.name, file.num_documents(), file.borders_of);
+    if (rule.token >= 0) {
+      i64 without = 0;
+      for (i64 begin = 0; begin < file.view.count;) {
+        const i64 end = std::min(file.borders.after(begin), file.view.count);
+        without += file.token_at(rule.at == DocumentTokenAt::End ? end - 1 : begin) != rule.token ? 1 : 0;
+        begin = end;
+      }
+      if (without > 0)
+        text += fmt::format(", of which {} do not {} with data.document_token {}", without,
+                            rule.at == DocumentTokenAt::End ? "end" : "begin", rule.token);
+    }
+    file.note(std::move(text));
+    return;
+  }
+  if (rule.token < 0 || file.has_document_tokens) return;
+  const bool first = file.token_at(0) == rule.token, last = file.token_at(file.view.count - 1) == rule.token;
+  const bool at_end = rule.at == DocumentTokenAt::End;
+  if (at_end ? first && !last : last && !first)
+    file.note(
+        fmt::format("data file '{}' {} with data.document_token {} and does not {} with it: if the token {} "
+                    "documents, set data.document_token_at to \"{}\"",
+                    file.name, first ? "begins" : "ends", rule.token, first ? "end" : "begin",
+                    first ? "begins" : "ends", first ? "begin" : "end"));
+}
+
 std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format, TokenDtype token_dtype,
                                      const TextEncoding& encoding) {
   switch (format) {
@@ -54,6 +84,13 @@ void check_marks(const TokenStream& stream, const Objective& objective, const st
            first_file);
 }
 
+void check_documents_are_known(const TokenStream& stream, const DataConfig& config) {
+  const DocumentRule& rule = stream.documents();
+  DS_CHECK(!rule.matters() || rule.token >= 0 || stream.document_end(0, stream.num_tokens()) < stream.num_tokens(),
+           Errc::Config, "{}: needs data.document_token: nothing else tells where documents begin in '{}'",
+           rule.packed ? "data.packing" : "data.separate_documents", config.train.front());
+}
+
 void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objective& objective, const char* part,
                           const std::string& first_file, const char* advice) {
   const i64 needed = objective.extent(seq_length);
@@ -64,7 +101,7 @@ void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objec
 
 }  // namespace
 
-TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions& options) {
+TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions& options) : rule_(options.documents) {
   const std::vector<DataFormat> formats = resolve_formats(files, options.format);
   std::unique_ptr<Tokenizer> encoder;
   if (std::ranges::any_of(formats, is_text)) {
@@ -81,14 +118,32 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
   const TextEncoding encoding{.tokenizer = encoder.get(),
                               .tokenizer_path = options.tokenizer,
                               .num_threads = options.num_threads,
-                              .document_token = options.document_token,
+                              .documents = options.documents,
                               .chat_template = options.chat_template,
                               .takes_any_bytes = options.format == DataFormat::Text};
+  std::vector<std::string> without_borders;
   for (size_t i = 0; i < files.size(); ++i) {
     std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], options.token_dtype, encoding);
+    if (rule_.matters()) {
+      const bool is_whole_text = formats[i] == DataFormat::Text && files.size() > 1;
+      if (!is_whole_text && file->borders.count() == 0 && rule_.token >= 0 && !file->has_document_tokens &&
+          file->find_token(0, file->view.count, rule_.token) == Borders::kNone)
+        without_borders.push_back(file->name);
+      if (rule_.adds_token && !file->has_document_tokens) file->add_document_tokens(rule_);
+      remark_on_documents(*file, rule_);
+    }
     file->first_token = end_;
     end_ += file->view.count;
     files_.push_back(std::move(file));
+  }
+  if (!without_borders.empty()) {
+    const std::string others =
+        without_borders.size() > 1 ? fmt::format(" and {} other data files", without_borders.size() - 1) : "";
+    remarks_.push_back(
+        {LogLevel::Warning,
+         fmt::format("data.document_token {} occurs nowhere in '{}'{}, and nothing else there tells where "
+                     "documents begin: each file is one document",
+                     rule_.token, without_borders.front(), others)});
   }
   DS_CHECK(ChatTemplate(options.chat_template).is_chatml() ||
                std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
@@ -108,15 +163,17 @@ void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
   begin_ += begin;
 }
 
+// The last one that begins at the position or before it; no file is empty.
+const TokenFile& TokenStream::file_at(i64 position) const noexcept {
+  return **(std::ranges::upper_bound(files_, position, {}, &TokenFile::first_token) - 1);
+}
+
 template <class Part>
 void TokenStream::for_each_part(i64 position, i64 count, Part&& part) const {
   position += begin_;
   DS_ASSERT(position >= begin_ && position + count <= end_);
-  auto file = std::upper_bound(files_.begin(), files_.end(), position,
-                               [](i64 p, const auto& f) { return p < f->first_token; }) -
-              files_.begin() - 1;
   for (i64 first = 0; first < count;) {
-    const TokenFile& f = *files_[file++];
+    const TokenFile& f = file_at(position + first);
     const i64 begin = position + first - f.first_token;
     const i64 n = std::min(count - first, f.view.count - begin);
     part(f, begin, first, n);
@@ -134,6 +191,58 @@ void TokenStream::read_targets(i64 position, std::span<i32> out, i64 vocab_size)
   for_each_part(position, std::ssize(out), [&](const TokenFile& file, i64 begin, i64 first, i64 n) {
     file.read_targets(begin, out.subspan(static_cast<size_t>(first), static_cast<size_t>(n)), vocab_size);
   });
+}
+
+i64 TokenStream::document_end(i64 position, i64 limit) const {
+  const TokenFile& f = file_at(begin_ + position);
+  const i64 first = f.first_token - begin_;  // of the file, in this view
+  const i64 to = std::min({limit, num_tokens(), first + f.view.count});
+  f.mapped.front()->check_size();
+  return std::min(f.find_border(position - first, to - first, rule_), to - first) + first;
+}
+
+void TokenStream::find_documents(i64 position, std::span<i32> begins) const {
+  const i64 n = std::ssize(begins);
+  for (i64 t = 0; t < n;) {
+    const i64 end = document_end(position + t, position + n) - position;
+    std::fill(begins.begin() + t, begins.begin() + end, static_cast<i32>(t));
+    t = end;
+  }
+}
+
+void TokenStream::for_each_document(const std::function<void(i64 begin, i64 end)>& body) const {
+  constexpr i64 kChunk = i64{1} << 20;  // the file is seen to be whole before each
+  for_each_part(0, num_tokens(), [&](const TokenFile& f, i64 in_file, i64 in_view, i64 n) {
+    const i64 shift = in_view - in_file, last = in_file + n;
+    i64 begin = in_file;
+    for (i64 at = in_file; at < last;) {
+      const i64 to = std::min(at + kChunk, last);
+      f.mapped.front()->check_size();
+      for (i64 end; (end = f.find_border(at, to, rule_)) != Borders::kNone; begin = at = end)
+        body(begin + shift, end + shift);
+      at = to;
+    }
+    if (begin < last) body(begin + shift, last + shift);
+  });
+}
+
+i64 TokenStream::token_at(i64 position) const noexcept {
+  const TokenFile& f = file_at(begin_ + position);
+  return f.token_at(begin_ + position - f.first_token);
+}
+
+i64 TokenStream::num_unmarked_borders() const {
+  i64 unmarked = 0;
+  for_each_part(0, num_tokens(), [&](const TokenFile& f, i64 begin, i64 first, i64 n) {
+    f.mapped.front()->check_size();
+    const i64 end = begin + n;
+    for (i64 at = begin; (at = f.borders.after(at)) < end;)
+      unmarked += rule_.marks(f.token_at(at - 1), f.token_at(at)) ? 0 : 1;
+    if (first + n == num_tokens()) return;
+    const TokenFile& next = file_at(f.first_token + end);
+    unmarked += rule_.marks(f.token_at(end - 1), next.token_at(0)) ? 0 : 1;
+  });
+  return unmarked;
 }
 
 void TokenStream::will_need(i64 position, i64 count) const noexcept {
@@ -169,6 +278,7 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
 std::vector<Remark> TokenStream::remarks() const {
   std::vector<Remark> result;
   for (const auto& file : files_) std::ranges::copy(file->remarks, std::back_inserter(result));
+  std::ranges::copy(remarks_, std::back_inserter(result));
   return result;
 }
 
@@ -179,10 +289,11 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
                                .token_dtype = config.token_dtype,
                                .tokenizer = config.tokenizer,
                                .num_threads = num_threads,
-                               .document_token = config.document_token,
+                               .documents = DocumentRule::of(config),
                                .chat_template = config.chat_template});
   };
   Dataset data{open(config.train), std::nullopt};
+  check_documents_are_known(data.train, config);
   check_marks(data.train, objective, config.train.front());
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {

@@ -203,8 +203,7 @@ void Engine::set_weights(const ValueSource& values) {
   begin_outer();
 }
 
-std::optional<double> Engine::evaluate(i64 batches,
-                                       const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
+std::optional<double> Engine::evaluate(i64 batches, const NextBatch& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
   finish_updates();
   shape_to(whole_sequences());
@@ -213,14 +212,15 @@ std::optional<double> Engine::evaluate(i64 batches,
   // count, losses that are not finite.
   i64 sum[3] = {0, 0, 0};
   std::vector<i32> ids(static_cast<size_t>(rows)), targets(ids.size());
+  std::vector<i32> documents(stage_.has_documents() ? ids.size() : 0);
   std::vector<float> losses(static_cast<size_t>(R));
   const i64 at_once = batches_at_once();
   for (i64 first = 0; first < batches; first += at_once) {
     const i64 n = std::min(at_once, batches - first);
     for (i64 b = 0; b < n; ++b) {
-      if (!next(first + b, ids, targets)) return std::nullopt;
+      if (!next(first + b, ids, targets, documents)) return std::nullopt;
       stage_.load(b, ids, targets);
-      stage_.load_documents(b, ids, targets);
+      stage_.load_documents(b, documents);
       // Ranks of tp have the same losses; those of sp others of the same samples.
       if (plan_.stage.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);

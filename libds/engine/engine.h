@@ -26,9 +26,10 @@
 namespace ds::engine {
 
 // All micro-batches of one step of one data-parallel rank: [m, B, T] each, int32; whole sequences, the same on all
-// ranks that share them. Targets of kIgnoredTarget do not count.
+// ranks that share them. Targets of kIgnoredTarget do not count. documents: for each token the place in its sequence at
+// which its document begins; ignored unless data.separate_documents.
 struct StepBatch {
-  std::span<const i32> ids, targets;
+  std::span<const i32> ids, targets, documents = {};
 };
 
 struct Progress {
@@ -76,9 +77,11 @@ class Engine {
   void trace_to(Trace* trace) noexcept { trace_ = trace; }
 
   // Mean loss over `batches` micro-batches per rank; NaN if the loss of a token is not finite. next() fills ids and
-  // targets [B,T]. If it returns false, on all ranks alike, nothing is returned. Collective.
-  std::optional<double> evaluate(
-      i64 batches, const std::function<bool(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
+  // targets [B,T], and documents as StepBatch has them, which is empty unless data.separate_documents. If it returns
+  // false, on all ranks alike, nothing is returned. Collective.
+  using NextBatch =
+      std::function<bool(i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32> documents)>;
+  std::optional<double> evaluate(i64 batches, const NextBatch& next);
 
   // Batches for which evaluate() calls next() before it waits for other ranks.
   i64 batches_at_once() const noexcept { return plan_.mesh.pp > 1 ? plan_.micro_batches : 1; }

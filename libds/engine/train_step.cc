@@ -68,8 +68,8 @@ StepRecord Engine::train_step(const StepBatch& batch) {
   update_->begin(update_number, scaler_.scale());
   results_.begin();
   stage_.begin_step(loss_grad(1));
-  for (i64 micro = 0; micro < plan_.micro_batches; ++micro)
-    stage_.load_documents(micro, part_of(batch.ids, micro), part_of(batch.targets, micro));
+  for (i64 micro = 0; micro < plan_.micro_batches && stage_.has_documents(); ++micro)
+    stage_.load_documents(micro, part_of(batch.documents, micro));
   for (size_t i = 0; i < plan_.stage.schedule.size(); ++i) {
     const pipeline::Instr& instr = plan_.stage.schedule[i];
     if (instr.op == pipeline::Op::Load) {

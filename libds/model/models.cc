@@ -99,7 +99,7 @@ Model make_model(const Config& config, const Shard& shard, const PassLengths& le
                                                          .hidden = m.hidden,
                                                          .kept = lengths.kept > 0 ? lengths.kept : lengths.sequence,
                                                          .most = ltd.max_value,
-                                                         .documents = config.data.document_token >= 0});
+                                                         .documents = config.data.separate_documents});
     }
   }
   if (config.sparse_attention.mode == SparseAttentionMode::None) return m;

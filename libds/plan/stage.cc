@@ -197,7 +197,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                          .projects = plan.projects,
                          .gradients = plan.trains(),
                          .tile_cols = plan.tile_cols(),
-                         .documents = config.data.document_token >= 0,
+                         .documents = config.data.separate_documents,
                          .work = plan.work};
   // By the largest share of the vocabulary: the ranks that share it meet after every chunk of rows.
   if (sizes.projects) sizes.logits_rows = logits_chunk(plan.B * plan.T, model.largest_vocab_share(), plan.device);

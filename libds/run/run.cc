@@ -124,6 +124,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.memory.files, ranks.local_world_size);
   const run::RunData data = run::open_data(request, plan.mesh.data_size());
+  if (request.is_root()) run::describe_documents(data);
   run::Start start{.step_dir = request.find_step()};
   if (request.writes()) {
     RunLock::check_free(options.out_dir);

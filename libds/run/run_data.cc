@@ -75,7 +75,8 @@ RunData open_data(const Request& request, i64 num_ranks) {
   const u32 seed = static_cast<u32>(config.data.seed);
   if (config.data.samples && config.use != ConfigUse::Generate) {
     const auto loader_of = [&](const std::shared_ptr<const SampleSource>& samples) {
-      return std::make_unique<BatchLoader>(samples, shape, seed, config.model.vocab_size);
+      return std::make_unique<BatchLoader>(samples, shape, seed, config.model.vocab_size, DocumentRule::of(config.data),
+                                           config.model.causal());
     };
     opened.train = loader_of(config.data.samples);
     if (config.data.validation_samples) opened.validation = loader_of(config.data.validation_samples);
@@ -107,6 +108,14 @@ RunData open_data(const Request& request, i64 num_ranks) {
   }
   if (request.is_root() && !request.options.read_only) warn_of_uneven_targets(config, *opened.train);
   return opened;
+}
+
+void describe_documents(const RunData& data) {
+  for (const auto& [loader, key] : {std::pair(data.train.get(), "training"), {data.validation.get(), "validation"}}) {
+    if (loader == nullptr) continue;
+    if (const std::optional<DocumentSurvey> survey = loader->survey_documents())
+      log_message(LogLevel::Info, fmt::format("{} data: {}", key, survey->text()));
+  }
 }
 
 // Stages and parts of a sequence read the same samples, each for itself.

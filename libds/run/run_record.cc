@@ -92,7 +92,13 @@ std::string attention_identity(const Config& config) {
     if (sparse.num_random_blocks > 0) section["seed"] = config.seed;
     identity["sparse_attention"] = std::move(section);
   }
-  if (config.data.document_token >= 0) identity["data.document_token"] = config.data.document_token;
+  if (const DataConfig& d = config.data; d.separate_documents) {
+    if (d.document_token >= 0)
+      identity["data.document_token"] = d.document_token;
+    else
+      identity["data.separate_documents"] = true;
+    if (d.document_positions == DocumentPositions::Continue) identity["data.document_positions"] = "continue";
+  }
   return identity.empty() ? "" : identity.dump();
 }
 

@@ -56,8 +56,12 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
              "{}: a checkpoint of another attention: {} there and {} here; --weights takes its weights alone", source,
              said(meta.attention_json), said(now));
   }
-  if (data.train && !reads_only && !meta.data_json.empty())
-    check_same_data(parse_data_identity(meta.data_json), data.train->identity());
+  if (data.train && !reads_only && !meta.data_json.empty()) {
+    const DataIdentity saved = parse_data_identity(meta.data_json), now = data.train->identity();
+    check_same_data(saved, now);
+    if (const std::string differs = difference_of_samples(saved, now); !differs.empty() && request.is_root())
+      log_message(LogLevel::Warning, differs);
+  }
   if ((reads_only || !data.train) && config.model.causal() && !meta.data_json.empty()) {
     const std::string saved = parse_data_identity(meta.data_json).tokenizer;
     const std::string now =

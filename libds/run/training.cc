@@ -33,11 +33,12 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
             m = config.batch.accumulation;
   const i64 batches = wanted > 0 && wanted <= all / m ? wanted * m : all;
   const i64 at_once = engine().batches_at_once();  // between them, ranks are not at the same one
-  return engine().evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
-    if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
-    data.validation->load_sequential(batch, mesh->data_rank(), ids, targets);
-    return true;
-  });
+  return engine().evaluate(batches,
+                           [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32> documents) {
+                             if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
+                             data.validation->load_sequential(batch, mesh->data_rank(), ids, targets, documents);
+                             return true;
+                           });
 }
 
 i64 TrainingRun::State::agree(i64 mine) {
@@ -88,7 +89,7 @@ class Training {
   run::Saver& saver_;
   const TrainHooks& hooks_;
   TrainResult result_;
-  std::vector<i32> ids_, targets_;  // of a step
+  std::vector<i32> ids_, targets_, documents_;  // of a step; documents_: if they are kept apart
   std::optional<ReadAhead> ahead_;
   bool has_work_ = false;
   i64 signal_ = 0;       // what all ranks agreed to stop for
@@ -134,13 +135,14 @@ StepRecord Training::train_step() {
   const i64 samples = plan.micro_batches * plan.B, rank = s_.mesh->data_rank();
   const i64 length = plan::lengths_of_step(config_, number).sequence;
   s_.mesh->reset_counts();
-  s_.data.train->load_step(consumed, plan.micro_batches, rank, length, ids_, targets_);
+  s_.data.train->load_step(consumed, plan.micro_batches, rank, length, ids_, targets_, documents_);
   if (number < config_.steps) ahead_->expect(consumed + samples * s_.mesh->data_size());
   engine_.train_at(length);
   engine_.offload().begin_step();
   engine_.time_phases(monitor::Monitors::wants_phases(config_, number));
   const auto n = static_cast<size_t>(samples * length);
-  StepRecord taken = engine_.train_step({std::span(ids_).first(n), std::span(targets_).first(n)});
+  StepRecord taken = engine_.train_step({std::span(ids_).first(n), std::span(targets_).first(n),
+                                         std::span(documents_).first(documents_.empty() ? 0 : n)});
   const double s = seconds_since(start);
   whole.end();
   taken.samples = engine_.progress().consumed_samples;
@@ -364,6 +366,7 @@ TrainResult Training::run() {
   const plan::RunPlan& plan = engine_.plan();
   ids_.resize(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length));
   targets_.resize(ids_.size());
+  if (config_.data.separate_documents) documents_.resize(ids_.size());
   begin();
   ahead_.emplace(*s_.data.train, plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();

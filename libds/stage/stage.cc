@@ -28,7 +28,7 @@ Stage::Stage(const Config& config, const model::Model& model, const plan::RunPla
       graphs_on_(config.cuda.graphs),
       memory_(plan.activations.pass),
       inputs_(std::move(inputs)),
-      document_token_(config.data.document_token),
+      positions_restart_(config.data.document_positions == DocumentPositions::Restart),
       label_smoothing_(static_cast<float>(config.loss.label_smoothing)),
       z_loss_(static_cast<float>(config.loss.z_loss)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
@@ -182,25 +182,19 @@ void Stage::load(i64 micro, std::span<const i32> ids, std::span<const i32> targe
   upload_tokens(memory_.targets, micro, targets);
 }
 
-void Stage::load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets) {
+void Stage::load_documents(i64 micro, std::span<const i32> begins) {
   if (!memory_.documents) return;
   const i64 T = memory_.sizes.sequence_length, B = memory_.sizes.B;
-  // The original tokens of masks are in the targets.
-  const auto token = [&](size_t at) {
-    return !model_->causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at];
-  };
+  DS_ASSERT(std::ssize(begins) == B * T);
   const DocumentSpans of = documents_of(micro);
+  const std::span<i32> ends = of.borders.subspan(static_cast<size_t>(B * T));
+  std::ranges::copy(begins, of.borders.begin());
   for (i64 first = 0; first < B * T; first += T) {
-    for (i64 begin = 0; begin < T;) {
-      i64 end = begin + 1;
-      while (end < T && token(static_cast<size_t>(first + end - 1)) != document_token_) ++end;
-      for (i64 t = begin; t < end; ++t) {
-        const size_t at = static_cast<size_t>(first + t);
-        of.borders[at] = static_cast<i32>(begin);
-        of.borders[static_cast<size_t>(B * T) + at] = static_cast<i32>(end);
-        of.positions[at] = static_cast<i32>(t - begin);
-      }
-      begin = end;
+    for (i64 t = T - 1; t >= 0; --t) {
+      const auto at = static_cast<size_t>(first + t);
+      const bool is_last = t == T - 1 || begins[at + 1] == static_cast<i32>(t + 1);
+      ends[at] = is_last ? static_cast<i32>(t + 1) : ends[at + 1];
+      of.positions[at] = static_cast<i32>(positions_restart_ ? t - begins[at] : t);
     }
   }
   const TensorView part = memory_.documents.rows(micro * 2 * B * T, 2 * B * T);

@@ -40,9 +40,10 @@ class Stage {
 
   // Sets this rank's part of a micro-batch's tokens; the arguments contain B whole sequences.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
-  // Finds where the documents of the micro-batch begin and end, which every stage needs; does nothing without
-  // documents.
-  void load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
+  bool has_documents() const noexcept { return static_cast<bool>(memory_.documents); }
+  // Sets where the documents of the micro-batch begin, which every stage needs: for each token of B whole sequences the
+  // place in its sequence at which its document begins. Does nothing without documents.
+  void load_documents(i64 micro, std::span<const i32> begins);
 
   // A training step: call run() for each instruction of the plan's schedule in order, except Load. aux_grad:
   // d(scaled total)/d(a layer's own loss of a micro-batch).
@@ -94,7 +95,7 @@ class Stage {
   i64 stream_bytes() const noexcept;  // of a message of the pipeline
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
-  // The documents of a micro-batch found by load_documents(): [2, B, sequence length] and [B, sequence length]; or
+  // The documents of a micro-batch, set by load_documents(): [2, B, sequence length] and [B, sequence length]; or
   // none.
   struct DocumentSpans {
     std::span<i32> borders{}, positions{};
@@ -156,8 +157,8 @@ class Stage {
   i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops refer to it
   bool warm_ = false;                  // a step has run, so its ops have allocated scratch and chosen algorithms
   std::vector<i32> tokens_;            // of a micro-batch, for upload
-  i64 document_token_;
-  float label_smoothing_, z_loss_;                   // of training
+  bool positions_restart_;             // in each document
+  float label_smoothing_, z_loss_;     // of training
   std::vector<i32> documents_, document_positions_;  // of all micro-batches
   std::vector<i32> drawn_;                           // for upload
 };

@@ -56,7 +56,7 @@ TEST(Curriculum, GrowsAlikeEverywhere) {
       hooks.after_step = [&](engine::Engine& engine, i64 step) {
         if (step >= evaluated) return;
         const std::optional<double> loss =
-            engine.evaluate(2, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+            engine.evaluate(2, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
               for (i64 b = 0; b < 2; ++b) {
                 const size_t at = static_cast<size_t>(b * kWhole), n = static_cast<size_t>(kWhole);
                 fill_sample(900 + 2 * batch + b, model.vocab_size, ids.subspan(at, n), targets.subspan(at, n));

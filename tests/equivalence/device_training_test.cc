@@ -560,7 +560,7 @@ TEST_P(DeviceTraining, WhatChoosesTokensFollowsTheCpu) {
         c.sparse_attention.unidirectional = true;
         c.sparse_attention.num_sliding_window_blocks = 1;
       }
-      if (choice == Choice::Documents) c.data.document_token = 7;
+      if (choice == Choice::Documents) separate_documents(c, 7);
       if (choice == Choice::DroppedTokens) {
         c.random_ltd.data_efficiency = c.random_ltd.data_routing = c.random_ltd.enabled = true;
         c.random_ltd.layers = {1};

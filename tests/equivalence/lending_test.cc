@@ -138,7 +138,7 @@ Trace train(const Config& config, int ranks, std::vector<std::unique_ptr<Communi
   const i64 B = config.batch.micro, T = config.data.seq_length;
   hooks.after_step = [&](engine::Engine& engine, i64 step) {
     if (step != 0) return;
-    engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+    engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
       for (i64 b = 0; b < B; ++b) {
         const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
         fill_sample(1000 + 10 * batch + b, config.model.vocab_size, ids.subspan(at, n), targets.subspan(at, n));

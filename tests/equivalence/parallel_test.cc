@@ -402,7 +402,7 @@ TEST(Evaluation, EqualsOneRanksAndLeavesTrainingAlone) {
       const Config config = config_of(model, l);
       const auto evaluate = [&](engine::Engine& engine, i64 step, i64 end) {
         const i64 T = config.data.seq_length, dp = engine.mesh().data_size();
-        return engine.evaluate(12 / dp, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+        return engine.evaluate(12 / dp, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
           for (i64 b = 0; b < config.batch.micro; ++b) {
             const i64 sample = 1000 * step + (batch * dp + engine.mesh().data_rank()) * config.batch.micro + b;
             const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);

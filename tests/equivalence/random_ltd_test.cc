@@ -35,16 +35,17 @@ TEST(RandomLtd, IsTheSameInEveryArrangement) {
       const auto train = [&](const Layout& l, CheckpointGranularity granularity, i64 evaluated) {
         Config c = ltd_config(model, l);
         c.activation_checkpointing.granularity = granularity;
-        if (documents) c.data.document_token = 7;
+        if (documents) separate_documents(c, 7);
         Hooks hooks;
         hooks.after_step = [&](engine::Engine& engine, i64 step) {
           if (step >= evaluated) return;
           const std::optional<double> loss =
-              engine.evaluate(2, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+              engine.evaluate(2, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32> begins) {
                 for (i64 b = 0; b < 2; ++b) {
                   const size_t at = static_cast<size_t>(b * kWhole), n = static_cast<size_t>(kWhole);
                   fill_sample(900 + 2 * batch + b, model.vocab_size, ids.subspan(at, n), targets.subspan(at, n));
                 }
+                fill_documents(c, kWhole, ids, targets, begins);
                 return true;
               });
           EXPECT_TRUE(std::isfinite(loss.value()));

@@ -130,7 +130,7 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
 
 // Documents. Every sixth token or so ends one.
 Config with_documents(Config c) {
-  c.data.document_token = 7;
+  separate_documents(c, 7);
   return c;
 }
 
@@ -146,7 +146,7 @@ TEST(Documents, SeeThemselvesAlone) {
       const RngKey key{.seed = 8, .site = 2, .step = 0};
       // Sample 0: one document and then another; sample 1: the other first.
       const auto other = [&](i64 t) { return static_cast<i32>(8 + key.bits(static_cast<u64>(t)) % 40); };
-      const auto fill = [&](i64, std::span<i32> ids, std::span<i32> targets) {
+      const auto fill = [&](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32> documents) {
         for (i64 t = 0; t < kFirst; ++t)
           ids[static_cast<size_t>(t)] = static_cast<i32>(t == kFirst - 1 ? 7 : 20 + t % 9);
         for (i64 t = 0; t < kSecond; ++t)
@@ -155,6 +155,7 @@ TEST(Documents, SeeThemselvesAlone) {
         for (i64 t = 0; t < kFirst; ++t) ids[static_cast<size_t>(kLength + kSecond + t)] = static_cast<i32>(20 + t % 9);
         std::ranges::fill(targets, 1);
         if (!model.causal()) std::ranges::fill(targets, kIgnoredTarget), targets[0] = 1;
+        fill_documents(c, kLength, ids, targets, documents);
         return true;
       };
       ASSERT_TRUE(engine.evaluate(1, fill));

@@ -215,7 +215,7 @@ Seen look(Config c, int ranks, ConfigUse use) {
     double loss = 0;
     if (use != ConfigUse::Generate) {
       const size_t T = static_cast<size_t>(c.data.seq_length);
-      loss = *engine.evaluate(2, [&](i64, std::span<i32> ids, std::span<i32> targets) {
+      loss = *engine.evaluate(2, [&](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
         for (size_t at = 0; at < ids.size(); at += T)
           fill_sample(narrow<i64>(at), c.model.vocab_size, ids.subspan(at, T), targets.subspan(at, T));
         return true;

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "comm/make_communicator.h"
+#include "data/documents.h"
 #include "engine/engine.h"
 #include "engine/host_state.h"
 #include "engine/param_table.h"
@@ -104,6 +105,21 @@ inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32
   if (sample % 5 == 0) targets[1] = -100;  // some positions do not count
 }
 
+inline void separate_documents(Config& c, i64 token) {
+  c.data.document_token = token;
+  c.data.separate_documents = true;
+}
+
+// The documents of whole sequences of `length` tokens, as data.document_token marks them; nothing if they are not kept
+// apart.
+inline void fill_documents(const Config& c, i64 length, std::span<const i32> ids, std::span<const i32> targets,
+                           std::span<i32> documents) {
+  const auto n = static_cast<size_t>(length);
+  for (size_t at = 0; at < documents.size(); at += n)
+    find_marked_documents(DocumentRule::of(c.data), c.model.causal(), ids.subspan(at, n), targets.subspan(at, n),
+                          documents.subspan(at, n));
+}
+
 struct Trace {
   std::vector<double> losses, norms, scales, lrs;
   std::vector<double> aux_losses;  // of a model whose layers add losses
@@ -151,7 +167,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   mesh.reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation;
   const MeshShape& shape = mesh.shape();
-  std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
+  std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size()),
+      documents(config.data.separate_documents ? ids.size() : 0);
   for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
     values->reserve(static_cast<size_t>(steps));
   trace.skipped.reserve(steps);
@@ -168,7 +185,9 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     }
     if (hooks.before_step) hooks.before_step(engine, step);
     const size_t all = static_cast<size_t>(m * B * length);
-    const StepRecord r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all)});
+    const std::span<i32> begins = std::span(documents).first(documents.empty() ? 0 : all);
+    fill_documents(config, length, ids, targets, begins);
+    const StepRecord r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all), begins});
     trace.losses.push_back(r.loss);
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);
@@ -184,13 +203,15 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
   // Every rank's own forward pass over the parameters in their work type, as the last step published them.
-  trace.eval_loss = *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
-    for (i64 b = 0; b < B; ++b) {
-      const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
-      fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
-    }
-    return true;
-  });
+  trace.eval_loss =
+      *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets, std::span<i32> begins) {
+        for (i64 b = 0; b < B; ++b) {
+          const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+          fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
+        }
+        fill_documents(config, T, eval_ids, eval_targets, begins);
+        return true;
+      });
   engine.read_logits(trace.logits);
 
   // Merge: every rank writes what it saves, then everything is summed (the rest is zero).

@@ -24,7 +24,7 @@ Seen look(Config c, int ranks, ConfigUse use) {
     double loss = 0;
     if (use != ConfigUse::Generate) {
       const i64 B = c.batch.micro, T = c.data.seq_length;
-      loss = *engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+      loss = *engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
         for (i64 b = 0; b < B; ++b) {
           const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
           fill_sample((batch * engine.mesh().data_size() + engine.mesh().data_rank()) * B + b, c.model.vocab_size,

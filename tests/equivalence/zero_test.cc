@@ -496,11 +496,12 @@ TEST(TokenNorm, OfOneTokenIsItsLoss) {
       const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
       std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
       targets[5] = 3;
-      const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t) {
-        std::copy_n(ids.begin(), rows, i.begin());
-        std::copy_n(targets.begin(), rows, t.begin());
-        return true;
-      });
+      const std::optional<double> alone =
+          engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t, std::span<i32>) {
+            std::copy_n(ids.begin(), rows, i.begin());
+            std::copy_n(targets.begin(), rows, t.begin());
+            return true;
+          });
       const double loss = engine.train_step({ids, targets}).loss;
       EXPECT_GT(*alone, 1.0);
       EXPECT_NEAR(loss, norm == LossNorm::Token ? *alone : *alone / 2, 1e-6);

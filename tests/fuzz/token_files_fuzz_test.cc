@@ -84,6 +84,14 @@ void attempt(Open&& open, Counts& counts) {
     ASSERT_GT(view.count, 0);
     ASSERT_TRUE(view.data >= begin && view.data <= begin + all.size());
     ASSERT_LE(view.count, (begin + std::ssize(all) - view.data) / dtype_bytes(view.type));
+    // Borders of documents ascend inside the file.
+    i64 borders = 0;
+    for (i64 at = 0, next; (next = file->borders.after(at)) != Borders::kNone; at = next) {
+      ASSERT_TRUE(next > at && next < view.count);
+      ASSERT_EQ(file->find_border(at, view.count, {}), next);
+      ++borders;
+    }
+    ASSERT_EQ(borders, file->borders.count());
     std::vector<i32> ids(static_cast<size_t>(view.count));
     for (const i64 vocab_size : {i64{50}, i64{50257}, kAnyId}) {
       bool is_good = true;

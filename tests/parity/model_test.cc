@@ -107,7 +107,7 @@ struct Fixture {
   std::vector<float> token_losses(engine::Engine& engine) const {
     std::vector<float> losses(targets.size());
     for (size_t token = 0; token < targets.size(); ++token) {
-      const auto loss = engine.evaluate(1, [&](i64, std::span<i32> to_ids, std::span<i32> to_targets) {
+      const auto loss = engine.evaluate(1, [&](i64, std::span<i32> to_ids, std::span<i32> to_targets, std::span<i32>) {
         std::copy(ids.begin(), ids.end(), to_ids.begin());
         std::fill(to_targets.begin(), to_targets.end(), -100);
         to_targets[token] = targets[token];
@@ -151,7 +151,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   run::load_weights(engine, f.dir);
 
   std::vector<float> logits;
-  engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets) {
+  engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
     std::copy(f.ids.begin(), f.ids.end(), ids.begin());
     std::copy(f.targets.begin(), f.targets.end(), targets.begin());
     return true;

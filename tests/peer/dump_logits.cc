@@ -41,7 +41,7 @@ int dump(char** argv) {
   MemoryLedger ledger;
   engine::Engine engine(c, mesh, ledger, *device);
   run::load_weights(engine, argv[2]);
-  engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets) {
+  engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
     std::memcpy(ids.data(), bytes.data(), bytes.size());
     std::fill(targets.begin(), targets.end(), 0);
     return true;

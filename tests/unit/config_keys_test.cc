@@ -184,7 +184,9 @@ struct Moved {
     if (key.path.starts_with("data_efficiency.data_routing.")) set.push_back("data_efficiency.enabled=true");
     if (key.path.starts_with("data.chat_template.") && key.path != "data.chat_template.assistant")
       set.push_back("data.chat_template.assistant=a {content}");
-    if (key.path == "data.packing") set.push_back("data.document_token=7");
+    for (const std::string_view of_documents : {"data.packing", "data.document_token_at", "data.add_document_token",
+                                                "data.document_positions", "data.loss_across_documents"})
+      if (key.path == of_documents) set.push_back("data.document_token=7");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
@@ -560,6 +562,10 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"optimizer.params.adam_lr", "default: lr", R"("optimizer": {"type": "Muon"})", "0.02"},
       {"scheduler.type", "default: none", "", ""},
       {"data.document_token", "default: none, and a sample is one text", "", ""},
+      {"data.separate_documents", "default: true with\n.Cm data.document_token\nor\n.Cm data.packing ,\nelse false",
+       R"("data": {"document_token": 7})", ""},
+      {"data.separate_documents", "", R"("data": {"document_token": 7, "separate_documents": false})", "false"},
+      {"data.separate_documents", "", R"("data": {"separate_documents": true})", "true"},
       {"data.weights", "default: none, and the files are one stream", "", ""},
       {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
        R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},

@@ -22,7 +22,8 @@ constexpr i32 kEnd = 7;
 TokenStream stream_of(const TempDirectory& dir, const std::vector<u16>& tokens) {
   write_file(dir / "a.bin", std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2));
   const std::string file = dir / "a.bin";
-  return TokenStream(std::span(&file, 1), {.format = DataFormat::Bin});
+  return TokenStream(std::span(&file, 1),
+                     {.format = DataFormat::Bin, .documents = {.apart = true, .packed = true, .token = kEnd}});
 }
 
 struct Sample {
@@ -41,7 +42,7 @@ TEST(Packing, PutsTheLongestFirstWhereTheLeastRoomIs) {
   // Documents of 3, 5, 2, 4 tokens, and one of a single token, which has no target; the last one has no end.
   const TokenStream stream =
       stream_of(dir, {11, 12, kEnd, 21, 22, 23, 24, kEnd, 31, kEnd, kEnd, 41, 42, 43, kEnd, 51, 52});
-  const Packing packing(stream, 7, kEnd, 65536);
+  const Packing packing(stream, 7);
   EXPECT_EQ(packing.num_documents(), 5);
   ASSERT_EQ(packing.num_samples(), 3);  // 5 + 2, 4 + 3, and 2
   const Sample first = sample_of(packing, stream, 0, 7), second = sample_of(packing, stream, 1, 7),
@@ -57,7 +58,7 @@ TEST(Packing, PutsTheLongestFirstWhereTheLeastRoomIs) {
 TEST(Packing, CutsWhatIsLongerThanASampleAndLosesNoTarget) {
   const TempDirectory dir;
   const TokenStream stream = stream_of(dir, {1, 2, 3, 4, 5, 6, 8, 9, kEnd, 31, kEnd});
-  const Packing packing(stream, 4, kEnd, 65536);
+  const Packing packing(stream, 4);
   ASSERT_EQ(packing.num_samples(), 3);
   EXPECT_THAT(sample_of(packing, stream, 0, 4).targets, ElementsAre(2, 3, 4, 5));
   EXPECT_THAT(sample_of(packing, stream, 1, 4).targets, ElementsAre(6, 8, 9, kEnd));
@@ -80,7 +81,7 @@ TEST(Packing, HasEveryTargetOnce) {
     fits += n;
   }
   const TokenStream stream = stream_of(dir, tokens);
-  const Packing packing(stream, T, kEnd, 65536);
+  const Packing packing(stream, T);
   i64 seen = 0;
   std::map<std::pair<i32, i32>, i64> pairs;
   for (i64 s = 0; s < packing.num_samples(); ++s) {
@@ -117,7 +118,7 @@ TEST(Packing, OfATrainingRunIsAPermutationOfSamples) {
 TEST(Packing, OfNoDocumentIsRefused) {
   const TempDirectory dir;
   try {
-    Packing(stream_of(dir, {kEnd, kEnd, kEnd}), 4, kEnd, 65536);
+    Packing(stream_of(dir, {kEnd, kEnd, kEnd}), 4);
     FAIL();
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Config);

@@ -99,8 +99,9 @@ TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
   const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens)};
   // The stream that Packing scans is a temporary: a stream keeps the pages it has read in memory as long as it maps
   // them.
-  const Packing packing(TokenStream(files, {.format = DataFormat::Bin}), kSampleTokens, 0, 65536);
-  const TokenStream stream(files, {.format = DataFormat::Bin});
+  const StreamOptions options{.format = DataFormat::Bin, .documents = {.packed = true, .token = 0}};
+  const Packing packing(TokenStream(files, options), kSampleTokens);
+  const TokenStream stream(files, options);
   const i64 come = pages_that_come(files, 7 * 2, [&] {
     for (i64 sample = 10; sample < 18; ++sample) packing.will_need(stream, sample);
   });

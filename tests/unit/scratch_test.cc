@@ -197,7 +197,7 @@ void expect_engines_hold(const Config& c, int ranks, int threads, const OpTable&
   hooks.after_step = [&](engine::Engine& engine, i64 step) {
     check(engine, "a step");
     if (step == 0) return;
-    engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets) {
+    engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
       std::ranges::fill(ids, 3);
       std::ranges::fill(targets, 3);
       return true;
@@ -256,7 +256,7 @@ TEST_P(Scratch, IsWhatAnEvaluationHolds) {
         c.use = ConfigUse::Evaluate;
         SCOPED_TRACE(fmt::format("{} {} {} threads", family_name(config.family), l.name(), threads));
         const auto body = [&](engine::Engine& engine) {
-          engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets) {
+          engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
             std::ranges::fill(ids, 3);
             std::ranges::fill(targets, 3);
             return true;
@@ -306,7 +306,7 @@ TEST_P(Scratch, IsWhatPassesOfAllLengthsHold) {
                   << steps << " steps";
               Config evaluates = c;
               evaluates.data.split = 0.1;
-              engine.evaluate(1, [](i64, std::span<i32> ids, std::span<i32> targets) {
+              engine.evaluate(1, [](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
                 std::ranges::fill(ids, 3);
                 std::ranges::fill(targets, 3);
                 return true;
@@ -431,7 +431,7 @@ TEST(Scratch, IsWalkedCallByCall) {
             c.bf16.enabled = work == DType::BF16;
             c.communication_data_type = wire_type_of(work);
             if (sums16) c.grad_accum_dtype = work;
-            if (documents) c.data.document_token = 7;
+            if (documents) separate_documents(c, 7);
             const std::string what = fmt::format("{} {} stage {} sums {} documents {}", family_name(model.family),
                                                  dtype_name(work), stage, sums16, documents);
             expect_walked(c, 1, 2, what);

@@ -38,7 +38,8 @@ std::string golden(const std::string& name) { return test_data("data/" + name); 
 TokenStream open(const std::vector<std::string>& files, DataFormat format = DataFormat::Auto, i64 document_token = -1,
                  const std::string& tokenizer = "bytes", int num_threads = 1) {
   return TokenStream(
-      files, {.format = format, .tokenizer = tokenizer, .num_threads = num_threads, .document_token = document_token});
+      files,
+      {.format = format, .tokenizer = tokenizer, .num_threads = num_threads, .documents = {.token = document_token}});
 }
 
 constexpr i64 kAnyId = (i64{1} << 31) - 1;

@@ -267,6 +267,11 @@ enum class TokenDtype : u8 { Auto, U8, U16, I32, U32, I64, U64 };
 // How samples are formed. None: the token stream is cut every seq_length tokens. BestFit: a sample holds as many whole
 // documents as fit.
 enum class DataPacking : u8 { None, BestFit };
+// Where data.document_token stands in a document.
+enum class DocumentTokenAt : u8 { End, Begin };
+// Positions in a document that is kept apart: from 0, as with the position_ids of transformers, or those in the sample,
+// as Megatron-LM's without --reset-position-ids.
+enum class DocumentPositions : u8 { Restart, Continue };
 // How a message of a conversation becomes text, by its role: kChatContent stands for the content. A message of a role
 // whose template is empty is an error.
 inline constexpr std::string_view kChatContent = "{content}";
@@ -294,9 +299,15 @@ struct DataConfig {
   TokenDtype token_dtype = TokenDtype::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given
-  // The token that ends a document. Tokens attend only to their own document, in which positions start at 0. -1: a
-  // sample is one document.
+  // Documents end where their files say so, and where this token marks it; -1: none does.
   i64 document_token = -1;
+  DocumentTokenAt document_token_at = DocumentTokenAt::End;
+  bool add_document_token = false;  // to documents that lack it
+  // Tokens attend only to their own document. Resolved: if document_token or packing is given.
+  bool separate_documents = false;
+  DocumentPositions document_positions = DocumentPositions::Restart;
+  // Whether a document_token that ends a document predicts the first token of the next one.
+  bool loss_across_documents = true;
   DataPacking packing = DataPacking::None;
   ChatTemplateConfig chat_template;  // all empty: ChatML's format
   MlmConfig mlm;

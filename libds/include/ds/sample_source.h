@@ -27,6 +27,10 @@ class DS_API SampleSource {
   // States in checkpoints which samples these are. A run resumes only from a step with the same identity, count,
   // data.seq_length and data.seed, so everything else that the samples depend on must be part of it.
   virtual std::string identity() const = 0;
+  // Fills begins [data.seq_length] for runs that keep documents apart (data.separate_documents): for each token the
+  // position at which its document begins in sample k. It neither falls nor exceeds the token's own position, and is
+  // that of a token that begins at itself. False, and nothing filled in: data.document_token alone marks documents.
+  virtual bool documents(i64 /*k*/, std::span<i32> /*begins*/) const { return false; }
   // Sample k is needed soon: a source on a disk may begin to read it. Must not wait.
   virtual void will_need(i64 /*k*/) const noexcept {}
 };
