@@ -141,7 +141,7 @@ std::vector<std::string> model_places(const std::string& source, const StateSour
 bool holds_tokenizer(const std::string& path, const std::string& identity) {
   for (const std::string& place : {path, parent_directory(path)}) {
     try {
-      if (open_tokenizer(place)->identity() == identity) return true;
+      if (is_same_tokenizer(open_tokenizer(place)->identity(), identity)) return true;
     } catch (const Error&) {  // no tokenizer, or none that a run could have had
     }
   }

@@ -50,9 +50,6 @@ struct DataIdentity {
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can continue with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 
-// Whether two identities of tokenizers differ at most in the version of a library.
-bool is_same_tokenizer(std::string_view a, std::string_view b);
-
 // One JSON object, as a checkpoint's manifest holds it; parse throws Errc::Corrupt.
 std::string data_identity_json(const DataIdentity&);
 DataIdentity parse_data_identity(const std::string& json);

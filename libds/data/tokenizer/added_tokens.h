@@ -22,6 +22,7 @@ struct AddedToken {
   bool lstrip = false;       // takes the white space before it
   bool rstrip = false;       // and behind it
   bool normalized = true;    // stands in the normalized text
+  bool is_split = false;     // found in a text, it is cut into pieces like other text
   std::string in_text = {};  // content, normalized if it is
 };
 
@@ -45,10 +46,10 @@ class AddedTokens {
  public:
   // `list` is an array of {id, content, ...} or null. As the reference, a token that the vocabulary has keeps the
   // vocabulary's id, and others are numbered from its end in the order of the list; a file that says otherwise is
-  // Errc::Corrupt or, where the reference gives other ids than it says, Errc::Unavailable. With keeps_ids the listed
-  // ones count, whatever they are.
+  // Errc::Corrupt or, where the reference gives other ids than it says, Errc::Unavailable. splits_special: those of
+  // "special": true are cut into pieces.
   AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary, const Normalizer* normalizer,
-              bool keeps_ids);
+              bool splits_special);
   AddedTokens(const AddedTokens&) = delete;
   AddedTokens& operator=(const AddedTokens&) = delete;
 

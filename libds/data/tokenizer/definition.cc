@@ -1,0 +1,606 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/tokenizer/definition.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/check.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "data/tokenizer/classes.h"
+#include "data/tokenizer/files.h"
+#include "data/tokenizer/sentence_piece.h"
+
+namespace ds::tokenizer {
+namespace {
+
+constexpr const char* kConfig = "tokenizer_config.json";
+constexpr const char* kSpecialMap = "special_tokens_map.json";
+constexpr const char* kAddedTokens = "added_tokens.json";
+
+// An added token; flags that no file gives are decided when it is added.
+struct Token {
+  std::string content;
+  bool single_word = false, lstrip = false, rstrip = false, special = false;
+  std::optional<bool> normalized = std::nullopt;
+
+  bool is_normalized() const { return normalized.value_or(!special); }
+  bool same_as(const Token& o) const {
+    return content == o.content && single_word == o.single_word && lstrip == o.lstrip && rstrip == o.rstrip &&
+           special == o.special && is_normalized() == o.is_normalized();
+  }
+  bool is_plain() const { return !single_word && !lstrip && !rstrip && special && !is_normalized(); }
+  Json json(i64 id) const {
+    return {{"id", id},         {"content", content}, {"single_word", single_word},      {"lstrip", lstrip},
+            {"rstrip", rstrip}, {"special", special}, {"normalized", is_normalized()}};
+  }
+};
+
+Token read_token(const Json& json, const Place& place) {
+  if (!json.is_object()) place.corrupt("must be an object with content");
+  Token token;
+  const auto flag = [&](const char* key) -> std::optional<bool> {
+    const auto it = json.find(key);
+    if (it == json.end() || it->is_null()) return std::nullopt;
+    if (!it->is_boolean()) (place / key).corrupt("must be true or false");
+    return it->get<bool>();
+  };
+  const auto content = json.find("content");
+  if (content == json.end() || !content->is_string()) (place / "content").corrupt("must be a string");
+  token.content = content->get<std::string>();
+  token.single_word = flag("single_word").value_or(false);
+  token.lstrip = flag("lstrip").value_or(false);
+  token.rstrip = flag("rstrip").value_or(false);
+  token.special = flag("special").value_or(false);
+  token.normalized = flag("normalized");
+  return token;
+}
+
+// A special token of the files: its name and, if the file has an object, its flags.
+struct Special {
+  Token token;
+  bool has_flags = false;
+  std::string source;
+  Place place;
+};
+
+Special read_special(const Json& value, const std::string& file, const Place& place) {
+  Special special{.token = {}, .has_flags = value.is_object(), .source = file, .place = place};
+  if (value.is_object()) {
+    special.token = read_token(value, place);
+  } else if (value.is_string()) {
+    special.token.content = value.get<std::string>();
+  } else {
+    place.corrupt("must be a string, or an object with content");
+  }
+  return special;
+}
+
+// What the files beside the vocabulary say of tokens, by the rules of AutoTokenizer.
+class TokenFiles {
+ public:
+  TokenFiles(const Directory& d, const Json& own_tokens) : d_(d) {
+    const Json* const decoder = d.setting("added_tokens_decoder");
+    read_settings(d.config, kConfig);
+    if (decoder != nullptr) {
+      read_decoder(*decoder);
+      return;
+    }
+    read_settings(d.special, kSpecialMap);
+    read_added();
+    for (size_t i = 0; i < own_tokens.size(); ++i) {
+      const Token token = read_token(own_tokens[i], {d.file, fmt::format("added_tokens[{}]", i)});
+      const Json* const id = find_member(own_tokens[i], "id");
+      if (id != nullptr && id->is_number_integer()) listed_[id->get<i64>()] = {token, "tokenizer.json"};
+    }
+  }
+
+  struct Listed {
+    Token token;
+    std::string source;
+  };
+  const std::map<i64, Listed>& listed() const noexcept { return listed_; }
+  const std::map<SpecialToken, Special>& special() const noexcept { return special_; }
+  const std::vector<Special>& more() const noexcept { return more_; }  // without a role
+
+  // The token that is listed under this content.
+  const Token* find_listed(const std::string& content) const {
+    const Token* found = nullptr;
+    for (const auto& [id, listed] : listed_)
+      if (listed.token.content == content) found = &listed.token;
+    return found;
+  }
+
+ private:
+  void read_settings(const Json& file, const char* name) {
+    for (const SpecialToken kind : kSpecialTokens) {
+      const std::string key(special_name(kind));
+      if (const Json* value = find_member(file, key)) special_[kind] = read_special(*value, name, d_.place(name, key));
+    }
+    for (const char* key : {"additional_special_tokens", "extra_special_tokens"}) {
+      const Json* const list = find_member(file, key);
+      if (list == nullptr) continue;
+      const Place place = d_.place(name, key);
+      if (!list->is_array() && !list->is_object()) place.corrupt("must be a list of tokens");
+      for (const Json& value : *list) {
+        Special special = read_special(value, name, place);
+        const bool known = std::ranges::any_of(
+            more_, [&](const Special& other) { return other.token.content == special.token.content; });
+        if (!known) more_.push_back(std::move(special));
+      }
+    }
+  }
+
+  void read_decoder(const Json& decoder) {
+    const Place place = d_.place(kConfig, "added_tokens_decoder");
+    if (!decoder.is_object()) place.corrupt("must be an object");
+    for (const auto& [id, token] : decoder.items()) {
+      const bool digits = !id.empty() && id.size() < 10 && id.find_first_not_of("0123456789") == id.npos;
+      if (!digits || !token.is_object()) (place / id).corrupt("must be an id with an object with content");
+      listed_[std::stoll(id)] = {read_token(token, place / id), kConfig};
+    }
+  }
+
+  void read_added() {
+    std::set<std::string> names;
+    for (const auto& [kind, special] : special_) names.insert(special.token.content);
+    for (const Special& special : more_) names.insert(special.token.content);
+    for (const auto& [content, id] : d_.added.items()) {
+      if (!id.is_number_integer() || id < 0 || id > 999'999'999)
+        d_.place(kAddedTokens, content).corrupt("must be an id of at most nine digits");
+      Token token{.content = content, .special = names.contains(content)};
+      listed_[id.get<i64>()] = {std::move(token), kAddedTokens};
+    }
+  }
+
+  const Directory& d_;
+  std::map<i64, Listed> listed_;
+  std::map<SpecialToken, Special> special_;
+  std::vector<Special> more_;
+};
+
+// The added tokens of a tokenizer, numbered as Hugging Face's tokenizers do it.
+class AddedList {
+ public:
+  AddedList(const Json& own, std::function<std::optional<i64>(const std::string&)> in_vocabulary, i64 num_in_vocabulary,
+            const Place& place)
+      : in_vocabulary_(std::move(in_vocabulary)), next_(num_in_vocabulary) {
+    for (size_t i = 0; i < own.size(); ++i) {
+      const Place here{place.file, fmt::format("{}[{}]", place.path, i)};
+      Token token = read_token(own[i], here);
+      const Json* const id = find_member(own[i], "id");
+      // AddedTokens reports what is wrong with it.
+      const i64 number = id != nullptr && id->is_number_integer() ? id->get<i64>() : 0;
+      list_.push_back(own[i]);
+      next_ = std::max(next_, number + 1);
+      entries_[token.content] = {list_.size() - 1, number};
+      tokens_.push_back(std::move(token));
+    }
+  }
+
+  const Json& list() const noexcept { return list_; }
+  std::optional<i64> id(const std::string& content) const {
+    const auto it = entries_.find(content);
+    return it != entries_.end() ? std::optional(it->second.id) : in_vocabulary_(content);
+  }
+  bool contains(const std::string& content) const { return entries_.contains(content); }
+  const Token* find_same(const Token& token) const {
+    const auto it = std::ranges::find_if(tokens_, [&](const Token& t) { return t.same_as(token); });
+    return it == tokens_.end() ? nullptr : &*it;
+  }
+  const std::vector<Token>& tokens() const noexcept { return tokens_; }
+
+  // Returns its id.
+  i64 add(const Token& token) {
+    if (const auto it = entries_.find(token.content); it != entries_.end()) {
+      const auto [at, id] = it->second;
+      if (tokens_[at].same_as(token)) return id;
+      list_[at] = token.json(id);
+      tokens_[at] = token;
+      return id;
+    }
+    const i64 id = in_vocabulary_(token.content).value_or(next_);
+    next_ = std::max(next_, id + 1);
+    list_.push_back(token.json(id));
+    tokens_.push_back(token);
+    entries_[token.content] = {list_.size() - 1, id};
+    return id;
+  }
+
+ private:
+  struct Entry {
+    size_t at = 0;
+    i64 id = 0;
+  };
+  std::function<std::optional<i64>(const std::string&)> in_vocabulary_;
+  i64 next_;
+  Json list_ = Json::array();
+  std::vector<Token> tokens_;
+  std::map<std::string, Entry> entries_;
+};
+
+// Members of tokenizer_config.json that would change ids in a way that libds does not follow.
+void refuse_settings(const Directory& d) {
+  const auto refuse = [&](const char* key, const std::string& what) { d.place(kConfig, key).unsupported(what); };
+  if (d.flag("fix_mistral_regex").value_or(false)) refuse("fix_mistral_regex", "true is not supported");
+  if (d.flag("from_slow").value_or(false) && d.kind == Directory::Kind::TokenizerJson)
+    refuse("from_slow", "true is not supported beside a tokenizer.json");
+  if (!d.flag("do_basic_tokenize").value_or(true)) refuse("do_basic_tokenize", "false is not supported");
+  for (const char* key : {"never_split", "sp_model_kwargs"}) {
+    const Json* const value = d.setting(key);
+    if (value != nullptr && !value->empty()) refuse(key, "only null and an empty value are supported");
+  }
+  const Json* const prefix = d.setting("wordpieces_prefix");
+  if (prefix != nullptr && *prefix != "##") refuse("wordpieces_prefix", "only \"##\" is supported");
+}
+
+class Definer {
+ public:
+  explicit Definer(const Directory& d) : d_(d), class_(class_name(d)), row_(shape_of(class_.name)) {}
+
+  Definition define() {
+    refuse_settings(d_);
+    made_.name = d_.file;
+    options_ = {.add_prefix_space = false,
+                .legacy = d_.flag("legacy").value_or(true),
+                .lowercase = d_.flag("do_lower_case").value_or(true),
+                .chinese = d_.flag("tokenize_chinese_chars").value_or(true),
+                .strip_accents = d_.flag("strip_accents")};
+    read_vocabulary();
+    const Json own_form = form_json(), own_tokens = or_array(made_.file, "added_tokens");
+    apply_class();
+    const Json own_special = made_.file.value("special_of_vocabulary", Json::object());
+    made_.file.erase("special_of_vocabulary");
+    add_tokens(own_tokens, own_special);
+    made_.ends = end_tokens(d_);
+    made_.splits_special = d_.flag("split_special_tokens").value_or(false);
+    decide_ends_of_texts();
+    compare_versions(own_tokens);
+    identify(own_form, own_tokens);
+    return std::move(made_);
+  }
+
+ private:
+  static Json or_array(const Json& file, const char* key) {
+    const auto it = file.find(key);
+    return it != file.end() && it->is_array() ? *it : Json::array();
+  }
+  const std::string& class_text() const { return class_.name; }
+  bool is_json() const { return d_.kind == Directory::Kind::TokenizerJson; }
+  Json form_json() const {
+    Json form = Json::object();
+    for (const char* key : {"normalizer", "pre_tokenizer", "decoder"}) form[key] = made_.file.value(key, Json());
+    return form;
+  }
+  void warn(std::string text) { made_.warnings.push_back(fmt::format("tokenizer '{}': {}", d_.folder, text)); }
+  void take_form(Shape shape) {
+    TextForm form = form_of(shape, options_);
+    made_.file["normalizer"] = std::move(form.normalizer);
+    made_.file["pre_tokenizer"] = std::move(form.pre_tokenizer);
+    made_.file["decoder"] = std::move(form.decoder);
+  }
+  // Throws unless the class, if one is named, is of these shapes. Returns its shape, or `otherwise`.
+  Shape check_class(std::initializer_list<Shape> known, Shape otherwise) const {
+    if (class_.name.empty()) return otherwise;
+    if (std::ranges::find(known, row_.shape) == known.end())
+      throw Error(Errc::Unavailable,
+                  fmt::format("{}: tokenizer_class '{}' in {} is not supported without a tokenizer.json", d_.file,
+                              class_.name, class_.file));
+    return row_.shape;
+  }
+
+  void read_vocabulary() {
+    switch (d_.kind) {
+      case Directory::Kind::TokenizerJson: return read_tokenizer_json();
+      case Directory::Kind::Merges: return read_merges();
+      case Directory::Kind::VocabTxt: return read_vocab_txt();
+      case Directory::Kind::SentencePiece: return read_sentence_piece();
+    }
+  }
+
+  void read_tokenizer_json() {
+    const std::string text = read_text_file(d_.file, kMostFileBytes);
+    made_.file = parse_sorted_json(text, d_.file, {.error = Errc::Corrupt, .comments = false});
+    if (!made_.file.is_object()) Place{d_.file, ""}.corrupt("must be an object");
+    made_.own_content = content_identity("tokenizer.json", text);
+  }
+
+  void read_merges() {
+    shape_ = check_class({Shape::Gpt2, Shape::Roberta, Shape::Qwen2}, Shape::Gpt2);
+    options_.add_prefix_space = d_.flag("add_prefix_space").value_or(false);
+    made_.file = byte_level_model(d_.file, d_.path("merges.txt"), made_.own_content);
+    take_form(shape_);
+  }
+
+  void read_vocab_txt() {
+    shape_ = check_class({Shape::Bert}, Shape::Bert);
+    made_.file = word_piece_model(d_.file, made_.own_content);
+    take_form(shape_);
+    const Json* const unk = d_.setting("unk_token");
+    made_.file["model"]["unk_token"] =
+        unk == nullptr ? "[UNK]" : read_special(*unk, kConfig, d_.place(kConfig, "unk_token")).token.content;
+  }
+
+  void read_sentence_piece() {
+    shape_ = check_class({Shape::Llama, Shape::Gemma}, Shape::Unknown);
+    const SentencePieceFile file(d_.file);
+    const bool as_is = shape_ == Shape::Unknown;
+    made_.model = file.model(as_is);
+    made_.own_content = file.content_identity() + by_sentence_piece();
+    const std::vector<SentencePieceFile::Piece> pieces = file.pieces();
+    made_.own_ids = std::ssize(pieces);
+    options_.add_prefix_space = as_is || d_.flag("add_prefix_space").value_or(true);
+    made_.file = {{"version", "1.0"}};
+    take_form(as_is ? Shape::Llama : shape_);
+    if (as_is) made_.file["normalizer"] = made_.file["pre_tokenizer"] = nullptr;
+    Json added = Json::array(), special = Json::object();
+    for (size_t id = 0; id < pieces.size() && !as_is; ++id) {
+      const auto& [text, is_control, is_user_defined] = pieces[id];
+      if (is_control || is_user_defined)
+        added.push_back(Token{.content = text, .special = is_control, .normalized = false}.json(static_cast<i64>(id)));
+    }
+    for (const SpecialToken kind : kSpecialTokens) {
+      if (const auto id = file.special(kind)) special[std::string(special_name(kind))] = pieces.at(*id).text;
+    }
+    made_.file["added_tokens"] = std::move(added);
+    made_.file["special_of_vocabulary"] = std::move(special);
+    if (!as_is && file.normalizes())
+      warn(fmt::format("{} has rules of its own for white space or characters, which transformers leaves out for the "
+                       "class {}, and libds too",
+                       d_.file, class_text()));
+    if (shape_ == Shape::Llama && options_.legacy)
+      warn("without \"legacy\": false in tokenizer_config.json, transformers 4 puts a blank before each part of a text "
+           "between special tokens, which libds follows; transformers 5 does not, or only where none is");
+    if (d_.config.contains("add_prefix_space") && d_.config["add_prefix_space"].is_null())
+      warn("add_prefix_space is null in tokenizer_config.json, which is true for transformers 5 and libds, and false for "
+           "transformers 4");
+  }
+
+  // The class's own part in the form of a tokenizer.json.
+  void apply_class() {
+    if (!is_json()) return;
+    shape_ = row_.shape;
+    if (shape_ == Shape::Unknown && !class_.name.empty())
+      warn(fmt::format("the class {} in {} is not known: tokenizer.json is read by itself, as PreTrainedTokenizerFast "
+                       "does",
+                       class_.name, class_.file));
+    Json& normalizer = made_.file["normalizer"];
+    if (shape_ == Shape::Bert && part_type_of(normalizer) == "BertNormalizer") {
+      normalizer["lowercase"] = options_.lowercase;
+      normalizer["strip_accents"] = options_.strip_accents ? Json(*options_.strip_accents) : Json();
+      normalizer["handle_chinese_chars"] = options_.chinese;
+    }
+    if (shape_ == Shape::Llama || shape_ == Shape::Gemma) return check_llama_prefix();
+    Json& pre_tokenizer = made_.file["pre_tokenizer"];
+    const std::optional<bool> wanted = d_.flag("add_prefix_space");
+    if (class_.name.empty() || part_type_of(pre_tokenizer) != "ByteLevel") {
+      if (wanted.value_or(false) && !class_.name.empty()) compare_prefix_ = true;
+      return;
+    }
+    const bool has = pre_tokenizer.value("add_prefix_space", Json(true)) == true;
+    const bool by_class = shape_ == Shape::Gpt2 || shape_ == Shape::Roberta;
+    if (by_class) {
+      pre_tokenizer["add_prefix_space"] = wanted.value_or(false);
+    } else if (wanted && *wanted != has) {
+      pre_tokenizer["add_prefix_space"] = *wanted;
+      warn(fmt::format("add_prefix_space in tokenizer_config.json contradicts tokenizer.json: {} counts, as in "
+                       "transformers 4; transformers 5 follows tokenizer.json for the class {}",
+                       *wanted, class_text()));
+    } else if (!wanted && has) {
+      warn(fmt::format("add_prefix_space is true in tokenizer.json and not in tokenizer_config.json: tokenizer.json "
+                       "counts, as in transformers 5; transformers 4 takes false for the class {}",
+                       class_text()));
+    }
+  }
+
+  static std::string part_type_of(const Json& part) {
+    const Json* const type = part.is_object() ? find_member(part, "type") : nullptr;
+    return type != nullptr && type->is_string() ? type->get<std::string>() : "";
+  }
+
+  bool is_byte_level() const { return is_json() && part_type_of(made_.file.value("decoder", Json())) == "ByteLevel"; }
+
+  // transformers 4 converts tokenizer.model again where the key is given.
+  void check_llama_prefix() {
+    const std::optional<bool> wanted = d_.flag("add_prefix_space");
+    if (!wanted || shape_ != Shape::Llama || is_byte_level()) return;
+    options_.add_prefix_space = *wanted;
+    const TextForm converted = form_of(shape_, options_);
+    const Json form = form_json();
+    if (form["normalizer"] == converted.normalizer && form["pre_tokenizer"] == converted.pre_tokenizer) return;
+    d_.place(kConfig, "add_prefix_space")
+        .unsupported(fmt::format("{} for the class {} contradicts tokenizer.json, which prepares a text in another way: "
+                                 "leave out this key, or tokenizer.json if there is a tokenizer.model",
+                                 *wanted, class_text()));
+  }
+
+  void add_tokens(const Json& own_tokens, const Json& own_special) {
+    files_.emplace(d_, own_tokens);
+    const Json* const model = made_.model ? nullptr : find_member(made_.file, "model");
+    const Json* const vocabulary = model != nullptr && model->is_object() ? find_member(*model, "vocab") : nullptr;
+    static const Json kNone = Json::object();
+    const Json& vocab = vocabulary != nullptr && vocabulary->is_object() ? *vocabulary : kNone;
+    const auto in_vocabulary = [this, &vocab](const std::string& content) -> std::optional<i64> {
+      if (made_.model) {
+        const auto id = made_.model->vocabulary().id(content);
+        return id ? std::optional<i64>(*id) : std::nullopt;
+      }
+      const auto it = vocab.find(content);
+      return it != vocab.end() && it->is_number_integer() ? std::optional(it->get<i64>()) : std::nullopt;
+    };
+    const i64 count = made_.model ? made_.model->vocabulary().num_tokens() : std::ssize(vocab);
+    AddedList list(own_tokens, in_vocabulary, count, {d_.file, "added_tokens"});
+    for (const Token& token : list.tokens()) made_.origins.emplace(token.content, main_file());
+
+    std::set<std::string> names;  // of special tokens
+    for (const auto& [kind, special] : files_->special()) names.insert(special.token.content);
+    for (const Special& special : files_->more()) names.insert(special.token.content);
+    for (const std::string_view content : row_.special)
+      if (!content.empty()) names.emplace(content);
+
+    // What added_tokens_decoder and the like list, by their ids.
+    std::vector<std::pair<Token, std::string>> adding;
+    for (const auto& [id, listed] : files_->listed())
+      if (list.find_same(listed.token) == nullptr) adding.emplace_back(listed.token, listed.source);
+    // Special tokens with flags replace what is known, unless they are listed; those without are added where unknown.
+    const auto consider = [&](Token token, bool has_flags, const std::string& source) {
+      if (const Token* listed = files_->find_listed(token.content)) token = *listed, has_flags = true;
+      const auto known = [&](const auto& other) { return other.first.content == token.content; };
+      if (!has_flags && (list.contains(token.content) || std::ranges::any_of(adding, known))) return;
+      const auto same = [&](const auto& other) { return other.first.same_as(token); };
+      if (std::ranges::any_of(adding, same)) return;
+      adding.emplace_back(std::move(token), source);
+    };
+    constexpr SpecialToken kOrder[] = {SpecialToken::Bos, SpecialToken::Eos, SpecialToken::Unk, SpecialToken::Sep,
+                                       SpecialToken::Pad, SpecialToken::Cls, SpecialToken::Mask};
+    for (const SpecialToken kind : kOrder) {
+      const auto it = files_->special().find(kind);
+      if (it != files_->special().end()) {
+        consider(it->second.token, it->second.has_flags, it->second.source);
+        made_.special[kind] = {it->second.token.content, it->second.source};
+        continue;
+      }
+      const std::string_view by_class = row_.special[static_cast<size_t>(kind)];
+      if (by_class.empty()) continue;
+      Token token{.content = std::string(by_class)};
+      const bool mask = kind == SpecialToken::Mask && shape_ == Shape::Roberta;
+      if (mask) token.lstrip = true;
+      const std::string source = fmt::format("class {}", class_text());
+      // A name of the class alone is no special token where the files have no such token.
+      if (list.id(token.content)) made_.special[kind] = {token.content, source};
+      consider(std::move(token), false, source);
+    }
+    for (const Special& special : files_->more()) consider(special.token, special.has_flags, special.source);
+    refuse_other_names(list, adding);
+
+    for (auto& [token, source] : adding) {
+      if (token.content.empty()) continue;
+      token.special = token.special || names.contains(token.content);
+      const bool changes = list.find_same(token) == nullptr;
+      list.add(token);
+      if (changes) made_.origins[token.content] = source;
+    }
+    for (const auto& [id, listed] : files_->listed()) {
+      if (listed.token.content.empty() || listed.source == "tokenizer.json") continue;
+      const i64 given = list.id(listed.token.content).value_or(id);
+      const Place place = listed.source == kConfig ? d_.place(kConfig, fmt::format("added_tokens_decoder.{}", id))
+                                                   : d_.place(kAddedTokens, listed.token.content);
+      if (given != id)
+        place.unsupported(fmt::format("'{}' has the id {}, where the reference, which numbers new tokens from the end "
+                                      "of the vocabulary, gives it {}",
+                                      listed.token.content, id, given));
+    }
+    for (const auto& [name, content] : own_special.items()) {
+      for (const SpecialToken kind : kSpecialTokens)
+        if (special_name(kind) == name) made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
+    }
+    made_.file["added_tokens"] = list.list();
+  }
+
+  std::string main_file() const { return d_.kind == Directory::Kind::Merges ? "vocab.json" : file_name(); }
+  std::string file_name() const { return d_.file.substr(d_.file.find_last_of('/') + 1); }
+
+  // transformers 5 adds tokens of other names, such as image_token; 4 does not.
+  void refuse_other_names(const AddedList& list, const std::vector<std::pair<Token, std::string>>& adding) const {
+    for (const auto& [key, value] : d_.config.items()) {
+      const bool ours = std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
+      if (ours || !key.ends_with("_token") || !value.is_string()) continue;
+      const auto& content = value.get_ref<const std::string&>();
+      const bool known = list.contains(content) || std::ranges::any_of(adding, [&](const auto& other) {
+                           return other.first.content == content;
+                         });
+      if (!known)
+        d_.place(kConfig, key)
+            .unsupported(fmt::format("'{}' is in no list of added tokens: transformers 5 would add it, and 4 would not",
+                                     content));
+    }
+  }
+
+  // The tokens that the reference puts around a text.
+  void decide_ends_of_texts() {
+    const bool by_class = !is_json() || shape_ == Shape::Llama || shape_ == Shape::Gemma || shape_ == Shape::Unknown;
+    made_.adds_bos = by_class ? d_.flag("add_bos_token") : std::nullopt;
+    if (d_.kind == Directory::Kind::SentencePiece && !made_.adds_bos) made_.adds_bos = true;
+    made_.adds_eos = by_class && d_.flag("add_eos_token").value_or(false);
+  }
+
+  // transformers 5 makes the form of most classes anew, whatever tokenizer.json says.
+  void compare_versions(const Json& own_tokens) {
+    if (shape_ == Shape::Qwen2) {
+      for (const Json& json : made_.file["added_tokens"]) {
+        const Token token = read_token(json, {d_.file, "added_tokens"});
+        const bool named = std::ranges::any_of(
+            made_.special, [&](const auto& special) { return special.second.content == token.content; });
+        if (named && !token.is_plain())
+          warn(fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
+                           "follows transformers 4",
+                           token.content, class_text()));
+      }
+    }
+    if (!is_json() || shape_ == Shape::Unknown || shape_ == Shape::File) return;
+    if (shape_ == Shape::Llama && is_byte_level()) return;
+    TextFormOptions options = options_;
+    const std::optional<bool> prefix = d_.flag("add_prefix_space");
+    options.add_prefix_space = prefix.value_or(shape_ == Shape::Llama);
+    options.legacy = false;
+    const TextForm anew = form_of(shape_, options);
+    if (made_.file.value("normalizer", Json()) != anew.normalizer ||
+        without_offsets(made_.file.value("pre_tokenizer", Json())) != without_offsets(anew.pre_tokenizer))
+      warn(fmt::format("tokenizer.json is followed, as by transformers 4; transformers 5 prepares a text as the class {} "
+                       "does, which differs",
+                       class_text()));
+    if (d_.setting("added_tokens_decoder") == nullptr) return;
+    for (const Json& json : own_tokens) {
+      const Json* const content = find_member(json, "content");
+      if (content == nullptr || !content->is_string() || files_->find_listed(content->get<std::string>()) != nullptr)
+        continue;
+      const bool named = std::ranges::any_of(made_.special, [&](const auto& special) {
+        return special.second.content == content->get_ref<const std::string&>();
+      });
+      if (named) continue;
+      warn(fmt::format("'{}' of tokenizer.json is missing in added_tokens_decoder of tokenizer_config.json, and counts, "
+                       "as in transformers 4; transformers 5 leaves it out for the class {}",
+                       *content, class_text()));
+    }
+  }
+
+  static Json without_offsets(Json part) {
+    if (part.is_object()) part.erase("trim_offsets");
+    if (part.is_object() && part.contains("pretokenizers"))
+      for (Json& inner : part["pretokenizers"]) inner = without_offsets(inner);
+    return part;
+  }
+
+  // Everything that the other files change. What they leave as it is stays out: a file that is saved again by another
+  // program is no other tokenizer.
+  void identify(const Json& own_form, const Json& own_tokens) {
+    Json changes = Json::object();
+    const bool by_class = !is_json();
+    if (by_class || form_json() != own_form) changes["form"] = form_json();
+    if (by_class || made_.file["added_tokens"] != own_tokens) changes["added_tokens"] = made_.file["added_tokens"];
+    for (const auto& [kind, special] : made_.special) changes[std::string(special_name(kind))] = special.content;
+    if (made_.splits_special) changes["split_special_tokens"] = true;
+    if (made_.adds_bos) changes["add_bos_token"] = *made_.adds_bos;
+    if (!made_.ends.empty()) changes["ends"] = made_.ends;
+    if (!made_.model) {
+      const Json* const model = find_member(made_.file, "model");
+      if (by_class && model != nullptr) changes["unk_token"] = model->value("unk_token", Json());
+    }
+    made_.others = other_files_identity(changes);
+  }
+
+  const Directory& d_;
+  ClassName class_;
+  const ClassRow& row_;
+  Shape shape_ = Shape::Unknown;
+  TextFormOptions options_;
+  bool compare_prefix_ = false;
+  std::optional<TokenFiles> files_;
+  Definition made_;
+};
+
+}  // namespace
+
+Definition define(const Directory& directory) { return Definer(directory).define(); }
+
+}  // namespace ds::tokenizer
