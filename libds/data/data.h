@@ -106,7 +106,7 @@ class TokenStream {
 
   // One of every file that was read, index files included.
   std::vector<FileFingerprint> fingerprints() const;
-  // Each names its file. Rank 0 logs them.
+  // Each names its file, or the tokenizer's. Rank 0 logs them.
   std::vector<Remark> remarks() const;
   // As DataIdentity holds it.
   const std::string& tokenizer() const noexcept { return tokenizer_; }
@@ -119,6 +119,7 @@ class TokenStream {
 
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
+  std::vector<Remark> of_tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };
 

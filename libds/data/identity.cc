@@ -25,10 +25,11 @@ struct TokenizerIdentity {
     others = vocabulary.substr(at);
     vocabulary = vocabulary.substr(0, at);
   }
-  // Older builds hashed vocab.json and vocab.txt together with the files beside them: only their names can be compared.
+  // Older builds hashed and counted vocab.json and vocab.txt together with the files beside them: only their names can
+  // be compared.
   std::string_view comparable() const {
     for (const std::string_view name : {"vocab.json + merges.txt xxh3 ", "vocab.txt xxh3 "})
-      if (const size_t at = vocabulary.find(name); at != vocabulary.npos) return vocabulary.substr(0, at + name.size());
+      if (const size_t at = vocabulary.find(name); at != vocabulary.npos) return vocabulary.substr(at, name.size());
     return vocabulary;
   }
 };

@@ -33,10 +33,11 @@ struct NamedToken {
 
 // What the files of a tokenizer say beside its ids.
 struct TokenizerFacts {
-  std::vector<NamedToken> named = {};         // special tokens, then the other added tokens by their ids
-  std::vector<i32> ends = {};                 // tokens that end a generated text: eos_token, and eos_token_id of the files
-  bool adds_eos = false;                      // the reference puts eos_token after a text
-  std::vector<std::string> warnings = {};
+  std::vector<NamedToken> named = {};      // special tokens, then the other added tokens by their ids
+  std::vector<i32> ends = {};              // tokens that end a generated text: eos_token, and eos_token_id of the files
+  bool adds_eos = false;                   // the reference puts eos_token after a text
+  std::vector<std::string> warnings = {};  // of the files, for every use
+  std::vector<std::string> when_writing = {};  // for generation alone
 };
 
 // In the identity of a tokenizer, before the hash of what the files beside the vocabulary change.
@@ -76,6 +77,8 @@ class Tokenizer {
   }
 
   const TokenizerFacts& facts() const noexcept { return facts_; }
+  // What a user should know of the texts that have been encoded so far.
+  virtual std::vector<std::string> warnings_of_texts() const { return {}; }
 
  protected:
   void add_eos_to_ends();  // once special() is known

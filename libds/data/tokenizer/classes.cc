@@ -19,53 +19,31 @@ constexpr Names kGemma = {"<bos>", "<eos>", "<unk>", "<pad>", "", "", ""};
 constexpr Names kBloom = {"<s>", "</s>", "<unk>", "<pad>", "", "", ""};
 
 constexpr ClassRow kRows[] = {
-    {"PreTrainedTokenizer", Shape::File, kNone},
-    {"TokenizersBackend", Shape::File, kNone},
-    {"GPTNeoXTokenizer", Shape::File, kGpt2},
-    {"CodeGenTokenizer", Shape::File, kGpt2},
-    {"BloomTokenizer", Shape::File, kBloom},
-    {"GPT2Tokenizer", Shape::Gpt2, kGpt2},
-    {"RobertaTokenizer", Shape::Roberta, kRoberta},
-    {"LongformerTokenizer", Shape::Roberta, kRoberta},
-    {"BartTokenizer", Shape::Roberta, kRoberta},
-    {"Qwen2Tokenizer", Shape::Qwen2, kQwen2},
-    {"BertTokenizer", Shape::Bert, kBert},
-    {"DistilBertTokenizer", Shape::Bert, kBert},
-    {"ElectraTokenizer", Shape::Bert, kBert},
-    {"MobileBertTokenizer", Shape::Bert, kBert},
-    {"LlamaTokenizer", Shape::Llama, kLlama},
-    {"GemmaTokenizer", Shape::Gemma, kGemma},
+    {"PreTrainedTokenizer", Shape::File, kNone},    {"TokenizersBackend", Shape::File, kNone},
+    {"GPTNeoXTokenizer", Shape::File, kGpt2},       {"CodeGenTokenizer", Shape::File, kGpt2},
+    {"BloomTokenizer", Shape::File, kBloom},        {"GPT2Tokenizer", Shape::Gpt2, kGpt2},
+    {"RobertaTokenizer", Shape::Roberta, kRoberta}, {"LongformerTokenizer", Shape::Roberta, kRoberta},
+    {"BartTokenizer", Shape::Roberta, kRoberta},    {"Qwen2Tokenizer", Shape::Qwen2, kQwen2},
+    {"BertTokenizer", Shape::Bert, kBert},          {"DistilBertTokenizer", Shape::Bert, kBert},
+    {"ElectraTokenizer", Shape::Bert, kBert},       {"MobileBertTokenizer", Shape::Bert, kBert},
+    {"LlamaTokenizer", Shape::Llama, kLlama},       {"GemmaTokenizer", Shape::Gemma, kGemma},
 };
 
 constexpr std::pair<std::string_view, std::string_view> kModels[] = {
-    {"bert", "BertTokenizer"},
-    {"distilbert", "DistilBertTokenizer"},
-    {"electra", "ElectraTokenizer"},
-    {"mobilebert", "MobileBertTokenizer"},
-    {"roberta", "RobertaTokenizer"},
-    {"longformer", "LongformerTokenizer"},
-    {"bart", "BartTokenizer"},
-    {"gpt2", "GPT2Tokenizer"},
-    {"gpt_neo", "GPT2Tokenizer"},
-    {"gptj", "GPT2Tokenizer"},
-    {"opt", "GPT2Tokenizer"},
-    {"starcoder2", "GPT2Tokenizer"},
-    {"gpt_neox", "GPTNeoXTokenizer"},
-    {"olmo", "GPTNeoXTokenizer"},
-    {"olmo2", "GPTNeoXTokenizer"},
-    {"bloom", "BloomTokenizer"},
-    {"phi", "CodeGenTokenizer"},
-    {"qwen2", "Qwen2Tokenizer"},
-    {"qwen2_moe", "Qwen2Tokenizer"},
-    {"qwen3", "Qwen2Tokenizer"},
-    {"qwen3_moe", "Qwen2Tokenizer"},
-    {"llama", "LlamaTokenizer"},
-    {"mistral", "LlamaTokenizer"},
-    {"mixtral", "LlamaTokenizer"},
-    {"phi3", "LlamaTokenizer"},
-    {"gemma", "GemmaTokenizer"},
-    {"gemma2", "GemmaTokenizer"},
-    {"gemma3_text", "GemmaTokenizer"},
+    {"bert", "BertTokenizer"},        {"distilbert", "DistilBertTokenizer"},
+    {"electra", "ElectraTokenizer"},  {"mobilebert", "MobileBertTokenizer"},
+    {"roberta", "RobertaTokenizer"},  {"longformer", "LongformerTokenizer"},
+    {"bart", "BartTokenizer"},        {"gpt2", "GPT2Tokenizer"},
+    {"gpt_neo", "GPT2Tokenizer"},     {"gptj", "GPT2Tokenizer"},
+    {"opt", "GPT2Tokenizer"},         {"starcoder2", "GPT2Tokenizer"},
+    {"gpt_neox", "GPTNeoXTokenizer"}, {"olmo", "GPTNeoXTokenizer"},
+    {"olmo2", "GPTNeoXTokenizer"},    {"bloom", "BloomTokenizer"},
+    {"phi", "CodeGenTokenizer"},      {"qwen2", "Qwen2Tokenizer"},
+    {"qwen2_moe", "Qwen2Tokenizer"},  {"qwen3", "Qwen2Tokenizer"},
+    {"qwen3_moe", "Qwen2Tokenizer"},  {"llama", "LlamaTokenizer"},
+    {"mistral", "LlamaTokenizer"},    {"mixtral", "LlamaTokenizer"},
+    {"phi3", "LlamaTokenizer"},       {"gemma", "GemmaTokenizer"},
+    {"gemma2", "GemmaTokenizer"},     {"gemma3_text", "GemmaTokenizer"},
 };
 
 constexpr std::string_view kMark = "\u2581";
@@ -142,6 +120,8 @@ TextForm form_of(Shape shape, const TextFormOptions& o) {
       break;
     case Shape::Gemma:
       form.normalizer = replace(" ", kMark);
+      form.pre_tokenizer = {
+          {"type", "Split"}, {"pattern", {{"String", " "}}}, {"behavior", "MergedWithPrevious"}, {"invert", false}};
       form.decoder = pieces_decoder(false);
       break;
   }

@@ -39,9 +39,9 @@ struct TextForm {
 };
 struct TextFormOptions {
   bool add_prefix_space = false;
-  bool legacy = true;                                        // Llama
-  bool lowercase = true, chinese = true;                     // Bert
-  std::optional<bool> strip_accents = std::nullopt;          // Bert
+  bool legacy = true;                                // Llama
+  bool lowercase = true, chinese = true;             // Bert
+  std::optional<bool> strip_accents = std::nullopt;  // Bert
 };
 // Requires: a shape other than Unknown and File.
 TextForm form_of(Shape shape, const TextFormOptions& options);

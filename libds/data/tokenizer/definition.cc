@@ -2,13 +2,16 @@
 #include "data/tokenizer/definition.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
+#include <tuple>
 
 #include "base/check.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "data/tokenizer/classes.h"
 #include "data/tokenizer/files.h"
+#include "data/tokenizer/normalizer.h"
 #include "data/tokenizer/sentence_piece.h"
 
 namespace ds::tokenizer {
@@ -17,6 +20,13 @@ namespace {
 constexpr const char* kConfig = "tokenizer_config.json";
 constexpr const char* kSpecialMap = "special_tokens_map.json";
 constexpr const char* kAddedTokens = "added_tokens.json";
+
+// An id that a file states; nothing for one that no token can have, which is reported where the file is read whole.
+std::optional<i64> id_of(const Json* json) {
+  constexpr i64 kMost = std::numeric_limits<i32>::max();
+  if (json == nullptr || !json->is_number_integer() || *json < 0 || *json >= kMost) return std::nullopt;
+  return json->get<i64>();
+}
 
 // An added token; flags that no file gives are decided when it is added.
 struct Token {
@@ -31,7 +41,7 @@ struct Token {
   }
   bool is_plain() const { return !single_word && !lstrip && !rstrip && special && !is_normalized(); }
   Json json(i64 id) const {
-    return {{"id", id},         {"content", content}, {"single_word", single_word},      {"lstrip", lstrip},
+    return {{"id", id},         {"content", content}, {"single_word", single_word},   {"lstrip", lstrip},
             {"rstrip", rstrip}, {"special", special}, {"normalized", is_normalized()}};
   }
 };
@@ -55,6 +65,8 @@ Token read_token(const Json& json, const Place& place) {
   token.normalized = flag("normalized");
   return token;
 }
+
+bool has_strips(const Token& token) { return token.lstrip || token.rstrip || token.single_word; }
 
 // A special token of the files: its name and, if the file has an object, its flags.
 struct Special {
@@ -86,12 +98,13 @@ class TokenFiles {
       read_decoder(*decoder);
       return;
     }
+    const size_t num_more = more_.size();
     read_settings(d.special, kSpecialMap);
+    for (size_t i = num_more; i < more_.size(); ++i) only_in_map_.push_back(more_[i].token.content);
     read_added();
     for (size_t i = 0; i < own_tokens.size(); ++i) {
       const Token token = read_token(own_tokens[i], {d.file, fmt::format("added_tokens[{}]", i)});
-      const Json* const id = find_member(own_tokens[i], "id");
-      if (id != nullptr && id->is_number_integer()) listed_[id->get<i64>()] = {token, "tokenizer.json"};
+      if (const auto id = id_of(find_member(own_tokens[i], "id"))) listed_[*id] = {token, "tokenizer.json"};
     }
   }
 
@@ -102,6 +115,9 @@ class TokenFiles {
   const std::map<i64, Listed>& listed() const noexcept { return listed_; }
   const std::map<SpecialToken, Special>& special() const noexcept { return special_; }
   const std::vector<Special>& more() const noexcept { return more_; }  // without a role
+
+  // Tokens without a role that only special_tokens_map.json names.
+  const std::vector<std::string>& only_in_map() const noexcept { return only_in_map_; }
 
   // The token that is listed under this content.
   const Token* find_listed(const std::string& content) const {
@@ -157,6 +173,7 @@ class TokenFiles {
   std::map<i64, Listed> listed_;
   std::map<SpecialToken, Special> special_;
   std::vector<Special> more_;
+  std::vector<std::string> only_in_map_;
 };
 
 // The added tokens of a tokenizer, numbered as Hugging Face's tokenizers do it.
@@ -168,14 +185,14 @@ class AddedList {
     for (size_t i = 0; i < own.size(); ++i) {
       const Place here{place.file, fmt::format("{}[{}]", place.path, i)};
       Token token = read_token(own[i], here);
-      const Json* const id = find_member(own[i], "id");
-      // AddedTokens reports what is wrong with it.
-      const i64 number = id != nullptr && id->is_number_integer() ? id->get<i64>() : 0;
+      const i64 number = id_of(find_member(own[i], "id")).value_or(0);
       list_.push_back(own[i]);
       next_ = std::max(next_, number + 1);
       entries_[token.content] = {list_.size() - 1, number};
+      note(token);
       tokens_.push_back(std::move(token));
     }
+    own_ = tokens_;
   }
 
   const Json& list() const noexcept { return list_; }
@@ -190,21 +207,49 @@ class AddedList {
   }
   const std::vector<Token>& tokens() const noexcept { return tokens_; }
 
-  // Returns its id.
-  i64 add(const Token& token) {
+  // Before they are added.
+  void announce(const std::vector<std::pair<Token, std::string>>& tokens) {
+    for (const auto& [token, source] : tokens)
+      if (token.special && !token.content.empty()) first_special_.try_emplace(token.content, token.is_normalized());
+  }
+  void add(const Token& token) {
+    // The library passes over what it knew before.
+    if (std::ranges::any_of(own_, [&](const Token& own) { return own.same_as(token); })) return;
     if (const auto it = entries_.find(token.content); it != entries_.end()) {
       const auto [at, id] = it->second;
-      if (tokens_[at].same_as(token)) return id;
+      if (tokens_[at].same_as(token)) return;
+      note(token);
       list_[at] = token.json(id);
       tokens_[at] = token;
-      return id;
+      return;
     }
+    note(token);
     const i64 id = in_vocabulary_(token.content).value_or(next_);
     next_ = std::max(next_, id + 1);
     list_.push_back(token.json(id));
     tokens_.push_back(token);
     entries_[token.content] = {list_.size() - 1, id};
-    return id;
+  }
+
+  // Tokens that are found in another way than their last flags say: as in transformers 4, a special token is found as
+  // its first flags say, and another one as any of its flags say.
+  TokenMatches matches() const {
+    TokenMatches all;
+    for (const Token& token : tokens_) {
+      TokenMatch match;
+      const auto special = first_special_.find(token.content);
+      match.special = special != first_special_.end();
+      if (match.special) (special->second ? match.normalized : match.raw) = true;
+      if (const auto it = found_.find(token.content); it != found_.end()) {
+        match.raw |= it->second.raw;
+        match.normalized |= it->second.normalized;
+      }
+      if (match.raw == !token.is_normalized() && match.normalized == token.is_normalized() &&
+          match.special == token.special)
+        continue;
+      all.emplace(token.content, match);
+    }
+    return all;
   }
 
  private:
@@ -212,11 +257,19 @@ class AddedList {
     size_t at = 0;
     i64 id = 0;
   };
+  void note(const Token& token) {
+    if (token.special) first_special_.try_emplace(token.content, token.is_normalized());
+    if (first_special_.contains(token.content)) return;
+    TokenMatch& match = found_[token.content];
+    (token.is_normalized() ? match.normalized : match.raw) = true;
+  }
   std::function<std::optional<i64>(const std::string&)> in_vocabulary_;
   i64 next_;
   Json list_ = Json::array();
-  std::vector<Token> tokens_;
+  std::vector<Token> tokens_, own_;
   std::map<std::string, Entry> entries_;
+  std::map<std::string, bool> first_special_;  // whether the first special token of this content is normalized
+  TokenMatches found_;                         // of those that are not special
 };
 
 // Members of tokenizer_config.json that would change ids in a way that libds does not follow.
@@ -236,7 +289,7 @@ void refuse_settings(const Directory& d) {
 
 class Definer {
  public:
-  explicit Definer(const Directory& d) : d_(d), class_(class_name(d)), row_(shape_of(class_.name)) {}
+  explicit Definer(const Directory& d) : d_(d), class_(class_name(d)), row_(&shape_of(class_.name)) {}
 
   Definition define() {
     refuse_settings(d_);
@@ -253,6 +306,11 @@ class Definer {
     made_.file.erase("special_of_vocabulary");
     add_tokens(own_tokens, own_special);
     made_.ends = end_tokens(d_);
+    if (d_.flag("clean_up_tokenization_spaces").value_or(false))
+      made_.when_writing.push_back(fmt::format(
+          "tokenizer '{}': clean_up_tokenization_spaces is not followed: blanks before punctuation marks of "
+          "completions stay",
+          d_.folder));
     made_.splits_special = d_.flag("split_special_tokens").value_or(false);
     decide_ends_of_texts();
     compare_versions(own_tokens);
@@ -266,6 +324,13 @@ class Definer {
     return it != file.end() && it->is_array() ? *it : Json::array();
   }
   const std::string& class_text() const { return class_.name; }
+  // Files without a class are read as this one reads them.
+  void take_class(const char* name) {
+    if (!class_.name.empty()) return;
+    row_ = &shape_of(name);
+    class_.name = name;
+    is_assumed_ = true;
+  }
   bool is_json() const { return d_.kind == Directory::Kind::TokenizerJson; }
   Json form_json() const {
     Json form = Json::object();
@@ -282,11 +347,11 @@ class Definer {
   // Throws unless the class, if one is named, is of these shapes. Returns its shape, or `otherwise`.
   Shape check_class(std::initializer_list<Shape> known, Shape otherwise) const {
     if (class_.name.empty()) return otherwise;
-    if (std::ranges::find(known, row_.shape) == known.end())
+    if (std::ranges::find(known, row_->shape) == known.end())
       throw Error(Errc::Unavailable,
                   fmt::format("{}: tokenizer_class '{}' in {} is not supported without a tokenizer.json", d_.file,
                               class_.name, class_.file));
-    return row_.shape;
+    return row_->shape;
   }
 
   void read_vocabulary() {
@@ -306,6 +371,7 @@ class Definer {
   }
 
   void read_merges() {
+    take_class("GPT2Tokenizer");
     shape_ = check_class({Shape::Gpt2, Shape::Roberta, Shape::Qwen2}, Shape::Gpt2);
     options_.add_prefix_space = d_.flag("add_prefix_space").value_or(false);
     made_.file = byte_level_model(d_.file, d_.path("merges.txt"), made_.own_content);
@@ -313,12 +379,10 @@ class Definer {
   }
 
   void read_vocab_txt() {
+    take_class("BertTokenizer");
     shape_ = check_class({Shape::Bert}, Shape::Bert);
     made_.file = word_piece_model(d_.file, made_.own_content);
     take_form(shape_);
-    const Json* const unk = d_.setting("unk_token");
-    made_.file["model"]["unk_token"] =
-        unk == nullptr ? "[UNK]" : read_special(*unk, kConfig, d_.place(kConfig, "unk_token")).token.content;
   }
 
   void read_sentence_piece() {
@@ -329,7 +393,22 @@ class Definer {
     made_.own_content = file.content_identity() + by_sentence_piece();
     const std::vector<SentencePieceFile::Piece> pieces = file.pieces();
     made_.own_ids = std::ssize(pieces);
-    options_.add_prefix_space = as_is || d_.flag("add_prefix_space").value_or(true);
+    const bool is_null = d_.config.contains("add_prefix_space") && d_.config["add_prefix_space"].is_null();
+    options_.add_prefix_space = as_is || d_.flag("add_prefix_space").value_or(!is_null);
+    if (is_null && !as_is)
+      warn(
+          "add_prefix_space is null in tokenizer_config.json: no blank is put before a text, as in transformers 4; "
+          "transformers 5 puts one");
+    if (class_.by_type)
+      warn(fmt::format(
+          "no file names the tokenizer_class: tokenizer.model is read by the class {} of its model_type, as "
+          "in transformers 4; transformers 5 reads it without a class, which may differ",
+          class_text()));
+    if (!as_is && file.is_unigram())
+      throw Error(
+          Errc::Unavailable,
+          fmt::format("{}: a Unigram model for the class {}, which transformers 5 reads as BPE, is not supported",
+                      d_.file, class_text()));
     made_.file = {{"version", "1.0"}};
     take_form(as_is ? Shape::Llama : shape_);
     if (as_is) made_.file["normalizer"] = made_.file["pre_tokenizer"] = nullptr;
@@ -345,27 +424,29 @@ class Definer {
     made_.file["added_tokens"] = std::move(added);
     made_.file["special_of_vocabulary"] = std::move(special);
     if (!as_is && file.normalizes())
-      warn(fmt::format("{} has rules of its own for white space or characters, which transformers leaves out for the "
-                       "class {}, and libds too",
-                       d_.file, class_text()));
+      warn(
+          fmt::format("{} has rules of its own for white space or characters, which transformers leaves out for the "
+                      "class {}, and libds too",
+                      d_.file, class_text()));
     if (shape_ == Shape::Llama && options_.legacy)
-      warn("without \"legacy\": false in tokenizer_config.json, transformers 4 puts a blank before each part of a text "
-           "between special tokens, which libds follows; transformers 5 does not, or only where none is");
-    if (d_.config.contains("add_prefix_space") && d_.config["add_prefix_space"].is_null())
-      warn("add_prefix_space is null in tokenizer_config.json, which is true for transformers 5 and libds, and false for "
-           "transformers 4");
+      warn(
+          "without \"legacy\": false in tokenizer_config.json, transformers 4 puts a blank before each part of a text "
+          "between special tokens, which libds follows; transformers 5 does not, or only where none is");
   }
 
   // The class's own part in the form of a tokenizer.json.
   void apply_class() {
     if (!is_json()) return;
-    shape_ = row_.shape;
+    shape_ = row_->shape;
     if (shape_ == Shape::Unknown && !class_.name.empty())
-      warn(fmt::format("the class {} in {} is not known: tokenizer.json is read by itself, as PreTrainedTokenizerFast "
-                       "does",
-                       class_.name, class_.file));
+      warn(
+          fmt::format("the class {} in {} is not known: tokenizer.json is read by itself, as PreTrainedTokenizerFast "
+                      "does",
+                      class_.name, class_.file));
+    if (class_.name.empty()) return warn_without_class();
     Json& normalizer = made_.file["normalizer"];
     if (shape_ == Shape::Bert && part_type_of(normalizer) == "BertNormalizer") {
+      own_normalizer_ = normalizer;
       normalizer["lowercase"] = options_.lowercase;
       normalizer["strip_accents"] = options_.strip_accents ? Json(*options_.strip_accents) : Json();
       normalizer["handle_chinese_chars"] = options_.chinese;
@@ -373,23 +454,40 @@ class Definer {
     if (shape_ == Shape::Llama || shape_ == Shape::Gemma) return check_llama_prefix();
     Json& pre_tokenizer = made_.file["pre_tokenizer"];
     const std::optional<bool> wanted = d_.flag("add_prefix_space");
-    if (class_.name.empty() || part_type_of(pre_tokenizer) != "ByteLevel") {
-      if (wanted.value_or(false) && !class_.name.empty()) compare_prefix_ = true;
-      return;
-    }
+    if (part_type_of(pre_tokenizer) != "ByteLevel") return;
     const bool has = pre_tokenizer.value("add_prefix_space", Json(true)) == true;
     const bool by_class = shape_ == Shape::Gpt2 || shape_ == Shape::Roberta;
     if (by_class) {
       pre_tokenizer["add_prefix_space"] = wanted.value_or(false);
     } else if (wanted && *wanted != has) {
       pre_tokenizer["add_prefix_space"] = *wanted;
-      warn(fmt::format("add_prefix_space in tokenizer_config.json contradicts tokenizer.json: {} counts, as in "
-                       "transformers 4; transformers 5 follows tokenizer.json for the class {}",
-                       *wanted, class_text()));
+      warn(
+          fmt::format("add_prefix_space in tokenizer_config.json contradicts tokenizer.json: {} counts, as in "
+                      "transformers 4; transformers 5 follows tokenizer.json for the class {}",
+                      *wanted, class_text()));
     } else if (!wanted && has) {
-      warn(fmt::format("add_prefix_space is true in tokenizer.json and not in tokenizer_config.json: tokenizer.json "
-                       "counts, as in transformers 5; transformers 4 takes false for the class {}",
-                       class_text()));
+      warn(
+          fmt::format("add_prefix_space is true in tokenizer.json and not in tokenizer_config.json: tokenizer.json "
+                      "counts, as in transformers 5; transformers 4 takes false for the class {}",
+                      class_text()));
+    }
+  }
+
+  // Settings that a class would follow.
+  void warn_without_class() {
+    constexpr std::tuple<const char*, const char*, const char*> kSettings[] = {
+        {"do_lower_case", "normalizer", "lowercase"},
+        {"strip_accents", "normalizer", "strip_accents"},
+        {"tokenize_chinese_chars", "normalizer", "handle_chinese_chars"},
+        {"add_prefix_space", "pre_tokenizer", "add_prefix_space"}};
+    for (const auto& [key, part, field] : kSettings) {
+      const std::optional<bool> wanted = d_.flag(key);
+      const Json* const of = find_member(made_.file, part);
+      if (!wanted || of == nullptr || !of->is_object() || !of->contains(field) || (*of)[field] == *wanted) continue;
+      warn(
+          fmt::format("{} is {} in tokenizer_config.json, and not in tokenizer.json, which counts: no file names the "
+                      "tokenizer_class that would follow it",
+                      key, *wanted));
     }
   }
 
@@ -409,13 +507,14 @@ class Definer {
     const Json form = form_json();
     if (form["normalizer"] == converted.normalizer && form["pre_tokenizer"] == converted.pre_tokenizer) return;
     d_.place(kConfig, "add_prefix_space")
-        .unsupported(fmt::format("{} for the class {} contradicts tokenizer.json, which prepares a text in another way: "
-                                 "leave out this key, or tokenizer.json if there is a tokenizer.model",
-                                 *wanted, class_text()));
+        .unsupported(
+            fmt::format("{} for the class {} contradicts tokenizer.json, which prepares a text in another way: "
+                        "leave out this key, or tokenizer.json if there is a tokenizer.model",
+                        *wanted, class_text()));
   }
 
   void add_tokens(const Json& own_tokens, const Json& own_special) {
-    files_.emplace(d_, own_tokens);
+    files_.emplace(d_, is_json() ? own_tokens : Json::array());
     const Json* const model = made_.model ? nullptr : find_member(made_.file, "model");
     const Json* const vocabulary = model != nullptr && model->is_object() ? find_member(*model, "vocab") : nullptr;
     static const Json kNone = Json::object();
@@ -425,8 +524,7 @@ class Definer {
         const auto id = made_.model->vocabulary().id(content);
         return id ? std::optional<i64>(*id) : std::nullopt;
       }
-      const auto it = vocab.find(content);
-      return it != vocab.end() && it->is_number_integer() ? std::optional(it->get<i64>()) : std::nullopt;
+      return id_of(find_member(vocab, content));
     };
     const i64 count = made_.model ? made_.model->vocabulary().num_tokens() : std::ssize(vocab);
     AddedList list(own_tokens, in_vocabulary, count, {d_.file, "added_tokens"});
@@ -435,7 +533,7 @@ class Definer {
     std::set<std::string> names;  // of special tokens
     for (const auto& [kind, special] : files_->special()) names.insert(special.token.content);
     for (const Special& special : files_->more()) names.insert(special.token.content);
-    for (const std::string_view content : row_.special)
+    for (const std::string_view content : row_->special)
       if (!content.empty()) names.emplace(content);
 
     // What added_tokens_decoder and the like list, by their ids.
@@ -443,13 +541,21 @@ class Definer {
     for (const auto& [id, listed] : files_->listed())
       if (list.find_same(listed.token) == nullptr) adding.emplace_back(listed.token, listed.source);
     // Special tokens with flags replace what is known, unless they are listed; those without are added where unknown.
+    std::set<std::string> seen;
     const auto consider = [&](Token token, bool has_flags, const std::string& source) {
+      if (!seen.insert(token.content).second) {
+        const auto first =
+            std::ranges::find_if(adding, [&](const auto& a) { return a.first.content == token.content; });
+        const bool differ = has_flags ? !token.is_plain() : first != adding.end() && has_strips(first->first);
+        if (differ && files_->find_listed(token.content) == nullptr)
+          warn(
+              fmt::format("'{}' is named twice, with different flags: the first ones count, as in transformers 4; in "
+                          "transformers 5 the last ones do",
+                          token.content));
+        return;
+      }
       if (const Token* listed = files_->find_listed(token.content)) token = *listed, has_flags = true;
-      const auto known = [&](const auto& other) { return other.first.content == token.content; };
-      if (!has_flags && (list.contains(token.content) || std::ranges::any_of(adding, known))) return;
-      const auto same = [&](const auto& other) { return other.first.same_as(token); };
-      if (std::ranges::any_of(adding, same)) return;
-      adding.emplace_back(std::move(token), source);
+      add_special(list, adding, std::move(token), has_flags, source);
     };
     constexpr SpecialToken kOrder[] = {SpecialToken::Bos, SpecialToken::Eos, SpecialToken::Unk, SpecialToken::Sep,
                                        SpecialToken::Pad, SpecialToken::Cls, SpecialToken::Mask};
@@ -460,22 +566,26 @@ class Definer {
         made_.special[kind] = {it->second.token.content, it->second.source};
         continue;
       }
-      const std::string_view by_class = row_.special[static_cast<size_t>(kind)];
+      const std::string_view by_class = row_->special[static_cast<size_t>(kind)];
       if (by_class.empty()) continue;
-      Token token{.content = std::string(by_class)};
-      const bool mask = kind == SpecialToken::Mask && shape_ == Shape::Roberta;
-      if (mask) token.lstrip = true;
       const std::string source = fmt::format("class {}", class_text());
       // A name of the class alone is no special token where the files have no such token.
-      if (list.id(token.content)) made_.special[kind] = {token.content, source};
-      consider(std::move(token), false, source);
+      if (list.id(std::string(by_class)) || files_->find_listed(std::string(by_class)) != nullptr)
+        made_.special[kind] = {std::string(by_class), source};
+      consider_class(kind, std::string(by_class), source, seen, list, adding);
     }
     for (const Special& special : files_->more()) consider(special.token, special.has_flags, special.source);
+    for (const std::string& content : files_->only_in_map())
+      warn(
+          fmt::format("'{}' is a special token by additional_special_tokens of special_tokens_map.json, as in "
+                      "transformers 4; transformers 5 does not read this member",
+                      content));
     refuse_other_names(list, adding);
 
-    for (auto& [token, source] : adding) {
+    for (auto& [token, source] : adding) token.special = token.special || names.contains(token.content);
+    list.announce(adding);
+    for (const auto& [token, source] : adding) {
       if (token.content.empty()) continue;
-      token.special = token.special || names.contains(token.content);
       const bool changes = list.find_same(token) == nullptr;
       list.add(token);
       if (changes) made_.origins[token.content] = source;
@@ -486,15 +596,97 @@ class Definer {
       const Place place = listed.source == kConfig ? d_.place(kConfig, fmt::format("added_tokens_decoder.{}", id))
                                                    : d_.place(kAddedTokens, listed.token.content);
       if (given != id)
-        place.unsupported(fmt::format("'{}' has the id {}, where the reference, which numbers new tokens from the end "
-                                      "of the vocabulary, gives it {}",
-                                      listed.token.content, id, given));
+        place.unsupported(
+            fmt::format("'{}' has the id {}, where the reference, which numbers new tokens from the end "
+                        "of the vocabulary, gives it {}",
+                        listed.token.content, id, given));
     }
     for (const auto& [name, content] : own_special.items()) {
       for (const SpecialToken kind : kSpecialTokens)
-        if (special_name(kind) == name) made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
+        if (special_name(kind) == name)
+          made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
     }
     made_.file["added_tokens"] = list.list();
+    made_.matches = list.matches();
+    check_normalized(list);
+    if (d_.kind == Directory::Kind::VocabTxt) {
+      const auto unk = made_.special.find(SpecialToken::Unk);
+      made_.file["model"]["unk_token"] = unk == made_.special.end() ? "[UNK]" : unk->second.content;
+    }
+    if (is_json()) {
+      for (const auto& [content, id] : vocab.items())
+        made_.own_ids = std::max(made_.own_ids, id_of(&id).value_or(-1) + 1);
+      for (const Json& token : own_tokens)
+        made_.own_ids = std::max(made_.own_ids, id_of(find_member(token, "id")).value_or(-1) + 1);
+    }
+    if (made_.file.value("normalizer", Json()).is_null()) return;
+    for (const auto& [content, match] : made_.matches) {
+      warn(fmt::format(
+          "'{}' has two sets of flags: it is found {} normalizing, as by transformers 4; transformers 5 goes "
+          "by the last",
+          content,
+          !match.normalized ? "before"
+          : match.raw       ? "before and after"
+                            : "after"));
+    }
+  }
+
+  // transformers 4 finds normalized tokens as tokenizer.json normalizes them, and 5 as the class does.
+  void check_normalized(const AddedList& list) const {
+    if (own_normalizer_.is_null() || own_normalizer_ == made_.file["normalizer"]) return;
+    const auto own = make_normalizer(own_normalizer_, {d_.file, "normalizer"});
+    const auto by_class = make_normalizer(made_.file["normalizer"], {d_.file, "normalizer"});
+    for (const Token& token : list.tokens()) {
+      const auto match = made_.matches.find(token.content);
+      if (!(match == made_.matches.end() ? token.is_normalized() : match->second.normalized)) continue;
+      std::string before = token.content, after = token.content;
+      own->apply(before);
+      by_class->apply(after);
+      if (before != after)
+        d_.place(kConfig, "do_lower_case")
+            .unsupported(fmt::format("with strip_accents and tokenize_chinese_chars it contradicts tokenizer.json, by "
+                                     "which the normalized token '{}' is '{}' instead of '{}'",
+                                     token.content, before, after));
+    }
+  }
+
+  using Adding = std::vector<std::pair<Token, std::string>>;
+
+  static void add_special(const AddedList& list, Adding& adding, Token token, bool has_flags,
+                          const std::string& source) {
+    const auto known = [&](const auto& other) { return other.first.content == token.content; };
+    if (!has_flags && (list.contains(token.content) || std::ranges::any_of(adding, known))) return;
+    const auto same = [&](const auto& other) { return other.first.same_as(token); };
+    if (std::ranges::any_of(adding, same)) return;
+    adding.emplace_back(std::move(token), source);
+  }
+
+  // A special token that only the class names. Most classes of transformers 4 that read no tokenizer.json have flags of
+  // their own for it, and Qwen2's always.
+  void consider_class(SpecialToken kind, const std::string& content, const std::string& source,
+                      std::set<std::string>& seen, const AddedList& list, Adding& adding) {
+    if (!seen.insert(content).second) return;
+    if (is_assumed_ && !list.id(content) && files_->find_listed(content) == nullptr) return;
+    const bool has_flags =
+        shape_ == Shape::Qwen2 ||
+        (!is_json() && (shape_ == Shape::Gpt2 || shape_ == Shape::Roberta || shape_ == Shape::Llama));
+    Token token{.content = content, .special = has_flags};
+    if (has_flags) token.normalized = shape_ == Shape::Gpt2 || shape_ == Shape::Roberta;
+    const Token* const listed = files_->find_listed(content);
+    if (kind == SpecialToken::Mask && shape_ == Shape::Roberta) {
+      token.lstrip = true;
+      token.normalized = false;
+      if (listed == nullptr || !listed->lstrip)
+        warn(fmt::format("'{}' takes the white space before it, as in transformers 4; transformers 5 leaves it",
+                         content));
+      return add_special(list, adding, std::move(token), true, source);
+    }
+    if (has_flags && shape_ != Shape::Qwen2 && listed != nullptr && has_strips(*listed))
+      warn(
+          fmt::format("'{}' has flags in added_tokens_decoder that only transformers 5 follows for the class {}: libds "
+                      "leaves them out, as transformers 4 does; name the token in tokenizer_config.json to keep them",
+                      content, class_text()));
+    add_special(list, adding, std::move(token), has_flags, source);
   }
 
   std::string main_file() const { return d_.kind == Directory::Kind::Merges ? "vocab.json" : file_name(); }
@@ -503,12 +695,12 @@ class Definer {
   // transformers 5 adds tokens of other names, such as image_token; 4 does not.
   void refuse_other_names(const AddedList& list, const std::vector<std::pair<Token, std::string>>& adding) const {
     for (const auto& [key, value] : d_.config.items()) {
-      const bool ours = std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
+      const bool ours =
+          std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
       if (ours || !key.ends_with("_token") || !value.is_string()) continue;
       const auto& content = value.get_ref<const std::string&>();
-      const bool known = list.contains(content) || std::ranges::any_of(adding, [&](const auto& other) {
-                           return other.first.content == content;
-                         });
+      const bool known = list.contains(content) ||
+                         std::ranges::any_of(adding, [&](const auto& other) { return other.first.content == content; });
       if (!known)
         d_.place(kConfig, key)
             .unsupported(fmt::format("'{}' is in no list of added tokens: transformers 5 would add it, and 4 would not",
@@ -532,9 +724,10 @@ class Definer {
         const bool named = std::ranges::any_of(
             made_.special, [&](const auto& special) { return special.second.content == token.content; });
         if (named && !token.is_plain())
-          warn(fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
-                           "follows transformers 4",
-                           token.content, class_text()));
+          warn(
+              fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
+                          "follows transformers 4",
+                          token.content, class_text()));
       }
     }
     if (!is_json() || shape_ == Shape::Unknown || shape_ == Shape::File) return;
@@ -543,12 +736,15 @@ class Definer {
     const std::optional<bool> prefix = d_.flag("add_prefix_space");
     options.add_prefix_space = prefix.value_or(shape_ == Shape::Llama);
     options.legacy = false;
-    const TextForm anew = form_of(shape_, options);
+    TextForm anew = form_of(shape_, options);
+    if (shape_ == Shape::Llama && d_.flag("legacy").value_or(false) && options.add_prefix_space)
+      anew.pre_tokenizer["prepend_scheme"] = "always";
     if (made_.file.value("normalizer", Json()) != anew.normalizer ||
         without_offsets(made_.file.value("pre_tokenizer", Json())) != without_offsets(anew.pre_tokenizer))
-      warn(fmt::format("tokenizer.json is followed, as by transformers 4; transformers 5 prepares a text as the class {} "
-                       "does, which differs",
-                       class_text()));
+      warn(fmt::format(
+          "tokenizer.json is followed, as by transformers 4; transformers 5 prepares a text as the class {} "
+          "does, which differs",
+          class_text()));
     if (d_.setting("added_tokens_decoder") == nullptr) return;
     for (const Json& json : own_tokens) {
       const Json* const content = find_member(json, "content");
@@ -558,14 +754,16 @@ class Definer {
         return special.second.content == content->get_ref<const std::string&>();
       });
       if (named) continue;
-      warn(fmt::format("'{}' of tokenizer.json is missing in added_tokens_decoder of tokenizer_config.json, and counts, "
-                       "as in transformers 4; transformers 5 leaves it out for the class {}",
-                       *content, class_text()));
+      warn(
+          fmt::format("'{}' of tokenizer.json is missing in added_tokens_decoder of tokenizer_config.json, and counts, "
+                      "as in transformers 4; transformers 5 leaves it out for the class {}",
+                      *content, class_text()));
     }
   }
 
   static Json without_offsets(Json part) {
     if (part.is_object()) part.erase("trim_offsets");
+    if (part_type_of(part) == "ByteLevel" && !part.contains("use_regex")) part["use_regex"] = true;
     if (part.is_object() && part.contains("pretokenizers"))
       for (Json& inner : part["pretokenizers"]) inner = without_offsets(inner);
     return part;
@@ -591,10 +789,11 @@ class Definer {
 
   const Directory& d_;
   ClassName class_;
-  const ClassRow& row_;
+  const ClassRow* row_;
+  bool is_assumed_ = false;  // no file names the class
   Shape shape_ = Shape::Unknown;
   TextFormOptions options_;
-  bool compare_prefix_ = false;
+  Json own_normalizer_ = nullptr;  // of tokenizer.json, where the class changes it
   std::optional<TokenFiles> files_;
   Definition made_;
 };

@@ -24,8 +24,8 @@ bool exists(const std::string& path) {
 // {} if the file is missing.
 Json read_settings(const std::string& path) {
   if (!exists(path)) return Json::object();
-  Json json = parse_sorted_json(read_text_file(path, kMostSettingsBytes), path,
-                                {.error = Errc::Corrupt, .comments = false});
+  Json json =
+      parse_sorted_json(read_text_file(path, kMostSettingsBytes), path, {.error = Errc::Corrupt, .comments = false});
   if (!json.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path));
   return json;
 }
@@ -71,13 +71,13 @@ ClassName class_name(const Directory& d) {
     if (!value->is_string()) d.place(name, "tokenizer_class").corrupt("must be a string");
     std::string text = value->get<std::string>();
     if (text.ends_with("Fast")) text.resize(text.size() - 4);
-    return ClassName{std::move(text), name};
+    return ClassName{.name = std::move(text), .file = name};
   };
   if (auto of = named(d.config, "tokenizer_config.json")) return *std::move(of);
   if (auto of = named(d.model, "config.json")) return *std::move(of);
   const Json* const type = find_member(d.model, "model_type");
   if (type == nullptr || !type->is_string()) return {};
-  return {std::string(class_of_model(type->get_ref<const std::string&>())), "config.json"};
+  return {std::string(class_of_model(type->get_ref<const std::string&>())), "config.json", true};
 }
 
 Directory read_directory(const std::string& path) {

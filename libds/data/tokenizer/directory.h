@@ -38,7 +38,8 @@ struct Directory {
 // tokenizer_config.json and of config.json, and the class of config.json's model_type. Without "Fast".
 struct ClassName {
   std::string name;
-  std::string file;  // that names it
+  std::string file;      // that names it
+  bool by_type = false;  // by its model_type alone
 };
 ClassName class_name(const Directory& directory);
 

@@ -81,8 +81,7 @@ Json byte_level_model(const std::string& vocab_path, const std::string& merges_p
     merges.push_back(std::move(line));
   }
   identity = content_identity("vocab.json + merges.txt", vocab_text + merges_text);
-  return {{"version", "1.0"},
-          {"model", {{"type", "BPE"}, {"vocab", std::move(vocab)}, {"merges", std::move(merges)}}}};
+  return {{"version", "1.0"}, {"model", {{"type", "BPE"}, {"vocab", std::move(vocab)}, {"merges", std::move(merges)}}}};
 }
 
 Json word_piece_model(const std::string& path, std::string& identity) {

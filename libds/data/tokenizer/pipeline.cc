@@ -25,7 +25,7 @@ class Pipeline : public Tokenizer {
         pre_tokenizer_(make_pre_tokenizer(or_null(f.find("pre_tokenizer")), f.place() / "pre_tokenizer", byte_level_)),
         model_(d.model ? std::move(d.model) : make_model(f.at("model"), f.place() / "model", byte_level_)),
         added_(or_null(f.find("added_tokens")), f.place() / "added_tokens", model_->vocabulary(), normalizer_.get(),
-               d.splits_special),
+               d.splits_special, d.matches),
         decoder_(make_decoder(or_null(f.find("decoder")), f.place() / "decoder")) {
     static std::atomic<u64> tokenizers{0};
     serial_ = ++tokenizers;
@@ -37,6 +37,7 @@ class Pipeline : public Tokenizer {
       (f.place() / "pre_tokenizer").unsupported("prepend_scheme 'first' behind a normalizer that removes characters");
     facts_.ends = std::move(d.ends);
     facts_.warnings = std::move(d.warnings);
+    facts_.when_writing = std::move(d.when_writing);
     find_special(d, or_null(f.find("post_processor")));
     f.done();
     vocab_size_ = model_->vocabulary().num_ids();
@@ -186,6 +187,10 @@ class Pipeline : public Tokenizer {
     adds_bos_ = d.adds_bos.value_or(first.has_value() && first == special(SpecialToken::Bos));
     if (!special(SpecialToken::Bos)) adds_bos_ = false;
     facts_.adds_eos = special(SpecialToken::Eos) && (d.adds_eos || last == special(SpecialToken::Eos));
+    if (facts_.adds_eos)
+      facts_.when_writing.push_back(fmt::format(
+          "tokenizer '{}': the reference puts '{}' after every text; prompts are left open, to be continued", d.name,
+          piece(*special(SpecialToken::Eos))));
   }
 
   // The special token that the file puts before a text, or after it.

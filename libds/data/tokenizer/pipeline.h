@@ -7,6 +7,7 @@
 #include <string>
 
 #include "data/tokenizer.h"
+#include "data/tokenizer/added_tokens.h"
 #include "data/tokenizer/fields.h"
 #include "data/tokenizer/model.h"
 
@@ -18,8 +19,8 @@ struct SpecialName {
 };
 
 struct Definition {
-  std::string name;             // the file with the vocabulary, for messages
-  Json file = {};               // in the form of a tokenizer.json, with all added tokens
+  std::string name;                        // the file with the vocabulary, for messages
+  Json file = {};                          // in the form of a tokenizer.json, with all added tokens
   std::unique_ptr<Model> model = nullptr;  // instead of the "model" of `file`
   // Both without the files beside the vocabulary: how many ids it has (0: as `file` has), and its content.
   i64 own_ids = 0;
@@ -30,9 +31,10 @@ struct Definition {
   std::map<std::string, std::string> origins = {};  // of added tokens: content -> file
   std::optional<bool> adds_bos = std::nullopt;      // nothing: as the "post_processor" of `file` says
   bool adds_eos = false;
+  TokenMatches matches = {};
   bool splits_special = false;  // special tokens that a text spells out are cut into pieces
   std::vector<i32> ends = {};
-  std::vector<std::string> warnings = {};
+  std::vector<std::string> warnings = {}, when_writing = {};
 };
 
 std::unique_ptr<Tokenizer> make_pipeline(Definition definition);

@@ -4,6 +4,8 @@
 #include <sentencepiece_processor.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "base/file.h"
 #include "data/tokenizer/directory.h"
@@ -48,8 +50,8 @@ bool is_tiktoken(std::string_view text) {
   const std::string_view line = text.substr(0, text.find('\n'));
   const size_t blank = line.find(' ');
   return blank != line.npos && blank > 0 && blank + 1 < line.size() &&
-         line.substr(0, blank).find_first_not_of(
-             "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=") == line.npos &&
+         line.substr(0, blank).find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=") ==
+             line.npos &&
          line.find_first_not_of("0123456789\r", blank + 1) == line.npos;
 }
 
@@ -107,16 +109,17 @@ class Proto {
 };
 
 // Fields of sentencepiece_model.proto.
-constexpr u64 kPieces = 1, kNormalizer = 3, kPieceType = 3, kCharsMap = 2, kRemoveBlanks = 4;
+constexpr u64 kPieces = 1, kTrainer = 2, kNormalizer = 3, kModelType = 3, kUnigram = 1, kPieceType = 3, kCharsMap = 2,
+              kRemoveBlanks = 4;
 constexpr u64 kUserDefined = 4;
 
 class SentencePiece : public Tokenizer {
  public:
   SentencePiece(const std::string& path, const std::string& bytes, const std::string& content, std::vector<i32> ends)
       : path_(path), processor_(load(bytes, path)) {
-    identity_ = fmt::format("SentencePiece of {} ids, {}{}{}", processor_->GetPieceSize(), content,
-                            other_files_identity(ends.empty() ? Json::object() : Json{{"ends", ends}}),
-                            by_sentence_piece());
+    identity_ =
+        fmt::format("SentencePiece of {} ids, {}{}{}", processor_->GetPieceSize(), content,
+                    other_files_identity(ends.empty() ? Json::object() : Json{{"ends", ends}}), by_sentence_piece());
     facts_.ends = std::move(ends);
     for (const SpecialToken kind : kSpecialTokens) {
       if (const auto id = special(kind))
@@ -128,7 +131,22 @@ class SentencePiece : public Tokenizer {
   void encode(std::string_view text, std::vector<i32>& ids) const override {
     std::string mended;
     if (!is_utf8(text)) text = mended = replace_invalid_utf8(text);
+    for (size_t i = 0; i < facts_.named.size(); ++i) {
+      if (text.find(facts_.named[i].content) != text.npos) spelt_[i].store(true, std::memory_order_relaxed);
+    }
     encode_with(*processor_, path_, text, ids);
+  }
+  std::vector<std::string> warnings_of_texts() const override {
+    std::vector<std::string> warnings;
+    for (size_t i = 0; i < facts_.named.size(); ++i) {
+      if (spelt_[i].load(std::memory_order_relaxed))
+        warnings.push_back(
+            fmt::format("{}: texts spell out '{}', which SentencePiece cuts into pieces like other text; "
+                        "with a tokenizer_config.json of the class LlamaTokenizer beside it, as "
+                        "transformers has it, it is the token {}",
+                        path_, facts_.named[i].content, facts_.named[i].id));
+    }
+    return warnings;
   }
 
   std::string decode(std::span<const i32> ids) const override {
@@ -151,6 +169,7 @@ class SentencePiece : public Tokenizer {
  private:
   std::string path_, identity_;
   std::shared_ptr<const Processor> processor_;
+  mutable std::array<std::atomic<bool>, kNumSpecialTokens> spelt_{};  // by facts_.named: in a text that was encoded
 };
 
 class SentencePieceModel : public Model {
@@ -181,7 +200,9 @@ SentencePieceFile::SentencePieceFile(const std::string& path)
   load(bytes_, path);
 }
 
-std::string SentencePieceFile::content_identity() const { return tokenizer::content_identity("tokenizer.model", bytes_); }
+std::string SentencePieceFile::content_identity() const {
+  return tokenizer::content_identity("tokenizer.model", bytes_);
+}
 
 std::vector<SentencePieceFile::Piece> SentencePieceFile::pieces() const {
   const auto processor = load(bytes_, path_);
@@ -194,13 +215,16 @@ std::vector<SentencePieceFile::Piece> SentencePieceFile::pieces() const {
     if (field->number != kPieces) continue;
     Proto piece(field->bytes);
     while (const auto member = piece.next())
-      if (member->number == kPieceType && at < pieces.size()) pieces[at].is_user_defined = member->value == kUserDefined;
+      if (member->number == kPieceType && at < pieces.size())
+        pieces[at].is_user_defined = member->value == kUserDefined;
     ++at;
   }
   return pieces;
 }
 
-std::optional<i32> SentencePieceFile::special(SpecialToken kind) const { return special_of(*load(bytes_, path_), kind); }
+std::optional<i32> SentencePieceFile::special(SpecialToken kind) const {
+  return special_of(*load(bytes_, path_), kind);
+}
 
 bool SentencePieceFile::normalizes() const {
   bool has_rules = false, removes = true;
@@ -216,6 +240,18 @@ bool SentencePieceFile::normalizes() const {
   return has_rules || removes;
 }
 
+bool SentencePieceFile::is_unigram() const {
+  u64 type = kUnigram;
+  Proto model(bytes_);
+  while (const auto field = model.next()) {
+    if (field->number != kTrainer) continue;
+    Proto trainer(field->bytes);
+    while (const auto member = trainer.next())
+      if (member->number == kModelType) type = member->value;
+  }
+  return type == kUnigram;
+}
+
 std::unique_ptr<Tokenizer> SentencePieceFile::tokenizer(std::vector<i32> ends) const {
   return std::make_unique<SentencePiece>(path_, bytes_, content_identity(), std::move(ends));
 }
@@ -229,8 +265,6 @@ std::unique_ptr<Model> SentencePieceFile::model(bool as_is) const {
   return std::make_unique<SentencePieceModel>(path_, processor, Vocabulary(vocabulary, {path_, "pieces"}));
 }
 
-std::string by_sentence_piece() {
-  return fmt::format("{}sentencepiece {}", kByLibrary, DS_SENTENCEPIECE_VERSION);
-}
+std::string by_sentence_piece() { return fmt::format("{}sentencepiece {}", kByLibrary, DS_SENTENCEPIECE_VERSION); }
 
 }  // namespace ds::tokenizer

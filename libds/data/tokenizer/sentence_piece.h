@@ -28,6 +28,8 @@ class SentencePieceFile {
   // Whether the library changes more of a text than its blanks: by rules, or by removing blanks.
   bool normalizes() const;
 
+  bool is_unigram() const;
+
   // By SentencePiece itself, as it prepares and reads a text.
   std::unique_ptr<Tokenizer> tokenizer(std::vector<i32> ends) const;
   // As the model of a pipeline. as_is: words are whole texts, which the library prepares; otherwise they are prepared

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes random directories of tokenizers, and the ids that AutoTokenizer of transformers 4 and 5 gives for texts.
 
-    make_directories.py PYTHON4 PYTHON5        writes few.jsonl and many.jsonl beside this file
+    make_directories.py PYTHON4 PYTHON5        writes named.jsonl and random.jsonl beside this file
 
 PYTHON4 has transformers 4.57.6, PYTHON5 5.24.0, both tokenizers, sentencepiece, protobuf and jinja2. A line is one
 directory:
@@ -12,7 +12,8 @@ directory:
     texts   the texts
     fast4, slow4, auto5   for each text its ids, or the error that the reference raised
     special what fast4 and auto5 say of special tokens: bos, eos, the ids that they put before and after a text
-The choice depends on the seed alone. few.jsonl contains a part of the directories for the default tests.
+named.jsonl has directories written out below, one for each rule; random.jsonl has random ones, which depend on the seed
+alone.
 """
 import base64
 import json
@@ -23,7 +24,7 @@ import sys
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-NUM_MANY, NUM_FEW = 420, 72
+NUM_RANDOM = 420
 
 CORPUS = ["the cat sat on the mat and the hat", "a big red tree and a big red fish swim", "new words are newer than old words",
           "The Cat Says Hello World", "one two three 123 45 6", "hello hello world worlds", "caf\u00e9 na\u00efve \u00fcber",
@@ -254,6 +255,8 @@ def directory(r, kind, bases):
             if r.random() > likely:
                 continue
             c = r.choice(known) if known and r.random() < 0.8 else r.choice(["</s>", "<|im_end|>", "<new>"])
+            if " " in c:  # transformers 4 cannot make its template of it
+                continue
             found[name] = c if r.random() < 0.7 else dict(token(r, c, plain=0.5))
         for t in found.values():
             if isinstance(t, dict):
@@ -324,6 +327,113 @@ def texts_of(r, files):
     return texts
 
 
+# ---- directories that show a rule each --------------------------------------------------------------------------------
+
+
+def flags(content, *of, special=True):
+    return dict(content=content, special=special, **{f: f in of for f in FLAGS if f != "special"})
+
+
+def numbered(first, *tokens):
+    return {str(first + i): t for i, t in enumerate(tokens)}
+
+
+def named(bases):
+    spm = lambda **config: {"tokenizer.model": "spm-bpe", "tokenizer_config.json": dict(
+        tokenizer_class="LlamaTokenizer", **{"legacy": False, **config})}
+    special = {"0": flags("<unk>"), "1": flags("<s>"), "2": flags("</s>")}
+    chat = numbered(340, flags("<|im_start|>"), flags("<|im_end|>"))
+    im = ["<|im_start|>user says<|im_end|>one two", "one two three</s>big tree</s>red fish", "<s> <unk>x</s>"]
+
+    def of(base, tokens=(), **config):
+        model = json.loads(bases[base])
+        model["added_tokens"] = [dict(t, id=int(i)) for i, t in dict(tokens).items()]
+        return {"tokenizer.json": model, **({"tokenizer_config.json": config} if config else {})}
+
+    bert = {str(i): flags(c) for i, c in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    cased = ["Hello big World Caf\u00e9", "HELLO [MASK] hello", "\u4e2d\u6587 caf\u00e9"]
+    blank = ["Hello world", " Hello", "<|im_end|> Hello", "x"]
+    strip = ["a <x> b", "a<x>b", "a  <x>  b", "\t<x>\n<x> ", "x <x><x> x", "a<x>"]
+    merges = lambda cls, **config: {"vocab.json": "vocab.json", "merges.txt": "merges.txt", "tokenizer_config.json": dict(
+        tokenizer_class=cls, **config)}
+    vocab = lambda **config: {"vocab.txt": "vocab.txt", "tokenizer_config.json": dict(
+        tokenizer_class="BertTokenizer", **config)}
+    cases = [
+        ("a text spells out the control tokens of tokenizer.model", spm(), im),
+        ("added_tokens_decoder adds to tokenizer.model", spm(added_tokens_decoder={**special, **chat}), im),
+        ("added_tokens.json adds to tokenizer.model",
+         dict(spm(), **{"added_tokens.json": {"<|im_start|>": 340, "<|im_end|>": 341}}), im),
+        ("eos_token adds to tokenizer.model", spm(eos_token="<|im_end|>"), im),
+        ("special_tokens_map.json adds to tokenizer.model",
+         dict(spm(eos_token="</s>"), **{"special_tokens_map.json": {"eos_token": "<|im_end|>"}}), im),
+        ("special_tokens_map.json does not count beside added_tokens_decoder",
+         dict(spm(added_tokens_decoder={**special, **chat}, eos_token="</s>"),
+              **{"special_tokens_map.json": {"eos_token": "<|im_end|>", "pad_token": "two"}}), im),
+        ("added_tokens.json does not count beside added_tokens_decoder",
+         dict(spm(added_tokens_decoder=special), **{"added_tokens.json": {"<|im_start|>": 340}}), im),
+        ("tokenizer.model without a class, but with config.json", {"tokenizer.model": "spm-bpe", "config.json": {
+            "model_type": "llama"}, "tokenizer_config.json": {"legacy": False}}, im),
+        ("tokenizer.model, legacy", spm(legacy=True, added_tokens_decoder={**special, **chat}), im),
+        ("tokenizer.model, add_prefix_space false", spm(add_prefix_space=False), im),
+        ("tokenizer.model, flags of special tokens",
+         spm(added_tokens_decoder={**special, **numbered(340, flags("<x>", "lstrip", "rstrip"))}), strip),
+        ("tokenizer.model, split_special_tokens", spm(split_special_tokens=True), im),
+        ("do_lower_case false, lowercase in tokenizer.json",
+         of("bert-uncased", bert, tokenizer_class="BertTokenizer", do_lower_case=False), cased),
+        ("do_lower_case true, not in tokenizer.json",
+         of("bert-cased", bert, tokenizer_class="BertTokenizer", do_lower_case=True), cased),
+        ("do_lower_case by the class alone", of("bert-cased", bert, tokenizer_class="BertTokenizer"), cased),
+        ("the class by config.json alone",
+         dict(of("bert-cased", bert), **{"config.json": {"model_type": "bert"}}), cased),
+        ("do_lower_case does not count for another class",
+         of("bert-cased", bert, tokenizer_class="PreTrainedTokenizerFast", do_lower_case=True), cased),
+        ("strip_accents false", of("bert-uncased", bert, tokenizer_class="BertTokenizer", strip_accents=False), cased),
+        ("strip_accents true and cased",
+         of("bert-cased", bert, tokenizer_class="BertTokenizer", do_lower_case=False, strip_accents=True), cased),
+        ("tokenize_chinese_chars false",
+         of("bert-uncased", bert, tokenizer_class="BertTokenizer", tokenize_chinese_chars=False), cased),
+        ("vocab.txt, do_lower_case false", vocab(do_lower_case=False), cased),
+        ("vocab.txt, do_lower_case by the class", vocab(), cased),
+        ("add_prefix_space true in tokenizer_config.json",
+         of("gpt2", {"330": flags("<|im_end|>")}, tokenizer_class="GPT2Tokenizer", add_prefix_space=True), blank),
+        ("add_prefix_space of tokenizer.json does not count for the class GPT2Tokenizer",
+         of("gpt2-prefix", {"330": flags("<|im_end|>")}, tokenizer_class="GPT2Tokenizer"), blank),
+        ("vocab.json, add_prefix_space", merges("GPT2Tokenizer", add_prefix_space=True), blank),
+        ("vocab.json, added_tokens_decoder",
+         merges("GPT2Tokenizer", added_tokens_decoder={"330": flags("<|endoftext|>"), "331": flags("<x>", "rstrip")}), strip),
+        ("vocab.json, added_tokens.json",
+         dict(merges("Qwen2Tokenizer"), **{"added_tokens.json": {"<|endoftext|>": 330, "<x>": 331}}), strip),
+        ("split_special_tokens",
+         of("gpt2", {"330": flags("<x>"), "331": flags("Hello", special=False)}, tokenizer_class="PreTrainedTokenizerFast",
+            split_special_tokens=True), strip + blank),
+        ("eos_token that tokenizer.json does not have",
+         of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="GPT2Tokenizer", eos_token="<x>"), strip),
+        ("additional_special_tokens",
+         of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="GPT2Tokenizer", additional_special_tokens=["<x>"]),
+         strip),
+        ("added_tokens.json beside tokenizer.json",
+         dict(of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="PreTrainedTokenizerFast"),
+              **{"added_tokens.json": {"<x>": 331}}), strip),
+        ("clean_up_tokenization_spaces, model_max_length and padding_side change no ids",
+         of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="PreTrainedTokenizerFast", padding_side="left",
+            clean_up_tokenization_spaces=True, model_max_length=2), strip),
+    ]
+    for f in ("single_word", "lstrip", "rstrip"):
+        cases.append((f + " in tokenizer.json", of("gpt2", {"330": flags("<|endoftext|>"), "331": flags("<x>", f)},
+                                                   tokenizer_class="PreTrainedTokenizerFast"), strip))
+        cases.append((f + " in added_tokens_decoder alone", of(
+            "gpt2", {"330": flags("<|endoftext|>"), "331": flags("<x>")}, tokenizer_class="PreTrainedTokenizerFast",
+            added_tokens_decoder={"330": flags("<|endoftext|>"), "331": flags("<x>", f)}), strip))
+        cases.append((f + " in tokenizer.json alone", of(
+            "gpt2", {"330": flags("<|endoftext|>"), "331": flags("<x>", f)}, tokenizer_class="PreTrainedTokenizerFast",
+            added_tokens_decoder={"330": flags("<|endoftext|>"), "331": flags("<x>")}), strip))
+    cases.append(("normalized", of("bert-uncased", {**bert, **numbered(125, flags("Hello", "normalized", special=False))},
+                                   tokenizer_class="BertTokenizer"), cased))
+    cases.append(("not normalized", of("bert-uncased", {**bert, **numbered(125, flags("Hello", special=False))},
+                                       tokenizer_class="BertTokenizer"), cased))
+    return [dict(kind=name, files=files, texts=texts) for name, files, texts in cases]
+
+
 # ---- the reference ---------------------------------------------------------------------------------------------------
 
 
@@ -383,8 +493,9 @@ def main():
     content["merges.txt"] = "#version: 0.2\n" + "".join(" ".join(m) + "\n" for m in gpt2["merges"])
     content["vocab.txt"] = "".join(t + "\n" for t in by_id(json.loads(bases["bert-cased"])["model"]["vocab"]))
     kinds = list(KINDS)
-    cases = []
-    for i in range(NUM_MANY):
+    cases = named(bases)
+    num_named = len(cases)
+    for i in range(NUM_RANDOM):
         r = random.Random(1000 + i)
         kind = kinds[i % len(kinds)]
         files = directory(r, kind, bases)
@@ -398,17 +509,17 @@ def main():
             for case, line in zip(cases, out.splitlines(), strict=True):
                 case.update(json.loads(line))
     # tokenizer.json repeats a model: what it shares with its base is referred to.
+    by_model = {json.dumps(json.loads(text)["model"]): name for name, text in bases.items() if isinstance(text, str)}
     for case in cases:
         model = case["files"].get("tokenizer.json")
         if model:
-            base = KINDS[case["kind"]][0]
+            case["base"] = base = by_model[json.dumps(model["model"])]
             whole = json.loads(bases[base])
-            case["base"] = base
-            case["files"]["tokenizer.json"] = {k: v for k, v in model.items() if whole.get(k) != v}
-    large = {k: v for k, v in content.items()}
-    for name, part in (("few", cases[:NUM_FEW]), ("many", cases)):
+            case["files"]["tokenizer.json"] = {k: v for k, v in model.items() if k not in whole or whole[k] != v}
+    for name, part in (("named", cases[:num_named]), ("random", cases[num_named:])):
+        used = {v for c in part for v in c["files"].values() if isinstance(v, str)} | {c["base"] for c in part if "base" in c}
         with open(os.path.join(HERE, name + ".jsonl"), "w", encoding="utf-8") as f:
-            f.write(json.dumps(dict(content=large), ensure_ascii=False) + "\n")
+            f.write(json.dumps(dict(content={k: content[k] for k in sorted(used)}), ensure_ascii=False) + "\n")
             f.writelines(json.dumps(c, ensure_ascii=False) + "\n" for c in part)
 
 
