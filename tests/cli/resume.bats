@@ -356,7 +356,7 @@ END
 }
 
 @test "a resumed run says that --steps moves its schedule, and the key that keeps it" {
-  cosine=(--set scheduler.type=Cosine)
+  cosine=(--set scheduler.type=Cosine --set scheduler.params.warmup_num_steps=0)
   ds-train cfg.json --out run --quiet "${cosine[@]}"
   cp -r run kept && cp -r run same
   run -0 ds-train cfg.json --out run --resume latest --steps 24 "${cosine[@]}"

@@ -148,8 +148,8 @@ assert d["ends"] == [2, 7, 1000] and d["adds_bos"], d'
 }
 
 @test "a text that spells out </s> is warned of where SentencePiece cuts it" {
-  echo "one</s>two and many other words, as many as a sample of the run needs, and some more of them" >spelt.txt
-  set=(--set data.tokenizer="$(golden llama2-sp)" --set data.train=spelt.txt --set data.seq_length=8)
+  for i in $(seq 40); do echo "one</s>two and many other words, as many as a sample of the run needs, $i"; done >spelt.txt
+  set=(--set data.tokenizer="$(golden llama2-sp)" --set data.train=spelt.txt)
   run -0 ds-train cfg.json --check "${set[@]}"
   assert_output --regexp "warning: .*tokenizer.model: texts spell out '</s>', which SentencePiece cuts into pieces"
   mkdir tok && cp "$(golden llama2-sp)/tokenizer.model" tok

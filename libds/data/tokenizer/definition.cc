@@ -2,7 +2,6 @@
 #include "data/tokenizer/definition.h"
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <tuple>
 
@@ -13,264 +12,13 @@
 #include "data/tokenizer/files.h"
 #include "data/tokenizer/normalizer.h"
 #include "data/tokenizer/sentence_piece.h"
+#include "data/tokenizer/token_files.h"
 
 namespace ds::tokenizer {
 namespace {
 
 constexpr const char* kConfig = "tokenizer_config.json";
-constexpr const char* kSpecialMap = "special_tokens_map.json";
 constexpr const char* kAddedTokens = "added_tokens.json";
-
-// An id that a file states; nothing for one that no token can have, which is reported where the file is read whole.
-std::optional<i64> id_of(const Json* json) {
-  constexpr i64 kMost = std::numeric_limits<i32>::max();
-  if (json == nullptr || !json->is_number_integer() || *json < 0 || *json >= kMost) return std::nullopt;
-  return json->get<i64>();
-}
-
-// An added token; flags that no file gives are decided when it is added.
-struct Token {
-  std::string content;
-  bool single_word = false, lstrip = false, rstrip = false, special = false;
-  std::optional<bool> normalized = std::nullopt;
-
-  bool is_normalized() const { return normalized.value_or(!special); }
-  bool same_as(const Token& o) const {
-    return content == o.content && single_word == o.single_word && lstrip == o.lstrip && rstrip == o.rstrip &&
-           special == o.special && is_normalized() == o.is_normalized();
-  }
-  bool is_plain() const { return !single_word && !lstrip && !rstrip && special && !is_normalized(); }
-  Json json(i64 id) const {
-    return {{"id", id},         {"content", content}, {"single_word", single_word},   {"lstrip", lstrip},
-            {"rstrip", rstrip}, {"special", special}, {"normalized", is_normalized()}};
-  }
-};
-
-Token read_token(const Json& json, const Place& place) {
-  if (!json.is_object()) place.corrupt("must be an object with content");
-  Token token;
-  const auto flag = [&](const char* key) -> std::optional<bool> {
-    const auto it = json.find(key);
-    if (it == json.end() || it->is_null()) return std::nullopt;
-    if (!it->is_boolean()) (place / key).corrupt("must be true or false");
-    return it->get<bool>();
-  };
-  const auto content = json.find("content");
-  if (content == json.end() || !content->is_string()) (place / "content").corrupt("must be a string");
-  token.content = content->get<std::string>();
-  token.single_word = flag("single_word").value_or(false);
-  token.lstrip = flag("lstrip").value_or(false);
-  token.rstrip = flag("rstrip").value_or(false);
-  token.special = flag("special").value_or(false);
-  token.normalized = flag("normalized");
-  return token;
-}
-
-bool has_strips(const Token& token) { return token.lstrip || token.rstrip || token.single_word; }
-
-// A special token of the files: its name and, if the file has an object, its flags.
-struct Special {
-  Token token;
-  bool has_flags = false;
-  std::string source;
-  Place place;
-};
-
-Special read_special(const Json& value, const std::string& file, const Place& place) {
-  Special special{.token = {}, .has_flags = value.is_object(), .source = file, .place = place};
-  if (value.is_object()) {
-    special.token = read_token(value, place);
-  } else if (value.is_string()) {
-    special.token.content = value.get<std::string>();
-  } else {
-    place.corrupt("must be a string, or an object with content");
-  }
-  return special;
-}
-
-// What the files beside the vocabulary say of tokens, by the rules of AutoTokenizer.
-class TokenFiles {
- public:
-  TokenFiles(const Directory& d, const Json& own_tokens) : d_(d) {
-    const Json* const decoder = d.setting("added_tokens_decoder");
-    read_settings(d.config, kConfig);
-    if (decoder != nullptr) {
-      read_decoder(*decoder);
-      return;
-    }
-    const size_t num_more = more_.size();
-    read_settings(d.special, kSpecialMap);
-    for (size_t i = num_more; i < more_.size(); ++i) only_in_map_.push_back(more_[i].token.content);
-    read_added();
-    for (size_t i = 0; i < own_tokens.size(); ++i) {
-      const Token token = read_token(own_tokens[i], {d.file, fmt::format("added_tokens[{}]", i)});
-      if (const auto id = id_of(find_member(own_tokens[i], "id"))) listed_[*id] = {token, "tokenizer.json"};
-    }
-  }
-
-  struct Listed {
-    Token token;
-    std::string source;
-  };
-  const std::map<i64, Listed>& listed() const noexcept { return listed_; }
-  const std::map<SpecialToken, Special>& special() const noexcept { return special_; }
-  const std::vector<Special>& more() const noexcept { return more_; }  // without a role
-
-  // Tokens without a role that only special_tokens_map.json names.
-  const std::vector<std::string>& only_in_map() const noexcept { return only_in_map_; }
-
-  // The token that is listed under this content.
-  const Token* find_listed(const std::string& content) const {
-    const Token* found = nullptr;
-    for (const auto& [id, listed] : listed_)
-      if (listed.token.content == content) found = &listed.token;
-    return found;
-  }
-
- private:
-  void read_settings(const Json& file, const char* name) {
-    for (const SpecialToken kind : kSpecialTokens) {
-      const std::string key(special_name(kind));
-      if (const Json* value = find_member(file, key)) special_[kind] = read_special(*value, name, d_.place(name, key));
-    }
-    for (const char* key : {"additional_special_tokens", "extra_special_tokens"}) {
-      const Json* const list = find_member(file, key);
-      if (list == nullptr) continue;
-      const Place place = d_.place(name, key);
-      if (!list->is_array() && !list->is_object()) place.corrupt("must be a list of tokens");
-      for (const Json& value : *list) {
-        Special special = read_special(value, name, place);
-        const bool known = std::ranges::any_of(
-            more_, [&](const Special& other) { return other.token.content == special.token.content; });
-        if (!known) more_.push_back(std::move(special));
-      }
-    }
-  }
-
-  void read_decoder(const Json& decoder) {
-    const Place place = d_.place(kConfig, "added_tokens_decoder");
-    if (!decoder.is_object()) place.corrupt("must be an object");
-    for (const auto& [id, token] : decoder.items()) {
-      const bool digits = !id.empty() && id.size() < 10 && id.find_first_not_of("0123456789") == id.npos;
-      if (!digits || !token.is_object()) (place / id).corrupt("must be an id with an object with content");
-      listed_[std::stoll(id)] = {read_token(token, place / id), kConfig};
-    }
-  }
-
-  void read_added() {
-    std::set<std::string> names;
-    for (const auto& [kind, special] : special_) names.insert(special.token.content);
-    for (const Special& special : more_) names.insert(special.token.content);
-    for (const auto& [content, id] : d_.added.items()) {
-      if (!id.is_number_integer() || id < 0 || id > 999'999'999)
-        d_.place(kAddedTokens, content).corrupt("must be an id of at most nine digits");
-      Token token{.content = content, .special = names.contains(content)};
-      listed_[id.get<i64>()] = {std::move(token), kAddedTokens};
-    }
-  }
-
-  const Directory& d_;
-  std::map<i64, Listed> listed_;
-  std::map<SpecialToken, Special> special_;
-  std::vector<Special> more_;
-  std::vector<std::string> only_in_map_;
-};
-
-// The added tokens of a tokenizer, numbered as Hugging Face's tokenizers do it.
-class AddedList {
- public:
-  AddedList(const Json& own, std::function<std::optional<i64>(const std::string&)> in_vocabulary, i64 num_in_vocabulary,
-            const Place& place)
-      : in_vocabulary_(std::move(in_vocabulary)), next_(num_in_vocabulary) {
-    for (size_t i = 0; i < own.size(); ++i) {
-      const Place here{place.file, fmt::format("{}[{}]", place.path, i)};
-      Token token = read_token(own[i], here);
-      const i64 number = id_of(find_member(own[i], "id")).value_or(0);
-      list_.push_back(own[i]);
-      next_ = std::max(next_, number + 1);
-      entries_[token.content] = {list_.size() - 1, number};
-      note(token);
-      tokens_.push_back(std::move(token));
-    }
-    own_ = tokens_;
-  }
-
-  const Json& list() const noexcept { return list_; }
-  std::optional<i64> id(const std::string& content) const {
-    const auto it = entries_.find(content);
-    return it != entries_.end() ? std::optional(it->second.id) : in_vocabulary_(content);
-  }
-  bool contains(const std::string& content) const { return entries_.contains(content); }
-  const Token* find_same(const Token& token) const {
-    const auto it = std::ranges::find_if(tokens_, [&](const Token& t) { return t.same_as(token); });
-    return it == tokens_.end() ? nullptr : &*it;
-  }
-  const std::vector<Token>& tokens() const noexcept { return tokens_; }
-
-  // Before they are added.
-  void announce(const std::vector<std::pair<Token, std::string>>& tokens) {
-    for (const auto& [token, source] : tokens)
-      if (token.special && !token.content.empty()) first_special_.try_emplace(token.content, token.is_normalized());
-  }
-  void add(const Token& token) {
-    // The library passes over what it knew before.
-    if (std::ranges::any_of(own_, [&](const Token& own) { return own.same_as(token); })) return;
-    if (const auto it = entries_.find(token.content); it != entries_.end()) {
-      const auto [at, id] = it->second;
-      if (tokens_[at].same_as(token)) return;
-      note(token);
-      list_[at] = token.json(id);
-      tokens_[at] = token;
-      return;
-    }
-    note(token);
-    const i64 id = in_vocabulary_(token.content).value_or(next_);
-    next_ = std::max(next_, id + 1);
-    list_.push_back(token.json(id));
-    tokens_.push_back(token);
-    entries_[token.content] = {list_.size() - 1, id};
-  }
-
-  // Tokens that are found in another way than their last flags say: as in transformers 4, a special token is found as
-  // its first flags say, and another one as any of its flags say.
-  TokenMatches matches() const {
-    TokenMatches all;
-    for (const Token& token : tokens_) {
-      TokenMatch match;
-      const auto special = first_special_.find(token.content);
-      match.special = special != first_special_.end();
-      if (match.special) (special->second ? match.normalized : match.raw) = true;
-      if (const auto it = found_.find(token.content); it != found_.end()) {
-        match.raw |= it->second.raw;
-        match.normalized |= it->second.normalized;
-      }
-      if (match.raw == !token.is_normalized() && match.normalized == token.is_normalized() &&
-          match.special == token.special)
-        continue;
-      all.emplace(token.content, match);
-    }
-    return all;
-  }
-
- private:
-  struct Entry {
-    size_t at = 0;
-    i64 id = 0;
-  };
-  void note(const Token& token) {
-    if (token.special) first_special_.try_emplace(token.content, token.is_normalized());
-    if (first_special_.contains(token.content)) return;
-    TokenMatch& match = found_[token.content];
-    (token.is_normalized() ? match.normalized : match.raw) = true;
-  }
-  std::function<std::optional<i64>(const std::string&)> in_vocabulary_;
-  i64 next_;
-  Json list_ = Json::array();
-  std::vector<Token> tokens_, own_;
-  std::map<std::string, Entry> entries_;
-  std::map<std::string, bool> first_special_;  // whether the first special token of this content is normalized
-  TokenMatches found_;                         // of those that are not special
-};
 
 // Members of tokenizer_config.json that would change ids in a way that libds does not follow.
 void refuse_settings(const Directory& d) {
@@ -466,6 +214,7 @@ class Definer {
                       "transformers 4; transformers 5 follows tokenizer.json for the class {}",
                       *wanted, class_text()));
     } else if (!wanted && has) {
+      follows_five_ = true;
       warn(
           fmt::format("add_prefix_space is true in tokenizer.json and not in tokenizer_config.json: tokenizer.json "
                       "counts, as in transformers 5; transformers 4 takes false for the class {}",
@@ -530,23 +279,21 @@ class Definer {
     AddedList list(own_tokens, in_vocabulary, count, {d_.file, "added_tokens"});
     for (const Token& token : list.tokens()) made_.origins.emplace(token.content, main_file());
 
-    std::set<std::string> names;  // of special tokens
-    for (const auto& [kind, special] : files_->special()) names.insert(special.token.content);
-    for (const Special& special : files_->more()) names.insert(special.token.content);
+    const std::set<std::string> by_files = files_->names();
+    std::set<std::string> names = by_files;
     for (const std::string_view content : row_->special)
       if (!content.empty()) names.emplace(content);
 
     // What added_tokens_decoder and the like list, by their ids.
-    std::vector<std::pair<Token, std::string>> adding;
+    Adding adding;
     for (const auto& [id, listed] : files_->listed())
-      if (list.find_same(listed.token) == nullptr) adding.emplace_back(listed.token, listed.source);
+      if (!list.has_same(listed.token)) adding.push(listed.token, listed.source);
     // Special tokens with flags replace what is known, unless they are listed; those without are added where unknown.
     std::set<std::string> seen;
     const auto consider = [&](Token token, bool has_flags, const std::string& source) {
       if (!seen.insert(token.content).second) {
-        const auto first =
-            std::ranges::find_if(adding, [&](const auto& a) { return a.first.content == token.content; });
-        const bool differ = has_flags ? !token.is_plain() : first != adding.end() && has_strips(first->first);
+        const Token* const first = adding.find(token.content);
+        const bool differ = has_flags ? !token.is_plain() : first != nullptr && first->has_strips();
         if (differ && files_->find_listed(token.content) == nullptr)
           warn(
               fmt::format("'{}' is named twice, with different flags: the first ones count, as in transformers 4; in "
@@ -554,7 +301,14 @@ class Definer {
                           token.content));
         return;
       }
-      if (const Token* listed = files_->find_listed(token.content)) token = *listed, has_flags = true;
+      if (const Token* listed = files_->find_listed(token.content)) {
+        token = *listed, has_flags = true;
+      } else if (made_.model && list.contains(token.content) && token.has_strips()) {
+        warn(
+            fmt::format("'{}' of tokenizer.model has flags in {}, which count as in transformers 4; transformers 5 "
+                        "leaves them out",
+                        token.content, source));
+      }
       add_special(list, adding, std::move(token), has_flags, source);
     };
     constexpr SpecialToken kOrder[] = {SpecialToken::Bos, SpecialToken::Eos, SpecialToken::Unk, SpecialToken::Sep,
@@ -570,7 +324,8 @@ class Definer {
       if (by_class.empty()) continue;
       const std::string source = fmt::format("class {}", class_text());
       // A name of the class alone is no special token where the files have no such token.
-      if (list.id(std::string(by_class)) || files_->find_listed(std::string(by_class)) != nullptr)
+      if (list.id(std::string(by_class)) || files_->find_listed(std::string(by_class)) != nullptr ||
+          by_files.contains(std::string(by_class)))
         made_.special[kind] = {std::string(by_class), source};
       consider_class(kind, std::string(by_class), source, seen, list, adding);
     }
@@ -582,14 +337,10 @@ class Definer {
                       content));
     refuse_other_names(list, adding);
 
-    for (auto& [token, source] : adding) token.special = token.special || names.contains(token.content);
-    list.announce(adding);
-    for (const auto& [token, source] : adding) {
-      if (token.content.empty()) continue;
-      const bool changes = list.find_same(token) == nullptr;
-      list.add(token);
-      if (changes) made_.origins[token.content] = source;
-    }
+    adding.mark_special(names);
+    for (const auto& [token, source] : adding.entries())
+      if (!token.content.empty() && !list.has_same(token)) made_.origins[token.content] = source;
+    list.add(adding);
     for (const auto& [id, listed] : files_->listed()) {
       if (listed.token.content.empty() || listed.source == "tokenizer.json") continue;
       const i64 given = list.id(listed.token.content).value_or(id);
@@ -606,6 +357,11 @@ class Definer {
         if (special_name(kind) == name)
           made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
     }
+    if (follows_five_ && made_.warnings.size() > 1)
+      d_.place(kConfig, "add_prefix_space")
+          .unsupported(fmt::format("is missing, and true in tokenizer.json: state it, since versions of transformers "
+                                   "differ here, and in another way: {}",
+                                   made_.warnings.back()));
     made_.file["added_tokens"] = list.list();
     made_.matches = list.matches();
     check_normalized(list);
@@ -650,15 +406,10 @@ class Definer {
     }
   }
 
-  using Adding = std::vector<std::pair<Token, std::string>>;
-
   static void add_special(const AddedList& list, Adding& adding, Token token, bool has_flags,
                           const std::string& source) {
-    const auto known = [&](const auto& other) { return other.first.content == token.content; };
-    if (!has_flags && (list.contains(token.content) || std::ranges::any_of(adding, known))) return;
-    const auto same = [&](const auto& other) { return other.first.same_as(token); };
-    if (std::ranges::any_of(adding, same)) return;
-    adding.emplace_back(std::move(token), source);
+    if (!has_flags && (list.contains(token.content) || adding.find(token.content) != nullptr)) return;
+    if (!adding.has_same(token)) adding.push(std::move(token), source);
   }
 
   // A special token that only the class names. Most classes of transformers 4 that read no tokenizer.json have flags of
@@ -681,7 +432,7 @@ class Definer {
                          content));
       return add_special(list, adding, std::move(token), true, source);
     }
-    if (has_flags && shape_ != Shape::Qwen2 && listed != nullptr && has_strips(*listed))
+    if (has_flags && shape_ != Shape::Qwen2 && listed != nullptr && listed->has_strips())
       warn(
           fmt::format("'{}' has flags in added_tokens_decoder that only transformers 5 follows for the class {}: libds "
                       "leaves them out, as transformers 4 does; name the token in tokenizer_config.json to keep them",
@@ -693,14 +444,13 @@ class Definer {
   std::string file_name() const { return d_.file.substr(d_.file.find_last_of('/') + 1); }
 
   // transformers 5 adds tokens of other names, such as image_token; 4 does not.
-  void refuse_other_names(const AddedList& list, const std::vector<std::pair<Token, std::string>>& adding) const {
+  void refuse_other_names(const AddedList& list, const Adding& adding) const {
     for (const auto& [key, value] : d_.config.items()) {
       const bool ours =
           std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
       if (ours || !key.ends_with("_token") || !value.is_string()) continue;
       const auto& content = value.get_ref<const std::string&>();
-      const bool known = list.contains(content) ||
-                         std::ranges::any_of(adding, [&](const auto& other) { return other.first.content == content; });
+      const bool known = list.contains(content) || adding.find(content) != nullptr;
       if (!known)
         d_.place(kConfig, key)
             .unsupported(fmt::format("'{}' is in no list of added tokens: transformers 5 would add it, and 4 would not",
@@ -769,8 +519,8 @@ class Definer {
     return part;
   }
 
-  // Everything that the other files change. What they leave as it is stays out: a file that is saved again by another
-  // program is no other tokenizer.
+  // Everything that the other files change, but for the ends of completions, on which no ids depend. What they leave as
+  // it is stays out: a file that is saved again by another program is no other tokenizer.
   void identify(const Json& own_form, const Json& own_tokens) {
     Json changes = Json::object();
     const bool by_class = !is_json();
@@ -779,7 +529,6 @@ class Definer {
     for (const auto& [kind, special] : made_.special) changes[std::string(special_name(kind))] = special.content;
     if (made_.splits_special) changes["split_special_tokens"] = true;
     if (made_.adds_bos) changes["add_bos_token"] = *made_.adds_bos;
-    if (!made_.ends.empty()) changes["ends"] = made_.ends;
     if (!made_.model) {
       const Json* const model = find_member(made_.file, "model");
       if (by_class && model != nullptr) changes["unk_token"] = model->value("unk_token", Json());
@@ -790,7 +539,8 @@ class Definer {
   const Directory& d_;
   ClassName class_;
   const ClassRow* row_;
-  bool is_assumed_ = false;  // no file names the class
+  bool is_assumed_ = false;    // no file names the class
+  bool follows_five_ = false;  // where versions differ; otherwise transformers 4 is followed
   Shape shape_ = Shape::Unknown;
   TextFormOptions options_;
   Json own_normalizer_ = nullptr;  // of tokenizer.json, where the class changes it
