@@ -183,14 +183,10 @@ PY
   read -r -a all <<<"$(tokens)"
   assert_equal "${#all[@]}" 6
   echo "{\"eos_token_id\": [1599, ${all[0]}]}" >model/generation_config.json
-  # Another end token is another tokenizer: the run keeps the old one until it is named.
-  run -3 ds-train cfg.json --resume run --generate "The" --temperature 0
-  assert_output --partial "was trained with"
-  rm -r run && ds-train cfg.json --out run --quiet
   assert_equal "$(tokens)" ""
-  rm -r model/generation_config.json run
+  echo '{"eos_token_id": 1599}' >model/generation_config.json
+  assert_equal "$(tokens)" "${all[*]}"
   sed -i "s/\"n_head\": 2/\"n_head\": 2, \"eos_token_id\": ${all[0]}/" model/config.json
-  ds-train cfg.json --out run --quiet
   assert_equal "$(tokens)" ""
 }
 

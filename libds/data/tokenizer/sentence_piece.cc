@@ -117,9 +117,8 @@ class SentencePiece : public Tokenizer {
  public:
   SentencePiece(const std::string& path, const std::string& bytes, const std::string& content, std::vector<i32> ends)
       : path_(path), processor_(load(bytes, path)) {
-    identity_ =
-        fmt::format("SentencePiece of {} ids, {}{}{}", processor_->GetPieceSize(), content,
-                    other_files_identity(ends.empty() ? Json::object() : Json{{"ends", ends}}), by_sentence_piece());
+    identity_ = fmt::format("SentencePiece of {} ids, {}{}{}", processor_->GetPieceSize(), content,
+                            other_files_identity(Json::object()), by_sentence_piece());
     facts_.ends = std::move(ends);
     for (const SpecialToken kind : kSpecialTokens) {
       if (const auto id = special(kind))
