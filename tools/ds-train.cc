@@ -16,6 +16,7 @@
 #include "common/tool.h"
 #include "common/writing.h"
 #include "ds/config.h"
+#include "ds/tokenize.h"
 #include "ds/train.h"
 #include "ds/units.h"
 
@@ -31,6 +32,7 @@ struct Options {
   ds::i64 steps = 0;  // 0: the configuration's
   ds::tools::Writing writing;
   bool check = false, eval = false;
+  std::optional<std::string> tokenize;
 };
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
@@ -154,7 +156,14 @@ int run(Options& o, const CLI::App& app, Output& out) {
   // Compared with every file that the configuration names, even if this run does not read it.
   if (ranks.rank == 0) o.pictures.check(out, loaded.config, options);
   if (o.check) {
-    ds::tools::print_prediction(config, ranks, out, writing);
+    std::optional<ds::TokenizedText> tokenized;
+    if (o.tokenize) {
+      tokenized = ds::tokenize_text(loaded.config, *o.tokenize);
+      for (const std::string& warning : tokenized->warnings) {
+        if (ranks.rank == 0) ds::tools::report_warning(warning);
+      }
+    }
+    ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr);
     ds::TrainingRun::check(config, ranks, options);
     o.pictures.write(config, ranks.world_size);
     return 0;
@@ -213,6 +222,10 @@ int main(int argc, char** argv) {
             ->allow_extra_args(false);
         CLI::Option* check =
             app.add_flag("--check", o.check, "validate, print the complete configuration and the prediction, and stop");
+        app.add_option("--tokenize", o.tokenize,
+                       "with --check: show the tokens of this text, and the files that name special tokens")
+            ->type_name("TEXT")
+            ->needs(check);
         CLI::Option* trace = app.add_option("--trace", o.trace, "write a timeline of the first 5 steps, for Perfetto");
         trace->type_name("FILE")->excludes(check);
         o.pictures.add_options(app, check);

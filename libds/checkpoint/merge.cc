@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merging is a copy from a source to a sink: a state, seen as whole tensors, into one of the kinds of output.
 
+#include <fnmatch.h>
+
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -141,7 +143,7 @@ std::vector<std::string> model_places(const std::string& source, const StateSour
 bool holds_tokenizer(const std::string& path, const std::string& identity) {
   for (const std::string& place : {path, parent_directory(path)}) {
     try {
-      if (open_tokenizer(place)->identity() == identity) return true;
+      if (is_same_tokenizer(open_tokenizer(place)->identity(), identity)) return true;
     } catch (const Error&) {  // no tokenizer, or none that a run could have had
     }
   }
@@ -168,6 +170,41 @@ std::vector<std::string> tokenizer_places(const std::string& source, const State
     });
   }
   return places;
+}
+
+// The patterns of --only, with the owner's name in the place of a tied name: of one that the state lists, and of one
+// that only the model's config.json implies, as for files of transformers. Says so.
+std::vector<std::string> with_owners(const StateSource& state, std::vector<std::string> patterns,
+                                     const std::string& named) {
+  const auto matches = [](const std::string& pattern, const std::string& name) {
+    return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+  };
+  const std::vector<ParamEntry>& params = state.params();
+  std::vector<model::Tie> ties;
+  for (const ParamEntry& p : params)
+    if (!p.tied_to.empty()) ties.push_back({p.name, p.tied_to});
+  if (ties.empty()) {
+    const std::string config = find_model_config(state, named);
+    std::string why;
+    const auto known = config.empty() ? std::nullopt : known_model(Json::parse(config), why);
+    if (known) ties = model::make_model(*known, 1).ties;
+  }
+  for (std::string& pattern : patterns) {
+    const bool has_own =
+        std::ranges::any_of(params, [&](const ParamEntry& p) { return p.tied_to.empty() && matches(pattern, p.name); });
+    if (has_own) continue;
+    for (const model::Tie& tie : ties) {
+      // Files of a bare model leave out the first part of its names.
+      const auto owner = std::ranges::find_if(
+          params, [&](const ParamEntry& p) { return p.name == tie.name || tie.name.ends_with("." + p.name); });
+      if (!matches(pattern, tie.alias) || owner == params.end()) continue;
+      log_message(LogLevel::Warning, fmt::format("--only {}: '{}' is tied to '{}', under whose name it is written",
+                                                 pattern, tie.alias, owner->name));
+      pattern = owner->name;
+      break;
+    }
+  }
+  return patterns;
 }
 
 // Whether transformers would find the weights that `config` asks for; where it describes no model of the zoo, it alone
@@ -284,7 +321,7 @@ class Merge {
     if (is_extended) state_ = extend_positions(std::move(state_), o_.positions, o_.config);
     if (output_.format == Format::Hf) config_ = model_config_of(*state_, is_extended ? "" : o_.config);
     const bool optimizer = o_.optimizer || (output_.format == Format::Checkpoint && state_->has_optimizer_state());
-    view_ = {.dtype = o_.dtype, .optimizer = optimizer, .only = o_.only};
+    view_ = {.dtype = o_.dtype, .optimizer = optimizer, .only = with_owners(*state_, o_.only, o_.config)};
     tensors_ = make_state_tensors(*state_, view_);
   }
 

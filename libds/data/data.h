@@ -59,9 +59,6 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 // How samples of the two differ although they have the same numbers and documents; empty: they do not.
 std::string difference_of_samples(const DataIdentity& saved, const DataIdentity& now);
 
-// Whether two identities of tokenizers differ at most in the version of a library.
-bool is_same_tokenizer(std::string_view a, std::string_view b);
-
 // One JSON object, as a checkpoint's manifest holds it; parse throws Errc::Corrupt.
 std::string data_identity_json(const DataIdentity&);
 DataIdentity parse_data_identity(const std::string& json);
@@ -135,7 +132,7 @@ class TokenStream {
 
   // One of every file that was read, index files included.
   std::vector<FileFingerprint> fingerprints() const;
-  // Each names its file. Rank 0 logs them.
+  // Each names its file, or the tokenizer's. Rank 0 logs them.
   std::vector<Remark> remarks() const;
   // As DataIdentity holds it.
   const std::string& tokenizer() const noexcept { return tokenizer_; }
@@ -152,6 +149,7 @@ class TokenStream {
   std::string tokenizer_;
   DocumentRule rule_;
   std::vector<Remark> remarks_;  // on several files
+  std::vector<Remark> of_tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };
 

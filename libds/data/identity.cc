@@ -13,8 +13,26 @@ namespace ds {
 
 namespace {
 
-// A tokenizer's identity without the version of the library that runs it.
-std::string_view without_version(std::string_view identity) { return identity.substr(0, identity.find(kByLibrary)); }
+// A tokenizer's identity without the version of the library that runs it, in two parts: the file with the vocabulary,
+// and the files beside it. Older builds leave out the second part.
+struct TokenizerIdentity {
+  std::string_view vocabulary;
+  std::optional<std::string_view> others;
+
+  explicit TokenizerIdentity(std::string_view identity) : vocabulary(identity.substr(0, identity.find(kByLibrary))) {
+    const size_t at = vocabulary.find(kOtherFiles);
+    if (at == vocabulary.npos) return;
+    others = vocabulary.substr(at);
+    vocabulary = vocabulary.substr(0, at);
+  }
+  // Older builds hashed and counted vocab.json and vocab.txt together with the files beside them: only their names can
+  // be compared.
+  std::string_view comparable() const {
+    for (const std::string_view name : {"vocab.json + merges.txt xxh3 ", "vocab.txt xxh3 "})
+      if (const size_t at = vocabulary.find(name); at != vocabulary.npos) return vocabulary.substr(at, name.size());
+    return vocabulary;
+  }
+};
 
 std::string hexadecimal(u64 hash) { return fmt::format("{:016x}", hash); }
 
@@ -33,7 +51,11 @@ u64 parse_hexadecimal(const std::string& text) {
 
 }  // namespace
 
-bool is_same_tokenizer(std::string_view a, std::string_view b) { return without_version(a) == without_version(b); }
+bool is_same_tokenizer(std::string_view a, std::string_view b) {
+  const TokenizerIdentity x(a), y(b);
+  if (x.others.has_value() == y.others.has_value()) return x.vocabulary == y.vocabulary && x.others == y.others;
+  return x.comparable() == y.comparable();
+}
 
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   const auto samples = [](const DataIdentity& of) {

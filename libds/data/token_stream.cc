@@ -145,6 +145,11 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
                      "documents begin: each file is one document",
                      rule_.token, without_borders.front(), others)});
   }
+  if (encoder) {
+    for (const std::string& text : encoder->facts().warnings) of_tokenizer_.push_back({LogLevel::Warning, text});
+    for (std::string& text : encoder->warnings_of_texts())
+      of_tokenizer_.push_back({LogLevel::Warning, std::move(text)});
+  }
   DS_CHECK(ChatTemplate(options.chat_template).is_chatml() ||
                std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
            Errc::Config, "data.chat_template: no data file has messages (from '{}')", files.front());
@@ -276,7 +281,7 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
 }
 
 std::vector<Remark> TokenStream::remarks() const {
-  std::vector<Remark> result;
+  std::vector<Remark> result = of_tokenizer_;
   for (const auto& file : files_) std::ranges::copy(file->remarks, std::back_inserter(result));
   std::ranges::copy(remarks_, std::back_inserter(result));
   return result;

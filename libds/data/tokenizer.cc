@@ -2,14 +2,16 @@
 #include "data/tokenizer.h"
 
 #include <algorithm>
-#include <filesystem>
 
 #include "base/check.h"
 #include "config/named_files.h"
-#include "data/tokenizer/files.h"
+#include "data/tokenizer/definition.h"
+#include "data/tokenizer/sentence_piece.h"
 
 namespace ds {
 namespace {
+
+using tokenizer::Directory;
 
 class Bytes : public Tokenizer {
  public:
@@ -18,9 +20,11 @@ class Bytes : public Tokenizer {
   }
   std::string decode(std::span<const i32> ids) const override {
     std::string text;
-    for (const i32 id : ids)
-      if (id >= 0 && id < 256) text += static_cast<char>(id);
+    for (const i32 id : ids) text += piece(id);
     return text;
+  }
+  std::string piece(i32 id) const override {
+    return id >= 0 && id < 256 ? std::string(1, static_cast<char>(id)) : std::string();
   }
   i64 vocab_size() const noexcept override { return 256; }
   std::string identity() const override { return "bytes"; }
@@ -30,46 +34,40 @@ class Bytes : public Tokenizer {
 };
 
 std::unique_ptr<Tokenizer> open_any(const std::string& path) {
-  namespace fs = std::filesystem;
   if (path == "bytes") return std::make_unique<Bytes>();
-  std::error_code failed;
-  const fs::file_status status = fs::status(path, failed);
-  DS_CHECK(fs::exists(status), Errc::Config, "tokenizer '{}': no such file or directory", path);
-  const auto inside = [&](const char* name) { return (fs::path(path) / name).string(); };
-  if (fs::is_directory(status)) {
-    const auto has = [&](const char* name) { return fs::exists(inside(name), failed); };
-    if (has("tokenizer.json")) return tokenizer::open_tokenizer_json(inside("tokenizer.json"));
-    if (has("vocab.json") && has("merges.txt"))
-      return tokenizer::open_bpe_files(inside("vocab.json"), inside("merges.txt"));
-    if (has("vocab.txt")) return tokenizer::open_vocab_txt(inside("vocab.txt"));
-    if (has("tokenizer.model")) return tokenizer::open_sentence_piece(inside("tokenizer.model"));
-    throw Error(Errc::Config,
-                fmt::format("tokenizer '{}': the directory has no tokenizer.json, vocab.json + merges.txt, "
-                            "vocab.txt or tokenizer.model; a SentencePiece file of another name can be named itself",
-                            path));
-  }
-  const std::string name = fs::path(path).filename().string();
-  const auto neighbour = [&](const char* other) { return (fs::path(path).parent_path() / other).string(); };
-  if (name == "vocab.json" || name == "merges.txt") {
-    const std::string vocab = neighbour("vocab.json"), merges = neighbour("merges.txt");
-    for (const std::string& file : {vocab, merges})
-      DS_CHECK(fs::exists(file, failed), Errc::Config, "tokenizer '{}' needs '{}', which is not there", path, file);
-    return tokenizer::open_bpe_files(vocab, merges);
-  }
-  if (name.ends_with(".json")) return tokenizer::open_tokenizer_json(path);
-  if (name.ends_with(".txt")) return tokenizer::open_vocab_txt(path);
-  if (name.find(".model") != name.npos) return tokenizer::open_sentence_piece(path);
-  throw Error(
-      Errc::Unavailable,
-      fmt::format("tokenizer '{}': this kind of file is not supported (tokenizer.json, vocab.json + merges.txt, "
-                  "vocab.txt and tokenizer.model are)",
-                  path));
+  const Directory directory = tokenizer::read_directory(path);
+  // A model by itself is SentencePiece's affair.
+  const bool alone = directory.config.empty() && directory.special.empty() && directory.added.empty() &&
+                     tokenizer::class_name(directory).name.empty();
+  if (alone && directory.kind == Directory::Kind::SentencePiece)
+    return tokenizer::SentencePieceFile(directory.file).tokenizer(tokenizer::end_tokens(directory));
+  return tokenizer::make_pipeline(tokenizer::define(directory));
 }
 
 }  // namespace
 
+std::string_view special_name(SpecialToken kind) {
+  constexpr std::string_view kNames[] = {"bos_token", "eos_token", "unk_token", "pad_token",
+                                         "cls_token", "sep_token", "mask_token"};
+  static_assert(std::size(kNames) == kNumSpecialTokens);
+  return kNames[static_cast<size_t>(kind)];
+}
+
+void Tokenizer::add_eos_to_ends() {
+  const std::optional<i32> eos = special(SpecialToken::Eos);
+  if (eos && std::ranges::find(facts_.ends, *eos) == facts_.ends.end()) facts_.ends.push_back(*eos);
+}
+
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
   return read_named("data.tokenizer", [&] { return open_any(path); });
+}
+
+std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder) {
+  std::vector<i32> ends = tokenizer.facts().ends;
+  if (model_folder.empty()) return ends;
+  for (const i32 id : tokenizer::read_end_tokens(model_folder))
+    if (std::ranges::find(ends, id) == ends.end()) ends.push_back(id);
+  return ends;
 }
 
 }  // namespace ds

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Text to token ids and back, with the ids of the reference tokenizers: Hugging Face's tokenizers for tokenizer.json,
-// vocab.json + merges.txt and vocab.txt; SentencePiece for tokenizer.model.
+// Text to token ids and back, with the ids of the reference: AutoTokenizer of transformers for a directory whose files
+// name a class; otherwise Hugging Face's tokenizers for tokenizer.json, vocab.json + merges.txt and vocab.txt, and
+// SentencePiece for tokenizer.model.
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,7 +17,31 @@
 namespace ds {
 
 enum class SpecialToken : u8 { Bos, Eos, Unk, Pad, Cls, Sep, Mask };
+inline constexpr SpecialToken kSpecialTokens[] = {SpecialToken::Bos, SpecialToken::Eos, SpecialToken::Unk,
+                                                  SpecialToken::Pad, SpecialToken::Cls, SpecialToken::Sep,
+                                                  SpecialToken::Mask};
+inline constexpr size_t kNumSpecialTokens = std::size(kSpecialTokens);
+std::string_view special_name(SpecialToken);  // "bos_token", as files call it
 
+// A token that a text can spell out, or that has a role.
+struct NamedToken {
+  std::string role;  // special_name(), or "" for an added token
+  std::string content;
+  i32 id = 0;
+  std::string source;  // the file, or the class of transformers, that names it
+};
+
+// What the files of a tokenizer say beside its ids.
+struct TokenizerFacts {
+  std::vector<NamedToken> named = {};      // special tokens, then the other added tokens by their ids
+  std::vector<i32> ends = {};              // tokens that end a generated text: eos_token, and eos_token_id of the files
+  bool adds_eos = false;                   // the reference puts eos_token after a text
+  std::vector<std::string> warnings = {};  // of the files, for every use
+  std::vector<std::string> when_writing = {};  // for generation alone
+};
+
+// In the identity of a tokenizer, before the hash of what the files beside the vocabulary change.
+inline constexpr std::string_view kOtherFiles = ", other files xxh3 ";
 // Before the library and its version, at the end of the identity of a tokenizer that a library runs: versions may give
 // other ids, as where pieces tie, and need not.
 inline constexpr std::string_view kByLibrary = ", by ";
@@ -33,6 +59,8 @@ class Tokenizer {
   // left out. The text of the first ids is a prefix of the text of all of them, up to whole characters.
   virtual std::string decode(std::span<const i32> ids) const = 0;
 
+  // A token as its file spells it; empty if there is none.
+  virtual std::string piece(i32 id) const = 0;
   virtual i64 vocab_size() const noexcept = 0;  // one more than the largest id, added tokens included
   virtual std::optional<i32> special(SpecialToken) const noexcept { return std::nullopt; }
   // Whether the reference puts Bos before a prompt.
@@ -47,12 +75,28 @@ class Tokenizer {
     static_cast<void>(from);
     return text.size();
   }
+
+  const TokenizerFacts& facts() const noexcept { return facts_; }
+  // What a user should know of the texts that have been encoded so far.
+  virtual std::vector<std::string> warnings_of_texts() const { return {}; }
+
+ protected:
+  void add_eos_to_ends();  // once special() is known
+  TokenizerFacts facts_;
 };
 
 // "bytes" (one token per byte), or a path: a directory with one of tokenizer.json, vocab.json + merges.txt, vocab.txt,
-// tokenizer.model (looked for in this order), or such a file itself. Throws Errc::Config (nothing there), Errc::Io,
-// Errc::Corrupt (file and what is wrong), Errc::Unavailable (a kind or a part of a pipeline that is not supported,
-// named).
+// tokenizer.model (looked for in this order), or such a file itself. The files beside it count too, as
+// data/tokenizer/definition.h states. Throws Errc::Config (nothing there), Errc::Io, Errc::Corrupt (file and what is
+// wrong), Errc::Unavailable (a kind or a part of a pipeline that is not supported, named).
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path);
+
+// Whether two identities are those of one tokenizer: they may differ in the version of a library, and that of an older
+// build does not state the files beside the vocabulary.
+bool is_same_tokenizer(std::string_view a, std::string_view b);
+
+// The tokens that end a generated text: those of the tokenizer, and eos_token_id of generation_config.json and
+// config.json in `model_folder` (empty: none). Throws Errc::Corrupt.
+std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder);
 
 }  // namespace ds

@@ -1,15 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // Texts behind prompts: between text and tokens, around infer/writer.
 
+#include <algorithm>
+#include <filesystem>
 #include <map>
 
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
+#include "ds/log.h"
+#include "ds/tokenize.h"
 #include "infer/prompts.h"
 #include "infer/writer.h"
 #include "run/run_state.h"
 
 namespace ds {
+
+namespace {
+
+// The directory of the published model; empty: none.
+std::string model_folder(const Config& config) {
+  const std::string& path = config.published.path;
+  if (path.empty()) return path;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) return path;
+  const std::string parent = std::filesystem::path(path).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+}  // namespace
 
 EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
   return {infer::tokens_of(config.model, *open_tokenizer(config.data.tokenizer), prompts, o.max_tokens,
@@ -21,8 +39,13 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
   State& s = *state_;
   const SamplingOptions& o = prompts.sampling;
   s.collective([&] {
-    const auto tokenizer = open_tokenizer(s.request.config.data.tokenizer);
-    const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
+    const Config& config = s.request.config;
+    const auto tokenizer = open_tokenizer(config.data.tokenizer);
+    const std::vector<i32> ends = end_tokens(*tokenizer, model_folder(config));
+    if (s.request.is_root()) {
+      for (const auto* warnings : {&tokenizer->facts().warnings, &tokenizer->facts().when_writing})
+        for (const std::string& text : *warnings) log_message(LogLevel::Warning, text);
+    }
     struct Text {
       TextStream stream;
       i64 left;
@@ -37,7 +60,7 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
                    if (found == under_way.end())
                      found = under_way.emplace(p, Text{TextStream(*tokenizer, prompts.ids[p]), o.max_tokens}).first;
                    Text& text = found->second;
-                   if (id != eos) {
+                   if (std::ranges::find(ends, id) == ends.end()) {
                      hooks.token(p, id, text.stream.push(id));
                      if (--text.left > 0) return true;
                    }
@@ -46,6 +69,22 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
                    return false;
                  });
   });
+}
+
+TokenizedText tokenize_text(const Config& config, std::string_view text) {
+  const auto tokenizer = open_tokenizer(config.data.tokenizer);
+  TokenizedText result{.tokenizer = config.data.tokenizer, .identity = tokenizer->identity()};
+  std::vector<i32> ids;
+  tokenizer->encode(text, ids);
+  for (const i32 id : ids) result.tokens.push_back({id, tokenizer->piece(id)});
+  for (const NamedToken& token : tokenizer->facts().named)
+    result.named.push_back({token.role, token.content, token.id, token.source});
+  result.ends = end_tokens(*tokenizer, model_folder(config));
+  result.adds_bos = tokenizer->adds_bos();
+  result.adds_eos = tokenizer->facts().adds_eos;
+  result.warnings = tokenizer->facts().warnings;
+  for (std::string& warning : tokenizer->warnings_of_texts()) result.warnings.push_back(std::move(warning));
+  return result;
 }
 
 }  // namespace ds

@@ -2,6 +2,7 @@
 #include "run/run_data.h"
 
 #include <fmt/format.h>
+#include <set>
 
 #include <algorithm>
 #include <filesystem>
@@ -98,7 +99,9 @@ RunData open_data(const Request& request, i64 num_ranks) {
   if (request.is_root()) {
     std::vector<Remark> remarks = data.train.remarks();
     if (!config.data.validation.empty()) std::ranges::move(data.validation->remarks(), std::back_inserter(remarks));
-    for (const Remark& remark : remarks) log_message(remark.level, remark.text);
+    std::set<std::string_view> said;  // both parts have the tokenizer's
+    for (const Remark& remark : remarks)
+      if (said.insert(remark.text).second) log_message(remark.level, remark.text);
   }
   opened.train = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective,
                                                config.data.weights);

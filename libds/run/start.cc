@@ -14,6 +14,7 @@
 #include "config/model_config.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
+#include "optim/lr_schedule.h"
 #include "run/run_record.h"
 #include "run/served.h"
 #include "run/weights.h"
@@ -39,6 +40,36 @@ void from_newest(const Request& request, Communicator* world, std::string& step_
       step_dir = older;
     }
   }
+}
+
+// Says if the rate of a schedule moves because the number of steps does, on which its end depends unless the
+// configuration gives it.
+void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::string& source) {
+  constexpr const char* kHorizon = "total_num_steps";
+  if (meta.step == 0 || meta.config_json.empty()) return;
+  const Json saved = Json::parse(meta.config_json);
+  const auto number = [](const Json& object, const char* key) -> std::optional<i64> {
+    const auto it = object.find(key);
+    return it != object.end() && it->is_number_integer() ? std::optional(it->get<i64>()) : std::nullopt;
+  };
+  const auto scheduler = saved.find("scheduler");
+  const auto params = scheduler == saved.end() || !scheduler->is_object() ? saved.end() : scheduler->find("params");
+  if (scheduler == saved.end() || params == scheduler->end() || !params->is_object()) return;
+  const std::optional<i64> before = number(*params, kHorizon), steps = number(saved, "steps");
+  // A horizon of its own does not follow the steps.
+  if (!before || *before == now.scheduler.total_num_steps || steps != before ||
+      now.scheduler.total_num_steps != now.steps)
+    return;
+  SchedulerConfig old = now.scheduler;
+  old.total_num_steps = *before;
+  if (const auto decay = number(*params, "decay_num_steps")) old.decay_num_steps = *decay;
+  const double was = LrSchedule(now.optimizer, old).lr_at(meta.step - 1);
+  const double is = LrSchedule(now.optimizer, now.scheduler).lr_at(meta.step - 1);
+  log_message(
+      LogLevel::Warning,
+      fmt::format("{} was trained with a schedule of {} steps, and this run has {}: the learning rate of step {} "
+                  "is {:.3g} instead of {:.3g}; scheduler.params.{} {} keeps the schedule",
+                  source, *before, now.steps, meta.step + 1, is, was, kHorizon, *before));
 }
 
 // A run goes on with the samples and the dropout that it began with.
@@ -72,6 +103,7 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
   if (reads_only) return;  // which has neither dropout nor samples that go on
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
            "{} was made with seed {}, this run has {}", source, *meta.seed, config.seed);
+  if (request.is_root()) warn_of_schedule(config, meta, source);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && request.is_root())
     log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
                                                "going on with those of this configuration",

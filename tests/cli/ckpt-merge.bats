@@ -103,6 +103,35 @@ bats_require_minimum_version 1.5.0
   [ ! -e ./- ]
 }
 
+@test "--only of a tied name finds and names the owner" {
+  cat >cfg.json <<'JSON'
+{"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2},
+ "data": {"train": "cfg.json", "seq_length": 8}, "train_micro_batch_size_per_gpu": 1, "steps": 1, "device": "cpu",
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+JSON
+  "$DS_BIN/ds-train" cfg.json --out tied --quiet --set data.format=text
+  "$merge" tied -o hf --format hf --quiet
+  # As transformers writes it: the tied name is nowhere in the file.
+  /usr/bin/python3 - <<'PY'
+import json, struct
+f = open("hf/model.safetensors", "rb").read()
+n = struct.unpack("<Q", f[:8])[0]
+head = json.loads(f[8:8 + n])
+head["__metadata__"] = {"format": "pt"}
+text = json.dumps(head).encode()
+open("hf/model.safetensors", "wb").write(struct.pack("<Q", len(text)) + text + f[8 + n:])
+PY
+  for source in tied hf; do
+    run --separate-stderr "$merge" "$source" -o out.safetensors --only lm_head.weight
+    [ "$status" -eq 0 ]
+    [[ $stderr == *"warning: --only lm_head.weight: 'lm_head.weight' is tied to 'transformer.wte.weight', under whose name it is written"* ]]
+    [[ $output == *"tensors     1"* ]]
+    grep -q transformer.wte.weight out.safetensors
+    rm out.safetensors
+  done
+  refuses 3 "no parameter matches 'lm_head.bias'" hf -o out.safetensors --only lm_head.bias
+}
+
 @test "parts, shards and steps" {
   "$merge" run -o part.safetensors --only 'h.*' --only wte.weight --quiet
   /usr/bin/python3 - <<'PY'

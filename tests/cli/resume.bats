@@ -355,6 +355,19 @@ END
   assert_output --partial "warning: 10 steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale"
 }
 
+@test "a resumed run says that --steps moves its schedule, and the key that keeps it" {
+  cosine=(--set scheduler.type=Cosine --set scheduler.params.warmup_num_steps=0)
+  ds-train cfg.json --out run --quiet "${cosine[@]}"
+  cp -r run kept && cp -r run same
+  run -0 ds-train cfg.json --out run --resume latest --steps 24 "${cosine[@]}"
+  assert_line --index 0 --regexp "warning: run/step-00000012 was trained with a schedule of 12 steps, and this run has 24: \
+the learning rate of step 13 is 0.0015 instead of 0; scheduler.params.total_num_steps 12 keeps the schedule"
+  run -0 ds-train cfg.json --out kept --resume latest --steps 24 "${cosine[@]}" --set scheduler.params.total_num_steps=12
+  refute_output --partial "was trained with a schedule"
+  run -0 ds-train cfg.json --out same --resume latest --steps 14
+  refute_output --partial "was trained with a schedule"
+}
+
 # Two ranks at ZeRO stage 2 in bf16, five steps over the text that is made here; from version e8cd8a7, as are the digest
 # of the merged file and the losses of the steps after the resume.
 @test "a checkpoint of an older version merges to the bytes that it had, and goes on" {

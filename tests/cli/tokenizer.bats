@@ -121,3 +121,87 @@ PY
   run -2 ds-train cfg.json --check --set data.train=zero.bin --set data.tokenizer=nowhere
   assert_output --partial "'nowhere': no such file or directory"
 }
+
+@test "--check --tokenize shows ids, pieces, and the file that names each special token" {
+  mkdir tok && cp "$(golden llama2-sp)/tokenizer.model" tok
+  cat >tok/tokenizer_config.json <<'JSON'
+{"tokenizer_class": "LlamaTokenizer", "legacy": false, "eos_token": "<|im_end|>"}
+JSON
+  echo '{"eos_token_id": [2, 7]}' >tok/generation_config.json
+  run -0 ds-train cfg.json --check --set data.tokenizer=tok --tokenize 'The</s><|im_end|>'
+  assert_output --partial "tokenizer tok: SentencePiece of 1000 ids, tokenizer.model xxh3 "
+  assert_output --regexp "1000  <\|im_end\|> +eos_token +tokenizer_config.json"
+  assert_output --regexp " 2  </s> +tokenizer.model"
+  assert_output --regexp " 1  <s> +bos_token +class LlamaTokenizer"
+  assert_output --partial "a completion ends with 2 or 7 or 1000"
+  ds-train cfg.json --check --json --set data.tokenizer=tok --tokenize 'The</s><|im_end|>' |
+    /usr/bin/python3 -c 'import json, sys
+d = json.load(sys.stdin)["tokenized"]
+assert [t["id"] for t in d["tokens"]][-2:] == [2, 1000] and d["tokens"][-2]["piece"] == "</s>", d
+assert d["ends"] == [2, 7, 1000] and d["adds_bos"], d'
+  run -0 ds-train cfg.json --check --json --tokenize 'ab'
+  assert_output --partial '"piece": "a"'
+  run -2 ds-train cfg.json --tokenize x
+  assert_output --partial "--check"
+  run -3 ds-train cfg.json --check --set data.tokenizer=tok/generation_config.json --tokenize x
+  assert_output --partial "generation_config.json"
+}
+
+@test "a text that spells out </s> is warned of where SentencePiece cuts it" {
+  for i in $(seq 40); do echo "one</s>two and many other words, as many as a sample of the run needs, $i"; done >spelt.txt
+  set=(--set data.tokenizer="$(golden llama2-sp)" --set data.train=spelt.txt)
+  run -0 ds-train cfg.json --check "${set[@]}"
+  assert_output --regexp "warning: .*tokenizer.model: texts spell out '</s>', which SentencePiece cuts into pieces"
+  mkdir tok && cp "$(golden llama2-sp)/tokenizer.model" tok
+  echo '{"tokenizer_class": "LlamaTokenizer", "legacy": false}' >tok/tokenizer_config.json
+  run -0 ds-train cfg.json --check "${set[@]}" --set data.tokenizer=tok
+  refute_output --partial "spell out"
+}
+
+@test "versions of transformers that differ are a warning" {
+  mkdir tok && cp "$(golden llama2-sp)/tokenizer.model" tok
+  echo '{"tokenizer_class": "LlamaTokenizer", "legacy": true}' >tok/tokenizer_config.json
+  run -0 ds-train cfg.json --check --set data.tokenizer=tok --set data.validation=text.txt --set data.split=0
+  assert_output --partial "warning: tokenizer 'tok': without \"legacy\": false in tokenizer_config.json, transformers 4"
+  assert_equal "$(grep -c "tokenizer 'tok'" <<<"$output")" 1
+}
+
+@test "every end token of generation_config.json and config.json ends a completion" {
+  mkdir model && cp "$(golden gpt2)/tokenizer.json" model
+  cat >model/config.json <<'JSON'
+{"model_type": "gpt2", "vocab_size": 1600, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+JSON
+  /usr/bin/python3 - <<'PY'
+import json
+c = json.load(open("cfg.json"))
+c["model"] = {"path": "model"}
+json.dump(c, open("cfg.json", "w"))
+PY
+  ds-train cfg.json --out run --quiet
+  tokens() { ds-train cfg.json --resume run --generate "The" --temperature 0 --max-tokens 6 --json 2>/dev/null |
+    /usr/bin/python3 -c 'import json, sys; print(*json.load(sys.stdin)["tokens"])'; }
+  read -r -a all <<<"$(tokens)"
+  assert_equal "${#all[@]}" 6
+  echo "{\"eos_token_id\": [1599, ${all[0]}]}" >model/generation_config.json
+  assert_equal "$(tokens)" ""
+  echo '{"eos_token_id": 1599}' >model/generation_config.json
+  assert_equal "$(tokens)" "${all[*]}"
+  sed -i "s/\"n_head\": 2/\"n_head\": 2, \"eos_token_id\": ${all[0]}/" model/config.json
+  assert_equal "$(tokens)" ""
+}
+
+@test "do_lower_case beside a tokenizer.json, and a class that only config.json names" {
+  mkdir tok && cp "$(golden bert-uncased)/tokenizer.json" tok
+  ids() { ds-train cfg.json --check --json --set data.tokenizer=tok --tokenize 'The THE the' |
+    /usr/bin/python3 -c 'import json, sys; print(len({t["id"] for t in json.load(sys.stdin)["tokenized"]["tokens"]}))'; }
+  assert_equal "$(ids)" 1
+  echo '{"tokenizer_class": "BertTokenizer", "do_lower_case": false}' >tok/tokenizer_config.json
+  run ids
+  refute_output 1
+  echo '{"do_lower_case": false}' >tok/tokenizer_config.json
+  run -0 ds-train cfg.json --check --set data.tokenizer=tok
+  assert_output --partial "warning: tokenizer 'tok': do_lower_case is false in tokenizer_config.json, and not in tokenizer.json"
+  echo '{"model_type": "bert"}' >tok/config.json
+  run ids
+  refute_output 1
+}

@@ -171,6 +171,55 @@ TEST(TokenizerFuzz, DisturbedPartsAreRefusedOrWork) {
   EXPECT_GT(accepted, 20u);
 }
 
+// The files beside the vocabulary: members that they have, with values that they do not.
+TEST(TokenizerFuzz, DisturbedFilesBesideItAreRefusedOrWork) {
+  const Json values = Json::parse(
+      R"([null, true, false, 0, 1, -1, 900, 1e300, 99999999999999999999, "", "a", "</s>", "<new>", [], ["a", 3], {}, [[[]]],
+          {"content": "<new>", "lstrip": true}, {"content": ""}, {"content": 3}, {"900": {"content": "x", "rstrip": true}},
+          {"-1": {"content": "x"}}, {"00": {"content": "x"}}, {"3": {"content": "Q"}}, {"<x>": 900}, {"<x>": 901, "<y>": 900},
+          {"<x>": "1"}, "LlamaTokenizer", "GPT2TokenizerFast", "BertTokenizer", "Qwen2Tokenizer", "RobertaTokenizer",
+          "PreTrainedTokenizerFast", "NoSuchTokenizer"])");
+  const char* const members[] = {"bos_token",
+                                 "eos_token",
+                                 "unk_token",
+                                 "mask_token",
+                                 "tokenizer_class",
+                                 "added_tokens_decoder",
+                                 "add_bos_token",
+                                 "add_prefix_space",
+                                 "additional_special_tokens",
+                                 "do_lower_case",
+                                 "strip_accents",
+                                 "split_special_tokens",
+                                 "legacy",
+                                 "eos_token_id",
+                                 "model_type",
+                                 "sp_model_kwargs",
+                                 "<x>",
+                                 "clean_up_tokenization_spaces"};
+  const char* const files[] = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
+                               "generation_config.json"};
+  Random random(6);
+  size_t accepted = 0;
+  for (int i = 0; i < testing::rounds(1500) && !HasFailure(); ++i) {
+    const testing::TempDirectory dir;
+    for (size_t n = 1 + below(random, 3); n > 0; --n) {
+      Json file = Json::object();
+      for (size_t m = below(random, 5); m > 0; --m)
+        file[members[below(random, std::size(members))]] = values[below(random, values.size())];
+      std::string text = below(random, 20) == 0 ? values[below(random, values.size())].dump() : file.dump();
+      if (below(random, 20) == 0) text[below(random, text.size())] = static_cast<char>(random());
+      testing::write_file(dir / files[below(random, std::size(files))], text);
+    }
+    const bool sentence_piece = below(random, 3) == 0;
+    accepted += sentence_piece
+                    ? check(dir / "tokenizer.model",
+                            testing::read_file(test_data("tokenizers/llama2-sp/tokenizer.model")), random)
+                    : check(dir / "tokenizer.json", golden(kNames[below(random, std::size(kNames))]), random);
+  }
+  EXPECT_GT(accepted, 100u);
+}
+
 TEST(TokenizerFuzz, DamagedSentencePieceModelsAreRefusedOrWork) {
   const testing::TempDirectory dir;
   Random random(5);

@@ -216,6 +216,7 @@ class FakeTokenizer final : public Tokenizer {
  public:
   void encode(std::string_view, std::vector<i32>&) const override {}
   std::string decode(std::span<const i32>) const override { return ""; }
+  std::string piece(i32) const override { return ""; }
   i64 vocab_size() const noexcept override { return kVocab; }
   std::optional<i32> special(SpecialToken t) const noexcept override {
     if (t == SpecialToken::Cls) return 101;

@@ -6,7 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
 
 #include "data/tokenizer/regex.h"
 #include "data/tokenizer/unicode.h"
@@ -116,12 +120,148 @@ TEST(Tokenizer, FilesWithoutTokenizerJsonFollowTheirClass) {
   write_file(dir / "tokenizer_config.json", R"({"added_tokens_decoder": {"9x": {"content": "a"}}})");
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "added_tokens_decoder.9x");
   write_file(dir / "tokenizer_config.json", "{}");
-  write_file(dir / "added_tokens.json", R"({"<new>": 5000})");
+  write_file(dir / "added_tokens.json", R"({"<new>": 900})");
   const auto with_added = open_tokenizer(dir.path());
-  EXPECT_EQ(encode(*with_added, "a<new>b")[1], 5000);
-  EXPECT_EQ(with_added->vocab_size(), 5001);
+  EXPECT_EQ(encode(*with_added, "a<new>b")[1], 900);
+  EXPECT_EQ(with_added->vocab_size(), 901);
+  write_file(dir / "added_tokens.json", R"({"<new>": 5000})");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Unavailable, "added_tokens.json: <new>: '<new>' has the id 5000");
   write_file(dir / "merges.txt", "#version: 0.2\na b c\n");
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "merges.txt:2");
+}
+
+constexpr Errc kLater = Errc::Unavailable, kBad = Errc::Corrupt;
+
+// The ids of whole directories are in tokenizer_directories_test.cc.
+std::string llama(const TempDirectory& dir, const Json& config) {
+  write_file(dir / "tokenizer.model", read_file(test_data("tokenizers/llama2-sp/tokenizer.model")));
+  write_file(dir / "tokenizer_config.json", config.dump());
+  return dir.path();
+}
+
+TEST(Tokenizer, EveryFileThatNamesAnEndCounts) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("llama3").dump());
+  EXPECT_TRUE(open_tokenizer(dir.path())->facts().ends.empty());
+  write_file(dir / "config.json", R"({"eos_token_id": 7})");
+  write_file(dir / "generation_config.json", R"({"eos_token_id": [5, 7, 9]})");
+  write_file(dir / "tokenizer_config.json", R"({"eos_token": "<|eot_id|>"})");
+  const auto tokenizer = open_tokenizer(dir.path());
+  EXPECT_EQ(tokenizer->facts().ends, (std::vector<i32>{5, 7, 9, tokenizer->special(SpecialToken::Eos).value()}));
+  const TempDirectory model;
+  write_file(model / "generation_config.json", R"({"eos_token_id": 11})");
+  EXPECT_EQ(end_tokens(*tokenizer, model.path()).back(), 11);
+  EXPECT_EQ(end_tokens(*tokenizer, dir.path()), tokenizer->facts().ends);
+  for (const char* bad : {R"({"eos_token_id": 1e300})", R"({"eos_token_id": [-1]})", R"({"eos_token_id": "</s>"})",
+                          R"({"eos_token_id": 99999999999})", R"({"eos_token_id": [[1]]})"}) {
+    write_file(dir / "generation_config.json", bad);
+    EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "generation_config.json: eos_token_id: must be an id");
+  }
+}
+
+TEST(Tokenizer, NamesTheFileOfEachSpecialToken) {
+  const TempDirectory dir;
+  const auto tokenizer = open_tokenizer(
+      llama(dir, {{"tokenizer_class", "LlamaTokenizer"}, {"legacy", false}, {"eos_token", "<|im_end|>"}}));
+  std::map<std::string, std::string> sources;
+  for (const NamedToken& token : tokenizer->facts().named) sources[token.role + " " + token.content] = token.source;
+  EXPECT_EQ(sources["eos_token <|im_end|>"], "tokenizer_config.json");
+  EXPECT_EQ(sources[" <|im_end|>"], "tokenizer_config.json");
+  EXPECT_EQ(sources["bos_token <s>"], "class LlamaTokenizer");
+  EXPECT_EQ(sources[" </s>"], "tokenizer.model");
+  EXPECT_EQ(tokenizer->piece(2), "</s>");
+  EXPECT_EQ(tokenizer->piece(-1), "");
+  EXPECT_EQ(tokenizer->decode(encode(*tokenizer, "a<|im_end|>b")), "a<|im_end|>b");
+}
+
+// Members of tokenizer_config.json that would change ids in a way that is not followed.
+TEST(Tokenizer, SettingsThatAreNotFollowedAreRefusedByName) {
+  const std::tuple<const char*, const char*, Errc> cases[] = {
+      {"gpt2", R"({"fix_mistral_regex": true})", kLater},
+      {"gpt2", R"({"from_slow": true})", kLater},
+      {"gpt2", R"({"image_token": "<image>"})", kLater},
+      {"gpt2", R"({"split_special_tokens": "yes"})", kBad},
+      {"gpt2", R"({"tokenizer_class": 3})", kBad},
+      {"gpt2", R"({"eos_token": 3})", kBad},
+      {"gpt2", R"({"eos_token": {"lstrip": true}})", kBad},
+      {"gpt2", R"({"additional_special_tokens": "x"})", kBad},
+      {"gpt2", R"({"added_tokens_decoder": {"7": {"content": "x", "lstrip": 1}}})", kBad},
+      {"gpt2", R"({"added_tokens_decoder": {"77777": {"content": "x"}}})", kLater},
+      {"gpt2", R"({"added_tokens_decoder": []})", kBad},
+      {"llama2", R"({"tokenizer_class": "LlamaTokenizer", "add_prefix_space": false})", kLater},
+      {"bert-cased", R"({"do_basic_tokenize": false})", kLater},
+      {"bert-cased", R"({"never_split": ["x"]})", kLater},
+      {"bert-cased", R"({"wordpieces_prefix": "%%"})", kLater},
+      {"bert-cased", R"({"do_lower_case": 0})", kBad},
+  };
+  for (const auto& [name, config, code] : cases) {
+    SCOPED_TRACE(config);
+    const TempDirectory dir;
+    write_file(dir / "tokenizer.json", golden(name).dump());
+    write_file(dir / "tokenizer_config.json", config);
+    const Json parsed = Json::parse(config);
+    const std::string key = parsed.size() == 1 ? parsed.begin().key() : "add_prefix_space";
+    EXPECT_ERROR(open_tokenizer(dir.path()), code, "tokenizer_config.json: " + key);
+  }
+  const TempDirectory dir;
+  llama(dir, {{"tokenizer_class", "XLMRobertaTokenizer"}});
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Unavailable, "'XLMRobertaTokenizer' in tokenizer_config.json");
+  llama(dir, {{"tokenizer_class", "LlamaTokenizer"}, {"sp_model_kwargs", {{"enable_sampling", true}}}});
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Unavailable, "tokenizer_config.json: sp_model_kwargs");
+}
+
+TEST(Tokenizer, AModelAloneIsReadBySentencePieceWhichIsSaid) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.model", read_file(test_data("tokenizers/llama2-sp/tokenizer.model")));
+  const auto alone = open_tokenizer(dir.path());
+  encode(*alone, "some words");
+  EXPECT_TRUE(alone->warnings_of_texts().empty());
+  encode(*alone, "some</s>words");
+  ASSERT_EQ(alone->warnings_of_texts().size(), 1u);
+  EXPECT_NE(alone->warnings_of_texts()[0].find("'</s>'"), std::string::npos);
+  // Files without a class: its own rules, and the tokens that are added.
+  write_file(dir / "added_tokens.json", R"({"<new>": 1000})");
+  const auto added = open_tokenizer(dir.path());
+  std::vector<i32> wanted = encode(*alone, "some ");
+  wanted.push_back(1000);
+  for (const i32 id : encode(*alone, "words")) wanted.push_back(id);
+  EXPECT_EQ(encode(*added, "some <new>words"), wanted);
+}
+
+TEST(Tokenizer, IdentityIsOverAllFilesThatMatter) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("gpt2").dump());
+  const auto identity = [&] { return open_tokenizer(dir.path())->identity(); };
+  const std::string alone = identity();
+  std::set<std::string> all = {alone};
+  const auto differs = [&](const char* file, const char* text) {
+    write_file(dir / file, text);
+    EXPECT_TRUE(all.insert(identity()).second) << file << " " << text;
+    for (const std::string& other : all) EXPECT_EQ(is_same_tokenizer(other, identity()), other == identity());
+  };
+  const auto same = [&](const char* file, const char* text) {
+    const std::string before = identity();
+    write_file(dir / file, text);
+    EXPECT_EQ(identity(), before) << file << " " << text;
+  };
+  same("tokenizer_config.json", R"({"model_max_length": 5, "padding_side": "left"})");
+  differs("tokenizer_config.json", R"({"eos_token": "<|endoftext|>"})");
+  same("tokenizer_config.json", R"({"eos_token": "<|endoftext|>", "model_max_length": 5})");
+  differs("tokenizer_config.json", R"({"eos_token": "<new>"})");
+  differs("tokenizer_config.json", R"({"eos_token": "<new>", "split_special_tokens": true})");
+  differs("special_tokens_map.json", R"({"eos_token": "<newer>"})");
+  differs("added_tokens.json", R"({"<x>": 901})");
+  same("generation_config.json", R"({"eos_token_id": 3})");  // no ids depend on it
+  differs("config.json", R"({"model_type": "gpt2"})");
+  // Builds before this one state the vocabulary's file alone.
+  EXPECT_TRUE(is_same_tokenizer(alone.substr(0, alone.find(kOtherFiles)), alone));
+  EXPECT_TRUE(is_same_tokenizer("BPE of 900 ids, vocab.json + merges.txt xxh3 1",
+                                "BPE of 900 ids, vocab.json + merges.txt xxh3 2, other files xxh3 3"));
+  EXPECT_FALSE(is_same_tokenizer("BPE of 900 ids, tokenizer.json xxh3 1",
+                                 "BPE of 900 ids, tokenizer.json xxh3 2, other files xxh3 3"));
+  EXPECT_TRUE(
+      is_same_tokenizer("SentencePiece of 9 ids, tokenizer.model xxh3 1, by sentencepiece 0.1.97",
+                        "SentencePiece of 9 ids, tokenizer.model xxh3 1, other files xxh3 3, by sentencepiece 2"));
 }
 
 // The error after one value of a good file is changed: pointer, new value, code, words.
@@ -130,7 +270,6 @@ struct Refusal {
   Errc code;
   const char* words;
 };
-constexpr Errc kLater = Errc::Unavailable, kBad = Errc::Corrupt;
 const Refusal kRefusals[] = {
     {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": ""})", kLater,
      "normalizer: normalizer 'Precompiled' is not supported"},
@@ -198,7 +337,8 @@ TEST(Tokenizer, DeepNestingIsRefused) {
   file["normalizer"] = part;
   EXPECT_ERROR(open(file), Errc::Corrupt, "nested too deeply");
   const TempDirectory dir;
-  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"}) {
+  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json", "added_tokens.json", "config.json",
+                           "generation_config.json"}) {
     write_file(dir / "vocab.json", "{}");
     write_file(dir / "merges.txt", "");
     write_file(dir / name, fmt::format(R"({{"x": {}1{}}})", std::string(200000, '['), std::string(200000, ']')));
@@ -207,6 +347,19 @@ TEST(Tokenizer, DeepNestingIsRefused) {
   }
   write_file(dir / "tokenizer.json", std::string(1 << 20, '['));
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
+}
+
+// A file without end is refused before its content is kept.
+TEST(Tokenizer, HugeFilesAreRefused) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("gpt2").dump());
+  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json", "added_tokens.json", "config.json",
+                           "generation_config.json"}) {
+    write_file(dir / name, "{}");
+    std::filesystem::resize_file(dir / name, uintmax_t{1} << 30);  // a hole
+    EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, name);
+    std::filesystem::remove(dir / name);
+  }
 }
 
 // The reference numbers them itself, whatever ids the file gives.

@@ -14,7 +14,33 @@ nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory) {
   return rows;
 }
 
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing) {
+namespace {
+
+nlohmann::ordered_json tokens_json(const TokenizedText& t) {
+  using Json = nlohmann::ordered_json;
+  Json tokens = Json::array(), named = Json::array();
+  for (const auto& token : t.tokens) tokens.push_back({{"id", token.id}, {"piece", token.piece}});
+  for (const auto& token : t.named)
+    named.push_back({{"role", token.role}, {"content", token.content}, {"id", token.id}, {"source", token.source}});
+  return {{"tokenizer", t.tokenizer}, {"identity", t.identity}, {"tokens", tokens},      {"named", named},
+          {"ends", t.ends},           {"adds_bos", t.adds_bos}, {"adds_eos", t.adds_eos}};
+}
+
+void print_tokens(const TokenizedText& t, Output& out) {
+  out.print("\ntokenizer {}: {}\n", t.tokenizer, t.identity);
+  for (const auto& token : t.tokens) out.print("  {:>8}  {}\n", token.id, token.piece);
+  if (!t.named.empty()) out.print("\n  special and added tokens\n");
+  for (const auto& token : t.named)
+    out.print("  {:>8}  {:<20} {:<10} {}\n", token.id, token.content, token.role, token.source);
+  if (!t.ends.empty()) out.print("  a completion ends with {}\n", fmt::format("{}", fmt::join(t.ends, " or ")));
+  if (t.adds_bos) out.print("  bos_token comes before a prompt\n");
+  if (t.adds_eos) out.print("  transformers puts eos_token after a text; libds does not put it after a prompt\n");
+}
+
+}  // namespace
+
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing,
+                      const TokenizedText* tokenized) {
   const RunPrediction p = predict_run(config, ranks, writing);
   if (p.needed_bytes > p.available_bytes &&
       (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
@@ -55,6 +81,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
     if (!bounds.empty()) document["memory_bounds"] = bounds;
     if (!p.mean_comm_bytes.empty()) document["mean_comm_bytes_per_step"] = p.mean_comm_bytes;
     if (!p.most_comm_bytes.empty()) document["most_comm_bytes_per_step"] = p.most_comm_bytes;
+    if (tokenized != nullptr) document["tokenized"] = tokens_json(*tokenized);
     out.document(document);
     return;
   }
@@ -97,6 +124,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   print(p.mean_comm_bytes);
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
   if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
+  if (tokenized != nullptr) print_tokens(*tokenized, out);
 }
 
 }  // namespace ds::tools

@@ -3,13 +3,15 @@
 // Prints the prediction of a run.
 
 #include "common/tool.h"
+#include "ds/tokenize.h"
 #include "ds/train.h"
 
 namespace ds::tools {
 
 // Prints the complete configuration, the memory of each rank by tag and the bytes that it sends per step, as text or as
-// one document. `writing`: prompts whose memory is included, or null.
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
+// one document. `writing`: prompts whose memory is included, or null; `tokenized`: a text to show, or null.
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing,
+                      const TokenizedText* tokenized);
 
 // Memory by tag: predicted and counted.
 nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory);

@@ -42,6 +42,7 @@ void TokenSet::each(std::string_view text, const std::function<void(size_t, size
     }
     size_t begin = at, end = at + token->in_text.size();
     at = end;
+    if (token->is_split) continue;
     if (token->single_word &&
         ((begin > 0 && is_word_at(previous_char(text, begin))) || (end < text.size() && is_word_at(end))))
       continue;
@@ -64,7 +65,7 @@ void TokenSet::each(std::string_view text, const std::function<void(size_t, size
 }
 
 AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary,
-                         const Normalizer* normalizer, bool keeps_ids) {
+                         const Normalizer* normalizer, bool splits_special, const TokenMatches& matches) {
   if (list.is_null()) return;
   if (!list.is_array()) place.corrupt("must be an array");
   constexpr size_t kLongest = 4096;  // bytes; a search takes at most so many steps per byte of text
@@ -81,6 +82,10 @@ AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary&
     token.rstrip = f.flag("rstrip", false);
     const bool special = f.flag("special", false);
     token.normalized = f.flag("normalized", !special);
+    const auto match = matches.find(token.content);
+    const bool twice = match != matches.end() && match->second.raw && match->second.normalized;
+    if (match != matches.end()) token.normalized = match->second.normalized;
+    token.is_split = splits_special && (match == matches.end() ? special : match->second.special);
     f.done();
     if (token.content.empty()) continue;
     if (token.content.size() > kLongest) here.unsupported(fmt::format("a token of {} bytes", token.content.size()));
@@ -88,7 +93,7 @@ AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary&
       here.corrupt(fmt::format("'{}' has id {} here and {} in the vocabulary", token.content, token.id, *known));
     if (const std::string* other = vocabulary.token(token.id); other != nullptr && *other != token.content)
       here.corrupt(fmt::format("'{}' has the id {} of '{}'", token.content, token.id, *other));
-    if (!keeps_ids && !vocabulary.id(token.content) && !ids_.contains(token.content)) {
+    if (!vocabulary.id(token.content) && !ids_.contains(token.content)) {
       const i64 end = vocabulary.num_tokens(), last = tokens_.empty() ? -1 : tokens_.rbegin()->first;
       if (const i64 next = last >= end ? last + 1 : end; token.id != next)
         here.unsupported(
@@ -100,18 +105,24 @@ AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary&
     if (entry->second != token.id)
       here.corrupt(fmt::format("'{}' has the ids {} and {}", token.content, entry->second, token.id));
     token.in_text = token.content;
+    if (twice) {
+      twice_.push_back(token);
+      twice_.back().normalized = false;
+    }
     if (token.normalized && normalizer != nullptr) normalizer->apply(token.in_text);
     const auto it = tokens_.find(token.id);
     if (it != tokens_.end() && it->second.content != token.content)
       here.corrupt(fmt::format("'{}' has the id {} of '{}'", token.content, token.id, it->second.content));
     tokens_.insert_or_assign(token.id, std::move(token));
   }
-  for (const auto& [id, token] : tokens_) {
+  const auto sort = [&](const AddedToken& token) {
     if (token.in_text.find('\n') != std::string::npos || token.lstrip) keep_lines_ = false;
     const bool takes_blank = token.normalized && token.in_text.find(' ') != std::string::npos;
     if (takes_blank && normalizer != nullptr && !normalizer->keeps_newlines()) keep_lines_ = false;
     if (!token.in_text.empty()) (token.normalized ? normalized_ : raw_).add(&token);
-  }
+  };
+  for (const auto& [id, token] : tokens_) sort(token);
+  for (const AddedToken& token : twice_) sort(token);
   raw_.finish();
   normalized_.finish();
 }

@@ -4,6 +4,7 @@
 // out whole.
 
 #include <functional>
+#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -22,8 +23,16 @@ struct AddedToken {
   bool lstrip = false;       // takes the white space before it
   bool rstrip = false;       // and behind it
   bool normalized = true;    // stands in the normalized text
+  bool is_split = false;     // found in a text, it is cut into pieces like other text
   std::string in_text = {};  // content, normalized if it is
 };
+
+// Where a token is found that two files list with different flags; the last one's other flags count.
+struct TokenMatch {
+  bool raw = false, normalized = false;  // before, and after normalizing
+  bool special = false;                  // in either file
+};
+using TokenMatches = std::map<std::string, TokenMatch>;  // by content
 
 // Finds the leftmost longest of a set of strings.
 class TokenSet {
@@ -45,10 +54,10 @@ class AddedTokens {
  public:
   // `list` is an array of {id, content, ...} or null. As the reference, a token that the vocabulary has keeps the
   // vocabulary's id, and others are numbered from its end in the order of the list; a file that says otherwise is
-  // Errc::Corrupt or, where the reference gives other ids than it says, Errc::Unavailable. With keeps_ids the listed
-  // ones count, whatever they are.
+  // Errc::Corrupt or, where the reference gives other ids than it says, Errc::Unavailable. splits_special: those of
+  // "special": true are cut into pieces. Tokens that are not in `matches` are found as their flags say.
   AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary, const Normalizer* normalizer,
-              bool keeps_ids);
+              bool splits_special, const TokenMatches& matches);
   AddedTokens(const AddedTokens&) = delete;
   AddedTokens& operator=(const AddedTokens&) = delete;
 
@@ -61,6 +70,7 @@ class AddedTokens {
 
  private:
   std::map<i32, AddedToken> tokens_;
+  std::list<AddedToken> twice_;  // those that are found before and after normalizing, once more
   std::map<std::string, i32, std::less<>> ids_;
   TokenSet raw_, normalized_;
   bool keep_lines_ = true;

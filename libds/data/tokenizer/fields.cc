@@ -23,8 +23,7 @@ Fields::Fields(const Json& object, Place place) : object_(object), place_(std::m
 
 const Json* Fields::find(const std::string& key) {
   asked_.insert(key);
-  const auto it = object_.find(key);
-  return it == object_.end() || it->is_null() ? nullptr : &*it;
+  return find_member(object_, key);
 }
 
 const Json& Fields::at(const std::string& key) {
@@ -64,6 +63,11 @@ i64 Fields::integer(const std::string& key, std::optional<i64> otherwise) {
 void Fields::done() const {
   for (const auto& [key, value] : object_.items())
     if (!asked_.contains(key)) (place_ / key).unsupported("this field is not known");
+}
+
+const Json* find_member(const Json& object, const std::string& key) {
+  const auto it = object.find(key);
+  return it == object.end() || it->is_null() ? nullptr : &*it;
 }
 
 std::string part_type(const Json& part, const Place& place) {

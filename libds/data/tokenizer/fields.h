@@ -47,6 +47,9 @@ class Fields {
   std::set<std::string> asked_;
 };
 
+// A member of an object; null when missing or null.
+const Json* find_member(const Json& object, const std::string& key);
+
 // The "type" of a part; the other fields stand beside it.
 std::string part_type(const Json& part, const Place& place);
 

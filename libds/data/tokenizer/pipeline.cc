@@ -20,14 +20,13 @@ using Lines = PreTokenizer::Lines;
 
 class Pipeline : public Tokenizer {
  public:
-  Pipeline(Fields& f, const SpecialTokens& special, std::string identity)
+  Pipeline(Fields& f, Definition& d)
       : normalizer_(make_normalizer(or_null(f.find("normalizer")), f.place() / "normalizer")),
         pre_tokenizer_(make_pre_tokenizer(or_null(f.find("pre_tokenizer")), f.place() / "pre_tokenizer", byte_level_)),
-        model_(make_model(f.at("model"), f.place() / "model", byte_level_)),
+        model_(d.model ? std::move(d.model) : make_model(f.at("model"), f.place() / "model", byte_level_)),
         added_(or_null(f.find("added_tokens")), f.place() / "added_tokens", model_->vocabulary(), normalizer_.get(),
-               special.keeps_added_ids),
-        decoder_(make_decoder(or_null(f.find("decoder")), f.place() / "decoder")),
-        identity_(std::move(identity)) {
+               d.splits_special, d.matches),
+        decoder_(make_decoder(or_null(f.find("decoder")), f.place() / "decoder")) {
     static std::atomic<u64> tokenizers{0};
     serial_ = ++tokenizers;
     if (f.text("version", "1.0") != "1.0") (f.place() / "version").unsupported("only 1.0 is supported");
@@ -36,14 +35,19 @@ class Pipeline : public Tokenizer {
     f.ignore("padding");
     if (pre_tokenizer_ && pre_tokenizer_->knows_start() && normalizer_ && !normalizer_->keeps_start())
       (f.place() / "pre_tokenizer").unsupported("prepend_scheme 'first' behind a normalizer that removes characters");
-    find_special(special, or_null(f.find("post_processor")));
+    facts_.ends = std::move(d.ends);
+    facts_.warnings = std::move(d.warnings);
+    facts_.when_writing = std::move(d.when_writing);
+    find_special(d, or_null(f.find("post_processor")));
     f.done();
     vocab_size_ = model_->vocabulary().num_ids();
     if (!added_.tokens().empty()) vocab_size_ = std::max<i64>(vocab_size_, added_.tokens().rbegin()->first + 1);
     splits_lines_ = pre_tokenizer_ && pre_tokenizer_->lines() == Lines::Split && added_.keep_lines() &&
                     (!normalizer_ || (normalizer_->keeps_lines() &&
                                       (normalizer_->keeps_newlines() || pre_tokenizer_->takes_any_blank())));
-    identity_ = fmt::format("{} of {} ids, {}", model_->kind(), vocab_size_, identity_);
+    const size_t library = std::min(d.own_content.find(kByLibrary), d.own_content.size());
+    identity_ = fmt::format("{} of {} ids, {}{}{}", model_->kind(), d.own_ids > 0 ? d.own_ids : vocab_size_,
+                            d.own_content.substr(0, library), d.others, d.own_content.substr(library));
   }
 
   void encode(std::string_view text, std::vector<i32>& ids) const override {
@@ -74,6 +78,11 @@ class Pipeline : public Tokenizer {
     return text;
   }
 
+  std::string piece(i32 id) const override {
+    if (const auto it = added_.tokens().find(id); it != added_.tokens().end()) return it->second.content;
+    const std::string* const token = model_->vocabulary().token(id);
+    return token == nullptr ? "" : *token;
+  }
   i64 vocab_size() const noexcept override { return vocab_size_; }
   std::optional<i32> special(SpecialToken kind) const noexcept override {
     const auto it = special_.find(kind);
@@ -151,40 +160,53 @@ class Pipeline : public Tokenizer {
     sink(text, at_start);
   }
 
-  void find_special(const SpecialTokens& files, const Json& post_processor) {
-    const auto name = [&](SpecialToken kind, const std::string& content) {
+  void find_special(const Definition& d, const Json& post_processor) {
+    const auto name = [&](SpecialToken kind, const std::string& content, const std::string& source) {
       auto id = added_.id(content);
       if (!id) id = model_->vocabulary().id(content);
-      if (id) special_.emplace(kind, *id);  // the first word counts
+      if (!id || !special_.emplace(kind, *id).second) return;  // the first word counts
+      facts_.named.push_back({std::string(special_name(kind)), content, *id, source});
     };
-    for (const auto& [kind, content] : files.content) name(kind, content);
-    if (const auto unk = model_->unk_token()) name(SpecialToken::Unk, *unk);
+    const std::string file = d.name.substr(d.name.find_last_of('/') + 1);
+    for (const auto& [kind, special] : d.special) name(kind, special.content, special.source);
+    if (const auto unk = model_->unk_token()) name(SpecialToken::Unk, *unk, file);
     if (model_->kind() == "WordPiece") {
       for (const auto& [kind, content] : {std::pair{SpecialToken::Cls, "[CLS]"},
                                           {SpecialToken::Sep, "[SEP]"},
                                           {SpecialToken::Pad, "[PAD]"},
                                           {SpecialToken::Mask, "[MASK]"}})
-        name(kind, content);
+        name(kind, content, file);
     }
-    const std::optional<i32> first = first_of_template(post_processor, 0);
-    adds_bos_ = files.add_bos.value_or(first.has_value() && first == special(SpecialToken::Bos));
+    for (const auto& [id, token] : added_.tokens()) {
+      const auto origin = d.origins.find(token.content);
+      facts_.named.push_back({"", token.content, id, origin == d.origins.end() ? file : origin->second});
+    }
+    add_eos_to_ends();
+    const std::optional<i32> first = end_of_template(post_processor, 0, true);
+    const std::optional<i32> last = end_of_template(post_processor, 0, false);
+    adds_bos_ = d.adds_bos.value_or(first.has_value() && first == special(SpecialToken::Bos));
     if (!special(SpecialToken::Bos)) adds_bos_ = false;
+    facts_.adds_eos = special(SpecialToken::Eos) && (d.adds_eos || last == special(SpecialToken::Eos));
+    if (facts_.adds_eos)
+      facts_.when_writing.push_back(fmt::format(
+          "tokenizer '{}': the reference puts '{}' after every text; prompts are left open, to be continued", d.name,
+          piece(*special(SpecialToken::Eos))));
   }
 
-  // The special token that the file puts before a text.
-  std::optional<i32> first_of_template(const Json& part, int depth) const {
+  // The special token that the file puts before a text, or after it.
+  std::optional<i32> end_of_template(const Json& part, int depth, bool front) const {
     if (!part.is_object() || depth > 8) return std::nullopt;
     const std::string type = part.value("type", Json()).is_string() ? part["type"].get<std::string>() : "";
     if (const auto list = part.find("processors"); type == "Sequence" && list != part.end() && list->is_array()) {
       for (const Json& inner : *list)
-        if (const auto found = first_of_template(inner, depth + 1)) return found;
+        if (const auto found = end_of_template(inner, depth + 1, front)) return found;
     }
     const auto single = part.find("single");
     if (type != "TemplateProcessing" || single == part.end() || !single->is_array() || single->empty())
       return std::nullopt;
-    const Json& first = single->front();
-    if (!first.is_object() || !first.contains("SpecialToken")) return std::nullopt;
-    const Json& token = first["SpecialToken"];
+    const Json& outer = front ? single->front() : single->back();
+    if (!outer.is_object() || !outer.contains("SpecialToken")) return std::nullopt;
+    const Json& token = outer["SpecialToken"];
     if (!token.is_object() || !token.contains("id") || !token["id"].is_string()) return std::nullopt;
     return added_.id(token["id"].get_ref<const std::string&>());
   }
@@ -204,10 +226,9 @@ class Pipeline : public Tokenizer {
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> make_pipeline(const Json& file, const std::string& name, const SpecialTokens& special,
-                                         const std::string& identity) {
-  Fields f(file, {name, ""});
-  return std::make_unique<Pipeline>(f, special, identity);
+std::unique_ptr<Tokenizer> make_pipeline(Definition definition) {
+  Fields f(definition.file, {definition.name, ""});
+  return std::make_unique<Pipeline>(f, definition);
 }
 
 }  // namespace ds::tokenizer

@@ -7,20 +7,36 @@
 #include <string>
 
 #include "data/tokenizer.h"
+#include "data/tokenizer/added_tokens.h"
 #include "data/tokenizer/fields.h"
+#include "data/tokenizer/model.h"
 
 namespace ds::tokenizer {
 
-// Special tokens, as files other than tokenizer.json define them.
-struct SpecialTokens {
-  std::map<SpecialToken, std::string> content;
-  std::optional<bool> add_bos;
-  // Added tokens have the ids that are listed, as the files of a class of transformers say.
-  bool keeps_added_ids = false;
+struct SpecialName {
+  std::string content;
+  std::string source;  // the file, or the class, that names it
 };
 
-// `file` is a tokenizer.json, or what has been made of other files; `identity` goes into Tokenizer::identity().
-std::unique_ptr<Tokenizer> make_pipeline(const Json& file, const std::string& name, const SpecialTokens& special,
-                                         const std::string& identity);
+struct Definition {
+  std::string name;                        // the file with the vocabulary, for messages
+  Json file = {};                          // in the form of a tokenizer.json, with all added tokens
+  std::unique_ptr<Model> model = nullptr;  // instead of the "model" of `file`
+  // Both without the files beside the vocabulary: how many ids it has (0: as `file` has), and its content.
+  i64 own_ids = 0;
+  std::string own_content = {};
+  std::string others = {};  // the same of the files beside it; empty: they change nothing
+
+  std::map<SpecialToken, SpecialName> special = {};
+  std::map<std::string, std::string> origins = {};  // of added tokens: content -> file
+  std::optional<bool> adds_bos = std::nullopt;      // nothing: as the "post_processor" of `file` says
+  bool adds_eos = false;
+  TokenMatches matches = {};
+  bool splits_special = false;  // special tokens that a text spells out are cut into pieces
+  std::vector<i32> ends = {};
+  std::vector<std::string> warnings = {}, when_writing = {};
+};
+
+std::unique_ptr<Tokenizer> make_pipeline(Definition definition);
 
 }  // namespace ds::tokenizer

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The classes of tokenizers of transformers: the special tokens that a class has where no file names them, and the form
+// that it gives to a vocabulary.
+
+#include <array>
+#include <string_view>
+
+#include "data/tokenizer.h"
+#include "data/tokenizer/fields.h"
+
+namespace ds::tokenizer {
+
+enum class Shape : u8 {
+  Unknown,  // no row
+  File,     // the class takes a tokenizer.json as it is
+  Gpt2,
+  Roberta,
+  Qwen2,
+  Bert,
+  Llama,
+  Gemma,
+};
+
+struct ClassRow {
+  std::string_view name;  // without "Fast"
+  Shape shape = Shape::Unknown;
+  std::array<std::string_view, kNumSpecialTokens> special = {};  // by SpecialToken; empty: none
+};
+
+// The row of a class, "" included: Shape::Unknown if there is none.
+const ClassRow& shape_of(std::string_view name);
+// The class that transformers takes for a model_type; empty: not known.
+std::string_view class_of_model(std::string_view model_type);
+
+// How a class of this shape prepares a text, in the words of a tokenizer.json.
+struct TextForm {
+  Json normalizer, pre_tokenizer, decoder;
+};
+struct TextFormOptions {
+  bool add_prefix_space = false;
+  bool legacy = true;                                // Llama
+  bool lowercase = true, chinese = true;             // Bert
+  std::optional<bool> strip_accents = std::nullopt;  // Bert
+};
+// Requires: a shape other than Unknown and File.
+TextForm form_of(Shape shape, const TextFormOptions& options);
+
+}  // namespace ds::tokenizer
