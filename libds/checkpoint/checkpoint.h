@@ -172,8 +172,8 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 // are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch (another model, or state
 // that the checkpoint does not have), Errc::Io; the same error on all ranks. `optimizers`: by entry of params, or
 // empty; after the first update the checkpoint must contain, for a trained parameter, exactly the states of the same
-// optimizer. `accept` is called on every rank before these checks, when the manifest has been read; it must throw on all
-// ranks if the caller does not want this checkpoint.
+// optimizer. `accept` is called on every rank before these checks, when the manifest has been read; it must throw on
+// all ranks if the caller does not want this checkpoint.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
                                std::span<const ParamOptimizer> optimizers = {},

@@ -45,11 +45,10 @@ void Trained::load_step(const std::string& dir, const std::function<void(const M
           fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", dir, meta.isa, isa));
     }
     if (engine->plan().dp().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh.shape().tp)
-      log_message(
-          LogLevel::Warning,
-          fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of codes "
-                      "are others, and are encoded again",
-                      dir, meta.mesh->tp, mesh.shape().tp));
+      log_message(LogLevel::Warning,
+                  fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of codes "
+                              "are others, and are encoded again",
+                              dir, meta.mesh->tp, mesh.shape().tp));
   }
 }
 

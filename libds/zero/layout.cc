@@ -128,8 +128,8 @@ void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kep
 }
 
 // Appends a segment of these rows to the last unit, if there are any.
-void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want,
-                         bool of_trained, model::Storage storage) {
+void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const Kept> kept, Kept want, bool of_trained,
+                         model::Storage storage) {
   UnitPlace& unit = units_.back();
   Segment s{.unit = std::ssize(units_) - 1,
             .persistent = want == Kept::Persistent,

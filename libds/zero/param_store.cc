@@ -61,7 +61,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   for (const Segment& s : layout.segments()) {
     if (near == nullptr || near->size() == 1) break;
     second_.emplace_back();
-    if (!whole(s) && !StoredParams::has(s)) second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
+    if (!whole(s) && !StoredParams::has(s))
+      second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
   arriving_at_.assign(layout.segments().size(), -1);
   arriving_.resize(layout.segments().size());

@@ -3,10 +3,10 @@
 // The work-dtype parameters of one rank, reached through the same leases at every ZeRO stage. Stages 0 to 2 keep them
 // whole; stage 3 keeps this rank's slices, and persistent segments whole, and gathers a unit ahead of its use, when the
 // plan says so. Frozen parameters that are stored in another form (zero/stored_params) are gathered at every stage, as
-// they are stored, and decoded when they arrive. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices are sent as codes, and all ranks,
-// the owner too, use the decoded values, while slices stay exact; with hpZ the first gather after an update leaves a
-// second shard on the ranks of a smaller group, from which they gather until the next update, with the same bits. Neither
-// changes how stored forms are gathered.
+// they are stored, and decoded when they arrive. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices
+// are sent as codes, and all ranks, the owner too, use the decoded values, while slices stay exact; with hpZ the first
+// gather after an update leaves a second shard on the ranks of a smaller group, from which they gather until the next
+// update, with the same bits. Neither changes how stored forms are gathered.
 
 #include <optional>
 #include <span>

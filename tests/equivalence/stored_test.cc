@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frozen parameters that are stored in 16 bits, or as codes of 8 or 4 bits, beside trained ones in the work dtype: a run
-// with them takes the steps of one whose frozen parameters are their decoded values, however it is cut; its memory has
-// their codes alone, and its checkpoints the values that it used.
+// Frozen parameters that are stored in 16 bits, or as codes of 8 or 4 bits, beside trained ones in the work dtype: a
+// run with them takes the steps of one whose frozen parameters are their decoded values, however it is cut; its memory
+// has their codes alone, and its checkpoints the values that it used.
 
 #include "checkpoint/reader.h"
 #include "ds/linear.h"
@@ -141,8 +141,12 @@ TEST(Stored, IsTheSameInEveryArrangement) {
       return train_threads(config(model, l, DType::BF16, 8), l.ranks(), kSteps, 1, stored(forms_of(DType::BF16)));
     };
     const Trace one = train({});
-    for (const Layout& l : {Layout{.dp = 2}, {.dp = 2, .stage = 1}, {.dp = 4, .stage = 2}, {.dp = 2, .stage = 3},
-                            {.dp = 4, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}})
+    for (const Layout& l : {Layout{.dp = 2},
+                            {.dp = 2, .stage = 1},
+                            {.dp = 4, .stage = 2},
+                            {.dp = 2, .stage = 3},
+                            {.dp = 4, .stage = 3},
+                            {.dp = 2, .pp = 2, .stage = 3}})
       expect_same_training(train(l), one, fmt::format("{} {}", family_name(model.family), l.name()));
   }
 }
@@ -189,8 +193,8 @@ TEST(Stored, IsTheSameInEveryTier) {
 
 i64 bytes(const Trace& t, Tag tag) { return t.counted[static_cast<size_t>(tag)]; }
 
-// Of two blocks of GPT-2 with C = 48 and F = 64 the four matrices are stored in one form. Every row begins at a block of
-// 128 elements: the vectors of a block take 7 x 128 + 128 + 48.
+// Of two blocks of GPT-2 with C = 48 and F = 64 the four matrices are stored in one form. Every row begins at a block
+// of 128 elements: the vectors of a block take 7 x 128 + 128 + 48.
 TEST(Stored, CostsItsCodesAlone) {
   constexpr i64 C = 48, F = 64, kMatrices = C * 3 * C + C * C + 2 * C * F, kVectors = 1024 + 48;
   for (const i64 stage : {0, 1, 2, 3}) {
@@ -284,13 +288,11 @@ TEST(Stored, IsRefusedWhereItMeansNothing) {
     return "accepted";
   };
   EXPECT_EQ(refused(DType::F32, [](model::Model& m) { store_blocks(m, {Storage::BF16}); }), "accepted");
-  EXPECT_NE(refused(DType::BF16, [](model::Model& m) {
-              store_blocks(m, {Storage::F16});
-            }).find("is stored as fp16, and the run computes in bf16"),
+  EXPECT_NE(refused(DType::BF16, [](model::Model& m) { store_blocks(m, {Storage::F16}); })
+                .find("is stored as fp16, and the run computes in bf16"),
             std::string::npos);
-  EXPECT_NE(refused(DType::F32, [](model::Model& m) {
-              m.shared.front().storage = Storage::Int8;
-            }).find("transformer.wte.weight is stored as int8 and trained"),
+  EXPECT_NE(refused(DType::F32, [](model::Model& m) { m.shared.front().storage = Storage::Int8; })
+                .find("transformer.wte.weight is stored as int8 and trained"),
             std::string::npos);
 }
 

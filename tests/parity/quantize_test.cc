@@ -75,8 +75,8 @@ Tensor values(DType t, i64 R, i64 n, u32 seed) {
   return x;
 }
 
-constexpr CodeFormat kFormats[] = {{8, 8}, {8, 64}, {8, 2048}, {8, 0}, {4, 8}, {4, 256}, {4, 0},
-                                    {8, 128, true}, {4, 128, true}};
+constexpr CodeFormat kFormats[] = {{8, 8},   {8, 64}, {8, 2048},      {8, 0},        {4, 8},
+                                   {4, 256}, {4, 0},  {8, 128, true}, {4, 128, true}};
 
 TEST(Quantize, CodesAreTheDocumentedOnes) {
   ThreadPool pool(1);

@@ -266,8 +266,8 @@ class Definer {
     files_.emplace(d_, is_json() ? own_tokens : Json::array());
     const Json* const model = made_.model ? nullptr : find_member(made_.file, "model");
     const Json* const vocabulary = model != nullptr && model->is_object() ? find_member(*model, "vocab") : nullptr;
-    static const Json kNone = Json::object();
-    const Json& vocab = vocabulary != nullptr && vocabulary->is_object() ? *vocabulary : kNone;
+    static const Json kEmpty = Json::object();
+    const Json& vocab = vocabulary != nullptr && vocabulary->is_object() ? *vocabulary : kEmpty;
     const auto in_vocabulary = [this, &vocab](const std::string& content) -> std::optional<i64> {
       if (made_.model) {
         const auto id = made_.model->vocabulary().id(content);

@@ -41,8 +41,8 @@ struct MatrixShape {
 };
 
 // The form in which a rank stores a parameter between its uses: the work dtype; 16 bits, which an fp32 run converts; or
-// codes of 8 or 4 bits, with a scale for each 128 elements of the rank's part (CodeFormat::exact). Layers always see the
-// work dtype: a unit is decoded when it is gathered, at every ZeRO stage.
+// codes of 8 or 4 bits, with a scale for each 128 elements of the rank's part (CodeFormat::exact). Layers always see
+// the work dtype: a unit is decoded when it is gathered, at every ZeRO stage.
 enum class Storage : u8 { Work, BF16, F16, Int8, Int4 };
 constexpr std::string_view storage_name(Storage s) noexcept {
   constexpr std::string_view kNames[] = {"work", "bf16", "fp16", "int8", "int4"};

@@ -304,7 +304,7 @@ struct ErrorFeedback {
 };
 
 // Defines the scale of a block by its largest |x|. If that is not finite the scale is NaN, which marks the whole block.
-// Never subnormal, so that no quotient overflows; 1 for zeros, unless it is exact. (Floats above 3.4e38 may be decoded to infinity.)
+// Never subnormal, so no quotient overflows; 1 for zeros if not exact. (Floats above 3.4e38 may decode to infinity.)
 DS_HOST_DEVICE inline float block_scale(u32 max_abs_bits, CodeFormat format) noexcept {
   if (max_abs_bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
   const float scale = std::bit_cast<float>(max_abs_bits) / format.largest_code();
