@@ -357,6 +357,8 @@ void check_documents(DataConfig& d, Reader& r) {
   };
   if (d.document_positions == DocumentPositions::Continue) has_no_effect("data.document_positions");
   if (!d.loss_across_documents) has_no_effect("data.loss_across_documents");
+  if (r.given("data.loss_across_documents") && d.packing != DataPacking::None)
+    r.warning("data.loss_across_documents", "has no effect: documents in packed samples predict nothing of each other");
 }
 
 void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {

@@ -50,6 +50,7 @@ struct DataIdentity {
   std::string objective = "next token";  // SampleSource::identity()
   std::vector<float> weights = {};       // of the files; empty: the files are one stream
   std::string documents = {};            // DocumentRule::description(); empty in checkpoints of older versions
+  i64 packed_tokens = 0;                 // of the training part, if samples are packed: they depend on all of them
   // Not in checkpoints. Older versions knew documents by data.document_token at their end alone: why they found other
   // ones, empty if they did not; and a difference that moves neither samples nor their order.
   std::string older_documents = {}, older_samples = {};
@@ -106,6 +107,8 @@ class TokenStream {
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
 
   const DocumentRule& documents() const noexcept { return rule_; }
+  // False if documents matter and this is one file of tokens whose documents nothing tells apart.
+  bool knows_documents() const noexcept { return knows_documents_; }
   // The end of the document in which the token at `position` lies, or `limit` if that comes first. A document ends
   // where its file or this view ends, where its file knows a border, and where documents().token marks one. Throws
   // Errc::Corrupt for a file that has shrunk. Allocates: no.
@@ -149,6 +152,7 @@ class TokenStream {
   std::string tokenizer_;
   DocumentRule rule_;
   std::vector<Remark> remarks_;  // on several files
+  bool knows_documents_ = true;
   std::vector<Remark> of_tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };

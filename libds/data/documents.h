@@ -80,8 +80,9 @@ void find_marked_documents(const DocumentRule& rule, bool causal, std::span<cons
 // Statistics of the documents in some data, and of the samples made of them.
 struct DocumentSurvey {
   i64 documents = 0, tokens = 0;
-  i64 median = 0, longest = 0;  // tokens of a document
-  i64 cut = 0;                  // documents that do not lie in one sample
+  double median = 0;  // tokens of a document
+  i64 longest = 0;
+  i64 cut = 0;  // documents that do not lie in one sample
   i64 samples = 0;
   double full = 1;  // share of the tokens of samples that is no filling
   std::string text() const;

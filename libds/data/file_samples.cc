@@ -23,11 +23,12 @@ bool FileSamples::documents(i64 k, std::span<i32> begins) const {
 }
 
 void FileSamples::survey_documents(DocumentSurvey& survey, std::map<i64, i64>& lengths) const {
-  const i64 stride = objective_->stride(seq_length_);
+  const i64 stride = objective_->stride(seq_length_), shared = objective_->extent(seq_length_) - stride;
   stream_.for_each_document([&](i64 begin, i64 end) {
     ++lengths[end - begin];
     ++survey.documents;
-    if (!packing_ && begin / stride != (end - 1) / stride) ++survey.cut;
+    // A token that two samples share is a target of the first one.
+    if (!packing_ && begin / stride != std::max(begin, end - 1 - shared) / stride) ++survey.cut;
   });
   survey.tokens += stream_.num_tokens();
   survey.longest = lengths.rbegin()->first;

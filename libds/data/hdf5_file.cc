@@ -59,6 +59,7 @@ std::unique_ptr<TokenFile> open_hdf5_file(const std::string& name) {
   if (info.shape.size() > 1 && info.shape.back() > 1) {
     file->borders = Borders::every(info.shape.back(), info.numel());
     file->borders_of = "the rows of its dataset";
+    file->knows_borders = true;
   }
   const i64 offset = table.offsets[index];
   if (offset < 0) {

@@ -103,7 +103,8 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            "begins a new run from the weights of the step",
            now.documents, now.older_documents);
   DS_CHECK(is_older(saved, now) || saved.documents == now.documents, Errc::Mismatch,
-           "documents are found by {}, but the run was started with {}",
+           "documents are found by {}, but the run was started with {}: data.document_token, document_token_at, "
+           "packing, separate_documents or loss_across_documents has changed",
            now.documents.empty() ? "nothing" : now.documents, saved.documents.empty() ? "none" : saved.documents);
   DS_CHECK(saved.num_samples == now.num_samples || !are_of_program, Errc::Mismatch,
            "{} are {}, but the run was started with {}", samples(now), now.num_samples, saved.num_samples);
@@ -111,6 +112,10 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
       saved.num_samples == now.num_samples, Errc::Mismatch,
       "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed",
       now.num_samples, saved.num_samples);
+  DS_CHECK(saved.packed_tokens == 0 || saved.packed_tokens == now.packed_tokens, Errc::Mismatch,
+           "the training part has {} tokens in packed samples, but the run was started with {}: data.split or "
+           "data.validation has changed",
+           now.packed_tokens, saved.packed_tokens);
 }
 
 std::string difference_of_samples(const DataIdentity& saved, const DataIdentity& now) {
@@ -134,6 +139,7 @@ std::string data_identity_json(const DataIdentity& identity) {
                               {"objective", identity.objective}};
   if (!identity.weights.empty()) json["weights"] = identity.weights;
   if (!identity.documents.empty()) json["documents"] = identity.documents;
+  if (identity.packed_tokens > 0) json["packed_tokens"] = identity.packed_tokens;
   return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
@@ -156,6 +162,7 @@ DataIdentity parse_data_identity(const std::string& json) {
     if (j.contains("objective")) j.at("objective").get_to(identity.objective);  // the first version had no other
     if (j.contains("weights")) j.at("weights").get_to(identity.weights);
     identity.documents = j.value("documents", "");
+    identity.packed_tokens = j.value("packed_tokens", i64{0});
     return identity;
   } catch (const nlohmann::json::exception& e) {
     throw Error(Errc::Corrupt,

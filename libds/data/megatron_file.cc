@@ -130,15 +130,16 @@ class MegatronIndex {
 
 }  // namespace
 
-std::unique_ptr<TokenFile> open_megatron_file(const std::string& name) {
+std::unique_ptr<TokenFile> open_megatron_file(const std::string& name, bool finds_borders) {
   const MegatronNames names = megatron_names(name);
   auto file = std::make_unique<TokenFile>();
   file->name = names.bin;
   const MappedFile &bin = file->map(names.bin), &idx = file->map(names.idx);
   const MegatronIndex index(idx, bin);
   file->view = index.view();
-  file->borders = index.borders(dtype_bytes(file->view.type));
+  if (finds_borders) file->borders = index.borders(dtype_bytes(file->view.type));
   file->borders_of = "its index";
+  file->knows_borders = true;
   return file;
 }
 

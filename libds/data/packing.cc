@@ -24,9 +24,9 @@ Packing::Packing(const TokenStream& stream, i64 seq_length)
 }
 
 void Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
-  if (count < 2) return;  // nothing of it could be predicted
+  if (count < 2 && !has_next) return;  // it predicts nothing
   ++num_documents_;
-  if (count > seq_length_) ++num_cut_;
+  const size_t before = pieces_.size();
   for (i64 done = 0; done < count;) {
     const i64 n = std::min(seq_length_, count - done);
     const bool goes_on = done + n < count;
@@ -35,6 +35,7 @@ void Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
     if (n > 1 || next) pieces_.push_back({begin + done, static_cast<i32>(n), next, !goes_on && has_end});
     done += n;
   }
+  if (pieces_.size() > before + 1) ++num_cut_;
 }
 
 i64 Packing::num_tokens() const noexcept {

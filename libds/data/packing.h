@@ -18,7 +18,7 @@ class Packing {
   Packing(const TokenStream& stream, i64 seq_length);
 
   i64 num_samples() const noexcept { return std::ssize(first_) - 1; }
-  i64 num_documents() const noexcept { return num_documents_; }  // of two tokens or more
+  i64 num_documents() const noexcept { return num_documents_; }  // that predict a token
   i64 num_cut() const noexcept { return num_cut_; }
   i64 num_tokens() const noexcept;  // that samples hold, without their filling
   // Documents that data.document_token does not end and that another one follows in their sample.

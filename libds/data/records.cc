@@ -119,6 +119,7 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
   if (form != RecordForm::Messages && rule.token < 0) end_ = tokenizer_.special(SpecialToken::Eos);
   if (rule.token >= 0) (rule.at == DocumentTokenAt::End ? end_ : begin_) = narrow<i32>(rule.token);
   file.has_document_tokens = rule.token >= 0;
+  file.knows_borders = true;
   file.has_messages = form == RecordForm::Messages;
   file.reading = kind;
   if (begin_) file.reading += fmt::format(", {} before each", *begin_);

@@ -101,6 +101,7 @@ DataIdentity BatchLoader::identity() const {
           .objective = parts_.front().source->identity(),
           .weights = weights_,
           .documents = stream_ ? rule_.description() : "",
+          .packed_tokens = stream_ && rule_.packed ? stream_->num_tokens() : 0,
           .older_documents = older_documents_,
           .older_samples = older_samples_};
 }
@@ -110,11 +111,13 @@ std::optional<DocumentSurvey> BatchLoader::survey_documents() const {
   DocumentSurvey survey;
   std::map<i64, i64> lengths;
   for (const auto& part : files_) part->survey_documents(survey, lengths);
-  i64 before = 0;
+  // The mean of the two in the middle, if there are two.
+  i64 before = 0, lower = 0;
   for (const auto& [length, count] : lengths) {
-    survey.median = length;
+    if (2 * before < survey.documents) lower = length;
     before += count;
-    if (2 * before >= survey.documents) break;
+    survey.median = (static_cast<double>(lower) + static_cast<double>(length)) / 2;
+    if (2 * before > survey.documents) break;
   }
   return survey;
 }

@@ -76,7 +76,8 @@ struct TokenFile {
   std::unique_ptr<TokenIds> ids;  // the ids, if a tokenizer made them
   bool has_messages = false;      // the file contains conversations, which are formatted by a template
   Borders borders;                // between its documents, as far as its format knows them
-  std::string borders_of{};  // what knows them: "its index"; empty: nothing, or the lines of a text that was encoded
+  bool knows_borders = false;     // the format does, be it that there are none
+  std::string borders_of{};       // what knows them, for messages: "its index"; empty: nothing, or the lines of a text
   bool has_document_tokens = false;            // each document has data.document_token, since it was added
   std::unique_ptr<const MappedFile> extended;  // the ids with tokens added
   i64 first_token = 0;                         // position in the stream
@@ -144,7 +145,7 @@ std::unique_ptr<TokenFile> open_llmc_file(const std::string& path);
 bool is_llmc_file(const std::string& path);
 // Megatron-LM's indexed dataset: PREFIX, PREFIX.bin or PREFIX.idx. The tokens are those of the .bin in its order. The
 // index states their type and documents, must cover the .bin without holes, and is not needed afterwards.
-std::unique_ptr<TokenFile> open_megatron_file(const std::string& name);
+std::unique_ptr<TokenFile> open_megatron_file(const std::string& name, bool finds_borders = true);
 // A dataset of integers, FILE or FILE:/path/to/dataset, in row-major order. Rows of more than one token are documents.
 std::unique_ptr<TokenFile> open_hdf5_file(const std::string& name);
 

@@ -34,18 +34,25 @@ std::vector<DataFormat> resolve_formats(std::span<const std::string> files, Data
 // Remarks on how the documents of a file are found.
 void remark_on_documents(TokenFile& file, const DocumentRule& rule) {
   if (!file.borders_of.empty()) {
+    const i64 n = file.num_documents();
     std::string text =
-        fmt::format("data file '{}': {} documents by {}", file.name, file.num_documents(), file.borders_of);
+        fmt::format("data file '{}': {} document{} by {}", file.name, n, n == 1 ? "" : "s", file.borders_of);
     if (rule.token >= 0) {
-      i64 without = 0;
+      const bool at_end = rule.at == DocumentTokenAt::End;
+      i64 without = 0, other_side = 0;  // documents that lack the token, and that have it at their other side alone
       for (i64 begin = 0; begin < file.view.count;) {
         const i64 end = std::min(file.borders.after(begin), file.view.count);
-        without += file.token_at(rule.at == DocumentTokenAt::End ? end - 1 : begin) != rule.token ? 1 : 0;
+        const bool first = file.token_at(begin) == rule.token, last = file.token_at(end - 1) == rule.token;
+        without += (at_end ? last : first) ? 0 : 1;
+        other_side += (at_end ? first && !last : last && !first) ? 1 : 0;
         begin = end;
       }
       if (without > 0)
-        text += fmt::format(", of which {} do not {} with data.document_token {}", without,
-                            rule.at == DocumentTokenAt::End ? "end" : "begin", rule.token);
+        text += fmt::format(", of which {} {} not {} with data.document_token {}", without,
+                            without == 1 ? "does" : "do", at_end ? "end" : "begin", rule.token);
+      if (other_side > n / 2)
+        text += fmt::format("; {} {} with it: set data.document_token_at to \"{}\"", other_side,
+                            at_end ? "begin" : "end", at_end ? "begin" : "end");
     }
     file.note(std::move(text));
     return;
@@ -70,7 +77,7 @@ std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format,
     case DataFormat::Text: return open_text_file(path, encoding);
     case DataFormat::Bin: return open_bin_file(path, token_dtype);
     case DataFormat::Llmc: return open_llmc_file(path);
-    case DataFormat::Megatron: return open_megatron_file(path);
+    case DataFormat::Megatron: return open_megatron_file(path, encoding.documents.matters());
     case DataFormat::Hdf5: return open_hdf5_file(path);
     case DataFormat::Jsonl: return open_jsonl_file(path, encoding);
   }
@@ -84,11 +91,10 @@ void check_marks(const TokenStream& stream, const Objective& objective, const st
            first_file);
 }
 
-void check_documents_are_known(const TokenStream& stream, const DataConfig& config) {
-  const DocumentRule& rule = stream.documents();
-  DS_CHECK(!rule.matters() || rule.token >= 0 || stream.document_end(0, stream.num_tokens()) < stream.num_tokens(),
-           Errc::Config, "{}: needs data.document_token: nothing else tells where documents begin in '{}'",
-           rule.packed ? "data.packing" : "data.separate_documents", config.train.front());
+void check_documents_are_known(const TokenStream& stream, const std::string& first_file) {
+  DS_CHECK(stream.knows_documents(), Errc::Config,
+           "{}: needs data.document_token: nothing else tells where documents begin in '{}'",
+           stream.documents().packed ? "data.packing" : "data.separate_documents", first_file);
 }
 
 void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objective& objective, const char* part,
@@ -125,25 +131,30 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
   for (size_t i = 0; i < files.size(); ++i) {
     std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], options.token_dtype, encoding);
     if (rule_.matters()) {
-      const bool is_whole_text = formats[i] == DataFormat::Text && files.size() > 1;
-      if (!is_whole_text && file->borders.count() == 0 && rule_.token >= 0 && !file->has_document_tokens &&
-          file->find_token(0, file->view.count, rule_.token) == Borders::kNone)
+      // A file of text is a document. Of a single one a token was expected, if it was set.
+      const bool is_whole_text = formats[i] == DataFormat::Text && (files.size() > 1 || rule_.token < 0);
+      if (!is_whole_text && !file->knows_borders && !file->has_document_tokens &&
+          (rule_.token < 0 || file->find_token(0, file->view.count, rule_.token) == Borders::kNone))
         without_borders.push_back(file->name);
-      if (rule_.adds_token && !file->has_document_tokens) file->add_document_tokens(rule_);
       remark_on_documents(*file, rule_);
+      if (rule_.adds_token && !file->has_document_tokens) file->add_document_tokens(rule_);
     }
     file->first_token = end_;
     end_ += file->view.count;
     files_.push_back(std::move(file));
   }
-  if (!without_borders.empty()) {
-    const std::string others =
-        without_borders.size() > 1 ? fmt::format(" and {} other data files", without_borders.size() - 1) : "";
-    remarks_.push_back(
-        {LogLevel::Warning,
-         fmt::format("data.document_token {} occurs nowhere in '{}'{}, and nothing else there tells where "
-                     "documents begin: each file is one document",
-                     rule_.token, without_borders.front(), others)});
+  knows_documents_ = without_borders.empty() || rule_.token >= 0 || files.size() > 1;
+  if (!without_borders.empty() && knows_documents_) {
+    const size_t more = without_borders.size() - 1;
+    const std::string others = more > 0 ? fmt::format(" and {} other data file{}", more, more == 1 ? "" : "s") : "";
+    const std::string lack =
+        rule_.token < 0 ? fmt::format("without data.document_token nothing tells where documents begin in '{}'{}",
+                                      without_borders.front(), others)
+                        : fmt::format(
+                              "data.document_token {} occurs nowhere in '{}'{}, and nothing else there tells where "
+                              "documents begin",
+                              rule_.token, without_borders.front(), others);
+    remarks_.push_back({LogLevel::Warning, lack + ": each file is one document"});
   }
   if (encoder) {
     for (const std::string& text : encoder->facts().warnings) of_tokenizer_.push_back({LogLevel::Warning, text});
@@ -298,11 +309,12 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
                                .chat_template = config.chat_template});
   };
   Dataset data{open(config.train), std::nullopt};
-  check_documents_are_known(data.train, config);
+  check_documents_are_known(data.train, config.train.front());
   check_marks(data.train, objective, config.train.front());
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
     data.validation.emplace(open(config.validation));
+    check_documents_are_known(*data.validation, config.validation.front());
     check_marks(*data.validation, objective, config.validation.front());
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");

@@ -150,7 +150,7 @@ bin("m.bin", B + C); idx("m.idx", [6, 5], [0, 1, 2])'
   assert_success
   run --separate-stderr ds-train cfg.json --check "${packed[@]}" --set data.train=m
   [[ $stderr == *"data file 'm.bin': 2 documents by its index, of which 2 do not end with data.document_token 0"* ]] || fail "$stderr"
-  [[ $stderr == *"training data: 2 documents of 11 tokens, the median of 5 and the longest of 6; 0 are cut; 2 samples, 68.8 % full"* ]] || fail "$stderr"
+  [[ $stderr == *"training data: 2 documents of 11 tokens, the median of 5.5 and the longest of 6; 0 are cut; 2 samples, 68.8 % full"* ]] || fail "$stderr"
   run --separate-stderr ds-train cfg.json --steps 1 "${packed[@]}" --set data.train=m
   [[ $stderr == *"2 documents by its index"* ]] || fail "$stderr"
   for packing in best_fit none; do

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <fstream>
 #include <random>
+#include <set>
 
 #include "data/objective.h"
 #include "data/packing.h"
@@ -26,6 +27,7 @@ using testing::expect_error;
 using ::testing::HasSubstr;
 using testing::idx_bytes;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using testing::TempDirectory;
 using testing::write_file;
 
@@ -213,7 +215,7 @@ TEST_F(Documents, WhereNothingMarksThemIsSaid) {
   const std::string plain = file("a.bin", bin_bytes({5, 6, 7, 8})), good = file("b.bin", bin_bytes({5, 0, 7, 0}));
   EXPECT_THAT(remarks_of(open({plain}, {.token = 0})), AllOf(HasSubstr("W data.document_token 0 occurs nowhere in"),
                                                              HasSubstr("a.bin'"), HasSubstr("one document")));
-  EXPECT_THAT(remarks_of(open({plain, good, plain}, {.token = 0})), HasSubstr("and 1 other data files"));
+  EXPECT_THAT(remarks_of(open({plain, good, plain}, {.token = 0})), HasSubstr("and 1 other data file,"));
   EXPECT_THAT(remarks_of(open({good}, {.token = 0})), IsEmpty());
   EXPECT_THAT(remarks_of(TokenStream(std::vector{plain}, {.documents = {.token = 0}})), IsEmpty());  // nobody asks
   const std::string text = file("a.txt", "no end");
@@ -370,7 +372,7 @@ TEST_F(Documents, AreCounted) {
   DocumentSurvey survey = loader({.apart = true, .token = 0}, next_token()).survey_documents().value();
   EXPECT_EQ(survey.documents, 4);
   EXPECT_EQ(survey.tokens, 13);
-  EXPECT_EQ(survey.median, 2);
+  EXPECT_EQ(survey.median, 2.5);  // of 1, 2, 3 and 7
   EXPECT_EQ(survey.longest, 7);
   EXPECT_EQ(survey.cut, 1);  // tokens 3 to 9 lie in three samples
   EXPECT_EQ(survey.samples, 3);
@@ -382,7 +384,80 @@ TEST_F(Documents, AreCounted) {
   EXPECT_DOUBLE_EQ(survey.full, 12.0 / 16);
   EXPECT_THAT(
       survey.text(),
-      HasSubstr("4 documents of 13 tokens, the median of 2 and the longest of 7; 1 is cut; 4 samples, 75.0 % full"));
+      HasSubstr("4 documents of 13 tokens, the median of 2.5 and the longest of 7; 1 is cut; 4 samples, 75.0 % full"));
+}
+
+// All its targets lie in one sample, though its last token is the first one of the next sample.
+TEST_F(Documents, OfOneTokenMoreThanASampleAreNotCut) {
+  const std::string a = file("a.bin", bin_bytes({11, 12, 13, 14, 0}));
+  for (const bool packed : {false, true}) {
+    const DocumentRule rule{.apart = true, .packed = packed, .token = 0};
+    const BatchLoader loader(TokenStream(std::vector{a}, {.documents = rule}), {1, 1, 4}, 1, kVocab,
+                             packed ? next_token_of_documents(0) : next_token());
+    EXPECT_EQ(loader.survey_documents().value().cut, 0) << packed;
+  }
+}
+
+TEST_F(Documents, OfTheBeginTokenAlonePredictTheNextWhenPacked) {
+  const std::string a = file("a.bin", bin_bytes({0, 0, 0, 21, 22, 0, 0, 31}));
+  const DocumentRule rule{.apart = true, .packed = true, .token = 0, .at = DocumentTokenAt::Begin};
+  const BatchLoader loader(TokenStream(std::vector{a}, {.documents = rule}), {1, 1, 7}, 1, kVocab,
+                           next_token_of_documents(-1));
+  std::multiset<i32> targets;
+  for (i64 k = 0; k < loader.num_samples(); ++k) {
+    for (const i32 t : row_of(loader, k, 7).targets) {
+      if (t != kNone) targets.insert(t);
+    }
+  }
+  EXPECT_EQ(targets, (std::multiset<i32>{0, 0, 21, 22, 0, 0, 31}));
+}
+
+// Samples depend on all tokens of the part, whose number data.split changes.
+TEST_F(Documents, PackedInAnotherWayAreRefusedOnAResume) {
+  const std::string a = file("a.bin", bin_bytes({11, 12, 0, 21, 22, 23, 0, 31, 32, 0, 41, 42, 0}));
+  const auto identity = [&](i64 tokens) {
+    const DocumentRule rule{.apart = true, .packed = true, .token = 0};
+    TokenStream stream(std::vector{a}, {.documents = rule});
+    stream.narrow_to(0, tokens);
+    return BatchLoader(std::move(stream), {1, 1, 8}, 1, kVocab, next_token_of_documents(0)).identity();
+  };
+  const DataIdentity all = identity(13), less = identity(12);
+  ASSERT_EQ(all.num_samples, less.num_samples);
+  EXPECT_NO_THROW(check_same_data(parse_data_identity(data_identity_json(all)), all));
+  EXPECT_ERROR(check_same_data(parse_data_identity(data_identity_json(all)), less), Errc::Mismatch, "data.split");
+}
+
+TEST_F(Documents, OfAnIndexMayBeOneAndMayHaveTheTokenInFront) {
+  const std::string one = file("one.bin", bin_bytes({21, 22, 23}));
+  file("one.idx", idx_bytes({3}, {0, 1}));
+  EXPECT_THAT(remarks_of(open({one}, {})), AllOf(HasSubstr("1 document by its index"), Not(HasSubstr("W "))));
+  const std::string front = file("front.bin", bin_bytes({0, 21, 22, 0, 31}));
+  file("front.idx", idx_bytes({3, 2}, {0, 1, 2}));
+  EXPECT_THAT(remarks_of(open({front}, {.token = 0})),
+              HasSubstr("2 documents by its index, of which 2 do not end with data.document_token 0; 2 begin with it: "
+                        "set data.document_token_at to \"begin\""));
+  EXPECT_THAT(remarks_of(open({front}, {.token = 0, .at = DocumentTokenAt::Begin})), Not(HasSubstr("set data")));
+  // Counted before the token is added.
+  EXPECT_THAT(remarks_of(open({front}, {.token = 0, .adds_token = true})), HasSubstr("2 documents by its index"));
+}
+
+TEST_F(Documents, OfFilesThatDoNotKnowThemAreRefusedOrWarnedOf) {
+  const std::string a = file("a.bin", bin_bytes({21, 22, 23})), b = file("b.bin", bin_bytes({31, 32}));
+  const DocumentRule rule{.apart = true};
+  EXPECT_FALSE(TokenStream(std::vector{a}, {.documents = rule}).knows_documents());
+  EXPECT_TRUE(TokenStream(std::vector{file("a.txt", "abc")}, {.documents = rule}).knows_documents());
+  DataConfig config;
+  config.train = {a, b};
+  config.validation = {a};
+  config.separate_documents = true;
+  config.seq_length = 2;
+  EXPECT_ERROR(open_dataset(config, *next_token()), Errc::Config,
+               "needs data.document_token: nothing else tells where documents begin in '" + a);
+  const auto remarks = TokenStream(std::vector{a, b}, {.documents = rule}).remarks();
+  ASSERT_FALSE(remarks.empty());
+  EXPECT_EQ(remarks.back().level, LogLevel::Warning);
+  EXPECT_THAT(remarks.back().text, HasSubstr("without data.document_token nothing tells where documents begin in '" +
+                                             a + "' and 1 other data file: each file is one document"));
 }
 
 // Checkpoints of versions that knew documents by the token at their end alone.
