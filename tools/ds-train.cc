@@ -157,14 +157,13 @@ int run(Options& o, const CLI::App& app, Output& out) {
   if (ranks.rank == 0) o.pictures.check(out, loaded.config, options);
   if (o.check) {
     std::optional<ds::TokenizedText> tokenized;
-    if (o.tokenize) {
-      tokenized = ds::tokenize_text(loaded.config, *o.tokenize);
-      for (const std::string& warning : tokenized->warnings) {
-        if (ranks.rank == 0) ds::tools::report_warning(warning);
-      }
-    }
+    if (o.tokenize) tokenized = ds::tokenize_text(loaded.config, *o.tokenize);
     ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr);
     ds::TrainingRun::check(config, ranks, options);
+    // Those of the run's own texts have been said.
+    if (tokenized && ranks.rank == 0) {
+      for (const std::string& warning : tokenized->warnings) ds::tools::report_new_warning(warning);
+    }
     o.pictures.write(config, ranks.world_size);
     return 0;
   }

@@ -67,22 +67,82 @@ bool has_other_tokens(std::string_view jinja) {
   return false;
 }
 
-// Without what Jinja passes over, and in one spelling.
-std::string normal(std::string_view jinja) {
-  std::string text;
-  for (size_t i = 0; i < jinja.size(); ++i) {
+// The end of a tag that begins at `from`, which is behind its closing brace; strings may hold braces too.
+size_t tag_end(std::string_view jinja, size_t from) {
+  const std::string_view close = jinja[from + 1] == '%' ? "%}" : "}}";
+  char quote = '\0';
+  for (size_t i = from + 2; i < jinja.size(); ++i) {
     const char c = jinja[i];
-    const bool trims = c == '-' && ((i > 0 && (jinja[i - 1] == '%' || jinja[i - 1] == '{')) ||
-                                    (i + 1 < jinja.size() && (jinja[i + 1] == '%' || jinja[i + 1] == '}')));
-    if (trims || c == ' ' || c == '\t' || c == '\r') continue;
-    text += c == '"' ? "'" : c == '\n' ? "\\n" : std::string(1, c);
+    if (quote != '\0') {
+      if (c == '\\') ++i;
+      if (c == quote) quote = '\0';
+    } else if (c == '\'' || c == '"') {
+      quote = c;
+    } else if (jinja.substr(i).starts_with(close)) {
+      return i + 2;
+    }
+  }
+  return jinja.size();
+}
+
+// A tag without white space outside of strings, and with one spelling of strings.
+std::string normal_tag(std::string_view tag) {
+  std::string text;
+  char quote = '\0';
+  for (const char c : tag) {
+    if (quote == '\0' && (c == ' ' || c == '\t' || c == '\r' || c == '\n')) continue;
+    if (quote == '\0' && (c == '\'' || c == '"')) {
+      quote = c;
+      text += '\'';
+    } else if (c == quote) {
+      quote = '\0';
+      text += '\'';
+    } else {
+      text += c == '\n' ? "\\n" : std::string(1, c);
+    }
+  }
+  return text;
+}
+
+// What a template says, in one spelling: its text between tags as transformers has Jinja write it.
+std::string normal(std::string_view jinja) {
+  constexpr std::string_view kBlank = " \t\r\n";
+  if (jinja.ends_with('\n')) jinja.remove_suffix(1);
+  std::string text;
+  bool trims = false, was_block = false;
+  for (size_t at = 0; at < jinja.size();) {
+    size_t begin = at;
+    while (begin < jinja.size() && !jinja.substr(begin).starts_with("{{") && !jinja.substr(begin).starts_with("{%"))
+      ++begin;
+    std::string_view between = jinja.substr(at, begin - at);
+    const bool at_line = at == 0 || between.find('\n') != between.npos;
+    if (trims) between.remove_prefix(std::min(between.find_first_not_of(kBlank), between.size()));
+    if (!trims && was_block && between.starts_with('\n')) between.remove_prefix(1);
+    if (begin < jinja.size()) {
+      const std::string_view tag = jinja.substr(begin);
+      const bool is_block = tag[1] == '%';
+      if (tag.substr(2).starts_with('-')) {
+        between = between.substr(0, between.find_last_not_of(kBlank) + 1);
+      } else if (is_block && at_line) {
+        const size_t last = between.find_last_not_of(" \t") + 1;  // blanks before a tag that begins a line
+        if (last == 0 || between[last - 1] == '\n') between = between.substr(0, last);
+      }
+    }
+    text += between;
+    if (begin == jinja.size()) break;
+    const size_t end = tag_end(jinja, begin);
+    std::string tag = normal_tag(jinja.substr(begin, end - begin));
+    was_block = tag.size() > 1 && tag[1] == '%';
+    trims = tag.size() > 5 && tag[tag.size() - 3] == '-';
+    if (trims) tag.erase(tag.size() - 3, 1);
+    if (tag.size() > 2 && tag[2] == '-') tag.erase(2, 1);
+    text += tag;
+    at = end;
   }
   const auto replace = [&](std::string_view from, std::string_view to) {
-    for (size_t at = text.find(from); at != text.npos; at = text.find(from, at + to.size()))
-      text.replace(at, from.size(), to);
+    for (size_t found = text.find(from); found != text.npos; found = text.find(from, found + to.size()))
+      text.replace(found, from.size(), to);
   };
-  replace("%}\\n", "%}");  // newlines between tags
-  replace("}}\\n", "}}");
   replace("message.role", "message['role']");
   replace("message.content", "message['content']");
   replace("'+'", "");  // two strings that are joined
@@ -95,7 +155,10 @@ bool is_plain_chatml(std::string_view jinja) {
       "{%formessageinmessages%}{{'<|im_start|>'+message['role']+'\\n'+message['content']+'<|im_end|>\\n'}}{%endfor%}";
   constexpr std::string_view kPrompt = "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\\n'}}{%endif%}";
   const std::string text = normal(jinja);
-  return text == kLoop || text == std::string(kLoop).append(kPrompt);
+  if (!text.starts_with(kLoop)) return false;
+  std::string rest = text.substr(kLoop.size());
+  std::erase_if(rest, [](char c) { return c == ' ' || c == '\n'; });  // around what no message has
+  return rest.empty() || rest == kPrompt;
 }
 
 }  // namespace
@@ -116,9 +179,9 @@ std::string check_chatml(const Tokenizer& tokenizer, const std::string& path) {
         kBegin, kEnd, path);
   if (has_one && !is_plain_chatml(jinja))
     return fmt::format(
-        "messages become plain ChatML: the chat_template of the tokenizer '{}' is not interpreted, and what "
-        "it adds (such as a system message, bos_token or reasoning) is left out; data.chat_template writes "
-        "a form out",
+        "messages become plain ChatML: the chat_template of the tokenizer '{}' is another one and is not interpreted; "
+        "where it differs (names of roles, white space, a system message, bos_token, reasoning) it is not followed; "
+        "data.chat_template writes a form out",
         path);
   return {};
 }

@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <optional>
 
@@ -63,13 +65,17 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   SchedulerConfig old = now.scheduler;
   old.total_num_steps = *before;
   if (const auto decay = number(*params, "decay_num_steps")) old.decay_num_steps = *decay;
-  const double was = LrSchedule(now.optimizer, old).lr_at(meta.step - 1);
-  const double is = LrSchedule(now.optimizer, now.scheduler).lr_at(meta.step - 1);
-  log_message(
-      LogLevel::Warning,
-      fmt::format("{} was trained with a schedule of {} steps, and this run has {}: the learning rate of step {} "
-                  "is {:.3g} instead of {:.3g}; scheduler.params.{} {} keeps the schedule",
-                  source, *before, now.steps, meta.step + 1, is, was, kHorizon, *before));
+  // The first step that is left whose rate moves by as much as is shown.
+  const LrSchedule schedule(now.optimizer, now.scheduler), schedule_before(now.optimizer, old);
+  for (i64 step = meta.step + 1; step <= now.steps; ++step) {
+    const double is = schedule.lr_at(step - 2), was = schedule_before.lr_at(step - 2);
+    if (std::abs(is - was) <= 1e-3 * std::max(is, was)) continue;
+    return log_message(
+        LogLevel::Warning,
+        fmt::format("{} was trained with a schedule of {} steps, and this run has {}: the learning rate of step {} "
+                    "is {:.4g} instead of {:.4g}; scheduler.params.{} {} keeps the schedule",
+                    source, *before, now.steps, step, is, was, kHorizon, *before));
+  }
 }
 
 // A run goes on with the samples and the dropout that it began with.

@@ -405,7 +405,7 @@ TEST_F(Chat, AnotherFormThanTheTokenizersIsRefused) {
        "{\"chat_template\": [{\"name\": \"tool_use\", \"template\": \"<|im_start|>\"}, "
        "{\"name\": \"default\", \"template\": " +
            quoted + "}]}"},
-      {"chat_template.json", "{\"chat_template\": " + quoted + "}"},
+      {"tokenizer_config.json", "{\"chat_template\": {\"default\": " + quoted + ", \"a\": \"<|im_start|>\"}}"},
       {"chat_template.jinja", jinja},
   };
   for (const auto& [file, content] : places) {
@@ -415,6 +415,32 @@ TEST_F(Chat, AnotherFormThanTheTokenizersIsRefused) {
       EXPECT_THAT(caveats(path, {.user = "[INST] {content} [/INST]", .assistant = " {content} </s>"}), IsEmpty());
     }
   }
+}
+
+TEST_F(Chat, OnlyTheTemplateThatAutoTokenizerFindsCounts) {
+  const std::string chatml =
+      "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
+      "'\\n'}}{% endfor %}";
+  const auto config = [](const nlohmann::json& value) { return nlohmann::json{{"chat_template", value}}.dump(); };
+  // That of a processor.
+  std::string path = tokenizer("qwen2", "tokenizer_config.json", config(chatml));
+  write_file(path + "/chat_template.json", config("[INST] {{ messages }}"));
+  EXPECT_THAT(caveats(path), IsEmpty());
+  path = tokenizer("qwen2", "tokenizer_config.json", config("[INST] {{ messages }}"));
+  write_file(path + "/chat_template.json", config(chatml));
+  expect_error(Errc::Unavailable, HasSubstr("another form"), [&] { caveats(path); });
+  write_file(path + "/chat_template.jinja", chatml);
+  EXPECT_THAT(caveats(path), IsEmpty());
+
+  EXPECT_THAT(caveats(tokenizer("qwen2", "tokenizer_config.json", config(nullptr))), IsEmpty());
+  const nlohmann::json several = {{{"name", "a"}, {"template", chatml}}, {{"name", "b"}, {"template", chatml}}};
+  for (const nlohmann::json& none : {several, nlohmann::json::array({several[0]}), nlohmann::json{{"a", chatml}}})
+    expect_error(Errc::Unavailable,
+                 AllOf(HasSubstr("tokenizer_config.json: chat_template"), HasSubstr("data.chat_template")),
+                 [&] { caveats(tokenizer("qwen2", "tokenizer_config.json", config(none))); });
+  for (const nlohmann::json& wrong : {nlohmann::json(5), nlohmann::json{{"default", 5}}})
+    expect_error(Errc::Corrupt, HasSubstr("tokenizer_config.json: chat_template"),
+                 [&] { caveats(tokenizer("qwen2", "tokenizer_config.json", config(wrong))); });
 }
 
 TEST_F(Chat, ChatmlIsWarnedOfWhereTheTokenizerHasOtherIdeas) {
@@ -428,7 +454,7 @@ TEST_F(Chat, ChatmlIsWarnedOfWhereTheTokenizerHasOtherIdeas) {
   const std::string plain[] = {
       "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}",
       "{{- \"<|im_start|>\" + message.role + \"\\n\" + message.content + \"<|im_end|>\\n\" -}}",
-      "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}\n"};
+      "\n{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"};
   for (const std::string& body : plain) {
     for (const std::string& jinja :
          {begin + body + end, begin + body + end + generation, "{# a remark #}" + begin + body + end})
@@ -438,9 +464,16 @@ TEST_F(Chat, ChatmlIsWarnedOfWhereTheTokenizerHasOtherIdeas) {
       "{{ '<|im_start|>system\\nYou are Qwen.<|im_end|>' }}" + begin + plain[0] + end,
       "{{ bos_token }}" + begin + plain[0] + end,
       begin + "{{'<|im_start|>' + message['role'] + message['content'] + '<|im_end|>'}}" + end,
+      begin + plain[0] + "\n" + end,
+      begin + "{{'<|im_start|>' + message['role'] + ' \\n' + message['content'] + '<|im_end|>\\n'}}" + end,
+      begin + "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>'}}" + end,
+      begin + "{{'<|im_start|>' + message['role'] | upper + '\\n' + message['content'] + '<|im_end|>\\n'}}" + end,
+      begin + "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n'}}" + end,
+      begin + "  {{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n'}}" + end,
+      begin + "{{'<|im_start|>bot\\n' + message['content'] + '<|im_end|>\\n'}}" + end,
       begin + "{{'<|im_start|>' + message['role'] + '\\n<think>' + message['content'] + '<|im_end|>'}}" + end};
   for (const std::string& jinja : other)
-    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)), ElementsAre(HasSubstr("is not interpreted")))
+    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)), ElementsAre(HasSubstr("is another one and is not interpreted")))
         << jinja;
   const std::string foreign[] = {
       begin + "{{'<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>'}}" + end,

@@ -11,7 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
 #include <random>
+#include <set>
 
 #include "common/internal.h"
 #include "common/tool.h"
@@ -133,6 +135,32 @@ void write_whole(const std::string& file, std::string_view bytes) {
 
 MessageOptions message_options;
 
+namespace {
+
+class SaidWarnings {
+ public:
+  void add(std::string_view message) {
+    const std::lock_guard lock(mutex_);
+    if (said_.size() < kMost) said_.emplace(message);
+  }
+  bool has(std::string_view message) {
+    const std::lock_guard lock(mutex_);
+    return said_.contains(message);
+  }
+
+ private:
+  static constexpr size_t kMost = 1000;
+  std::mutex mutex_;
+  std::set<std::string, std::less<>> said_;
+};
+
+SaidWarnings& said_warnings() {
+  static SaidWarnings said;
+  return said;
+}
+
+}  // namespace
+
 int rank() noexcept {
   static const int value = environment_number("RANK", 0);
   return value;
@@ -141,7 +169,12 @@ bool quiet() noexcept { return message_options.quiet; }
 bool verbose() noexcept { return message_options.verbose; }
 void report_error(std::string_view message) { report("error", "1;31", message); }
 void report_warning(std::string_view message) {
-  if (!quiet()) report("warning", "1;33", message);
+  if (quiet()) return;
+  said_warnings().add(message);
+  report("warning", "1;33", message);
+}
+void report_new_warning(std::string_view message) {
+  if (!said_warnings().has(message)) report_warning(message);
 }
 void report_note(std::string_view message) {
   if (!quiet()) report("", "", message);

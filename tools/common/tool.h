@@ -145,6 +145,7 @@ int rank() noexcept;  // RANK of the environment, else 0
 // blanks begins a line.
 void report_error(std::string_view message);
 void report_warning(std::string_view message);
+void report_new_warning(std::string_view message);  // unless it has been said
 void report_note(std::string_view message);
 void report_hint(std::string_view message);  // after an error, also with --quiet
 bool quiet() noexcept;

@@ -281,16 +281,20 @@ class Definer {
 
     const std::set<std::string> by_files = files_->names();
     std::set<std::string> names = by_files;
-    for (const std::string_view content : row_->special)
-      if (!content.empty()) names.emplace(content);
+    for (const SpecialToken kind : kSpecialTokens)
+      if (const std::string_view content = special_of_class(kind); !content.empty()) names.emplace(content);
 
     // What added_tokens_decoder and the like list, by their ids.
     Adding adding;
     for (const auto& [id, listed] : files_->listed())
       if (!list.has_same(listed.token)) adding.push(listed.token, listed.source);
-    // Special tokens with flags replace what is known, unless they are listed; those without are added where unknown.
+    // Special tokens with flags replace what is known, unless they have a role and are listed; those without are added
+    // where unknown.
     std::set<std::string> seen;
-    const auto consider = [&](Token token, bool has_flags, const std::string& source) {
+    const auto consider = [&](const Special& special, bool has_role) {
+      Token token = special.token;
+      bool has_flags = special.has_flags;
+      const std::string& source = special.source;
       if (!seen.insert(token.content).second) {
         const Token* const first = adding.find(token.content);
         const bool differ = has_flags ? !token.is_plain() : first != nullptr && first->has_strips();
@@ -301,7 +305,8 @@ class Definer {
                           token.content));
         return;
       }
-      if (const Token* listed = files_->find_listed(token.content)) {
+      const Token* const listed = files_->find_listed(token.content);
+      if (listed != nullptr && (has_role || !has_flags)) {
         token = *listed, has_flags = true;
       } else if (made_.model && list.contains(token.content) && token.has_strips()) {
         warn(
@@ -316,11 +321,11 @@ class Definer {
     for (const SpecialToken kind : kOrder) {
       const auto it = files_->special().find(kind);
       if (it != files_->special().end()) {
-        consider(it->second.token, it->second.has_flags, it->second.source);
+        consider(it->second, true);
         made_.special[kind] = {it->second.token.content, it->second.source};
         continue;
       }
-      const std::string_view by_class = row_->special[static_cast<size_t>(kind)];
+      const std::string_view by_class = special_of_class(kind);
       if (by_class.empty()) continue;
       const std::string source = fmt::format("class {}", class_text());
       // A name of the class alone is no special token where the files have no such token.
@@ -329,7 +334,7 @@ class Definer {
         made_.special[kind] = {std::string(by_class), source};
       consider_class(kind, std::string(by_class), source, seen, list, adding);
     }
-    for (const Special& special : files_->more()) consider(special.token, special.has_flags, special.source);
+    for (const Special& special : files_->more()) consider(special, false);
     for (const std::string& content : files_->only_in_map())
       warn(
           fmt::format("'{}' is a special token by additional_special_tokens of special_tokens_map.json, as in "
@@ -354,7 +359,7 @@ class Definer {
     }
     for (const auto& [name, content] : own_special.items()) {
       for (const SpecialToken kind : kSpecialTokens)
-        if (special_name(kind) == name)
+        if (special_name(kind) == name && !files_->has_none(kind))
           made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
     }
     if (follows_five_ && made_.warnings.size() > 1)
@@ -438,6 +443,11 @@ class Definer {
                       "leaves them out, as transformers 4 does; name the token in tokenizer_config.json to keep them",
                       content, class_text()));
     add_special(list, adding, std::move(token), has_flags, source);
+  }
+
+  // The class's name for a special token that the files leave to it; empty: none.
+  std::string_view special_of_class(SpecialToken kind) const {
+    return files_->has_none(kind) ? "" : row_->special[static_cast<size_t>(kind)];
   }
 
   std::string main_file() const { return d_.kind == Directory::Kind::Merges ? "vocab.json" : file_name(); }

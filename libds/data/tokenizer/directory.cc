@@ -15,18 +15,39 @@ namespace {
 
 namespace fs = std::filesystem;
 using Kind = Directory::Kind;
+constexpr const char* kExtraTokens = "extra_special_tokens";
 
 bool exists(const std::string& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);
 }
 
+// The names in a member that is an object, in the order of `text`, which is a valid object.
+std::vector<std::string> names_in_order(const std::string& text, std::string_view member) {
+  std::vector<std::string> names;
+  bool inside = false;
+  const auto note = [&](int depth, Json::parse_event_t event, const Json& parsed) {
+    if (event != Json::parse_event_t::key) return true;
+    if (depth == 1) return inside = parsed == member;
+    if (depth == 2 && inside) names.push_back(parsed.get<std::string>());
+    return true;
+  };
+  [[maybe_unused]] const Json whole = Json::parse(text, note);
+  return names;
+}
+
 // {} if the file is missing.
 Json read_settings(const std::string& path) {
   if (!exists(path)) return Json::object();
-  Json json =
-      parse_sorted_json(read_text_file(path, kMostSettingsBytes), path, {.error = Errc::Corrupt, .comments = false});
+  const std::string text = read_text_file(path, kMostSettingsBytes);
+  Json json = parse_sorted_json(text, path, {.error = Errc::Corrupt, .comments = false});
   if (!json.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path));
+  // The names of these tokens do not matter, and their order does: an object becomes a list.
+  if (const auto extra = json.find(kExtraTokens); extra != json.end() && extra->is_object()) {
+    Json values = Json::array();
+    for (const std::string& name : names_in_order(text, kExtraTokens)) values.push_back(extra->at(name));
+    *extra = std::move(values);
+  }
   return json;
 }
 

@@ -30,30 +30,24 @@ std::optional<std::string> read_chat_template(const std::string& path) {
   const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
   if (const std::string jinja = beside(any, "chat_template.jinja"); fs::is_regular_file(jinja, ignored))
     return read_text_file(jinja, kMostSettingsBytes);
-  for (const char* name : {"chat_template.json", "tokenizer_config.json"}) {
-    const std::string path_of = beside(any, name);
-    if (!fs::exists(path_of, ignored)) continue;
-    const Json file = parse(read_text_file(path_of, kMostSettingsBytes), path_of);
-    if (!file.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path_of));
-    const auto it = file.find("chat_template");
-    if (it == file.end()) continue;
-    if (it->is_string()) return it->get<std::string>();
-    if (it->is_object()) {
-      for (const auto& [key, value] : it->items())
-        if (value.is_string() && (key == "default" || it->size() == 1 || !it->contains("default")))
-          return value.get<std::string>();
-    }
-    if (!it->is_array()) continue;
-    std::optional<std::string> found;
-    for (const Json& named : *it) {
-      if (!named.is_object() || !named.contains("template") || !named["template"].is_string()) continue;
-      const bool is_default = named.value("name", Json()) == "default";
-      if (is_default || !found) found = named["template"].get<std::string>();
-      if (is_default) break;
-    }
-    if (found) return found;
+  const std::string path_of = beside(any, "tokenizer_config.json");
+  if (!fs::exists(path_of, ignored)) return std::nullopt;
+  const Json file = parse(read_text_file(path_of, kMostSettingsBytes), path_of);
+  if (!file.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path_of));
+  const Json* const value = find_member(file, "chat_template");
+  if (value == nullptr) return std::nullopt;
+  if (value->is_string()) return value->get<std::string>();
+  const Place place{path_of, "chat_template"};
+  if (!value->is_array() && !value->is_object()) place.corrupt("must be a template, or several with names");
+  const Json* chosen = value->is_object() ? find_member(*value, "default") : nullptr;
+  if (value->is_array()) {
+    for (const Json& named : *value)
+      if (named.is_object() && named.value("name", Json()) == "default") chosen = find_member(named, "template");
   }
-  return std::nullopt;
+  if (chosen == nullptr)
+    place.unsupported("none of its templates is \"default\": data.chat_template writes a form of messages out");
+  if (!chosen->is_string()) place.corrupt("the template \"default\" must be a string");
+  return chosen->get<std::string>();
 }
 
 std::string content_identity(const std::string& name, std::string_view content) {

@@ -14,9 +14,9 @@ Json byte_level_model(const std::string& vocab_path, const std::string& merges_p
 // The "model" of vocab.txt, WordPiece, without the unk_token.
 Json word_piece_model(const std::string& path, std::string& identity);
 
-// The chat template (Jinja) that a tokenizer's files have: chat_template.jinja, else the member "chat_template" of
-// chat_template.json or tokenizer_config.json, of several the one named "default". `path` as of open_tokenizer. Throws
-// as it does.
+// The chat template (Jinja) that AutoTokenizer finds: chat_template.jinja, else the member "chat_template" of
+// tokenizer_config.json, of several the one named "default". (chat_template.json is another program's, of a processor.)
+// `path` as of open_tokenizer. Throws as it does, and Errc::Unavailable if none of several is the default.
 std::optional<std::string> read_chat_template(const std::string& path);
 
 // "tokenizer.json xxh3 0123456789abcdef": the names and the content of what was read.

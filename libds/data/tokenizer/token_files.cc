@@ -93,7 +93,15 @@ std::set<std::string> TokenFiles::names() const {
 void TokenFiles::read_settings(const Directory& d, const Json& file, const char* name) {
   for (const SpecialToken kind : kSpecialTokens) {
     const std::string key(special_name(kind));
-    if (const Json* value = find_member(file, key)) special_[kind] = read_special(*value, name, d.place(name, key));
+    const auto it = file.find(key);
+    if (it == file.end()) continue;
+    special_.erase(kind);
+    none_.erase(kind);
+    if (it->is_null()) {
+      none_.insert(kind);
+    } else {
+      special_[kind] = read_special(*it, name, d.place(name, key));
+    }
   }
   std::set<std::string> known;
   for (const Special& special : more_) known.insert(special.token.content);
@@ -101,7 +109,7 @@ void TokenFiles::read_settings(const Directory& d, const Json& file, const char*
     const Json* const list = find_member(file, key);
     if (list == nullptr) continue;
     const Place place = d.place(name, key);
-    if (!list->is_array() && !list->is_object()) place.corrupt("must be a list of tokens");
+    if (!list->is_array()) place.corrupt("must be a list of tokens");
     for (const Json& value : *list) {
       Special special = read_special(value, name, place);
       if (known.insert(special.token.content).second) more_.push_back(std::move(special));

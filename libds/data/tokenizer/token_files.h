@@ -55,6 +55,8 @@ class TokenFiles {
   };
   const std::map<i64, Listed>& listed() const noexcept { return listed_; }  // by the ids that the files state
   const std::map<SpecialToken, Special>& special() const noexcept { return special_; }
+  // Whether the files say, by null, that there is no such token; the class's name for it does not count then.
+  bool has_none(SpecialToken kind) const { return none_.contains(kind); }
   const std::vector<Special>& more() const noexcept { return more_; }  // without a role
   // Tokens without a role that only special_tokens_map.json names.
   const std::vector<std::string>& only_in_map() const noexcept { return only_in_map_; }
@@ -71,6 +73,7 @@ class TokenFiles {
   std::map<i64, Listed> listed_;
   std::map<std::string, i64> listed_ids_;
   std::map<SpecialToken, Special> special_;
+  std::set<SpecialToken> none_;
   std::vector<Special> more_;
   std::vector<std::string> only_in_map_;
 };

@@ -373,7 +373,7 @@ def named(bases):
          dict(spm(added_tokens_decoder=special), **{"added_tokens.json": {"<|im_start|>": 340}}), im),
         ("tokenizer.model without a class, but with config.json", {"tokenizer.model": "spm-bpe", "config.json": {
             "model_type": "llama"}, "tokenizer_config.json": {"legacy": False}}, im),
-        ("tokenizer.model, legacy", spm(legacy=True, added_tokens_decoder={**special, **chat}), im),
+        ("tokenizer.model, legacy, versions differ", spm(legacy=True, added_tokens_decoder={**special, **chat}), im),
         ("tokenizer.model, add_prefix_space false", spm(add_prefix_space=False), im),
         ("tokenizer.model, flags of special tokens",
          spm(added_tokens_decoder={**special, **numbered(340, flags("<x>", "lstrip", "rstrip"))}), strip),
@@ -418,6 +418,38 @@ def named(bases):
          of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="PreTrainedTokenizerFast", padding_side="left",
             clean_up_tokenization_spaces=True, model_max_length=2), strip),
     ]
+    ends = ["a <|endoftext|> b", "<x><|endoftext|><s> </s>", "<pad> <mask>"]
+    none = dict(bos_token=None, eos_token=None, unk_token=None, pad_token=None)
+    cases += [
+        ("null in tokenizer_config.json: no token of the class", of("gpt2", tokenizer_class="GPT2Tokenizer", **none), ends),
+        ("null in special_tokens_map.json: no token of the class",
+         dict(of("gpt2", tokenizer_class="GPT2Tokenizer"),
+              **{"special_tokens_map.json": {**none, "eos_token": "<x>"}}), ends),
+        ("null in special_tokens_map.json: no token of tokenizer_config.json",
+         dict(of("gpt2", tokenizer_class="GPT2Tokenizer", eos_token="<x>"), **{"special_tokens_map.json": none}), ends),
+        ("null in tokenizer_config.json, and a token in special_tokens_map.json",
+         dict(of("gpt2", tokenizer_class="GPT2Tokenizer", **none), **{"special_tokens_map.json": {"eos_token": "<x>"}}), ends),
+        ("null for a token that tokenizer.json has",
+         of("gpt2", {"330": flags("<|endoftext|>"), "331": flags("<x>")}, tokenizer_class="GPT2Tokenizer", **none), ends),
+        ("null for one token of the class", of("gpt2", {"330": flags("<x>")}, tokenizer_class="RobertaTokenizer",
+                                               **{"pad_token": None, "mask_token": "<x>"}), ends),
+        ("null for tokens of the class BertTokenizer",
+         of("bert-cased", tokenizer_class="BertTokenizer", do_lower_case=False, mask_token=None, pad_token=None),
+         cased + ["[PAD] [UNK]"]),
+        ("null beside added_tokens_decoder",
+         of("gpt2", {"330": flags("<x>")}, tokenizer_class="GPT2Tokenizer", added_tokens_decoder={"330": flags("<x>")},
+            **{**none, "eos_token": "<x>"}), ends),
+        ("extra_special_tokens are numbered in the order of the file",
+         of("gpt2", {"330": flags("<|endoftext|>")}, tokenizer_class="PreTrainedTokenizerFast",
+            extra_special_tokens={"z_token": "<z>", "b_token": "<b>", "a_token": "<a>"}), ["<a><b><z>", "<z> <|endoftext|>"]),
+    ]
+    for base, cls, tokens in (("gpt2", "PreTrainedTokenizerFast", {"330": flags("<x>")}),
+                              ("gpt2", "GPT2Tokenizer", {"330": flags("<|endoftext|>"), "331": flags("<x>")}),
+                              ("bert-cased", "BertTokenizer", {**bert, **numbered(125, flags("<x>"))})):
+        for f in ("lstrip", "rstrip", "single_word"):
+            cases.append((f"{f} of additional_special_tokens, versions differ, {cls}", dict(
+                of(base, tokens, tokenizer_class=cls),
+                **{"special_tokens_map.json": {"additional_special_tokens": ["<n>", flags("<x>", f)]}}), strip + ["<n> <x>"]))
     for f in ("single_word", "lstrip", "rstrip"):
         cases.append((f + " in tokenizer.json", of("gpt2", {"330": flags("<|endoftext|>"), "331": flags("<x>", f)},
                                                    tokenizer_class="PreTrainedTokenizerFast"), strip))
