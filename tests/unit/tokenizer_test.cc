@@ -157,8 +157,9 @@ TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
     write_file(dir / "tokenizer.json", golden(name).dump());
     write_file(dir / "tokenizer_config.json", config.dump());
     write_file(dir / "config.json", Json{{"model_type", type}}.dump());
+    const auto tokenizer = open_tokenizer(dir.path());
     std::string all;
-    for (const std::string& warning : open_tokenizer(dir.path())->facts().warnings) all += warning + "\n";
+    for (const std::string& warning : tokenizer->facts().warnings) all += warning + "\n";
     return all;
   };
   const auto has = [](const std::string& all, const char* part) { return all.find(part) != all.npos; };
