@@ -166,7 +166,6 @@ TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
   const Json llama = {{"tokenizer_class", "LlamaTokenizerFast"}}, gpt2 = {{"tokenizer_class", "GPT2Tokenizer"}};
   EXPECT_TRUE(has(warnings("llama2", "llama", llama), "as the class LlamaTokenizer does"));
   for (const char* type : {"mistral", "phi3", "llava"}) EXPECT_EQ(warnings("llama2", type, llama), "") << type;
-  EXPECT_EQ(warnings("llama2", "llama", Json::object()), "");  // the class by the model_type alone
   EXPECT_EQ(warnings("qwen2", "qwen2", gpt2), "");
   EXPECT_TRUE(has(warnings("qwen2", "gpt2", gpt2), "as the class GPT2Tokenizer does"));
   EXPECT_TRUE(has(warnings("gpt2", "qwen2", gpt2), "as the class Qwen2Tokenizer does"));

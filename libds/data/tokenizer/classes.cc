@@ -126,12 +126,10 @@ std::string_view class_of_model(std::string_view model_type) {
 }
 
 std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level) {
+  if (named.empty()) return class_of_model(model_type);
   if (std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
   if (model_type == "qwen2") return "Qwen2Tokenizer";
-  if (!named.empty()) return named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
-  if (model_type == "phi") return "GPT2Tokenizer";
-  const std::string_view by_type = class_of_model(model_type);
-  return by_type.empty() || model_type == "llama" || model_type == "bloom" ? kByItself : by_type;
+  return named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
 }
 
 TextForm form_of(Shape shape, const TextFormOptions& o) {
