@@ -34,6 +34,14 @@ assert len(d["tokens"]) <= 20 and d["tokens"] and max(d["tokens"]) < 1600, d' <<
   diff <(losses one) <(losses two)
 }
 
+@test "--tokenize says each warning of a tokenizer once" {
+  mkdir tokenizer
+  cp "$(golden gpt2)/tokenizer.json" tokenizer
+  echo '{"tokenizer_class": "Qwen2Tokenizer"}' >tokenizer/tokenizer_config.json
+  run --separate-stderr -0 ds-train cfg.json --check --set data.tokenizer=tokenizer --tokenize "a b"
+  [ "$(grep -c 'transformers 5 prepares a text' <<<"$stderr")" = 1 ] || fail "$stderr"
+}
+
 @test "a published model's tokenizer is used, and printed; bytes can be asked for" {
   mkdir model
   cat >model/config.json <<'JSON'

@@ -473,7 +473,8 @@ TEST_F(Chat, ChatmlIsWarnedOfWhereTheTokenizerHasOtherIdeas) {
       begin + "{{'<|im_start|>bot\\n' + message['content'] + '<|im_end|>\\n'}}" + end,
       begin + "{{'<|im_start|>' + message['role'] + '\\n<think>' + message['content'] + '<|im_end|>'}}" + end};
   for (const std::string& jinja : other)
-    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)), ElementsAre(HasSubstr("is another one and is not interpreted")))
+    EXPECT_THAT(caveats(tokenizer("qwen2", "chat_template.jinja", jinja)),
+                ElementsAre(HasSubstr("is another one and is not interpreted")))
         << jinja;
   const std::string foreign[] = {
       begin + "{{'<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>'}}" + end,

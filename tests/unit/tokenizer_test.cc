@@ -130,6 +130,71 @@ TEST(Tokenizer, FilesWithoutTokenizerJsonFollowTheirClass) {
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "merges.txt:2");
 }
 
+TEST(Tokenizer, NullTakesARoleAndNoToken) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("qwen2").dump());
+  const auto opened = [&](const char* config) {
+    write_file(dir / "tokenizer_config.json", config);
+    return open_tokenizer(dir.path());
+  };
+  const auto by_class = opened(R"({"tokenizer_class": "Qwen2Tokenizer"})");
+  const auto no_unk = opened(R"({"tokenizer_class": "Qwen2Tokenizer", "unk_token": null})");
+  const auto no_eos = opened(R"({"tokenizer_class": "Qwen2Tokenizer", "eos_token": null})");
+  EXPECT_TRUE(by_class->special(SpecialToken::Unk));
+  EXPECT_FALSE(no_unk->special(SpecialToken::Unk));
+  EXPECT_TRUE(no_unk->special(SpecialToken::Eos));
+  EXPECT_FALSE(no_eos->special(SpecialToken::Eos));
+  EXPECT_TRUE(no_eos->facts().ends.empty());
+  // The ids of texts depend on their end alone.
+  EXPECT_EQ(no_unk->identity(), by_class->identity());
+  EXPECT_NE(no_eos->identity(), by_class->identity());
+}
+
+// transformers 5 takes its class by the model_type too.
+TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
+  const auto warnings = [](const char* name, const char* type, const Json& config) {
+    const TempDirectory dir;
+    write_file(dir / "tokenizer.json", golden(name).dump());
+    write_file(dir / "tokenizer_config.json", config.dump());
+    write_file(dir / "config.json", Json{{"model_type", type}}.dump());
+    const auto tokenizer = open_tokenizer(dir.path());
+    std::string all;
+    for (const std::string& warning : tokenizer->facts().warnings) all += warning + "\n";
+    return all;
+  };
+  const auto has = [](const std::string& all, const char* part) { return all.find(part) != all.npos; };
+  const Json llama = {{"tokenizer_class", "LlamaTokenizerFast"}}, gpt2 = {{"tokenizer_class", "GPT2Tokenizer"}};
+  EXPECT_TRUE(has(warnings("llama2", "llama", llama), "as the class LlamaTokenizer does"));
+  for (const char* type : {"mistral", "phi3", "llava"}) EXPECT_EQ(warnings("llama2", type, llama), "") << type;
+  EXPECT_EQ(warnings("qwen2", "qwen2", gpt2), "");
+  EXPECT_TRUE(has(warnings("qwen2", "gpt2", gpt2), "as the class GPT2Tokenizer does"));
+  EXPECT_TRUE(has(warnings("gpt2", "qwen2", gpt2), "as the class Qwen2Tokenizer does"));
+  EXPECT_EQ(warnings("gpt2", "mistral", gpt2), "");
+  EXPECT_TRUE(
+      has(warnings("bert-cased", "modernbert", {{"tokenizer_class", "BertTokenizer"}}), "tokenizer.json alone"));
+
+  const std::string file = warnings("llama3", "qwen2", {{"tokenizer_class", "PreTrainedTokenizerFast"}});
+  EXPECT_TRUE(has(file, "as the class Qwen2Tokenizer does"));
+  EXPECT_TRUE(has(file, "'<|endoftext|>' is no token"));
+  Json named = {{"tokenizer_class", "LlamaTokenizer"}, {"bos_token", "<|begin_of_text|>"}, {"eos_token", "<|eot_id|>"}};
+  EXPECT_TRUE(has(warnings("llama3", "llama", named), "'<unk>' is a token by the class LlamaTokenizer"));
+  named["unk_token"] = nullptr;
+  EXPECT_EQ(warnings("llama3", "llama", named), "");
+
+  Json flagged = {{"tokenizer_class", "Qwen2Tokenizer"}, {"additional_special_tokens", {"<|im_start|>"}}};
+  EXPECT_EQ(warnings("qwen2", "qwen2", flagged), "");
+  flagged["additional_special_tokens"][0] = {{"content", "<|im_start|>"}, {"rstrip", true}, {"normalized", false}};
+  EXPECT_TRUE(has(warnings("qwen2", "qwen2", flagged), "'<|im_start|>' has flags"));
+  const Json image = {{"tokenizer_class", "PreTrainedTokenizerFast"}, {"image_token", {{"content", "<image>"}}}};
+  EXPECT_ERROR(warnings("gpt2", "", image), Errc::Unavailable, "tokenizer_config.json: image_token: '<image>'");
+
+  Json twice = gpt2;
+  twice["bos_token"] = twice["eos_token"] = {{"content", "</s>"}, {"normalized", true}};
+  EXPECT_EQ(warnings("gpt2", "gpt2", twice), "");
+  twice["eos_token"]["normalized"] = false;
+  EXPECT_TRUE(has(warnings("gpt2", "gpt2", twice), "'</s>' is named twice"));
+}
+
 constexpr Errc kLater = Errc::Unavailable, kBad = Errc::Corrupt;
 
 // The ids of whole directories are in tokenizer_directories_test.cc.

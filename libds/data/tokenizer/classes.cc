@@ -46,6 +46,58 @@ constexpr std::pair<std::string_view, std::string_view> kModels[] = {
     {"gemma2", "GemmaTokenizer"},     {"gemma3_text", "GemmaTokenizer"},
 };
 
+// Models whose tokenizer.json transformers 5 reads by itself, whatever class the files name.
+constexpr std::string_view kByThemselves[] = {"arctic",
+                                              "ernie4_5",
+                                              "ernie4_5_moe",
+                                              "flex_olmo",
+                                              "fuyu",
+                                              "glm",
+                                              "glm4",
+                                              "glm4_moe",
+                                              "glm4_moe_lite",
+                                              "glm4v",
+                                              "glm4v_moe",
+                                              "gpt_bigcode",
+                                              "granite",
+                                              "granitemoe",
+                                              "granitemoehybrid",
+                                              "internlm2",
+                                              "internlm3",
+                                              "granitemoeshared",
+                                              "jamba",
+                                              "kimi_linear",
+                                              "llava",
+                                              "llava_next",
+                                              "mimo_v2_flash",
+                                              "minicpm3",
+                                              "minimax_m2",
+                                              "ministral",
+                                              "ministral3",
+                                              "mistral",
+                                              "mistral3",
+                                              "mixtral",
+                                              "modernbert",
+                                              "modernbert-decoder",
+                                              "molmo",
+                                              "molmo2",
+                                              "nemotron",
+                                              "nystromformer",
+                                              "olmo2",
+                                              "olmo3",
+                                              "olmo_hybrid",
+                                              "persimmon",
+                                              "phi3",
+                                              "phi3_v",
+                                              "phimoe",
+                                              "pixtral",
+                                              "smolvlm",
+                                              "stablelm",
+                                              "vipllava",
+                                              "voxtral",
+                                              "xlm-roberta-xl"};
+constexpr std::string_view kByItself = "TokenizersBackend";
+
 constexpr std::string_view kMark = "\u2581";
 constexpr std::string_view kQwen2Words =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
@@ -71,6 +123,13 @@ const ClassRow& shape_of(std::string_view name) {
 std::string_view class_of_model(std::string_view model_type) {
   const auto* const row = std::ranges::find(kModels, model_type, &std::pair<std::string_view, std::string_view>::first);
   return row == std::end(kModels) ? "" : row->second;
+}
+
+std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level) {
+  if (named.empty()) return class_of_model(model_type);
+  if (std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
+  if (model_type == "qwen2") return "Qwen2Tokenizer";
+  return named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
 }
 
 TextForm form_of(Shape shape, const TextFormOptions& o) {

@@ -32,6 +32,9 @@ struct ClassRow {
 const ClassRow& shape_of(std::string_view name);
 // The class that transformers takes for a model_type; empty: not known.
 std::string_view class_of_model(std::string_view model_type);
+// The class by which transformers 5 reads a tokenizer.json, which depends on config.json's model_type too. named: that
+// of the files, or empty; is_byte_level: of the tokenizer.json.
+std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level);
 
 // How a class of this shape prepares a text, in the words of a tokenizer.json.
 struct TextForm {

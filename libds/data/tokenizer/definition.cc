@@ -61,7 +61,7 @@ class Definer {
           d_.folder));
     made_.splits_special = d_.flag("split_special_tokens").value_or(false);
     decide_ends_of_texts();
-    compare_versions(own_tokens);
+    compare_versions(own_form, own_tokens);
     identify(own_form, own_tokens);
     return std::move(made_);
   }
@@ -290,14 +290,17 @@ class Definer {
       if (!list.has_same(listed.token)) adding.push(listed.token, listed.source);
     // Special tokens with flags replace what is known, unless they have a role and are listed; those without are added
     // where unknown.
-    std::set<std::string> seen;
+    std::map<std::string, const Special*> seen;
     const auto consider = [&](const Special& special, bool has_role) {
       Token token = special.token;
       bool has_flags = special.has_flags;
       const std::string& source = special.source;
-      if (!seen.insert(token.content).second) {
-        const Token* const first = adding.find(token.content);
-        const bool differ = has_flags ? !token.is_plain() : first != nullptr && first->has_strips();
+      if (const auto [first, is_new] = seen.emplace(token.content, &special); !is_new) {
+        const Special* const before = first->second;
+        const Token* const added = adding.find(token.content);
+        const bool differ = !has_flags                               ? added != nullptr && added->has_strips()
+                            : before != nullptr && before->has_flags ? !token.same_as(before->token)
+                                                                     : !token.is_plain();
         if (differ && files_->find_listed(token.content) == nullptr)
           warn(
               fmt::format("'{}' is named twice, with different flags: the first ones count, as in transformers 4; in "
@@ -325,14 +328,17 @@ class Definer {
         made_.special[kind] = {it->second.token.content, it->second.source};
         continue;
       }
-      const std::string_view by_class = special_of_class(kind);
+      const std::string by_class(row_->special[static_cast<size_t>(kind)]);
       if (by_class.empty()) continue;
       const std::string source = fmt::format("class {}", class_text());
       // A name of the class alone is no special token where the files have no such token.
-      if (list.id(std::string(by_class)) || files_->find_listed(std::string(by_class)) != nullptr ||
-          by_files.contains(std::string(by_class)))
-        made_.special[kind] = {std::string(by_class), source};
-      consider_class(kind, std::string(by_class), source, seen, list, adding);
+      const bool has = list.id(by_class) || files_->find_listed(by_class) != nullptr || by_files.contains(by_class);
+      if (files_->has_none(kind)) {
+        if (has) without_role_[kind] = by_class;
+        continue;
+      }
+      if (has) made_.special[kind] = {by_class, source};
+      consider_class(kind, by_class, source, seen, list, adding);
     }
     for (const Special& special : files_->more()) consider(special, false);
     for (const std::string& content : files_->only_in_map())
@@ -420,8 +426,8 @@ class Definer {
   // A special token that only the class names. Most classes of transformers 4 that read no tokenizer.json have flags of
   // their own for it, and Qwen2's always.
   void consider_class(SpecialToken kind, const std::string& content, const std::string& source,
-                      std::set<std::string>& seen, const AddedList& list, Adding& adding) {
-    if (!seen.insert(content).second) return;
+                      std::map<std::string, const Special*>& seen, const AddedList& list, Adding& adding) {
+    if (!seen.emplace(content, nullptr).second) return;
     if (is_assumed_ && !list.id(content) && files_->find_listed(content) == nullptr) return;
     const bool has_flags =
         shape_ == Shape::Qwen2 ||
@@ -458,8 +464,9 @@ class Definer {
     for (const auto& [key, value] : d_.config.items()) {
       const bool ours =
           std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
-      if (ours || !key.ends_with("_token") || !value.is_string()) continue;
-      const auto& content = value.get_ref<const std::string&>();
+      const Json* const name = value.is_object() ? find_member(value, "content") : &value;
+      if (ours || !key.ends_with("_token") || name == nullptr || !name->is_string()) continue;
+      const auto& content = name->get_ref<const std::string&>();
       const bool known = list.contains(content) || adding.find(content) != nullptr;
       if (!known)
         d_.place(kConfig, key)
@@ -476,35 +483,41 @@ class Definer {
     made_.adds_eos = by_class && d_.flag("add_eos_token").value_or(false);
   }
 
+  // The row of the class by which transformers 5 reads tokenizer.json.
+  const ClassRow& row_of_five() const {
+    const Json* const type = find_member(d_.model, "model_type");
+    const std::string model_type = type != nullptr && type->is_string() ? type->get<std::string>() : "";
+    return shape_of(class_of_five(class_.by_type ? "" : class_.name, model_type, is_byte_level()));
+  }
+
   // transformers 5 makes the form of most classes anew, whatever tokenizer.json says.
-  void compare_versions(const Json& own_tokens) {
-    if (shape_ == Shape::Qwen2) {
-      for (const Json& json : made_.file["added_tokens"]) {
-        const Token token = read_token(json, {d_.file, "added_tokens"});
-        const bool named = std::ranges::any_of(
-            made_.special, [&](const auto& special) { return special.second.content == token.content; });
-        if (named && !token.is_plain())
-          warn(
-              fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
-                          "follows transformers 4",
-                          token.content, class_text()));
-      }
+  void compare_versions(const Json& own_form, const Json& own_tokens) {
+    if (class_.name.empty()) return;
+    const ClassRow& five = is_json() ? row_of_five() : *row_;
+    if (five.shape == Shape::Qwen2) warn_of_qwen_flags(five);
+    if (!is_json()) return;
+    if (five.name != row_->name) compare_class_tokens(five, own_tokens);
+    if (five.shape == Shape::Unknown || five.shape == Shape::File) {
+      if (shape_ != Shape::Unknown && shape_ != Shape::File && form_json() != own_form)
+        warn(
+            fmt::format("a text is prepared by tokenizer.json and the class {}, as in transformers 4; transformers 5 "
+                        "goes by tokenizer.json alone for this model_type, which differs",
+                        class_text()));
+      return;
     }
-    if (!is_json() || shape_ == Shape::Unknown || shape_ == Shape::File) return;
-    if (shape_ == Shape::Llama && is_byte_level()) return;
     TextFormOptions options = options_;
     const std::optional<bool> prefix = d_.flag("add_prefix_space");
-    options.add_prefix_space = prefix.value_or(shape_ == Shape::Llama);
+    options.add_prefix_space = prefix.value_or(five.shape == Shape::Llama);
     options.legacy = false;
-    TextForm anew = form_of(shape_, options);
-    if (shape_ == Shape::Llama && d_.flag("legacy").value_or(false) && options.add_prefix_space)
+    TextForm anew = form_of(five.shape, options);
+    if (five.shape == Shape::Llama && d_.flag("legacy").value_or(false) && options.add_prefix_space)
       anew.pre_tokenizer["prepend_scheme"] = "always";
     if (made_.file.value("normalizer", Json()) != anew.normalizer ||
         without_offsets(made_.file.value("pre_tokenizer", Json())) != without_offsets(anew.pre_tokenizer))
       warn(fmt::format(
           "tokenizer.json is followed, as by transformers 4; transformers 5 prepares a text as the class {} "
           "does, which differs",
-          class_text()));
+          five.name));
     if (d_.setting("added_tokens_decoder") == nullptr) return;
     for (const Json& json : own_tokens) {
       const Json* const content = find_member(json, "content");
@@ -517,8 +530,44 @@ class Definer {
       warn(
           fmt::format("'{}' of tokenizer.json is missing in added_tokens_decoder of tokenizer_config.json, and counts, "
                       "as in transformers 4; transformers 5 leaves it out for the class {}",
-                      *content, class_text()));
+                      *content, five.name));
     }
+  }
+
+  void warn_of_qwen_flags(const ClassRow& five) {
+    std::set<std::string> names = files_->names();
+    for (const auto& [kind, special] : made_.special) names.insert(special.content);
+    for (const Json& json : made_.file["added_tokens"]) {
+      const Token token = read_token(json, {d_.file, "added_tokens"});
+      if (names.contains(token.content) && !token.is_plain())
+        warn(
+            fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
+                        "follows transformers 4",
+                        token.content, five.name));
+    }
+  }
+
+  // Tokens that one version adds by its class, where the versions take another.
+  void compare_class_tokens(const ClassRow& five, const Json& own_tokens) {
+    const auto contents_of = [](const Json& tokens) {
+      std::set<std::string> contents;
+      for (const Json& token : tokens) contents.insert(token.at("content").get<std::string>());
+      return contents;
+    };
+    const std::set<std::string> own = contents_of(own_tokens), all = contents_of(made_.file["added_tokens"]);
+    std::set<std::string> of_five;
+    for (const SpecialToken kind : kSpecialTokens) {
+      const std::string content(five.special[static_cast<size_t>(kind)]);
+      if (!content.empty() && !files_->special().contains(kind) && !files_->has_none(kind)) of_five.insert(content);
+    }
+    for (const auto& [content, source] : made_.origins)
+      if (source.starts_with("class ") && !own.contains(content) && !of_five.contains(content))
+        warn(fmt::format("'{}' is a token by the {}, as in transformers 4; transformers 5 takes another class", content,
+                         source));
+    for (const std::string& content : of_five)
+      if (!all.contains(content))
+        warn(fmt::format("'{}' is no token, as in transformers 4; transformers 5 adds it by the class {}", content,
+                         five.name));
   }
 
   static Json without_offsets(Json part) {
@@ -537,6 +586,9 @@ class Definer {
     if (by_class || form_json() != own_form) changes["form"] = form_json();
     if (by_class || made_.file["added_tokens"] != own_tokens) changes["added_tokens"] = made_.file["added_tokens"];
     for (const auto& [kind, special] : made_.special) changes[std::string(special_name(kind))] = special.content;
+    // Only the end of a text changes where null takes the role from a token that the files have.
+    for (const auto& [kind, content] : without_role_)
+      if (kind != SpecialToken::Eos) changes.emplace(special_name(kind), content);
     if (made_.splits_special) changes["split_special_tokens"] = true;
     if (made_.adds_bos) changes["add_bos_token"] = *made_.adds_bos;
     if (!made_.model) {
@@ -555,6 +607,7 @@ class Definer {
   TextFormOptions options_;
   Json own_normalizer_ = nullptr;  // of tokenizer.json, where the class changes it
   std::optional<TokenFiles> files_;
+  std::map<SpecialToken, std::string> without_role_;  // tokens of the class that the files have, but not in this role
   Definition made_;
 };
 

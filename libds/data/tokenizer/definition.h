@@ -9,8 +9,10 @@
 //    do_lower_case, strip_accents and tokenize_chinese_chars, and GPT-2's add_prefix_space, replace what tokenizer.json
 //    says if the class has them.
 // 3. Special tokens and added tokens are those of tokenizer_config.json if it has added_tokens_decoder. Otherwise
-//    special_tokens_map.json overrides tokenizer_config.json, and added_tokens.json adds tokens.
-// 4. Tokens with flags replace those of tokenizer.json; new ones are numbered from the end of the vocabulary.
+//    special_tokens_map.json overrides tokenizer_config.json, and added_tokens.json adds tokens. The class names
+//    the roles that no file mentions; null says that there is no such token.
+// 4. Tokens with flags replace those of tokenizer.json; new ones are numbered from the end of the vocabulary, in the
+//    order of the files.
 
 #include <map>
 #include <memory>
