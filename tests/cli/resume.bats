@@ -366,6 +366,9 @@ the learning rate of step 13 is 0.0015 instead of 0; scheduler.params.total_num_
   refute_output --partial "was trained with a schedule"
   run -0 ds-train cfg.json --out same --resume latest --steps 14
   refute_output --partial "was trained with a schedule"
+  # Nothing is left whose rate could move.
+  run -0 ds-train cfg.json --out kept --resume latest --steps 12 "${cosine[@]}"
+  refute_output --partial "was trained with a schedule"
 }
 
 # Two ranks at ZeRO stage 2 in bf16, five steps over the text that is made here; from version e8cd8a7, as are the digest
