@@ -104,7 +104,7 @@ std::string normal_tag(std::string_view tag) {
   return text;
 }
 
-// What a template says, in one spelling: its text between tags as transformers has Jinja write it.
+// A template in one spelling: its text between tags as transformers has Jinja write it.
 std::string normal(std::string_view jinja) {
   constexpr std::string_view kBlank = " \t\r\n";
   if (jinja.ends_with('\n')) jinja.remove_suffix(1);

@@ -31,7 +31,7 @@ struct NamedToken {
   std::string source;  // the file, or the class of transformers, that names it
 };
 
-// What the files of a tokenizer say beside its ids.
+// Facts in the files of a tokenizer beside its ids.
 struct TokenizerFacts {
   std::vector<NamedToken> named = {};      // special tokens, then the other added tokens by their ids
   std::vector<i32> ends = {};              // tokens that end a generated text: eos_token, and eos_token_id of the files
@@ -77,7 +77,7 @@ class Tokenizer {
   }
 
   const TokenizerFacts& facts() const noexcept { return facts_; }
-  // What a user should know of the texts that have been encoded so far.
+  // Warnings for a user about the texts that have been encoded so far.
   virtual std::vector<std::string> warnings_of_texts() const { return {}; }
 
  protected:

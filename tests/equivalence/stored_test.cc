@@ -193,7 +193,7 @@ TEST(Stored, IsTheSameInEveryTier) {
 
 i64 bytes(const Trace& t, Tag tag) { return t.counted[static_cast<size_t>(tag)]; }
 
-// Of two blocks of GPT-2 with C = 48 and F = 64 the four matrices are stored in one form. Every row begins at a block
+// The four matrices of two blocks of GPT-2 with C = 48 and F = 64 have one form. Every row begins at a block
 // of 128 elements: the vectors of a block take 7 x 128 + 128 + 48.
 TEST(Stored, CostsItsCodesAlone) {
   constexpr i64 C = 48, F = 64, kMatrices = C * 3 * C + C * C + 2 * C * F, kVectors = 1024 + 48;

@@ -284,7 +284,7 @@ class Definer {
     for (const SpecialToken kind : kSpecialTokens)
       if (const std::string_view content = special_of_class(kind); !content.empty()) names.emplace(content);
 
-    // What added_tokens_decoder and the like list, by their ids.
+    // The tokens of added_tokens_decoder and the like, by their ids.
     Adding adding;
     for (const auto& [id, listed] : files_->listed())
       if (!list.has_same(listed.token)) adding.push(listed.token, listed.source);

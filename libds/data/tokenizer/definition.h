@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a directory of files defines: the tokenizer that AutoTokenizer of transformers makes of it. Where its versions 4
+// A tokenizer as a directory defines it: the one that AutoTokenizer of transformers makes of it. Where its versions 4
 // and 5 differ, a warning says which one is followed.
 //
 // Precedence, as in transformers:
