@@ -107,7 +107,7 @@ class TokenStream {
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
 
   const DocumentRule& documents() const noexcept { return rule_; }
-  // False if documents matter and this is one file of tokens whose documents nothing tells apart.
+  // False if documents matter and this is one file whose documents nothing tells apart.
   bool knows_documents() const noexcept { return knows_documents_; }
   // The end of the document in which the token at `position` lies, or `limit` if that comes first. A document ends
   // where its file or this view ends, where its file knows a border, and where documents().token marks one. Throws

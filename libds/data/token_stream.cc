@@ -131,8 +131,7 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
   for (size_t i = 0; i < files.size(); ++i) {
     std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], options.token_dtype, encoding);
     if (rule_.matters()) {
-      // A file of text is a document. Of a single one a token was expected, if it was set.
-      const bool is_whole_text = formats[i] == DataFormat::Text && (files.size() > 1 || rule_.token < 0);
+      const bool is_whole_text = formats[i] == DataFormat::Text && files.size() > 1;  // each is a document
       if (!is_whole_text && !file->knows_borders && !file->has_document_tokens &&
           (rule_.token < 0 || file->find_token(0, file->view.count, rule_.token) == Borders::kNone))
         without_borders.push_back(file->name);
@@ -314,7 +313,8 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
     data.validation.emplace(open(config.validation));
-    check_documents_are_known(*data.validation, config.validation.front());
+    // A single text may be the last document of many.
+    if (data.validation->tokenizer().empty()) check_documents_are_known(*data.validation, config.validation.front());
     check_marks(*data.validation, objective, config.validation.front());
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");

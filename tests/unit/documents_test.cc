@@ -445,7 +445,7 @@ TEST_F(Documents, OfFilesThatDoNotKnowThemAreRefusedOrWarnedOf) {
   const std::string a = file("a.bin", bin_bytes({21, 22, 23})), b = file("b.bin", bin_bytes({31, 32}));
   const DocumentRule rule{.apart = true};
   EXPECT_FALSE(TokenStream(std::vector{a}, {.documents = rule}).knows_documents());
-  EXPECT_TRUE(TokenStream(std::vector{file("a.txt", "abc")}, {.documents = rule}).knows_documents());
+  EXPECT_FALSE(TokenStream(std::vector{file("a.txt", "abc")}, {.documents = rule}).knows_documents());
   DataConfig config;
   config.train = {a, b};
   config.validation = {a};
