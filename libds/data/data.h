@@ -151,9 +151,8 @@ class TokenStream {
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
   DocumentRule rule_;
-  std::vector<Remark> remarks_;  // on several files
+  std::vector<Remark> remarks_;  // on the tokenizer, or on several files
   bool knows_documents_ = true;
-  std::vector<Remark> of_tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };
 

@@ -156,9 +156,8 @@ TokenStream::TokenStream(std::span<const std::string> files, const StreamOptions
     remarks_.push_back({LogLevel::Warning, lack + ": each file is one document"});
   }
   if (encoder) {
-    for (const std::string& text : encoder->facts().warnings) of_tokenizer_.push_back({LogLevel::Warning, text});
-    for (std::string& text : encoder->warnings_of_texts())
-      of_tokenizer_.push_back({LogLevel::Warning, std::move(text)});
+    for (const std::string& text : encoder->facts().warnings) remarks_.push_back({LogLevel::Warning, text});
+    for (std::string& text : encoder->warnings_of_texts()) remarks_.push_back({LogLevel::Warning, std::move(text)});
   }
   DS_CHECK(ChatTemplate(options.chat_template).is_chatml() ||
                std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
@@ -291,9 +290,8 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
 }
 
 std::vector<Remark> TokenStream::remarks() const {
-  std::vector<Remark> result = of_tokenizer_;
+  std::vector<Remark> result = remarks_;
   for (const auto& file : files_) std::ranges::copy(file->remarks, std::back_inserter(result));
-  std::ranges::copy(remarks_, std::back_inserter(result));
   return result;
 }
 

@@ -71,6 +71,7 @@ class ParamStore final : public PieceMemory {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
   bool in_place() const noexcept override { return shards_->in_place() && !stored_.any(); }
+  bool trained_in_place() const noexcept override { return shards_->in_place(); }
   void* on_host(const Piece& piece) const noexcept override;
 
   // Sends this rank's slices to all ranks that hold whole copies (nothing at stage 0): all of them, or those that an

@@ -15,6 +15,8 @@ class PieceMemory {
   virtual void expect(const Piece&) const {}
   // Whether leases are the memory in which all pieces are stored.
   virtual bool in_place() const noexcept = 0;
+  // The same of the pieces that are trained, which an update leases all at once then.
+  virtual bool trained_in_place() const noexcept { return in_place(); }
   // The address of a piece, if it is stored in host memory other than the device's; otherwise null
   // (TierArray::on_host).
   virtual void* on_host(const Piece& piece) const noexcept = 0;

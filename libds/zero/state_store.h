@@ -130,7 +130,7 @@ class StateStore {
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
 
   // Whether all gradients and parameters of a tile can be leased at once, not part by part.
-  bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.in_place(); }
+  bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.trained_in_place(); }
   // The tensors of a piece that a pass by this rule works on.
   UpdateTensor tensor(UpdateRule rule, const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 

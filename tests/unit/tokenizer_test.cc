@@ -377,6 +377,8 @@ const Refusal kRefusals[] = {
     {"gpt2", "/model/byte_fallback", "true", kLater, "byte_fallback"},
     {"gpt2", "/model/novelty", "true", kLater, "model.novelty: this field is not known"},
     {"gpt2", "/version", R"("2.0")", kLater, "version"},
+    {"gpt2", "/special_of_vocabulary", R"({"eos_token": "a"})", kLater,
+     "special_of_vocabulary: this field is not known"},
     {"gpt2", "/added_tokens/0/id", "3", kBad, "added_tokens[0]: '<|endoftext|>' has the id 3 of '$'"},
     {"gpt2", "/added_tokens/0/content", R"("a")", kBad, "added_tokens[0]"},
     {"gpt2", "/added_tokens/0/rstrip", "1", kBad, "added_tokens[0].rstrip"},

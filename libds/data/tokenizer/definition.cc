@@ -50,9 +50,7 @@ class Definer {
     read_vocabulary();
     const Json own_form = form_json(), own_tokens = or_array(made_.file, "added_tokens");
     apply_class();
-    const Json own_special = made_.file.value("special_of_vocabulary", Json::object());
-    made_.file.erase("special_of_vocabulary");
-    add_tokens(own_tokens, own_special);
+    add_tokens(own_tokens);
     made_.ends = end_tokens(d_);
     if (d_.flag("clean_up_tokenization_spaces").value_or(false))
       made_.when_writing.push_back(fmt::format(
@@ -160,17 +158,16 @@ class Definer {
     made_.file = {{"version", "1.0"}};
     take_form(as_is ? Shape::Llama : shape_);
     if (as_is) made_.file["normalizer"] = made_.file["pre_tokenizer"] = nullptr;
-    Json added = Json::array(), special = Json::object();
+    Json added = Json::array();
     for (size_t id = 0; id < pieces.size() && !as_is; ++id) {
       const auto& [text, is_control, is_user_defined] = pieces[id];
       if (is_control || is_user_defined)
         added.push_back(Token{.content = text, .special = is_control, .normalized = false}.json(static_cast<i64>(id)));
     }
     for (const SpecialToken kind : kSpecialTokens) {
-      if (const auto id = file.special(kind)) special[std::string(special_name(kind))] = pieces.at(*id).text;
+      if (const auto id = file.special(kind)) of_vocabulary_[kind] = pieces.at(*id).text;
     }
     made_.file["added_tokens"] = std::move(added);
-    made_.file["special_of_vocabulary"] = std::move(special);
     if (!as_is && file.normalizes())
       warn(
           fmt::format("{} has rules of its own for white space or characters, which transformers leaves out for the "
@@ -262,7 +259,7 @@ class Definer {
                         *wanted, class_text()));
   }
 
-  void add_tokens(const Json& own_tokens, const Json& own_special) {
+  void add_tokens(const Json& own_tokens) {
     files_.emplace(d_, is_json() ? own_tokens : Json::array());
     const Json* const model = made_.model ? nullptr : find_member(made_.file, "model");
     const Json* const vocabulary = model != nullptr && model->is_object() ? find_member(*model, "vocab") : nullptr;
@@ -363,11 +360,8 @@ class Definer {
                         "of the vocabulary, gives it {}",
                         listed.token.content, id, given));
     }
-    for (const auto& [name, content] : own_special.items()) {
-      for (const SpecialToken kind : kSpecialTokens)
-        if (special_name(kind) == name && !files_->has_none(kind))
-          made_.special.emplace(kind, SpecialName{content.get<std::string>(), main_file()});
-    }
+    for (const auto& [kind, content] : of_vocabulary_)
+      if (!files_->has_none(kind)) made_.special.emplace(kind, SpecialName{content, main_file()});
     if (follows_five_ && made_.warnings.size() > 1)
       d_.place(kConfig, "add_prefix_space")
           .unsupported(fmt::format("is missing, and true in tokenizer.json: state it, since versions of transformers "
@@ -578,8 +572,8 @@ class Definer {
     return part;
   }
 
-  // Everything that the other files change, but for the ends of completions, on which no ids depend. What they leave as
-  // it is stays out: a file that is saved again by another program is no other tokenizer.
+  // Everything that the other files change, but for the ends of completions, on which no ids depend. Parts
+  // that they leave as they are stay out: a file that is saved again by another program is no other tokenizer.
   void identify(const Json& own_form, const Json& own_tokens) {
     Json changes = Json::object();
     const bool by_class = !is_json();
@@ -607,7 +601,8 @@ class Definer {
   TextFormOptions options_;
   Json own_normalizer_ = nullptr;  // of tokenizer.json, where the class changes it
   std::optional<TokenFiles> files_;
-  std::map<SpecialToken, std::string> without_role_;  // tokens of the class that the files have, but not in this role
+  std::map<SpecialToken, std::string> of_vocabulary_;  // the special tokens that a SentencePiece model names itself
+  std::map<SpecialToken, std::string> without_role_;   // tokens of the class that the files have, but not in this role
   Definition made_;
 };
 
