@@ -40,13 +40,12 @@ inline void store(void* p, i64 i, float x, DType wire) {
   if (wire == DType::F16) static_cast<f16*>(p)[i] = to_f16(x);
 }
 
-inline float folded(int size, i64 i, int salt, DType wire) {
-  float sum = as_sent(value(0, i, salt), wire);
-  for (int q = 1; q < size; ++q) sum += as_sent(value(q, i, salt), wire);
-  return sum;
-}
-
 inline bool same_bits(float a, float b) { return std::bit_cast<u32>(a) == std::bit_cast<u32>(b); }
+
+// Whether all n bytes at p are `byte`.
+inline bool all_are(const std::byte* p, size_t n, std::byte byte) {
+  return n == 0 || (p[0] == byte && std::memcmp(p, p + 1, n - 1) == 0);
+}
 
 // One reduce-scatter. Sources lie in `shared` one after the other, or in private memory if it is empty.
 inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared, const std::vector<i64>& slices,
@@ -72,11 +71,8 @@ inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared
   for (size_t k = 0; k < slices.size(); ++k) {
     for (i64 i = 0; i < slices[k]; ++i) {
       const i64 index = P * at + c.rank() * slices[k] + i;
-      float expected = folded(P, index, salt, wire);
-      if (accumulate) {
-        expected = value(77, at + i, salt);
-        for (int q = 0; q < P; ++q) expected += as_sent(value(q, index, salt), wire);
-      }
+      float expected = accumulate ? value(77, at + i, salt) : as_sent(value(0, index, salt), wire);
+      for (int q = accumulate ? 0 : 1; q < P; ++q) expected += as_sent(value(q, index, salt), wire);
       require(same_bits(segments[k].target[i], expected), what);
     }
     at += slices[k];
@@ -100,10 +96,9 @@ inline void exercise_all_gather(Communicator& c, std::span<std::byte> shared, co
   }
   c.all_gather(segments, "t.all_gather").wait();
   for (const auto& s : segments) {
-    for (i64 i = 0; i < P * s.slice_bytes; ++i) {
-      const int q = static_cast<int>(i / s.slice_bytes);
-      require(static_cast<std::byte*>(s.buffer)[i] == byte(q, i % s.slice_bytes), "all_gather");
-    }
+    const auto* received = static_cast<const std::byte*>(s.buffer);
+    for (int q = 0; q < P; ++q)
+      for (i64 i = 0; i < s.slice_bytes; ++i) require(*received++ == byte(q, i), "all_gather");
   }
 }
 
@@ -131,18 +126,18 @@ void exercise_reduction(Communicator& c, i64 n, ReduceOp op, int root, int salt)
   } else {
     c.reduce(data.data(), n, dtype_of<T>, op, root, "t.reduce").wait();
   }
+  const bool reduced = root < 0 || c.rank() == root;
+  const std::string what = fmt::format("{} of {} {}", root < 0 ? "all_reduce" : "reduce", n, dtype_name(dtype_of<T>));
   for (i64 i = 0; i < n; ++i) {
-    auto expected = input(0, i);
-    for (int q = 1; q < c.size(); ++q) {
+    auto expected = input(reduced ? 0 : c.rank(), i);
+    for (int q = 1; reduced && q < c.size(); ++q) {
       const auto x = input(q, i);
       expected = op == ReduceOp::Sum   ? expected + x
                  : op == ReduceOp::Max ? std::max(expected, x)
                                        : std::min(expected, x);
     }
-    if (root >= 0 && c.rank() != root) expected = input(c.rank(), i);
     const T bits = stored(expected);
-    require(std::memcmp(&bits, &data[i], sizeof(T)) == 0,
-            fmt::format("{} of {} {}", root < 0 ? "all_reduce" : "reduce", n, dtype_name(dtype_of<T>)));
+    require(std::memcmp(&bits, &data[i], sizeof(T)) == 0, what);
   }
 }
 
@@ -210,7 +205,9 @@ inline void exercise_succession(Communicator& c, std::span<std::byte> shared) {
       Ticket first = c.all_gather(segments, "t.staged"), second = c.all_gather({&in_place, 1}, "t.in_place");
       first.wait();
       second.wait();
-      for (size_t i = 0; i < own.size(); ++i) require(own[i] == byte(i / n % P, i / n / P), "all_gather in succession");
+      for (size_t k = 0; k < kSegments; ++k)
+        for (size_t q = 0; q < P; ++q)
+          require(all_are(&own[(k * P + q) * n], n, byte(q, k)), "all_gather in succession");
     }
   }
 }

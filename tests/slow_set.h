@@ -13,6 +13,17 @@ namespace ds::test {
 
 inline bool in_slow_set() noexcept { return std::getenv("DS_SLOW") != nullptr; }
 
+// Thins the combinations that a test loops over: true for every n-th, and in the slow set for all. With an n that
+// shares no factor with the numbers of values, each value is tried. Tests of one suite begin at different combinations.
+class EveryNth {
+ public:
+  explicit EveryNth(int n, size_t begin = 0) : n_(in_slow_set() ? 1 : static_cast<size_t>(n)), next_(begin) {}
+  bool operator()() noexcept { return next_++ % n_ == 0; }
+
+ private:
+  size_t n_, next_;
+};
+
 // Parameters of tests: those of every run, and in the slow set more.
 template <class T>
 auto values_of(std::vector<T> always, const std::vector<T>& in_slow) {

@@ -59,11 +59,11 @@ void print_report(const LaunchReport& report, tools::Output& out) {
     out.document({{"status", report.status}, {"culprit", report.culprit}, {"why", report.why}, {"ranks", ranks}});
 }
 
-// The reason, and the last lines of the rank that failed first, which may have scrolled away with several ranks.
+// The reason, and the last lines of the rank that failed first unless they have just been printed.
 void explain(const LaunchReport& report) {
   if (report.why.empty()) return;
   std::string text = report.why;
-  if (report.culprit >= 0 && report.ranks.size() > 1) {
+  if (report.culprit >= 0 && !report.in_view) {
     const std::vector<std::string>& lines = report.ranks[static_cast<std::size_t>(report.culprit)].last_lines;
     if (!lines.empty()) text += "; its last lines:";
     for (std::size_t i = lines.size() - std::min(lines.size(), kShownLines); i < lines.size(); ++i)

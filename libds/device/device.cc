@@ -33,11 +33,14 @@ class CpuDevice final : public SynchronousDevice {
   DeviceMemory memory() const override { return {}; }
   i64 scratch_bytes() const noexcept override { return pool_.scratch_bytes(); }
 
-  void copy(void* to, const void* from, i64 bytes, Queue) override {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
+  void copy(void* to, const void* from, i64 bytes, Queue) override { upload(to, from, bytes); }
+  // C does not allow null pointers here, even with no bytes.
+  void zero(void* p, i64 bytes) override {
+    if (bytes > 0) std::memset(p, 0, static_cast<size_t>(bytes));
   }
-  void zero(void* p, i64 bytes) override { std::memset(p, 0, static_cast<size_t>(bytes)); }
-  void upload(void* to, const void* from, i64 bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+  void upload(void* to, const void* from, i64 bytes) override {
+    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
   void download(void* to, const void* from, i64 bytes) override {
     constexpr i64 kTile = i64{1} << 20;
     pool_.parallel_for(div_ceil(bytes, kTile), [&](i64 tile, int) {

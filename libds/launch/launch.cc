@@ -72,7 +72,9 @@ class Launcher {
     ending_.expect_start();
     while (ending_.phase() != Phase::GivenUp && !job_.all_ended()) turn();
     dismiss();
-    return ending_.report(stdout_.error());
+    LaunchReport report = ending_.report(stdout_.error());
+    report.in_view = report.culprit >= 0 && report.culprit == stderr_.last_rank();
+    return report;
   }
 
  private:

@@ -24,6 +24,7 @@ void Sink::show(int rank, std::string_view text, bool complete, const std::strin
   if (owner_ != rank) queue_ += tag;
   queue_ += text;
   owner_ = complete ? -1 : rank;
+  last_rank_ = rank;
   drain();
 }
 

@@ -26,6 +26,7 @@ class Sink {
   bool wants_partial(int rank) const noexcept { return partial_lines_ && (owner_ < 0 || owner_ == rank); }
 
   int fd() const noexcept { return fd_; }
+  int last_rank() const noexcept { return last_rank_; }  // whose text was shown last; -1: nothing was shown
   bool pending() const noexcept { return !queue_.empty(); }
   bool full() const noexcept { return queue_.size() > 1024 * 1024; }
   void drain();                                  // after POLLOUT
@@ -35,6 +36,7 @@ class Sink {
   int fd_;
   bool partial_lines_;
   int owner_ = -1;  // the rank whose unfinished line was shown last
+  int last_rank_ = -1;
   int error_ = 0;
   std::string queue_;
 };

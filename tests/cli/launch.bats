@@ -203,11 +203,18 @@ assert_nothing_left() {
 
 # ---- exit statuses ---------------------------------------------------------------------------------------------------
 
-@test "the status of the rank that failed first is passed on, with its last lines" {
-  run "$launch" -n 3 bash -c 'echo "I am $RANK" >&2; [[ $RANK == 1 ]] && exit 3; sleep 0.7; exit 4'
+@test "the status of the rank that failed first is passed on, with its last lines if another rank wrote after it" {
+  run "$launch" -n 3 bash -c 'echo "I am $RANK" >&2; [[ $RANK == 1 ]] && exit 3; sleep 0.7; echo late >&2; exit 4'
   assert_failure 3
   assert_output --regexp "ds-launch: error: rank 1 \([^ ]+, pid [0-9]+\) exited with status 3; its last lines:"
   assert_line "  | I am 1"
+}
+
+@test "the last lines of the rank that failed first are not repeated where they are the last ones anyway" {
+  run "$launch" -n 2 bash -c '[[ $RANK == 0 ]] && echo "no such key" >&2 && exit 2; sleep 60'
+  assert_failure 2
+  assert_output --regexp "ds-launch: error: rank 0 \([^ ]+, pid [0-9]+\) exited with status 2$"
+  assert_equal "$(grep -c 'no such key' <<<"$output")" 1
 }
 
 @test "a rank killed by a signal: 128 + signal, named" {

@@ -197,7 +197,13 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
 
 @test "kill -9 of a rank on another host: it is named, with its last lines, and everything ends" {
   # shellcheck disable=SC2016
-  start --host "$a:1,$b:2" bash -c 'echo "I am $RANK" >&2; [[ $RANK != 2 ]] || { sleep 0.3; kill -9 $$; }; sleep '"$marker"
+  start --host "$a:1,$b:2" bash -c 'until_there() { until [[ -e $1 ]]; do sleep 0.05; done; sleep 0.3; }
+    echo "I am $RANK" >&2
+    case $RANK in
+      1) until_there said; echo later >&2; touch more ;;
+      2) touch said; until_there more; kill -9 $$ ;;
+    esac
+    sleep '"$marker"
   assert_ends_with 137
   grep -qE "rank 2 \($b, pid [0-9]+\) was killed by signal 9 \(SIGKILL\); its last lines:" err
   grep -qx '  | I am 2' err

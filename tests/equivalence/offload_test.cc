@@ -60,10 +60,10 @@ TEST_P(Offload, ASkippedStepIsForgotten) {
 INSTANTIATE_TEST_SUITE_P(All, Offload, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
-// Gradients and slices of parameters, with the states or without them. Outside of the slow set each third arrangement.
+// Gradients and slices of parameters, with the states or without them.
 TEST(OffloadArrays, ChangeNoBit) {
   const TempDirectory dir;
-  int number = 0;
+  test::EveryNth tried(7);
   for (const OptimizerCase& optimizer : kOptimizers) {
     const bool whole = any_optimizer(optimizer, &OptimizerRow::needs_matrices);
     for (const DType work : {DType::F32, DType::BF16}) {
@@ -72,7 +72,7 @@ TEST(OffloadArrays, ChangeNoBit) {
                               {.dp = 2, .pp = 2, .stage = 3},
                               {.dp = 2, .schedule = Kind::BreadthFirst, .chunks = 3, .stage = 3},
                               {.dp = 2, .tp = 2, .stage = 3}}) {
-        if (number++ % 3 != 0 && !test::in_slow_set()) continue;
+        if (!tried()) continue;
         const Config c = tier_config(l, optimizer, work);
         const Trace want = train_threads(c, l.ranks(), kSteps);
         for (const bool states : {false, true}) {
@@ -175,6 +175,7 @@ Config with_inputs_in_a_file(Config c, const std::string& dir, i64 buffers) {
 // Any ranks may share layers, sequences and inputs; memory and traffic are as predicted.
 TEST(OffloadInputs, ChangeNoBit) {
   const TempDirectory dir;
+  test::EveryNth tried(5);
   for (ModelConfig model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     model.layers = 6;
     model.attn_dropout = 0.2f;
@@ -191,6 +192,7 @@ TEST(OffloadInputs, ChangeNoBit) {
                             {.tp = 2, .sequence = true, .stage = 1},
                             {.pp = 2, .tp = 2, .partition = true},
                             {.sp = 2, .stage = 3}}) {
+      if (!tried()) continue;
       Config c = config_of(model, l);
       c.bf16.enabled = l.stage == 2;
       c.communication_data_type = wire_type_of(c.work_dtype());
