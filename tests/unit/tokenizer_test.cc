@@ -404,6 +404,12 @@ TEST(Tokenizer, AUnigramModelTakesLongWords) {
   EXPECT_EQ(encode(*tokenizer, "xxaaxa"), (std::vector<i32>{0, 2, 0, 1}));
 }
 
+TEST(Tokenizer, AUnigramModelWithAPieceWithoutEndIsRefused) {
+  Json file = {{"version", "1.0"}, {"model", {{"type", "Unigram"}, {"unk_id", 0}}}};
+  file["model"]["vocab"] = Json::array({Json::array({std::string(5000, 'a'), -1.0})});
+  EXPECT_ERROR(open(file), Errc::Unavailable, "model.vocab: a piece of 5000 bytes");
+}
+
 // A trie of one unit that leads out of itself, and a replacement that begins beyond all.
 TEST(Tokenizer, RulesThatContradictThemselvesAreRefused) {
   for (const auto& [rules, words] :

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <limits>
 
 #include "data/tokenizer/identity.h"
@@ -185,6 +184,8 @@ std::unique_ptr<Model> make_unigram(Fields& fields) {
     if (!entry.is_array() || entry.size() != 2 || !entry[0].is_string() || !entry[1].is_number())
       place.corrupt(fmt::format("entry {} must be a piece and its score", pieces.size()));
     pieces.push_back(entry[0].get<std::string>());
+    constexpr size_t kLongest = 4096;  // bytes; a search takes at most so many steps per character of text
+    if (pieces.back().size() > kLongest) place.unsupported(fmt::format("a piece of {} bytes", pieces.back().size()));
     scores.push_back(entry[1].get<double>());
   }
   return std::make_unique<Unigram>(fields, std::move(pieces), std::move(scores));
