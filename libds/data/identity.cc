@@ -13,27 +13,6 @@ namespace ds {
 
 namespace {
 
-// A tokenizer's identity without the version of the library that runs it, in two parts: the file with the vocabulary,
-// and the files beside it. Older builds leave out the second part.
-struct TokenizerIdentity {
-  std::string_view vocabulary;
-  std::optional<std::string_view> others;
-
-  explicit TokenizerIdentity(std::string_view identity) : vocabulary(identity.substr(0, identity.find(kByLibrary))) {
-    const size_t at = vocabulary.find(kOtherFiles);
-    if (at == vocabulary.npos) return;
-    others = vocabulary.substr(at);
-    vocabulary = vocabulary.substr(0, at);
-  }
-  // Older builds hashed and counted vocab.json and vocab.txt together with the files beside them: only their names can
-  // be compared.
-  std::string_view comparable() const {
-    for (const std::string_view name : {"vocab.json + merges.txt xxh3 ", "vocab.txt xxh3 "})
-      if (const size_t at = vocabulary.find(name); at != vocabulary.npos) return vocabulary.substr(at, name.size());
-    return vocabulary;
-  }
-};
-
 std::string hexadecimal(u64 hash) { return fmt::format("{:016x}", hash); }
 
 // Whether a version wrote it that knew documents by data.document_token alone.
@@ -50,12 +29,6 @@ u64 parse_hexadecimal(const std::string& text) {
 }
 
 }  // namespace
-
-bool is_same_tokenizer(std::string_view a, std::string_view b) {
-  const TokenizerIdentity x(a), y(b);
-  if (x.others.has_value() == y.others.has_value()) return x.vocabulary == y.vocabulary && x.others == y.others;
-  return x.comparable() == y.comparable();
-}
 
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   const auto samples = [](const DataIdentity& of) {
@@ -81,7 +54,7 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
              n.name, s.name);
   }
   DS_CHECK(is_same_tokenizer(saved.tokenizer, now.tokenizer) || saved.tokenizer.empty() || now.tokenizer.empty(),
-           Errc::Mismatch, "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
+           Errc::Mismatch, "{}", difference_of_tokenizers(now.tokenizer, saved.tokenizer, "the run was started with"));
   for (size_t i = 0; i < saved.files.size(); ++i) {
     const FileFingerprint &s = saved.files[i], &n = now.files[i];
     DS_CHECK(s.ids == n.ids || s.ids == 0 || n.ids == 0, Errc::Mismatch,

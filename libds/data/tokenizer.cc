@@ -55,19 +55,24 @@ std::string_view special_name(SpecialToken kind) {
 
 void Tokenizer::add_eos_to_ends() {
   const std::optional<i32> eos = special(SpecialToken::Eos);
-  if (eos && std::ranges::find(facts_.ends, *eos) == facts_.ends.end()) facts_.ends.push_back(*eos);
+  if (eos && std::ranges::find(facts_.ends, *eos, &EndToken::id) == facts_.ends.end())
+    facts_.ends.push_back({*eos, "eos_token"});
 }
 
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
   return read_named("data.tokenizer", [&] { return open_any(path); });
 }
 
-std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder) {
-  std::vector<i32> ends = tokenizer.facts().ends;
-  if (model_folder.empty()) return ends;
-  for (const i32 id : tokenizer::read_end_tokens(model_folder))
-    if (std::ranges::find(ends, id) == ends.end()) ends.push_back(id);
-  return ends;
+std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder, i64 vocab_size) {
+  std::vector<EndToken> ends = tokenizer.facts().ends;
+  if (!model_folder.empty()) std::ranges::move(tokenizer::read_end_tokens(model_folder), std::back_inserter(ends));
+  std::vector<i32> ids;
+  for (const auto& [id, source] : ends) {
+    DS_CHECK(id < vocab_size, Errc::Unavailable, "{}: {} is no token of the model, whose vocabulary has {}", source, id,
+             vocab_size);
+    if (std::ranges::find(ids, id) == ids.end()) ids.push_back(id);
+  }
+  return ids;
 }
 
 }  // namespace ds

@@ -31,17 +31,25 @@ struct NamedToken {
   std::string source;  // the file, or the class of transformers, that names it
 };
 
+// A token that ends a generated text.
+struct EndToken {
+  i32 id = 0;
+  std::string source;  // "FILE: eos_token_id", or what names the tokenizer's eos_token
+};
+
 // Facts in the files of a tokenizer beside its ids.
 struct TokenizerFacts {
-  std::vector<NamedToken> named = {};      // special tokens, then the other added tokens by their ids
-  std::vector<i32> ends = {};              // tokens that end a generated text: eos_token, and eos_token_id of the files
-  bool adds_eos = false;                   // the reference puts eos_token after a text
-  std::vector<std::string> warnings = {};  // of the files, for every use
+  std::vector<NamedToken> named = {};          // special tokens, then the other added tokens by their ids
+  std::vector<EndToken> ends = {};             // eos_token, and eos_token_id of the files; each once
+  bool adds_eos = false;                       // the reference puts eos_token after a text
+  std::vector<std::string> warnings = {};      // of the files, for every use
   std::vector<std::string> when_writing = {};  // for generation alone
 };
 
 // In the identity of a tokenizer, before the hash of what the files beside the vocabulary change.
 inline constexpr std::string_view kOtherFiles = ", other files xxh3 ";
+// In the identity of a tokenizer, before the names and hashes of the parts on which ids depend.
+inline constexpr std::string_view kParts = ", parts ";
 // Before the library and its version, at the end of the identity of a tokenizer that a library runs: versions may give
 // other ids, as where pieces tie, and need not.
 inline constexpr std::string_view kByLibrary = ", by ";
@@ -91,12 +99,16 @@ class Tokenizer {
 // wrong), Errc::Unavailable (a kind or a part of a pipeline that is not supported, named).
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path);
 
-// Whether two identities are those of one tokenizer: they may differ in the version of a library, and that of an older
-// build does not state the files beside the vocabulary.
+// Whether two identities are those of one tokenizer: all parts are the same on which the ids of texts depend. They may
+// differ in the version of a library and in the form of files. Of identities of older versions, which state no parts,
+// the files are compared.
 bool is_same_tokenizer(std::string_view a, std::string_view b);
+// Says how they differ, where they do: `saved_by` is "the run was started with" or the like.
+std::string difference_of_tokenizers(std::string_view now, std::string_view saved, std::string_view saved_by);
 
 // The tokens that end a generated text: those of the tokenizer, and eos_token_id of generation_config.json and
-// config.json in `model_folder` (empty: none). Throws Errc::Corrupt.
-std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder);
+// config.json in `model_folder` (empty: none). Throws Errc::Corrupt, and Errc::Unavailable for one that is not among
+// the vocab_size ids of the model.
+std::vector<i32> end_tokens(const Tokenizer& tokenizer, const std::string& model_folder, i64 vocab_size);
 
 }  // namespace ds

@@ -41,7 +41,7 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
   s.collective([&] {
     const Config& config = s.request.config;
     const auto tokenizer = open_tokenizer(config.data.tokenizer);
-    const std::vector<i32> ends = end_tokens(*tokenizer, model_folder(config));
+    const std::vector<i32> ends = end_tokens(*tokenizer, model_folder(config), config.model.vocab_size);
     if (s.request.is_root()) {
       for (const auto* warnings : {&tokenizer->facts().warnings, &tokenizer->facts().when_writing})
         for (const std::string& text : *warnings) log_message(LogLevel::Warning, text);
@@ -79,7 +79,7 @@ TokenizedText tokenize_text(const Config& config, std::string_view text) {
   for (const i32 id : ids) result.tokens.push_back({id, tokenizer->piece(id)});
   for (const NamedToken& token : tokenizer->facts().named)
     result.named.push_back({token.role, token.content, token.id, token.source});
-  result.ends = end_tokens(*tokenizer, model_folder(config));
+  result.ends = end_tokens(*tokenizer, model_folder(config), config.model.vocab_size);
   result.adds_bos = tokenizer->adds_bos();
   result.adds_eos = tokenizer->facts().adds_eos;
   result.warnings = tokenizer->facts().warnings;

@@ -103,8 +103,8 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
     const std::string saved = parse_data_identity(meta.data_json).tokenizer;
     const std::string now =
         data.train ? data.train->identity().tokenizer : open_tokenizer(config.data.tokenizer)->identity();
-    DS_CHECK(saved.empty() || is_same_tokenizer(saved, now), Errc::Mismatch,
-             "data.tokenizer is {}, but {} was trained with {}", now, source, saved);
+    DS_CHECK(saved.empty() || is_same_tokenizer(saved, now), Errc::Mismatch, "{}",
+             difference_of_tokenizers(now, saved, fmt::format("{} was trained with", source)));
   }
   if (reads_only) return;  // which has neither dropout nor samples that go on
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,

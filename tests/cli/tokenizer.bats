@@ -67,10 +67,35 @@ PY
 @test "another tokenizer than the run's is a mismatch that names both" {
   ds-train cfg.json --out run --quiet --set data.tokenizer="$(golden gpt2)"
   run -3 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer="$(golden qwen2)"
-  assert_output --regexp "data.tokenizer is BPE .*, but the run was started with BPE "
+  assert_output --regexp "data.tokenizer is BPE .*, and the run was started with BPE .*, of which added_tokens and model"
   run -3 ds-train cfg.json --out run --resume latest --steps 3
   assert_output --partial "data.tokenizer is bytes"
   run -0 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer="$(golden gpt2)/tokenizer.json"
+}
+
+@test "a tokenizer that was saved again, or whose padding changed, is that of the run" {
+  cp -r "$(golden gpt2)" tok
+  ds-train cfg.json --out run --quiet --set data.tokenizer=tok
+  /usr/bin/python3 -c 'import json
+d = json.load(open("tok/tokenizer.json"))
+d["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+json.dump(dict(reversed(d.items())), open("tok/tokenizer.json", "w"), indent=3)'
+  echo '{"pad_token": "<|endoftext|>", "add_bos_token": true, "bos_token": "<|endoftext|>"}' >tok/tokenizer_config.json
+  run -0 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer=tok
+  refute_output --partial "data.tokenizer is"
+  echo '{"additional_special_tokens": ["the"]}' >tok/special_tokens_map.json
+  run -3 ds-train cfg.json --out run --resume latest --steps 4 --set data.tokenizer=tok
+  assert_output --partial "of which added_tokens differs, by this file or those beside it"
+}
+
+@test "an end that is no token of the model is refused where text is written, by its file" {
+  cp -r "$(golden gpt2)" tok
+  echo '{"eos_token_id": [3, 99999]}' >tok/generation_config.json
+  run -0 ds-train cfg.json --out run --quiet --set data.tokenizer=tok
+  run -4 ds-train cfg.json --resume run --generate word --max-tokens 2 --set data.tokenizer=tok
+  assert_output --partial "tok/generation_config.json: eos_token_id: 99999 is no token of the model"
+  run -4 ds-train cfg.json --check --tokenize word --set data.tokenizer=tok
+  assert_output --partial "tok/generation_config.json: eos_token_id: 99999 is no token of the model"
 }
 
 @test "ids beyond the model's vocabulary are found before the first step" {
@@ -87,11 +112,11 @@ PY
   run -2 ds-train cfg.json --out run --set data.tokenizer=empty
   assert_output --partial "has no tokenizer.json"
   run -2 ds-train cfg.json --out run --set 'data.tokenizer=""'
-  mkdir t5 broken
-  sed 's/"normalizer":null/"normalizer":{"type":"Precompiled","precompiled_charsmap":"AA=="}/' \
-    "$(golden gpt2)/tokenizer.json" >t5/tokenizer.json
-  run -4 ds-train cfg.json --out run --set data.tokenizer=t5
-  assert_output --partial "t5/tokenizer.json: normalizer: normalizer 'Precompiled' is not supported"
+  mkdir nmt broken
+  sed 's/"normalizer":null/"normalizer":{"type":"Nmt"}/' \
+    "$(golden gpt2)/tokenizer.json" >nmt/tokenizer.json
+  run -4 ds-train cfg.json --out run --set data.tokenizer=nmt
+  assert_output --partial "nmt/tokenizer.json: normalizer: normalizer 'Nmt' is not supported"
   head -c 3000 "$(golden gpt2)/tokenizer.json" >broken/tokenizer.json
   run -3 ds-train cfg.json --out run --set data.tokenizer=broken
   assert_output --partial "broken/tokenizer.json"

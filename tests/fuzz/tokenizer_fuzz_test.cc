@@ -21,9 +21,15 @@ using testing::test_data;
 using Random = std::minstd_rand;
 size_t below(Random& random, size_t n) { return static_cast<size_t>(random()) % std::max<size_t>(n, 1); }
 
-const char* const kNames[] = {"gpt2", "llama3", "qwen2", "deepseek3", "llama2", "bert-uncased", "mixed", "whitespace"};
+const char* const kNames[] = {"gpt2",  "llama3",     "qwen2",       "deepseek3", "llama2",       "bert-uncased",
+                              "mixed", "whitespace", "xlm-roberta", "albert",    "unigram-bytes"};
 
 std::string golden(const std::string& name) {
+  static const Json unigrams = [] {
+    const std::string file = testing::read_file(test_data("tokenizer-directories/unigram.jsonl"));
+    return Json::parse(file.substr(0, file.find('\n'))).at("content");
+  }();
+  if (unigrams.contains(name)) return unigrams[name].get<std::string>();
   return testing::read_file(test_data("tokenizers/" + name + "/tokenizer.json"));
 }
 

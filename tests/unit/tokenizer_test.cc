@@ -212,11 +212,15 @@ TEST(Tokenizer, EveryFileThatNamesAnEndCounts) {
   write_file(dir / "generation_config.json", R"({"eos_token_id": [5, 7, 9]})");
   write_file(dir / "tokenizer_config.json", R"({"eos_token": "<|eot_id|>"})");
   const auto tokenizer = open_tokenizer(dir.path());
-  EXPECT_EQ(tokenizer->facts().ends, (std::vector<i32>{5, 7, 9, tokenizer->special(SpecialToken::Eos).value()}));
+  const i32 eos = tokenizer->special(SpecialToken::Eos).value();
+  EXPECT_EQ(end_tokens(*tokenizer, "", 1000), (std::vector<i32>{5, 7, 9, eos}));
   const TempDirectory model;
   write_file(model / "generation_config.json", R"({"eos_token_id": 11})");
-  EXPECT_EQ(end_tokens(*tokenizer, model.path()).back(), 11);
-  EXPECT_EQ(end_tokens(*tokenizer, dir.path()), tokenizer->facts().ends);
+  EXPECT_EQ(end_tokens(*tokenizer, model.path(), 1000), (std::vector<i32>{5, 7, 9, eos, 11}));
+  EXPECT_EQ(end_tokens(*tokenizer, dir.path(), 1000), end_tokens(*tokenizer, "", 1000));
+  write_file(model / "generation_config.json", R"({"eos_token_id": [11, 1000]})");
+  EXPECT_ERROR(end_tokens(*tokenizer, model.path(), 1000), Errc::Unavailable,
+               "generation_config.json: eos_token_id: 1000 is no token of the model, whose vocabulary has 1000");
   for (const char* bad : {R"({"eos_token_id": 1e300})", R"({"eos_token_id": [-1]})", R"({"eos_token_id": "</s>"})",
                           R"({"eos_token_id": 99999999999})", R"({"eos_token_id": [[1]]})"}) {
     write_file(dir / "generation_config.json", bad);
@@ -239,11 +243,25 @@ TEST(Tokenizer, NamesTheFileOfEachSpecialToken) {
   EXPECT_EQ(tokenizer->decode(encode(*tokenizer, "a<|im_end|>b")), "a<|im_end|>b");
 }
 
+// transformers 5 reads a tokenizer.model by itself for some model types, as version 4 does with "legacy".
+TEST(Tokenizer, LegacyIsWarnedOfWhereVersionsDiffer) {
+  const TempDirectory dir;
+  llama(dir, {{"tokenizer_class", "LlamaTokenizer"}, {"legacy", true}});
+  write_file(dir / "config.json", R"({"model_type": "mistral"})");
+  EXPECT_TRUE(open_tokenizer(dir.path())->facts().warnings.empty());
+  write_file(dir / "config.json", R"({"model_type": "llama"})");
+  EXPECT_EQ(open_tokenizer(dir.path())->facts().warnings.size(), 1u);
+}
+
 // Members of tokenizer_config.json that would change ids in a way that is not followed.
 TEST(Tokenizer, SettingsThatAreNotFollowedAreRefusedByName) {
   const std::tuple<const char*, const char*, Errc> cases[] = {
       {"gpt2", R"({"fix_mistral_regex": true})", kLater},
       {"gpt2", R"({"from_slow": true})", kLater},
+      {"gpt2", R"({"tokenizer_class": "T5Tokenizer", "add_prefix_space": true})", kLater},
+      {"gpt2", R"({"tokenizer_class": "T5Tokenizer", "extra_ids": 1000000})", kLater},
+      {"gpt2", R"({"tokenizer_class": "T5Tokenizer", "extra_ids": 2, "additional_special_tokens": ["<extra_id_0>"]})",
+       kLater},
       {"gpt2", R"({"image_token": "<image>"})", kLater},
       {"gpt2", R"({"split_special_tokens": "yes"})", kBad},
       {"gpt2", R"({"tokenizer_class": 3})", kBad},
@@ -265,7 +283,9 @@ TEST(Tokenizer, SettingsThatAreNotFollowedAreRefusedByName) {
     write_file(dir / "tokenizer.json", golden(name).dump());
     write_file(dir / "tokenizer_config.json", config);
     const Json parsed = Json::parse(config);
-    const std::string key = parsed.size() == 1 ? parsed.begin().key() : "add_prefix_space";
+    const std::string key = parsed.size() == 1             ? parsed.begin().key()
+                            : parsed.contains("extra_ids") ? "extra_ids"
+                                                           : "add_prefix_space";
     EXPECT_ERROR(open_tokenizer(dir.path()), code, "tokenizer_config.json: " + key);
   }
   const TempDirectory dir;
@@ -293,33 +313,67 @@ TEST(Tokenizer, AModelAloneIsReadBySentencePieceWhichIsSaid) {
   EXPECT_EQ(encode(*added, "some <new>words"), wanted);
 }
 
-TEST(Tokenizer, IdentityIsOverAllFilesThatMatter) {
+TEST(Tokenizer, IdentityIsOverThePartsThatIdsDependOn) {
   const TempDirectory dir;
-  write_file(dir / "tokenizer.json", golden("gpt2").dump());
+  Json file = golden("gpt2");
+  write_file(dir / "tokenizer.json", file.dump());
   const auto identity = [&] { return open_tokenizer(dir.path())->identity(); };
   const std::string alone = identity();
-  std::set<std::string> all = {alone};
-  const auto differs = [&](const char* file, const char* text) {
-    write_file(dir / file, text);
-    EXPECT_TRUE(all.insert(identity()).second) << file << " " << text;
-    for (const std::string& other : all) EXPECT_EQ(is_same_tokenizer(other, identity()), other == identity());
+  std::vector<std::string> all = {alone};
+  const auto differs = [&](const char* name, const std::string& text, const char* part) {
+    write_file(dir / name, text);
+    const std::string now = identity();
+    for (const std::string& other : all) EXPECT_FALSE(is_same_tokenizer(other, now)) << name << " " << text;
+    EXPECT_EQ(
+        difference_of_tokenizers(now, all.back(), "the run was started with"),
+        fmt::format("data.tokenizer is BPE of {0} ids, tokenizer.json, and the run was started with BPE of {0} ids, "
+                    "tokenizer.json, of which {1} differs, by this file or those beside it",
+                    file["model"]["vocab"].size() + file["added_tokens"].size(), part));
+    all.push_back(now);
   };
-  const auto same = [&](const char* file, const char* text) {
-    const std::string before = identity();
-    write_file(dir / file, text);
-    EXPECT_EQ(identity(), before) << file << " " << text;
+  const auto same = [&](const char* name, const std::string& text) {
+    write_file(dir / name, text);
+    EXPECT_TRUE(is_same_tokenizer(identity(), all.back())) << name << " " << text;
+    EXPECT_TRUE(is_same_tokenizer(all.back(), identity())) << name << " " << text;
   };
   same("tokenizer_config.json", R"({"model_max_length": 5, "padding_side": "left"})");
-  differs("tokenizer_config.json", R"({"eos_token": "<|endoftext|>"})");
-  same("tokenizer_config.json", R"({"eos_token": "<|endoftext|>", "model_max_length": 5})");
-  differs("tokenizer_config.json", R"({"eos_token": "<new>"})");
-  differs("tokenizer_config.json", R"({"eos_token": "<new>", "split_special_tokens": true})");
-  differs("special_tokens_map.json", R"({"eos_token": "<newer>"})");
-  differs("added_tokens.json", R"({"<x>": 901})");
-  same("generation_config.json", R"({"eos_token_id": 3})");  // no ids depend on it
-  differs("config.json", R"({"model_type": "gpt2"})");
-  // Builds before this one state the vocabulary's file alone.
-  EXPECT_TRUE(is_same_tokenizer(alone.substr(0, alone.find(kOtherFiles)), alone));
+  same("tokenizer_config.json",
+       R"({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "add_bos_token": true})");
+  differs("tokenizer_config.json", R"({"eos_token": "<new>"})", "added_tokens");
+  differs("tokenizer_config.json", R"({"eos_token": "<new>", "split_special_tokens": true})", "added_tokens");
+  differs("special_tokens_map.json", R"({"eos_token": "<newer>"})", "added_tokens");
+  same("special_tokens_map.json", R"({"eos_token": "<newer>", "pad_token": "<newer>"})");
+  differs("added_tokens.json", R"({"<x>": 901})", "added_tokens");
+  same("generation_config.json", R"({"eos_token_id": 3})");
+  same("config.json", R"({"model_type": "gpt2"})");
+  // The same content in another form.
+  for (Json& merge : file["model"]["merges"])
+    if (merge.is_string()) {
+      const auto text = merge.get<std::string>();
+      merge = {text.substr(0, text.find(' ')), text.substr(text.find(' ') + 1)};
+    }
+  file["pre_tokenizer"]["trim_offsets"] = !file["pre_tokenizer"].value("trim_offsets", false);
+  file["pre_tokenizer"].erase("use_regex");
+  file["model"]["byte_fallback"] = false;
+  same("tokenizer.json", file.dump(2));
+  file["model"]["merges"].erase(file["model"]["merges"].size() - 1);
+  differs("tokenizer.json", file.dump(), "model");
+  file["normalizer"] = {{"type", "NFC"}};
+  differs("tokenizer.json", file.dump(), "normalizer");
+  write_file(dir / "tokenizer_config.json", R"({"add_prefix_space": true})");
+  differs("tokenizer_config.json", R"({"add_prefix_space": true, "split_special_tokens": true})", "pre_tokenizer");
+}
+
+TEST(Tokenizer, IdentitiesOfOlderVersionsAreCompared) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("gpt2").dump());
+  const std::string now = open_tokenizer(dir.path())->identity();
+  const std::string without_parts = now.substr(0, now.find(kParts));
+  ASSERT_NE(without_parts, now);
+  EXPECT_TRUE(is_same_tokenizer(without_parts, now));
+  EXPECT_TRUE(is_same_tokenizer(now.substr(0, now.find(kOtherFiles)), now));
+  write_file(dir / "tokenizer_config.json", R"({"eos_token": "<new>"})");
+  EXPECT_FALSE(is_same_tokenizer(without_parts, open_tokenizer(dir.path())->identity()));
   EXPECT_TRUE(is_same_tokenizer("BPE of 900 ids, vocab.json + merges.txt xxh3 1",
                                 "BPE of 900 ids, vocab.json + merges.txt xxh3 2, other files xxh3 3"));
   EXPECT_FALSE(is_same_tokenizer("BPE of 900 ids, tokenizer.json xxh3 1",
@@ -329,6 +383,44 @@ TEST(Tokenizer, IdentityIsOverAllFilesThatMatter) {
                         "SentencePiece of 9 ids, tokenizer.model xxh3 1, other files xxh3 3, by sentencepiece 2"));
 }
 
+TEST(Tokenizer, AFileBesideASentencePieceModelThatChangesNothingIsNoOther) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.model", read_file(test_data("tokenizers/llama2-sp/tokenizer.model")));
+  const std::string alone = open_tokenizer(dir.path())->identity();
+  write_file(dir / "tokenizer_config.json", R"({"model_max_length": 5})");
+  EXPECT_TRUE(is_same_tokenizer(alone, open_tokenizer(dir.path())->identity()));
+  write_file(dir / "tokenizer_config.json", R"({"tokenizer_class": "LlamaTokenizer", "legacy": false})");
+  EXPECT_FALSE(is_same_tokenizer(alone, open_tokenizer(dir.path())->identity()));
+}
+
+// More pieces of a word than a tokenizer keeps memory for, none of them known.
+TEST(Tokenizer, AUnigramModelTakesLongWords) {
+  const Json model =
+      Json::parse(R"({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0], ["a", -1], ["aa", -1.5]]})");
+  const Json file = {{"version", "1.0"}, {"model", model}};
+  const auto tokenizer = open(file);
+  EXPECT_EQ(encode(*tokenizer, std::string(200'001, 'a')).size(), 100'001u);
+  EXPECT_EQ(encode(*tokenizer, std::string(200'001, 'x')), (std::vector<i32>{0}));
+  EXPECT_EQ(encode(*tokenizer, "xxaaxa"), (std::vector<i32>{0, 2, 0, 1}));
+}
+
+TEST(Tokenizer, AUnigramModelWithAPieceWithoutEndIsRefused) {
+  Json file = {{"version", "1.0"}, {"model", {{"type", "Unigram"}, {"unk_id", 0}}}};
+  file["model"]["vocab"] = Json::array({Json::array({std::string(5000, 'a'), -1.0})});
+  EXPECT_ERROR(open(file), Errc::Unavailable, "model.vocab: a piece of 5000 bytes");
+}
+
+// A trie of one unit that leads out of itself, and a replacement that begins beyond all.
+TEST(Tokenizer, RulesThatContradictThemselvesAreRefused) {
+  for (const auto& [rules, words] :
+       {std::pair{"BAAAAAD8/38=", "leads out of itself"}, {"BAAAAAAAAAA=", "leads out of itself"}}) {
+    Json file = golden("gpt2");
+    file["normalizer"] = {{"type", "Precompiled"}, {"precompiled_charsmap", rules}};
+    const auto tokenizer = open(file);
+    EXPECT_ERROR(encode(*tokenizer, "abc"), Errc::Corrupt, words);
+  }
+}
+
 // The error after one value of a good file is changed: pointer, new value, code, words.
 struct Refusal {
   const char *file, *pointer, *value;
@@ -336,8 +428,11 @@ struct Refusal {
   const char* words;
 };
 const Refusal kRefusals[] = {
-    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": ""})", kLater,
-     "normalizer: normalizer 'Precompiled' is not supported"},
+    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": ""})", kBad, "has no rules"},
+    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": "A"})", kBad,
+     "normalizer.precompiled_charsmap: is not base64"},
+    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": "/////w=="})", kBad, "not whole"},
+    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": null})", kBad, "is missing"},
     {"gpt2", "/normalizer", R"({"type": "NFC", "extra": 1})", kLater, "normalizer.extra: this field is not known"},
     {"gpt2", "/normalizer", R"({"type": "Sequence", "normalizers": [{"type": "Nmt"}]})", kLater, "normalizers[0]"},
     {"gpt2", "/normalizer", R"({"type": "Replace", "pattern": {"String": 3}, "content": ""})", kBad, "pattern.String"},
@@ -345,8 +440,8 @@ const Refusal kRefusals[] = {
     {"gpt2", "/pre_tokenizer", R"({"type": "UnicodeScripts"})", kLater, "'UnicodeScripts' is not supported"},
     {"gpt2", "/pre_tokenizer", R"({"type": "ByteLevel"})", kBad, "add_prefix_space: is missing"},
     {"gpt2", "/pre_tokenizer",
-     R"({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": false}, {"type": "Whitespace"}]})",
-     kLater, "'Whitespace' after 'ByteLevel'"},
+     R"({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": false}, {"type": "Metaspace"}]})",
+     kLater, "'Metaspace' after 'ByteLevel'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a("}, "behavior": "Isolated"})", kBad,
      "cannot be compiled"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(?<=a)b"}, "behavior": "Isolated"})", kLater,
@@ -355,8 +450,16 @@ const Refusal kRefusals[] = {
      "'&&'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\h+"}, "behavior": "Isolated"})", kLater,
      "'\\h'"},
-    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "^a"}, "behavior": "Isolated"})", kLater,
-     "'^'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "^+a"}, "behavior": "Isolated"})", kLater,
+     "'^+'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a[^b]]"}, "behavior": "Isolated"})", kLater,
+     "'[^' inside a bracket"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[[:alpha:]]"}, "behavior": "Isolated"})",
+     kLater, "'[:'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[\\s-a]"}, "behavior": "Isolated"})", kLater,
+     "'-' after a set"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a-[b]]"}, "behavior": "Isolated"})", kLater,
+     "'-' before a set"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\p{Elvish}"}, "behavior": "Isolated"})",
      kLater, "Elvish"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a"}, "behavior": "Isolated"})", kBad, "']'"},
@@ -364,7 +467,16 @@ const Refusal kRefusals[] = {
      "'Apart'"},
     {"gpt2", "/decoder", R"({"type": "CTC"})", kLater, "decoder 'CTC' is not supported"},
     {"gpt2", "/decoder", R"({"type": "Strip", "content": "", "start": 1, "stop": 0})", kBad, "is empty"},
-    {"gpt2", "/model/type", R"("Unigram")", kLater, "model: 'Unigram' is not supported"},
+    {"gpt2", "/model/type", R"("Unigram")", kLater, "model: 'Unigram' behind 'ByteLevel' is not supported"},
+    {"gpt2", "/model/type", R"("WordLevel")", kLater, "model: 'WordLevel' is not supported"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": 0, "vocab": []})", kBad, "model.vocab: must be a list"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": 0, "vocab": [["a"]]})", kBad, "entry 0 must be a piece"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": 0, "vocab": [["a", 0], ["a", 1]]})", kBad,
+     "'a' has the ids 0 and 1"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": 1, "vocab": [["a", 0]]})", kBad, "unk_id: 1 is no piece"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": null, "vocab": [["a", 0]]})", kLater, "unk_id: null"},
+    {"bert-cased", "/model", R"({"type": "Unigram", "unk_id": 0, "vocab": [["a", 0]], "alpha": 1})", kLater, "alpha"},
+    {"bert-cased", "/model", "null", kBad, "model: is missing"},
     {"gpt2", "/model/dropout", "0.1", kLater, "model.dropout: only null"},
     {"gpt2", "/model/vocab", "[]", kBad, "model.vocab"},
     {"gpt2", "/model/vocab/a", "-1", kBad, "model.vocab.a"},
@@ -412,6 +524,8 @@ TEST(Tokenizer, DeepNestingIsRefused) {
     EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "nested deeper than 100 levels");
     std::filesystem::remove(dir / name);
   }
+  write_file(dir / "tokenizer.json", "{}");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json: model: is missing");
   write_file(dir / "tokenizer.json", std::string(1 << 20, '['));
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
 }

@@ -133,4 +133,15 @@ std::optional<i32> AddedTokens::id(std::string_view content) const {
   return it->second;
 }
 
+void AddedTokens::digest(Digest& digest) const {
+  const auto add = [&](const AddedToken& token) {
+    digest.add(token.content);
+    digest.add(token.id);
+    for (const bool flag : {token.single_word, token.lstrip, token.rstrip, token.normalized, token.is_split})
+      digest.add(flag);
+  };
+  for (const auto& [id, token] : tokens_) add(token);
+  for (const AddedToken& token : twice_) add(token);
+}
+
 }  // namespace ds::tokenizer

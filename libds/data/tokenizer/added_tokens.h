@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "data/tokenizer/identity.h"
 #include "data/tokenizer/model.h"
 #include "data/tokenizer/normalizer.h"
 
@@ -67,6 +68,8 @@ class AddedTokens {
   std::optional<i32> id(std::string_view content) const;
   // Whether a text can be cut before a letter behind a newline without changing which tokens are found.
   bool keep_lines() const noexcept { return keep_lines_; }
+  // Adds all that ids depend on.
+  void digest(Digest& digest) const;
 
  private:
   std::map<i32, AddedToken> tokens_;

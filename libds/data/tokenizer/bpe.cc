@@ -115,6 +115,12 @@ class Bpe : public Model {
   std::string_view kind() const noexcept override { return "BPE"; }
   std::optional<std::string> unk_token() const override { return unk_token_; }
   std::string_view cuts_before() const noexcept override { return cuts_before_; }
+  void digest(Digest& digest) const override {
+    Model::digest(digest);
+    digest.add(static_cast<i64>(merges_digest_.value()));
+    for (const std::string& text : {unk_token_.value_or(""), prefix_, suffix_}) digest.add(text);
+    for (const bool flag : {byte_level_, fuse_unk_, byte_fallback_, ignore_merges_}) digest.add(flag);
+  }
 
  private:
   static constexpr size_t kKept = 1 << 16;  // symbols whose memory a thread keeps
@@ -162,6 +168,7 @@ class Bpe : public Model {
       };
       const i32 left_id = id_of(left), right_id = id_of(right), both = id_of(left + right.substr(prefix_.size()));
       merges_.put(left_id, right_id, {static_cast<i32>(rank), both});
+      for (const i32 id : {left_id, right_id, both}) merges_digest_.add(id);
       merged_.push_back(both);
     }
   }
@@ -280,6 +287,7 @@ class Bpe : public Model {
   };
   std::unordered_map<std::string, i32, Hash, std::equal_to<>> words_;  // byte-level with ignore_merges
   Merges merges_;
+  Digest merges_digest_;     // in their order
   std::vector<i32> merged_;  // while reading
   std::string_view cuts_before_;
 };

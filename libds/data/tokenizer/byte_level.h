@@ -24,6 +24,17 @@ inline const std::array<CodePoint, 256>& byte_alphabet() {
   return table;
 }
 
+inline std::string spelling_of(std::string_view bytes) {
+  static const auto spellings = [] {
+    std::array<std::string, 256> t;
+    for (size_t b = 0; b < 256; ++b) append_char(t[b], byte_alphabet()[b]);
+    return t;
+  }();
+  std::string spelt;
+  for (const char c : bytes) spelt += spellings[static_cast<u8>(c)];
+  return spelt;
+}
+
 // The bytes that `token` stands for; nothing if it has a character outside of the alphabet.
 inline std::optional<std::string> bytes_of(std::string_view token) {
   static const auto byte_of = [] {

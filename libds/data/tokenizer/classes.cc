@@ -16,6 +16,8 @@ constexpr Names kRoberta = {"<s>", "</s>", "<unk>", "<pad>", "<s>", "</s>", "<ma
 constexpr Names kBert = {"", "", "[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"};
 constexpr Names kLlama = {"<s>", "</s>", "<unk>", "", "", "", ""};
 constexpr Names kGemma = {"<bos>", "<eos>", "<unk>", "<pad>", "", "", ""};
+constexpr Names kT5 = {"", "</s>", "<unk>", "<pad>", "", "", ""};
+constexpr Names kAlbert = {"[CLS]", "[SEP]", "<unk>", "<pad>", "[CLS]", "[SEP]", "[MASK]"};
 constexpr Names kBloom = {"<s>", "</s>", "<unk>", "<pad>", "", "", ""};
 
 constexpr ClassRow kRows[] = {
@@ -26,24 +28,45 @@ constexpr ClassRow kRows[] = {
     {"BartTokenizer", Shape::Roberta, kRoberta},    {"Qwen2Tokenizer", Shape::Qwen2, kQwen2},
     {"BertTokenizer", Shape::Bert, kBert},          {"DistilBertTokenizer", Shape::Bert, kBert},
     {"ElectraTokenizer", Shape::Bert, kBert},       {"MobileBertTokenizer", Shape::Bert, kBert},
-    {"LlamaTokenizer", Shape::Llama, kLlama},       {"GemmaTokenizer", Shape::Gemma, kGemma},
+    {"LlamaTokenizer", Shape::Llama, kLlama},       {"CodeLlamaTokenizer", Shape::CodeLlama, kLlama},
+    {"GemmaTokenizer", Shape::Gemma, kGemma},       {"T5Tokenizer", Shape::T5, kT5},
+    {"AlbertTokenizer", Shape::Albert, kAlbert},    {"XLMRobertaTokenizer", Shape::XlmRoberta, kRoberta},
 };
 
 constexpr std::pair<std::string_view, std::string_view> kModels[] = {
-    {"bert", "BertTokenizer"},        {"distilbert", "DistilBertTokenizer"},
-    {"electra", "ElectraTokenizer"},  {"mobilebert", "MobileBertTokenizer"},
-    {"roberta", "RobertaTokenizer"},  {"longformer", "LongformerTokenizer"},
-    {"bart", "BartTokenizer"},        {"gpt2", "GPT2Tokenizer"},
-    {"gpt_neo", "GPT2Tokenizer"},     {"gptj", "GPT2Tokenizer"},
-    {"opt", "GPT2Tokenizer"},         {"starcoder2", "GPT2Tokenizer"},
-    {"gpt_neox", "GPTNeoXTokenizer"}, {"olmo", "GPTNeoXTokenizer"},
-    {"olmo2", "GPTNeoXTokenizer"},    {"bloom", "BloomTokenizer"},
-    {"phi", "CodeGenTokenizer"},      {"qwen2", "Qwen2Tokenizer"},
-    {"qwen2_moe", "Qwen2Tokenizer"},  {"qwen3", "Qwen2Tokenizer"},
-    {"qwen3_moe", "Qwen2Tokenizer"},  {"llama", "LlamaTokenizer"},
-    {"mistral", "LlamaTokenizer"},    {"mixtral", "LlamaTokenizer"},
-    {"phi3", "LlamaTokenizer"},       {"gemma", "GemmaTokenizer"},
-    {"gemma2", "GemmaTokenizer"},     {"gemma3_text", "GemmaTokenizer"},
+    {"bert", "BertTokenizer"},
+    {"distilbert", "DistilBertTokenizer"},
+    {"electra", "ElectraTokenizer"},
+    {"mobilebert", "MobileBertTokenizer"},
+    {"roberta", "RobertaTokenizer"},
+    {"longformer", "LongformerTokenizer"},
+    {"bart", "BartTokenizer"},
+    {"gpt2", "GPT2Tokenizer"},
+    {"gpt_neo", "GPT2Tokenizer"},
+    {"gptj", "GPT2Tokenizer"},
+    {"opt", "GPT2Tokenizer"},
+    {"starcoder2", "GPT2Tokenizer"},
+    {"gpt_neox", "GPTNeoXTokenizer"},
+    {"olmo", "GPTNeoXTokenizer"},
+    {"olmo2", "GPTNeoXTokenizer"},
+    {"bloom", "BloomTokenizer"},
+    {"phi", "CodeGenTokenizer"},
+    {"qwen2", "Qwen2Tokenizer"},
+    {"qwen2_moe", "Qwen2Tokenizer"},
+    {"qwen3", "Qwen2Tokenizer"},
+    {"qwen3_moe", "Qwen2Tokenizer"},
+    {"llama", "LlamaTokenizer"},
+    {"mistral", "LlamaTokenizer"},
+    {"mixtral", "LlamaTokenizer"},
+    {"phi3", "LlamaTokenizer"},
+    {"gemma", "GemmaTokenizer"},
+    {"gemma2", "GemmaTokenizer"},
+    {"gemma3_text", "GemmaTokenizer"},
+    {"t5", "T5Tokenizer"},
+    {"mt5", "T5Tokenizer"},
+    {"albert", "AlbertTokenizer"},
+    {"xlm-roberta", "XLMRobertaTokenizer"},
+    {"code_llama", "CodeLlamaTokenizer"},
 };
 
 // Models whose tokenizer.json transformers 5 reads by itself, whatever class the files name.
@@ -93,6 +116,7 @@ constexpr std::string_view kByThemselves[] = {"arctic",
                                               "pixtral",
                                               "smolvlm",
                                               "stablelm",
+                                              "umt5",
                                               "vipllava",
                                               "voxtral",
                                               "xlm-roberta-xl"};
@@ -112,6 +136,12 @@ Json pieces_decoder(bool prefix) {
   return {{"type", "Sequence"}, {"decoders", std::move(steps)}};
 }
 
+Json words_with_mark(bool prefix) {
+  const Json words = {{"type", "WhitespaceSplit"}},
+             mark = {{"type", "Metaspace"}, {"replacement", kMark}, {"prepend_scheme", prefix ? "always" : "never"}};
+  return {{"type", "Sequence"}, {"pretokenizers", {words, mark}}};
+}
+
 }  // namespace
 
 const ClassRow& shape_of(std::string_view name) {
@@ -119,6 +149,8 @@ const ClassRow& shape_of(std::string_view name) {
   const auto* const row = std::ranges::find(kRows, name, &ClassRow::name);
   return row == std::end(kRows) ? kUnknown : *row;
 }
+
+i64 unk_id_of(Shape shape) { return shape == Shape::T5 ? 2 : shape == Shape::XlmRoberta ? 3 : 1; }
 
 std::string_view class_of_model(std::string_view model_type) {
   const auto* const row = std::ranges::find(kModels, model_type, &std::pair<std::string_view, std::string_view>::first);
@@ -164,6 +196,7 @@ TextForm form_of(Shape shape, const TextFormOptions& o) {
       form.decoder = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
       break;
     case Shape::Llama:
+    case Shape::CodeLlama:
       if (o.legacy) {
         Json steps = Json::array();
         if (o.add_prefix_space) steps.push_back({{"type", "Prepend"}, {"prepend", kMark}});
@@ -182,6 +215,23 @@ TextForm form_of(Shape shape, const TextFormOptions& o) {
       form.pre_tokenizer = {
           {"type", "Split"}, {"pattern", {{"String", " "}}}, {"behavior", "MergedWithPrevious"}, {"invert", false}};
       form.decoder = pieces_decoder(false);
+      break;
+    case Shape::Albert: {
+      Json steps = {replace("``", "\""), replace("''", "\"")};
+      if (!o.keep_accents) {
+        steps.push_back({{"type", "NFKD"}});
+        steps.push_back({{"type", "StripAccents"}});
+      }
+      if (o.lowercase) steps.push_back({{"type", "Lowercase"}});
+      if (!o.rules.is_null()) steps.push_back(o.rules);
+      form.normalizer = {{"type", "Sequence"}, {"normalizers", std::move(steps)}};
+      form.pre_tokenizer = words_with_mark(o.add_prefix_space);
+      break;
+    }
+    case Shape::T5:
+    case Shape::XlmRoberta:
+      form.normalizer = o.rules;
+      form.pre_tokenizer = words_with_mark(o.add_prefix_space || shape == Shape::T5);
       break;
   }
   return form;

@@ -19,8 +19,17 @@ enum class Shape : u8 {
   Qwen2,
   Bert,
   Llama,
+  CodeLlama,
   Gemma,
+  // Classes for Unigram models, which take a tokenizer.json as it is, but for transformers 5.
+  T5,
+  XlmRoberta,
+  Albert,
 };
+constexpr bool is_llama(Shape shape) { return shape == Shape::Llama || shape == Shape::CodeLlama; }
+constexpr bool is_unigram(Shape shape) {
+  return shape == Shape::T5 || shape == Shape::XlmRoberta || shape == Shape::Albert;
+}
 
 struct ClassRow {
   std::string_view name;  // without "Fast"
@@ -30,6 +39,8 @@ struct ClassRow {
 
 // The row of a class, "" included: Shape::Unknown if there is none.
 const ClassRow& shape_of(std::string_view name);
+// The unk_id that transformers 5 gives to a Unigram model of this shape.
+i64 unk_id_of(Shape shape);
 // The class that transformers takes for a model_type; empty: not known.
 std::string_view class_of_model(std::string_view model_type);
 // The class by which transformers 5 reads a tokenizer.json, which depends on config.json's model_type too. named: that
@@ -43,8 +54,10 @@ struct TextForm {
 struct TextFormOptions {
   bool add_prefix_space = false;
   bool legacy = true;                                // Llama
-  bool lowercase = true, chinese = true;             // Bert
+  bool lowercase = true, chinese = true;             // Bert, and Albert's lowercase
   std::optional<bool> strip_accents = std::nullopt;  // Bert
+  bool keep_accents = false;                         // Albert
+  Json rules = nullptr;                              // the classes for Unigram models: a normalizer "Precompiled"
 };
 // Requires: a shape other than Unknown and File.
 TextForm form_of(Shape shape, const TextFormOptions& options);

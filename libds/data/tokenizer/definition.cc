@@ -10,22 +10,20 @@
 #include "base/json.h"
 #include "data/tokenizer/classes.h"
 #include "data/tokenizer/files.h"
-#include "data/tokenizer/normalizer.h"
+#include "data/tokenizer/identity.h"
 #include "data/tokenizer/sentence_piece.h"
 #include "data/tokenizer/token_files.h"
+#include "data/tokenizer/versions.h"
 
 namespace ds::tokenizer {
 namespace {
 
-constexpr const char* kConfig = "tokenizer_config.json";
 constexpr const char* kAddedTokens = "added_tokens.json";
 
 // Members of tokenizer_config.json that would change ids in a way that libds does not follow.
 void refuse_settings(const Directory& d) {
-  const auto refuse = [&](const char* key, const std::string& what) { d.place(kConfig, key).unsupported(what); };
+  const auto refuse = [&](const char* key, const std::string& what) { d.place(kConfigFile, key).unsupported(what); };
   if (d.flag("fix_mistral_regex").value_or(false)) refuse("fix_mistral_regex", "true is not supported");
-  if (d.flag("from_slow").value_or(false) && d.kind == Directory::Kind::TokenizerJson)
-    refuse("from_slow", "true is not supported beside a tokenizer.json");
   if (!d.flag("do_basic_tokenize").value_or(true)) refuse("do_basic_tokenize", "false is not supported");
   for (const char* key : {"never_split", "sp_model_kwargs"}) {
     const Json* const value = d.setting(key);
@@ -43,13 +41,15 @@ class Definer {
     refuse_settings(d_);
     made_.name = d_.file;
     options_ = {.add_prefix_space = false,
-                .legacy = d_.flag("legacy").value_or(true),
+                .legacy = row_->shape == Shape::CodeLlama || d_.flag("legacy").value_or(true),
                 .lowercase = d_.flag("do_lower_case").value_or(true),
                 .chinese = d_.flag("tokenize_chinese_chars").value_or(true),
-                .strip_accents = d_.flag("strip_accents")};
+                .strip_accents = d_.flag("strip_accents"),
+                .keep_accents = d_.flag("keep_accents").value_or(false)};
     read_vocabulary();
     const Json own_form = form_json(), own_tokens = or_array(made_.file, "added_tokens");
     apply_class();
+    if (is_json() && d_.flag("from_slow").value_or(false)) check_from_slow(d_, shape_, made_.file);
     add_tokens(own_tokens);
     made_.ends = end_tokens(d_);
     if (d_.flag("clean_up_tokenization_spaces").value_or(false))
@@ -59,7 +59,8 @@ class Definer {
           d_.folder));
     made_.splits_special = d_.flag("split_special_tokens").value_or(false);
     decide_ends_of_texts();
-    compare_versions(own_form, own_tokens);
+    warn_of_infilling();
+    warn_of_five({d_, class_, *row_, options_, *files_, own_form, own_tokens}, made_);
     identify(own_form, own_tokens);
     return std::move(made_);
   }
@@ -78,11 +79,7 @@ class Definer {
     is_assumed_ = true;
   }
   bool is_json() const { return d_.kind == Directory::Kind::TokenizerJson; }
-  Json form_json() const {
-    Json form = Json::object();
-    for (const char* key : {"normalizer", "pre_tokenizer", "decoder"}) form[key] = made_.file.value(key, Json());
-    return form;
-  }
+  Json form_json() const { return form_of_file(made_.file); }
   void warn(std::string text) { made_.warnings.push_back(fmt::format("tokenizer '{}': {}", d_.folder, text)); }
   void take_form(Shape shape) {
     TextForm form = form_of(shape, options_);
@@ -112,7 +109,9 @@ class Definer {
   void read_tokenizer_json() {
     const std::string text = read_text_file(d_.file, kMostFileBytes);
     made_.file = parse_sorted_json(text, d_.file, {.error = Errc::Corrupt, .comments = false});
-    if (!made_.file.is_object()) Place{d_.file, ""}.corrupt("must be an object");
+    const Place place{d_.file, ""};
+    if (!made_.file.is_object()) place.corrupt("must be an object");
+    if (find_member(made_.file, "model") == nullptr) (place / "model").corrupt("is missing");
     made_.own_content = content_identity("tokenizer.json", text);
   }
 
@@ -132,7 +131,7 @@ class Definer {
   }
 
   void read_sentence_piece() {
-    shape_ = check_class({Shape::Llama, Shape::Gemma}, Shape::Unknown);
+    shape_ = check_class({Shape::Llama, Shape::CodeLlama, Shape::Gemma}, Shape::Unknown);
     const SentencePieceFile file(d_.file);
     const bool as_is = shape_ == Shape::Unknown;
     made_.model = file.model(as_is);
@@ -168,15 +167,19 @@ class Definer {
       if (const auto id = file.special(kind)) of_vocabulary_[kind] = pieces.at(*id).text;
     }
     made_.file["added_tokens"] = std::move(added);
+    const bool is_of_file = row_of_five(d_, class_, false).shape == Shape::File;  // in transformers 5
     if (!as_is && file.normalizes())
       warn(
-          fmt::format("{} has rules of its own for white space or characters, which transformers leaves out for the "
-                      "class {}, and libds too",
-                      d_.file, class_text()));
-    if (shape_ == Shape::Llama && options_.legacy)
+          fmt::format("{} has rules of its own for white space or characters, which transformers{} leaves out for the "
+                      "class {}, and libds too{}",
+                      d_.file, is_of_file ? " 4" : "", class_text(),
+                      is_of_file ? "; transformers 5 follows them for this model_type" : ""));
+    const bool has_user_defined = std::ranges::any_of(pieces, &SentencePieceFile::Piece::is_user_defined);
+    if (is_llama(shape_) && options_.legacy && (!is_of_file || has_user_defined))
       warn(
-          "without \"legacy\": false in tokenizer_config.json, transformers 4 puts a blank before each part of a text "
-          "between special tokens, which libds follows; transformers 5 does not, or only where none is");
+          fmt::format("{}transformers 4 puts a blank before each part of a text between special tokens, which libds "
+                      "follows; transformers 5 does not, or only where none is",
+                      shape_ == Shape::CodeLlama ? "" : "without \"legacy\": false in tokenizer_config.json, "));
   }
 
   // The class's own part in the form of a tokenizer.json.
@@ -196,7 +199,12 @@ class Definer {
       normalizer["strip_accents"] = options_.strip_accents ? Json(*options_.strip_accents) : Json();
       normalizer["handle_chinese_chars"] = options_.chinese;
     }
-    if (shape_ == Shape::Llama || shape_ == Shape::Gemma) return check_llama_prefix();
+    if (is_llama(shape_) || shape_ == Shape::Gemma) return check_llama_prefix();
+    if (shape_ == Shape::T5 && d_.setting("add_prefix_space") != nullptr)
+      d_.place(kConfigFile, "add_prefix_space")
+          .unsupported(
+              "the class T5Tokenizer of transformers 4 reads a SentencePiece file instead of tokenizer.json "
+              "where this is given: leave it out");
     Json& pre_tokenizer = made_.file["pre_tokenizer"];
     const std::optional<bool> wanted = d_.flag("add_prefix_space");
     if (part_type_of(pre_tokenizer) != "ByteLevel") return;
@@ -237,11 +245,6 @@ class Definer {
     }
   }
 
-  static std::string part_type_of(const Json& part) {
-    const Json* const type = part.is_object() ? find_member(part, "type") : nullptr;
-    return type != nullptr && type->is_string() ? type->get<std::string>() : "";
-  }
-
   bool is_byte_level() const { return is_json() && part_type_of(made_.file.value("decoder", Json())) == "ByteLevel"; }
 
   // transformers 4 converts tokenizer.model again where the key is given.
@@ -252,7 +255,7 @@ class Definer {
     const TextForm converted = form_of(shape_, options_);
     const Json form = form_json();
     if (form["normalizer"] == converted.normalizer && form["pre_tokenizer"] == converted.pre_tokenizer) return;
-    d_.place(kConfig, "add_prefix_space")
+    d_.place(kConfigFile, "add_prefix_space")
         .unsupported(
             fmt::format("{} for the class {} contradicts tokenizer.json, which prepares a text in another way: "
                         "leave out this key, or tokenizer.json if there is a tokenizer.model",
@@ -261,25 +264,16 @@ class Definer {
 
   void add_tokens(const Json& own_tokens) {
     files_.emplace(d_, is_json() ? own_tokens : Json::array());
-    const Json* const model = made_.model ? nullptr : find_member(made_.file, "model");
-    const Json* const vocabulary = model != nullptr && model->is_object() ? find_member(*model, "vocab") : nullptr;
-    static const Json kEmpty = Json::object();
-    const Json& vocab = vocabulary != nullptr && vocabulary->is_object() ? *vocabulary : kEmpty;
-    const auto in_vocabulary = [this, &vocab](const std::string& content) -> std::optional<i64> {
-      if (made_.model) {
-        const auto id = made_.model->vocabulary().id(content);
-        return id ? std::optional<i64>(*id) : std::nullopt;
-      }
-      return id_of(find_member(vocab, content));
-    };
-    const i64 count = made_.model ? made_.model->vocabulary().num_tokens() : std::ssize(vocab);
-    AddedList list(own_tokens, in_vocabulary, count, {d_.file, "added_tokens"});
+    const OwnVocabulary own(made_.model.get(), made_.file);
+    AddedList list(own_tokens, own, {d_.file, "added_tokens"});
     for (const Token& token : list.tokens()) made_.origins.emplace(token.content, main_file());
 
     const std::set<std::string> by_files = files_->names();
     std::set<std::string> names = by_files;
     for (const SpecialToken kind : kSpecialTokens)
       if (const std::string_view content = special_of_class(kind); !content.empty()) names.emplace(content);
+    const std::vector<Special> more = tokens_of_class(d_, *row_, files_->more());
+    for (const Special& special : more) names.insert(special.token.content);
 
     // The tokens of added_tokens_decoder and the like, by their ids.
     Adding adding;
@@ -338,12 +332,13 @@ class Definer {
       consider_class(kind, by_class, source, seen, list, adding);
     }
     for (const Special& special : files_->more()) consider(special, false);
+    for (const Special& special : more) consider(special, false);
     for (const std::string& content : files_->only_in_map())
       warn(
           fmt::format("'{}' is a special token by additional_special_tokens of special_tokens_map.json, as in "
                       "transformers 4; transformers 5 does not read this member",
                       content));
-    refuse_other_names(list, adding);
+    refuse_other_names(d_, shape_, list, adding);
 
     adding.mark_special(names);
     for (const auto& [token, source] : adding.entries())
@@ -352,8 +347,9 @@ class Definer {
     for (const auto& [id, listed] : files_->listed()) {
       if (listed.token.content.empty() || listed.source == "tokenizer.json") continue;
       const i64 given = list.id(listed.token.content).value_or(id);
-      const Place place = listed.source == kConfig ? d_.place(kConfig, fmt::format("added_tokens_decoder.{}", id))
-                                                   : d_.place(kAddedTokens, listed.token.content);
+      const Place place = listed.source == kConfigFile
+                              ? d_.place(kConfigFile, fmt::format("added_tokens_decoder.{}", id))
+                              : d_.place(kAddedTokens, listed.token.content);
       if (given != id)
         place.unsupported(
             fmt::format("'{}' has the id {}, where the reference, which numbers new tokens from the end "
@@ -363,20 +359,19 @@ class Definer {
     for (const auto& [kind, content] : of_vocabulary_)
       if (!files_->has_none(kind)) made_.special.emplace(kind, SpecialName{content, main_file()});
     if (follows_five_ && made_.warnings.size() > 1)
-      d_.place(kConfig, "add_prefix_space")
+      d_.place(kConfigFile, "add_prefix_space")
           .unsupported(fmt::format("is missing, and true in tokenizer.json: state it, since versions of transformers "
                                    "differ here, and in another way: {}",
                                    made_.warnings.back()));
     made_.file["added_tokens"] = list.list();
     made_.matches = list.matches();
-    check_normalized(list);
+    check_normalized(d_, own_normalizer_, made_, list);
     if (d_.kind == Directory::Kind::VocabTxt) {
       const auto unk = made_.special.find(SpecialToken::Unk);
       made_.file["model"]["unk_token"] = unk == made_.special.end() ? "[UNK]" : unk->second.content;
     }
     if (is_json()) {
-      for (const auto& [content, id] : vocab.items())
-        made_.own_ids = std::max(made_.own_ids, id_of(&id).value_or(-1) + 1);
+      made_.own_ids = own.num_ids();
       for (const Json& token : own_tokens)
         made_.own_ids = std::max(made_.own_ids, id_of(find_member(token, "id")).value_or(-1) + 1);
     }
@@ -392,25 +387,6 @@ class Definer {
     }
   }
 
-  // transformers 4 finds normalized tokens as tokenizer.json normalizes them, and 5 as the class does.
-  void check_normalized(const AddedList& list) const {
-    if (own_normalizer_.is_null() || own_normalizer_ == made_.file["normalizer"]) return;
-    const auto own = make_normalizer(own_normalizer_, {d_.file, "normalizer"});
-    const auto by_class = make_normalizer(made_.file["normalizer"], {d_.file, "normalizer"});
-    for (const Token& token : list.tokens()) {
-      const auto match = made_.matches.find(token.content);
-      if (!(match == made_.matches.end() ? token.is_normalized() : match->second.normalized)) continue;
-      std::string before = token.content, after = token.content;
-      own->apply(before);
-      by_class->apply(after);
-      if (before != after)
-        d_.place(kConfig, "do_lower_case")
-            .unsupported(fmt::format("with strip_accents and tokenize_chinese_chars it contradicts tokenizer.json, by "
-                                     "which the normalized token '{}' is '{}' instead of '{}'",
-                                     token.content, before, after));
-    }
-  }
-
   static void add_special(const AddedList& list, Adding& adding, Token token, bool has_flags,
                           const std::string& source) {
     if (!has_flags && (list.contains(token.content) || adding.find(token.content) != nullptr)) return;
@@ -423,15 +399,15 @@ class Definer {
                       std::map<std::string, const Special*>& seen, const AddedList& list, Adding& adding) {
     if (!seen.emplace(content, nullptr).second) return;
     if (is_assumed_ && !list.id(content) && files_->find_listed(content) == nullptr) return;
-    const bool has_flags =
-        shape_ == Shape::Qwen2 ||
-        (!is_json() && (shape_ == Shape::Gpt2 || shape_ == Shape::Roberta || shape_ == Shape::Llama));
+    const bool has_flags = shape_ == Shape::Qwen2 ||
+                           (!is_json() && (shape_ == Shape::Gpt2 || shape_ == Shape::Roberta || is_llama(shape_)));
     Token token{.content = content, .special = has_flags};
     if (has_flags) token.normalized = shape_ == Shape::Gpt2 || shape_ == Shape::Roberta;
     const Token* const listed = files_->find_listed(content);
-    if (kind == SpecialToken::Mask && shape_ == Shape::Roberta) {
+    if (kind == SpecialToken::Mask &&
+        (shape_ == Shape::Roberta || shape_ == Shape::XlmRoberta || shape_ == Shape::Albert)) {
       token.lstrip = true;
-      token.normalized = false;
+      token.normalized = shape_ == Shape::XlmRoberta;
       if (listed == nullptr || !listed->lstrip)
         warn(fmt::format("'{}' takes the white space before it, as in transformers 4; transformers 5 leaves it",
                          content));
@@ -453,123 +429,20 @@ class Definer {
   std::string main_file() const { return d_.kind == Directory::Kind::Merges ? "vocab.json" : file_name(); }
   std::string file_name() const { return d_.file.substr(d_.file.find_last_of('/') + 1); }
 
-  // transformers 5 adds tokens of other names, such as image_token; 4 does not.
-  void refuse_other_names(const AddedList& list, const Adding& adding) const {
-    for (const auto& [key, value] : d_.config.items()) {
-      const bool ours =
-          std::ranges::any_of(kSpecialTokens, [&](SpecialToken kind) { return special_name(kind) == key; });
-      const Json* const name = value.is_object() ? find_member(value, "content") : &value;
-      if (ours || !key.ends_with("_token") || name == nullptr || !name->is_string()) continue;
-      const auto& content = name->get_ref<const std::string&>();
-      const bool known = list.contains(content) || adding.find(content) != nullptr;
-      if (!known)
-        d_.place(kConfig, key)
-            .unsupported(fmt::format("'{}' is in no list of added tokens: transformers 5 would add it, and 4 would not",
-                                     content));
-    }
+  // In a text with this token the reference wants the part between its halves to be filled in.
+  void warn_of_infilling() {
+    const auto it = d_.config.find("fill_token");
+    if (shape_ != Shape::CodeLlama || (it != d_.config.end() && it->is_null())) return;
+    warn(fmt::format("{} in a text stays text: prompts to fill in are not made, as transformers does",
+                     it == d_.config.end() ? "'<FILL_ME>'" : it->dump()));
   }
 
   // The tokens that the reference puts around a text.
   void decide_ends_of_texts() {
-    const bool by_class = !is_json() || shape_ == Shape::Llama || shape_ == Shape::Gemma || shape_ == Shape::Unknown;
+    const bool by_class = !is_json() || is_llama(shape_) || shape_ == Shape::Gemma || shape_ == Shape::Unknown;
     made_.adds_bos = by_class ? d_.flag("add_bos_token") : std::nullopt;
     if (d_.kind == Directory::Kind::SentencePiece && !made_.adds_bos) made_.adds_bos = true;
     made_.adds_eos = by_class && d_.flag("add_eos_token").value_or(false);
-  }
-
-  // The row of the class by which transformers 5 reads tokenizer.json.
-  const ClassRow& row_of_five() const {
-    const Json* const type = find_member(d_.model, "model_type");
-    const std::string model_type = type != nullptr && type->is_string() ? type->get<std::string>() : "";
-    return shape_of(class_of_five(class_.by_type ? "" : class_.name, model_type, is_byte_level()));
-  }
-
-  // transformers 5 makes the form of most classes anew, whatever tokenizer.json says.
-  void compare_versions(const Json& own_form, const Json& own_tokens) {
-    if (class_.name.empty()) return;
-    const ClassRow& five = is_json() ? row_of_five() : *row_;
-    if (five.shape == Shape::Qwen2) warn_of_qwen_flags(five);
-    if (!is_json()) return;
-    if (five.name != row_->name) compare_class_tokens(five, own_tokens);
-    if (five.shape == Shape::Unknown || five.shape == Shape::File) {
-      if (shape_ != Shape::Unknown && shape_ != Shape::File && form_json() != own_form)
-        warn(
-            fmt::format("a text is prepared by tokenizer.json and the class {}, as in transformers 4; transformers 5 "
-                        "goes by tokenizer.json alone for this model_type, which differs",
-                        class_text()));
-      return;
-    }
-    TextFormOptions options = options_;
-    const std::optional<bool> prefix = d_.flag("add_prefix_space");
-    options.add_prefix_space = prefix.value_or(five.shape == Shape::Llama);
-    options.legacy = false;
-    TextForm anew = form_of(five.shape, options);
-    if (five.shape == Shape::Llama && d_.flag("legacy").value_or(false) && options.add_prefix_space)
-      anew.pre_tokenizer["prepend_scheme"] = "always";
-    if (made_.file.value("normalizer", Json()) != anew.normalizer ||
-        without_offsets(made_.file.value("pre_tokenizer", Json())) != without_offsets(anew.pre_tokenizer))
-      warn(fmt::format(
-          "tokenizer.json is followed, as by transformers 4; transformers 5 prepares a text as the class {} "
-          "does, which differs",
-          five.name));
-    if (d_.setting("added_tokens_decoder") == nullptr) return;
-    for (const Json& json : own_tokens) {
-      const Json* const content = find_member(json, "content");
-      if (content == nullptr || !content->is_string() || files_->find_listed(content->get<std::string>()) != nullptr)
-        continue;
-      const bool named = std::ranges::any_of(made_.special, [&](const auto& special) {
-        return special.second.content == content->get_ref<const std::string&>();
-      });
-      if (named) continue;
-      warn(
-          fmt::format("'{}' of tokenizer.json is missing in added_tokens_decoder of tokenizer_config.json, and counts, "
-                      "as in transformers 4; transformers 5 leaves it out for the class {}",
-                      *content, five.name));
-    }
-  }
-
-  void warn_of_qwen_flags(const ClassRow& five) {
-    std::set<std::string> names = files_->names();
-    for (const auto& [kind, special] : made_.special) names.insert(special.content);
-    for (const Json& json : made_.file["added_tokens"]) {
-      const Token token = read_token(json, {d_.file, "added_tokens"});
-      if (names.contains(token.content) && !token.is_plain())
-        warn(
-            fmt::format("'{}' has flags that transformers 5 takes from the special tokens of the class {}; libds "
-                        "follows transformers 4",
-                        token.content, five.name));
-    }
-  }
-
-  // Tokens that one version adds by its class, where the versions take another.
-  void compare_class_tokens(const ClassRow& five, const Json& own_tokens) {
-    const auto contents_of = [](const Json& tokens) {
-      std::set<std::string> contents;
-      for (const Json& token : tokens) contents.insert(token.at("content").get<std::string>());
-      return contents;
-    };
-    const std::set<std::string> own = contents_of(own_tokens), all = contents_of(made_.file["added_tokens"]);
-    std::set<std::string> of_five;
-    for (const SpecialToken kind : kSpecialTokens) {
-      const std::string content(five.special[static_cast<size_t>(kind)]);
-      if (!content.empty() && !files_->special().contains(kind) && !files_->has_none(kind)) of_five.insert(content);
-    }
-    for (const auto& [content, source] : made_.origins)
-      if (source.starts_with("class ") && !own.contains(content) && !of_five.contains(content))
-        warn(fmt::format("'{}' is a token by the {}, as in transformers 4; transformers 5 takes another class", content,
-                         source));
-    for (const std::string& content : of_five)
-      if (!all.contains(content))
-        warn(fmt::format("'{}' is no token, as in transformers 4; transformers 5 adds it by the class {}", content,
-                         five.name));
-  }
-
-  static Json without_offsets(Json part) {
-    if (part.is_object()) part.erase("trim_offsets");
-    if (part_type_of(part) == "ByteLevel" && !part.contains("use_regex")) part["use_regex"] = true;
-    if (part.is_object() && part.contains("pretokenizers"))
-      for (Json& inner : part["pretokenizers"]) inner = without_offsets(inner);
-    return part;
   }
 
   // Everything that the other files change, but for the ends of completions, on which no ids depend. Parts

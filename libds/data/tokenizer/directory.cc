@@ -59,13 +59,14 @@ void read_neighbours(Directory& d) {
   d.generation = read_settings(d.path("generation_config.json"));
 }
 
-void add_ends(const Json& file, const Place& place, std::vector<i32>& ends) {
+void add_ends(const Json& file, const Place& place, std::vector<EndToken>& ends) {
   const Json* const value = find_member(file, place.path);
   if (value == nullptr) return;
   const auto add = [&](const Json& id) {
     if (!id.is_number_integer() || id < 0 || id >= std::numeric_limits<i32>::max())
       place.corrupt("must be an id, or a list of ids, from 0 to 2^31 - 2");
-    if (std::ranges::find(ends, id.get<i32>()) == ends.end()) ends.push_back(id.get<i32>());
+    if (std::ranges::find(ends, id.get<i32>(), &EndToken::id) == ends.end())
+      ends.push_back({id.get<i32>(), fmt::format("{}: {}", place.file, place.path)});
   };
   if (!value->is_array()) return add(*value);
   for (const Json& id : *value) add(id);
@@ -117,7 +118,7 @@ Directory read_directory(const std::string& path) {
       return d;
     };
     if (d.has("tokenizer.json")) return take(Kind::TokenizerJson, "tokenizer.json");
-    if (d.has("tokenizer.model") && (shape == Shape::Llama || shape == Shape::Gemma))
+    if (d.has("tokenizer.model") && (is_llama(shape) || shape == Shape::Gemma))
       return take(Kind::SentencePiece, "tokenizer.model");
     if (d.has("vocab.txt") && shape == Shape::Bert) return take(Kind::VocabTxt, "vocab.txt");
     if (merges) return take(Kind::Merges, "vocab.json");
@@ -153,14 +154,14 @@ Directory read_directory(const std::string& path) {
   return d;
 }
 
-std::vector<i32> end_tokens(const Directory& d) {
-  std::vector<i32> ends;
+std::vector<EndToken> end_tokens(const Directory& d) {
+  std::vector<EndToken> ends;
   add_ends(d.generation, d.place("generation_config.json", "eos_token_id"), ends);
   add_ends(d.model, d.place("config.json", "eos_token_id"), ends);
   return ends;
 }
 
-std::vector<i32> read_end_tokens(const std::string& folder) {
+std::vector<EndToken> read_end_tokens(const std::string& folder) {
   Directory d;
   d.folder = folder;
   d.model = read_settings(d.path("config.json"));

@@ -6,10 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "data/tokenizer.h"
 #include "data/tokenizer/fields.h"
 
 namespace ds::tokenizer {
 
+constexpr const char* kConfigFile = "tokenizer_config.json";
 constexpr i64 kMostFileBytes = i64{256} << 20;
 constexpr i64 kMostSettingsBytes = i64{32} << 20;  // of a file beside the vocabulary
 
@@ -49,9 +51,9 @@ Directory read_directory(const std::string& path);
 
 // The tokens that end a text that is generated: eos_token_id of generation_config.json and of config.json, a number or
 // a list. Throws Errc::Corrupt.
-std::vector<i32> end_tokens(const Directory& directory);
+std::vector<EndToken> end_tokens(const Directory& directory);
 // The same for a directory that need not have a tokenizer.
-std::vector<i32> read_end_tokens(const std::string& folder);
+std::vector<EndToken> read_end_tokens(const std::string& folder);
 
 // A file of words, a line each.
 std::string read_words(const std::string& path);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data/tokenizer/files.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <filesystem>
 
@@ -10,6 +8,9 @@
 #include "base/json.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer/directory.h"
+#include "data/tokenizer/identity.h"
+#include "data/tokenizer/model.h"
+#include "data/tokenizer/token_files.h"
 
 namespace ds::tokenizer {
 namespace {
@@ -50,15 +51,6 @@ std::optional<std::string> read_chat_template(const std::string& path) {
   return chosen->get<std::string>();
 }
 
-std::string content_identity(const std::string& name, std::string_view content) {
-  return fmt::format("{} xxh3 {:016x}", name, XXH3_64bits(content.data(), content.size()));
-}
-
-std::string other_files_identity(const Json& changes) {
-  const std::string text = changes.dump(-1, ' ', false, Json::error_handler_t::replace);
-  return fmt::format("{}{:016x}", kOtherFiles, XXH3_64bits(text.data(), text.size()));
-}
-
 Json byte_level_model(const std::string& vocab_path, const std::string& merges_path, std::string& identity) {
   const std::string vocab_text = read_text_file(vocab_path, kMostFileBytes);
   const std::string merges_text = read_words(merges_path);
@@ -76,6 +68,36 @@ Json byte_level_model(const std::string& vocab_path, const std::string& merges_p
   }
   identity = content_identity("vocab.json + merges.txt", vocab_text + merges_text);
   return {{"version", "1.0"}, {"model", {{"type", "BPE"}, {"vocab", std::move(vocab)}, {"merges", std::move(merges)}}}};
+}
+
+void check_from_slow(const Directory& d, Shape shape, const Json& file) {
+  const Place place = d.place(kConfigFile, "from_slow");
+  if (shape != Shape::Gpt2 || !d.has("vocab.json") || !d.has("merges.txt"))
+    place.unsupported(
+        "true is not supported beside a tokenizer.json, but for the class GPT2Tokenizer with vocab.json "
+        "and merges.txt");
+  std::string ignored;
+  const Json slow = byte_level_model(d.path("vocab.json"), d.path("merges.txt"), ignored);
+  const auto hash = [](const Json& of, const std::string& name) {
+    Digest digest;
+    make_model(of.at("model"), {name, "model"}, true)->digest(digest);
+    return digest.value();
+  };
+  const bool same_model = hash(slow, d.path("vocab.json")) == hash(file, d.file);
+  const TextForm form = form_of(shape, {.add_prefix_space = d.flag("add_prefix_space").value_or(false)});
+  const bool same_form = in_full(file.value("normalizer", Json())) == in_full(form.normalizer) &&
+                         in_full(file.value("pre_tokenizer", Json())) == in_full(form.pre_tokenizer);
+  const Json* const decoder = d.setting("added_tokens_decoder");
+  const bool same_tokens = std::ranges::all_of(file.value("added_tokens", Json::array()), [&](const Json& token) {
+    const auto id = id_of(find_member(token, "id"));
+    return decoder == nullptr || (id && decoder->contains(std::to_string(*id)));
+  });
+  if (!same_model || !same_form || !same_tokens)
+    place.unsupported(
+        fmt::format("true, and tokenizer.json has another {} than the other files, which the reference reads then",
+                    !same_model  ? "model"
+                    : !same_form ? "normalizer or pre_tokenizer"
+                                 : "list of added tokens"));
 }
 
 Json word_piece_model(const std::string& path, std::string& identity) {

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "data/tokenizer/classes.h"
+#include "data/tokenizer/directory.h"
 #include "data/tokenizer/fields.h"
 
 namespace ds::tokenizer {
@@ -14,14 +16,13 @@ Json byte_level_model(const std::string& vocab_path, const std::string& merges_p
 // The "model" of vocab.txt, WordPiece, without the unk_token.
 Json word_piece_model(const std::string& path, std::string& identity);
 
+// "from_slow" beside a tokenizer.json, whose content is `file`: transformers 4 reads vocab.json and merges.txt instead,
+// and of tokenizer.json the added tokens. Throws Errc::Unavailable unless that is the same.
+void check_from_slow(const Directory& directory, Shape shape, const Json& file);
+
 // The chat template (Jinja) that AutoTokenizer finds: chat_template.jinja, else the member "chat_template" of
 // tokenizer_config.json, of several the one named "default". (chat_template.json is another program's, of a processor.)
 // `path` as of open_tokenizer. Throws as it does, and Errc::Unavailable if none of several is the default.
 std::optional<std::string> read_chat_template(const std::string& path);
-
-// "tokenizer.json xxh3 0123456789abcdef": the names and the content of what was read.
-std::string content_identity(const std::string& name, std::string_view content);
-// kOtherFiles and a hash of what the files beside the vocabulary change; an empty object: nothing.
-std::string other_files_identity(const Json& changes);
 
 }  // namespace ds::tokenizer

@@ -24,6 +24,28 @@ Vocabulary::Vocabulary(const Json& object, const Place& place) {
   }
 }
 
+Vocabulary::Vocabulary(const std::vector<std::string>& list, const Place& place) {
+  ids_.reserve(list.size());
+  tokens_.reserve(list.size());
+  for (const std::string& token : list) {
+    const auto [entry, inserted] = ids_.emplace(token, narrow<i32>(num_ids_));
+    if (!inserted) place.corrupt(fmt::format("'{}' has the ids {} and {}", token, entry->second, num_ids_));
+    tokens_.emplace(entry->second, &entry->first);
+    ++num_ids_;
+  }
+}
+
+void Vocabulary::digest(Digest& digest) const {
+  u64 sum = 0;  // in any order
+  for (const auto& [token, id] : ids_) sum += XXH3_64bits_withSeed(token.data(), token.size(), static_cast<u64>(id));
+  digest.add(static_cast<i64>(sum));
+}
+
+void Model::digest(Digest& digest) const {
+  digest.add(kind());
+  vocabulary_.digest(digest);
+}
+
 std::optional<i32> Vocabulary::id(std::string_view token) const {
   const auto it = ids_.find(token);
   if (it == ids_.end()) return std::nullopt;
@@ -39,13 +61,13 @@ std::unique_ptr<Model> make_model(const Json& part, const Place& place, bool byt
   Fields f(part, place);
   // Old files name no type; the merges tell.
   const std::string type = f.text("type", part.is_object() && part.contains("merges") ? "BPE" : "WordPiece");
-  if (type != "BPE" && type != "WordPiece")
-    place.unsupported(fmt::format("'{}' is not supported{}", type,
-                                  type == "Unigram" ? "; its SentencePiece file, tokenizer.model, is" : ""));
-  if (byte_level && type == "WordPiece") place.unsupported("'WordPiece' behind 'ByteLevel' is not supported");
-  Vocabulary vocabulary(f.at("vocab"), place / "vocab");
-  std::unique_ptr<Model> model =
-      type == "BPE" ? make_bpe(f, std::move(vocabulary), byte_level) : make_word_piece(f, std::move(vocabulary));
+  if (type != "BPE" && type != "WordPiece" && type != "Unigram")
+    place.unsupported(fmt::format("'{}' is not supported", type));
+  if (byte_level && type != "BPE") place.unsupported(fmt::format("'{}' behind 'ByteLevel' is not supported", type));
+  const auto vocabulary = [&] { return Vocabulary(f.at("vocab"), place / "vocab"); };
+  std::unique_ptr<Model> model = type == "BPE"         ? make_bpe(f, vocabulary(), byte_level)
+                                 : type == "WordPiece" ? make_word_piece(f, vocabulary())
+                                                       : make_unigram(f);
   f.done();
   return model;
 }

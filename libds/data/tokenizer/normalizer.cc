@@ -100,7 +100,7 @@ class Replace : public Normalizer {
     text = std::move(out);
   }
   bool keeps_lines() const noexcept override { return false; }
-  bool keeps_start() const noexcept override { return false; }
+  bool keeps_start() const noexcept override { return !content_.empty(); }
 
  private:
   Pattern pattern_;
@@ -196,6 +196,7 @@ std::unique_ptr<Normalizer> make(const Json& part, const Place& place, int depth
   if (type == "Replace")
     made = std::make_unique<Replace>(Pattern(f.at("pattern"), place / "pattern"), f.text("content"));
   if (type == "BertNormalizer") made = std::make_unique<Bert>(f);
+  if (type == "Precompiled") made = make_precompiled(f);
   if (type == "Sequence") {
     if (depth >= kDepth) place.corrupt("sequences are nested too deeply");
     const Json& list = f.at("normalizers");

@@ -31,8 +31,9 @@ class Normalizer {
   virtual bool keeps_start() const noexcept { return true; }
 };
 
-// NFC NFD NFKC NFKD Lowercase Strip StripAccents Prepend Replace BertNormalizer Sequence; null is null. Throws
-// Errc::Unavailable, naming any other, and Errc::Corrupt.
+// NFC NFD NFKC NFKD Lowercase Strip StripAccents Prepend Replace BertNormalizer Precompiled Sequence; null is null.
+// Throws Errc::Unavailable, naming any other, and Errc::Corrupt.
 std::unique_ptr<Normalizer> make_normalizer(const Json& part, const Place& place);
+std::unique_ptr<Normalizer> make_precompiled(Fields& fields);
 
 }  // namespace ds::tokenizer

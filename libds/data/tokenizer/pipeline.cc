@@ -45,9 +45,14 @@ class Pipeline : public Tokenizer {
     splits_lines_ = pre_tokenizer_ && pre_tokenizer_->lines() == Lines::Split && added_.keep_lines() &&
                     (!normalizer_ || (normalizer_->keeps_lines() &&
                                       (normalizer_->keeps_newlines() || pre_tokenizer_->takes_any_blank())));
+    Digest model, added;
+    model_->digest(model);
+    added_.digest(added);
+    const std::string parts =
+        parts_identity(model, or_null(f.find("normalizer")), or_null(f.find("pre_tokenizer")), added);
     const size_t library = std::min(d.own_content.find(kByLibrary), d.own_content.size());
-    identity_ = fmt::format("{} of {} ids, {}{}{}", model_->kind(), d.own_ids > 0 ? d.own_ids : vocab_size_,
-                            d.own_content.substr(0, library), d.others, d.own_content.substr(library));
+    identity_ = fmt::format("{} of {} ids, {}{}{}{}", model_->kind(), d.own_ids > 0 ? d.own_ids : vocab_size_,
+                            d.own_content.substr(0, library), d.others, parts, d.own_content.substr(library));
   }
 
   void encode(std::string_view text, std::vector<i32>& ids) const override {

@@ -33,7 +33,7 @@ struct Definition {
   bool adds_eos = false;
   TokenMatches matches = {};
   bool splits_special = false;  // special tokens that a text spells out are cut into pieces
-  std::vector<i32> ends = {};
+  std::vector<EndToken> ends = {};
   std::vector<std::string> warnings = {}, when_writing = {};
 };
 

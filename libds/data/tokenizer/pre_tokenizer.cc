@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "data/tokenizer/byte_level.h"
 #include "data/tokenizer/pattern.h"
 #include "data/tokenizer/unicode.h"
 
@@ -33,6 +34,8 @@ constexpr std::pair<std::string_view, Lines> kKnown[] = {
      R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|)"
      R"(\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
      Lines::Split},
+    // DeepSeek LLM and 2, the first step
+    {"[\r\n]", Lines::Split},
     // DeepSeek 3, in three steps
     {R"(\p{N}{1,3})", Lines::Carried},
     {"[一-龥\u3040-ゟ゠-ヿ]+", Lines::Carried},
@@ -242,6 +245,19 @@ class Sequence : public PreTokenizer {
   std::vector<std::unique_ptr<PreTokenizer>> parts_;
 };
 
+// A part behind ByteLevel, which cuts words where it would cut their spelling in GPT-2's alphabet.
+class OfSpelling : public PreTokenizer {
+ public:
+  explicit OfSpelling(std::unique_ptr<PreTokenizer> part) : part_(std::move(part)) {}
+  void split(std::string_view text, bool at_start, const Sink& sink) const override {
+    part_->split(spelling_of(text), at_start,
+                 [&](std::string_view word, bool start) { sink(bytes_of(word).value(), start); });
+  }
+
+ private:
+  std::unique_ptr<PreTokenizer> part_;
+};
+
 std::unique_ptr<PreTokenizer> make_split(Fields& f) {
   const Json& pattern = f.at("pattern");
   const std::string behavior = f.text("behavior");
@@ -274,7 +290,9 @@ std::unique_ptr<PreTokenizer> make_metaspace(Fields& f) {
 std::unique_ptr<PreTokenizer> make(const Json& part, const Place& place, int depth, bool& byte_level) {
   if (part.is_null()) return nullptr;
   const std::string type = part_type(part, place);
-  if (byte_level) place.unsupported(fmt::format("pre-tokenizer '{}' after 'ByteLevel' is not supported", type));
+  const bool is_spelt = byte_level;
+  if (is_spelt && (type == "ByteLevel" || type == "Metaspace"))
+    place.unsupported(fmt::format("pre-tokenizer '{}' after 'ByteLevel' is not supported", type));
   Fields f(part, place);
   f.ignore("type");
   std::unique_ptr<PreTokenizer> made;
@@ -312,6 +330,7 @@ std::unique_ptr<PreTokenizer> make(const Json& part, const Place& place, int dep
   }
   if (!made) place.unsupported(fmt::format("pre-tokenizer '{}' is not supported", type));
   f.done();
+  if (is_spelt && type != "Sequence") made = std::make_unique<OfSpelling>(std::move(made));
   return made;
 }
 

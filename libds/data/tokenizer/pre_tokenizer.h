@@ -33,8 +33,8 @@ class PreTokenizer {
 };
 
 // ByteLevel Split Whitespace WhitespaceSplit Digits Punctuation BertPreTokenizer Metaspace Sequence; null is null.
-// ByteLevel stands last and sets `byte_level`: words stay bytes, and the model's vocabulary is read as bytes instead
-// (see byte_level.h). Throws Errc::Unavailable, naming any other, and Errc::Corrupt.
+// ByteLevel sets `byte_level`: words stay bytes, and the model's vocabulary is read as bytes instead (see
+// byte_level.h); parts behind it only cut. Throws Errc::Unavailable, naming any other, and Errc::Corrupt.
 std::unique_ptr<PreTokenizer> make_pre_tokenizer(const Json& part, const Place& place, bool& byte_level);
 
 }  // namespace ds::tokenizer

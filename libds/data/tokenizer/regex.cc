@@ -29,7 +29,7 @@ class Translator {
         case '(': group(); break;
         case '{': interval(); break;
         case '^':
-        case '$': refuse(fmt::format("'{}'", c));
+        case '$': anchor(); break;
         default: out_ += c; ++at_;
       }
     }
@@ -79,6 +79,14 @@ class Translator {
     at_ += 2;
   }
 
+  // The start and the end of each line; an empty last line has no start, and has an end.
+  void anchor() {
+    const char c = in_[at_++];
+    if (const char next = peek(); next == '*' || next == '+' || next == '?' || next == '{')
+      refuse(fmt::format("'{}{}'", c, next));
+    out_ += c == '^' ? R"((?:\A|(?<=\n)(?!\z)))" : R"((?=\n|\z))";
+  }
+
   // \p{L}; a name of a script means the script alone, where PCRE2 would take its extensions.
   void property() {
     const size_t close = in_.find('}', at_);
@@ -112,27 +120,49 @@ class Translator {
     at_ = to + (braces ? 1 : 0);
   }
 
-  void bracket() {
-    out_ += in_[at_++];
-    if (peek() == '^') out_ += in_[at_++];
-    for (bool first = true;; first = false) {
+  // A bracket inside a bracket adds its members to the outer one's.
+  void bracket(bool is_inner = false) {
+    ++at_;
+    if (!is_inner) out_ += '[';
+    if (peek() == '^') {
+      if (is_inner) refuse("'[^' inside a bracket");
+      out_ += in_[at_++];
+    }
+    if (is_inner && peek() == ':') refuse("'[:'");
+    enum class Before : u8 { Nothing, Character, Set, Hyphen } before = Before::Nothing;
+    for (;;) {
       const char c = peek();
       if (c == '\0' && at_ >= in_.size()) place_.corrupt(fmt::format("the regular expression '{}' lacks a ']'", in_));
       if (c == ']') {
-        if (first) refuse("']' at the start of a bracket");
-        out_ += in_[at_++];
+        if (before == Before::Nothing) refuse("']' at the start of a bracket");
+        ++at_;
+        if (!is_inner) out_ += ']';
         return;
       }
-      if (c == '[') refuse("a bracket inside a bracket");
       if (c == '&' && peek(1) == '&') refuse("'&&'");
-      if (c == '\\') {
+      const bool is_set = c == '[' || (c == '\\' && is_set_escape(peek(1)));
+      if (before == Before::Hyphen && is_set) refuse("'-' before a set in a bracket");
+      if (c == '-') {
+        const bool is_last = peek(1) == ']';
+        if (before == Before::Set && !is_last) refuse("'-' after a set in a bracket");
+        const bool is_range = before == Before::Character && !is_last;
+        out_ += is_range ? "-" : "\\-";
+        ++at_;
+        before = is_range ? Before::Hyphen : Before::Character;
+        continue;
+      }
+      if (c == '[') {
+        bracket(true);
+      } else if (c == '\\') {
         escape(true);
       } else {
         out_ += c;
         ++at_;
       }
+      before = is_set ? Before::Set : Before::Character;
     }
   }
+  static bool is_set_escape(char c) { return std::string_view("sSwWdDpP").find(c) != std::string_view::npos; }
 
   // (?: (?= (?! (?> and (?i: mean the same in both.
   void group() {

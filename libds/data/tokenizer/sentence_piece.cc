@@ -9,7 +9,7 @@
 
 #include "base/file.h"
 #include "data/tokenizer/directory.h"
-#include "data/tokenizer/files.h"
+#include "data/tokenizer/identity.h"
 #include "data/tokenizer/unicode.h"
 
 namespace ds::tokenizer {
@@ -43,6 +43,11 @@ std::optional<i32> special_of(const Processor& processor, SpecialToken kind) {
                                              : -1;
   if (id < 0) return std::nullopt;
   return id;
+}
+
+void digest_file(Digest& digest, const std::string& content, bool as_is) {
+  digest.add(content);
+  digest.add(as_is);
 }
 
 // Lines of base64, a blank and a rank.
@@ -115,10 +120,14 @@ constexpr u64 kUserDefined = 4;
 
 class SentencePiece : public Tokenizer {
  public:
-  SentencePiece(const std::string& path, const std::string& bytes, const std::string& content, std::vector<i32> ends)
+  SentencePiece(const std::string& path, const std::string& bytes, const std::string& content,
+                std::vector<EndToken> ends)
       : path_(path), processor_(load(bytes, path)) {
-    identity_ = fmt::format("SentencePiece of {} ids, {}{}{}", processor_->GetPieceSize(), content,
-                            other_files_identity(Json::object()), by_sentence_piece());
+    Digest model;
+    digest_file(model, content, true);
+    identity_ = fmt::format("SentencePiece of {} ids, {}{}{}{}", processor_->GetPieceSize(), content,
+                            other_files_identity(Json::object()), parts_identity(model, nullptr, nullptr, {}),
+                            by_sentence_piece());
     facts_.ends = std::move(ends);
     for (const SpecialToken kind : kSpecialTokens) {
       if (const auto id = special(kind))
@@ -173,8 +182,13 @@ class SentencePiece : public Tokenizer {
 
 class SentencePieceModel : public Model {
  public:
-  SentencePieceModel(std::string path, std::shared_ptr<const Processor> processor, Vocabulary vocabulary)
-      : Model(std::move(vocabulary)), path_(std::move(path)), processor_(std::move(processor)) {}
+  SentencePieceModel(std::string path, std::shared_ptr<const Processor> processor, Vocabulary vocabulary,
+                     std::string content, bool as_is)
+      : Model(std::move(vocabulary)),
+        path_(std::move(path)),
+        processor_(std::move(processor)),
+        content_(std::move(content)),
+        as_is_(as_is) {}
   void encode(std::string_view word, std::vector<i32>& ids) const override {
     encode_with(*processor_, path_, word, ids);
   }
@@ -182,10 +196,13 @@ class SentencePieceModel : public Model {
   std::optional<std::string> unk_token() const override {
     return processor_->unk_id() < 0 ? std::nullopt : std::optional(processor_->IdToPiece(processor_->unk_id()));
   }
+  void digest(Digest& digest) const override { digest_file(digest, content_, as_is_); }
 
  private:
   std::string path_;
   std::shared_ptr<const Processor> processor_;
+  std::string content_;
+  bool as_is_;
 };
 
 }  // namespace
@@ -251,7 +268,7 @@ bool SentencePieceFile::is_unigram() const {
   return type == kUnigram;
 }
 
-std::unique_ptr<Tokenizer> SentencePieceFile::tokenizer(std::vector<i32> ends) const {
+std::unique_ptr<Tokenizer> SentencePieceFile::tokenizer(std::vector<EndToken> ends) const {
   return std::make_unique<SentencePiece>(path_, bytes_, content_identity(), std::move(ends));
 }
 
@@ -259,9 +276,10 @@ std::unique_ptr<Model> SentencePieceFile::model(bool as_is) const {
   // A message that comes again is merged with the one before: no rules, no blank in front, no blank taken away.
   static constexpr std::string_view kNeutral("\x1A\x06\x12\x00\x18\x00\x20\x00", 8);
   const auto processor = load(as_is ? bytes_ : bytes_ + std::string(kNeutral), path_);
-  Json vocabulary = Json::object();
-  for (int id = 0; id < processor->GetPieceSize(); ++id) vocabulary[processor->IdToPiece(id)] = id;
-  return std::make_unique<SentencePieceModel>(path_, processor, Vocabulary(vocabulary, {path_, "pieces"}));
+  std::vector<std::string> pieces;
+  for (int id = 0; id < processor->GetPieceSize(); ++id) pieces.push_back(processor->IdToPiece(id));
+  return std::make_unique<SentencePieceModel>(path_, processor, Vocabulary(pieces, {path_, "pieces"}),
+                                              content_identity(), as_is);
 }
 
 std::string by_sentence_piece() { return fmt::format("{}sentencepiece {}", kByLibrary, DS_SENTENCEPIECE_VERSION); }

@@ -31,7 +31,7 @@ class SentencePieceFile {
   bool is_unigram() const;
 
   // By SentencePiece itself, as it prepares and reads a text.
-  std::unique_ptr<Tokenizer> tokenizer(std::vector<i32> ends) const;
+  std::unique_ptr<Tokenizer> tokenizer(std::vector<EndToken> ends) const;
   // As the model of a pipeline. as_is: words are whole texts, which the library prepares; otherwise they are prepared
   // already, and the library adds and removes nothing.
   std::unique_ptr<Model> model(bool as_is) const;

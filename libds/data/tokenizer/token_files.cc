@@ -7,21 +7,8 @@
 namespace ds::tokenizer {
 namespace {
 
-constexpr const char* kConfigFile = "tokenizer_config.json";
 constexpr const char* kMapFile = "special_tokens_map.json";
 constexpr const char* kAddedFile = "added_tokens.json";
-
-Special read_special(const Json& value, const std::string& file, const Place& place) {
-  Special special{.token = {}, .has_flags = value.is_object(), .source = file};
-  if (value.is_object()) {
-    special.token = read_token(value, place);
-  } else if (value.is_string()) {
-    special.token.content = value.get<std::string>();
-  } else {
-    place.corrupt("must be a string, or an object with content");
-  }
-  return special;
-}
 
 }  // namespace
 
@@ -59,6 +46,49 @@ Token read_token(const Json& json, const Place& place) {
   token.special = flag("special").value_or(false);
   token.normalized = flag("normalized");
   return token;
+}
+
+Special read_special(const Json& value, const std::string& file, const Place& place) {
+  Special special{.token = {}, .has_flags = value.is_object(), .source = file};
+  if (value.is_object()) {
+    special.token = read_token(value, place);
+  } else if (value.is_string()) {
+    special.token.content = value.get<std::string>();
+  } else {
+    place.corrupt("must be a string, or an object with content");
+  }
+  return special;
+}
+
+OwnVocabulary::OwnVocabulary(const Model* model, const Json& file) {
+  if (model != nullptr) {
+    vocabulary_ = &model->vocabulary();
+    count_ = vocabulary_->num_tokens();
+    num_ids_ = vocabulary_->num_ids();
+    return;
+  }
+  const Json* const part = find_member(file, "model");
+  const Json* const vocab = part != nullptr && part->is_object() ? find_member(*part, "vocab") : nullptr;
+  if (vocab == nullptr) return;
+  count_ = std::ssize(*vocab);
+  if (vocab->is_object()) {
+    object_ = vocab;
+    for (const auto& [content, id] : vocab->items()) num_ids_ = std::max(num_ids_, id_of(&id).value_or(-1) + 1);
+  } else if (vocab->is_array()) {
+    num_ids_ = count_;
+    for (i64 id = 0; id < count_; ++id) {
+      const Json& piece = (*vocab)[static_cast<size_t>(id)];
+      if (piece.is_array() && !piece.empty() && piece[0].is_string())
+        list_[piece[0].get_ref<const std::string&>()] = id;
+    }
+  }
+}
+
+std::optional<i64> OwnVocabulary::id(const std::string& content) const {
+  if (vocabulary_ != nullptr) return vocabulary_->id(content);
+  if (object_ != nullptr) return id_of(find_member(*object_, content));
+  const auto it = list_.find(content);
+  return it == list_.end() ? std::nullopt : std::optional(it->second);
 }
 
 TokenFiles::TokenFiles(const Directory& d, const Json& own_tokens) {
@@ -136,6 +166,40 @@ void TokenFiles::read_added(const Directory& d) {
   }
 }
 
+std::vector<Special> tokens_of_class(const Directory& d, const ClassRow& row, const std::vector<Special>& more) {
+  std::vector<Special> tokens;
+  const std::string source = fmt::format("class {}", row.name);
+  if (row.shape == Shape::CodeLlama) {
+    constexpr std::pair<const char*, const char*> kInfill[] = {{"prefix_token", "\u2581<PRE>"},
+                                                               {"middle_token", "\u2581<MID>"},
+                                                               {"suffix_token", "\u2581<SUF>"},
+                                                               {"eot_token", "\u2581<EOT>"}};
+    for (const auto& [key, content] : kInfill) {
+      const auto it = d.config.find(key);
+      if (it == d.config.end()) {
+        tokens.push_back({.token = {.content = content}, .source = source});
+      } else if (!it->is_null()) {
+        tokens.push_back(read_special(*it, kConfigFile, d.place(kConfigFile, key)));
+      }
+    }
+  }
+  if (row.shape == Shape::T5) {
+    Fields settings(d.config, d.place(kConfigFile, ""));
+    const i64 count = settings.integer("extra_ids", 100);
+    constexpr i64 kMost = 100'000;
+    if (count > kMost) d.place(kConfigFile, "extra_ids").unsupported(fmt::format("more than {}", kMost));
+    const i64 named = std::ranges::count_if(
+        more, [](const Special& special) { return special.token.content.find("<extra_id_") != std::string::npos; });
+    if (named > 0 && count > 0 && named != count)
+      d.place(kConfigFile, "extra_ids")
+          .unsupported(
+              fmt::format("{}, and the files name {} tokens <extra_id..>, which the reference refuses", count, named));
+    for (i64 i = 0; i < count && named == 0; ++i)
+      tokens.push_back({.token = {.content = fmt::format("<extra_id_{}>", i)}, .source = source});
+  }
+  return tokens;
+}
+
 void Adding::push(Token token, std::string source) {
   by_content_[token.content].push_back(entries_.size());
   entries_.push_back({std::move(token), std::move(source)});
@@ -156,9 +220,8 @@ bool Adding::has_same(const Token& token) const {
          std::ranges::any_of(it->second, [&](size_t i) { return entries_[i].token.same_as(token); });
 }
 
-AddedList::AddedList(const Json& own, std::function<std::optional<i64>(const std::string&)> in_vocabulary,
-                     i64 num_in_vocabulary, const Place& place)
-    : in_vocabulary_(std::move(in_vocabulary)), next_(num_in_vocabulary) {
+AddedList::AddedList(const Json& own, const OwnVocabulary& vocabulary, const Place& place)
+    : vocabulary_(vocabulary), next_(vocabulary.count()) {
   for (size_t i = 0; i < own.size(); ++i) {
     Token token = read_token(own[i], {place.file, fmt::format("{}[{}]", place.path, i)});
     const i64 number = id_of(find_member(own[i], "id")).value_or(0);
@@ -173,7 +236,7 @@ AddedList::AddedList(const Json& own, std::function<std::optional<i64>(const std
 
 std::optional<i64> AddedList::id(const std::string& content) const {
   const auto it = entries_.find(content);
-  return it != entries_.end() ? std::optional(it->second.id) : in_vocabulary_(content);
+  return it != entries_.end() ? std::optional(it->second.id) : vocabulary_.id(content);
 }
 
 bool AddedList::has_same(const Token& token) const {
@@ -192,7 +255,7 @@ void AddedList::add(const Token& token) {
   const auto it = entries_.find(token.content);
   if (it == entries_.end()) {
     note(token);
-    const i64 id = in_vocabulary_(token.content).value_or(next_);
+    const i64 id = vocabulary_.id(token.content).value_or(next_);
     next_ = std::max(next_, id + 1);
     list_.push_back(token.json(id));
     tokens_.push_back(token);

@@ -3,16 +3,18 @@
 // Tokens that a tokenizer's files name beside its vocabulary, and the list of added tokens that becomes of them. All
 // look-ups take the logarithm of their number.
 
-#include <functional>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "data/tokenizer.h"
 #include "data/tokenizer/added_tokens.h"
+#include "data/tokenizer/classes.h"
 #include "data/tokenizer/directory.h"
 
 namespace ds::tokenizer {
@@ -35,12 +37,32 @@ struct Token {
 // Throws Errc::Corrupt.
 Token read_token(const Json& json, const Place& place);
 
+// The tokens of a model, before any are added.
+class OwnVocabulary {
+ public:
+  // Of `model` or, if that is null, of the "model" of `file`, which this looks into. Members that cannot be right count
+  // for nothing here.
+  OwnVocabulary(const Model* model, const Json& file);
+  std::optional<i64> id(const std::string& content) const;
+  i64 count() const noexcept { return count_; }
+  i64 num_ids() const noexcept { return num_ids_; }  // one more than the largest
+
+ private:
+  const Vocabulary* vocabulary_ = nullptr;
+  const Json* object_ = nullptr;
+  std::unordered_map<std::string_view, i64> list_;
+  i64 count_ = 0, num_ids_ = 0;
+};
+
 // A special token of the files: its name and, if the file has an object, its flags.
 struct Special {
   Token token;
   bool has_flags = false;
   std::string source;  // the file
 };
+
+// A name, or an object with flags. Throws Errc::Corrupt.
+Special read_special(const Json& value, const std::string& file, const Place& place);
 
 // The tokens of tokenizer_config.json, special_tokens_map.json and added_tokens.json, by the rules of AutoTokenizer:
 // the last two do not count beside added_tokens_decoder.
@@ -78,6 +100,9 @@ class TokenFiles {
   std::vector<std::string> only_in_map_;
 };
 
+// Tokens without a role that a class adds to `more`, those of the files. Throws Errc::Corrupt and Errc::Unavailable.
+std::vector<Special> tokens_of_class(const Directory& directory, const ClassRow& row, const std::vector<Special>& more);
+
 // Tokens to add, in order, with the file or class that each comes from. One content may come several times.
 class Adding {
  public:
@@ -100,9 +125,8 @@ class Adding {
 // The added tokens of a tokenizer, numbered and replaced as Hugging Face's tokenizers do it.
 class AddedList {
  public:
-  // `own`: those of the vocabulary's file. in_vocabulary: the id of a token of the model.
-  AddedList(const Json& own, std::function<std::optional<i64>(const std::string&)> in_vocabulary, i64 num_in_vocabulary,
-            const Place& place);
+  // `own`: those of the vocabulary's file.
+  AddedList(const Json& own, const OwnVocabulary& vocabulary, const Place& place);
 
   const Json& list() const noexcept { return list_; }
   const std::vector<Token>& tokens() const noexcept { return tokens_; }
@@ -124,7 +148,7 @@ class AddedList {
   void add(const Token& token);
   void note(const Token& token);
 
-  std::function<std::optional<i64>(const std::string&)> in_vocabulary_;
+  const OwnVocabulary& vocabulary_;
   i64 next_;
   Json list_ = Json::array();
   std::vector<Token> tokens_, own_;  // own_: of the first ones, as they were

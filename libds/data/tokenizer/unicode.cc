@@ -94,6 +94,23 @@ CodePoint next_char(std::string_view text, size_t& at) noexcept {
   return c;
 }
 
+size_t end_of_grapheme(std::string_view text, size_t at) noexcept {
+  utf8proc_int32_t state = 0;
+  CodePoint before = next_char(text, at);
+  while (at < text.size()) {
+    size_t next = at;
+    const CodePoint c = next_char(text, next);
+    const bool is_ascii = before < 0x80 && c < 0x80;
+    if (is_ascii ? before != '\r' || c != '\n'
+                 : utf8proc_grapheme_break_stateful(static_cast<utf8proc_int32_t>(before),
+                                                    static_cast<utf8proc_int32_t>(c), &state))
+      break;
+    before = c;
+    at = next;
+  }
+  return at;
+}
+
 size_t previous_char(std::string_view text, size_t at) noexcept {
   do --at;
   while (at > 0 && (static_cast<u8>(text[at]) & 0xC0) == 0x80);

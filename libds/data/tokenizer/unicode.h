@@ -26,6 +26,8 @@ inline size_t char_bytes(std::string_view text, size_t at) noexcept {
 }
 // The character at text[at]; `at` moves past it.
 CodePoint next_char(std::string_view text, size_t& at) noexcept;
+// The end of the extended grapheme cluster (UAX #29) that starts at text[at].
+size_t end_of_grapheme(std::string_view text, size_t at) noexcept;
 // The start of the character that ends at `at` > 0.
 size_t previous_char(std::string_view text, size_t at) noexcept;
 void append_char(std::string& text, CodePoint c);

@@ -51,6 +51,11 @@ class WordPiece : public Model {
 
   std::string_view kind() const noexcept override { return "WordPiece"; }
   std::optional<std::string> unk_token() const override { return unk_token_; }
+  void digest(Digest& digest) const override {
+    Model::digest(digest);
+    for (const std::string* text : {&unk_token_, &prefix_}) digest.add(*text);
+    digest.add(max_chars_);
+  }
 
  private:
   std::string unk_token_, prefix_;

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes random directories of tokenizers, and the ids that AutoTokenizer of transformers 4 and 5 gives for texts.
 
-    make_directories.py PYTHON4 PYTHON5        writes named.jsonl and random.jsonl beside this file
+    make_directories.py PYTHON4 PYTHON5        writes the files .jsonl beside this file
 
 PYTHON4 has transformers 4.57.6, PYTHON5 5.24.0, both tokenizers, sentencepiece, protobuf and jinja2. A line is one
 directory:
@@ -12,8 +12,8 @@ directory:
     texts   the texts
     fast4, slow4, auto5   for each text its ids, or the error that the reference raised
     special what fast4 and auto5 say of special tokens: bos, eos, the ids that they put before and after a text
-named.jsonl has directories written out below, one for each rule; random.jsonl has random ones, which depend on the seed
-alone.
+named.jsonl has directories written out below, one for each rule; random.jsonl and unigram.jsonl have random ones, which
+depend on the seed alone.
 """
 import base64
 import json
@@ -24,7 +24,7 @@ import sys
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-NUM_RANDOM = 420
+NUM_RANDOM, NUM_UNIGRAM = 420, 150
 
 CORPUS = ["the cat sat on the mat and the hat", "a big red tree and a big red fish swim", "new words are newer than old words",
           "The Cat Says Hello World", "one two three 123 45 6", "hello hello world worlds", "caf\u00e9 na\u00efve \u00fcber",
@@ -104,11 +104,61 @@ def base_files(folder):
     t = Tokenizer(models.Unigram([(sp.id_to_piece(i), -float(i)) for i in range(sp.get_piece_size())], unk_id=0))
     t.pre_tokenizer = pre_tokenizers.Metaspace()
     made["unigram"] = t.to_str()
+    unigrams(made, spm, sentencepiece)
     made["pieces"] = {}
     for name in ("spm-bpe", "spm-user", "spm-nmt", "spm-unigram"):
         sp = sentencepiece.SentencePieceProcessor(model_proto=made[name])
         made["pieces"][name] = {sp.id_to_piece(i): i for i in range(sp.get_piece_size())}
     return made
+
+
+# Rules for characters: hexadecimal code points, and what they become. Few of them, so that the files stay small.
+RULES = ["FB01\t66 69", "AA\t61", "FF28\t48", "A0\t20", "3000\t20", "A\t20", "9\t20", "D\t20", "65 301\tE9", "200B\t",
+         "2026\t2E 2E 2E", "C4\t41 65"]
+
+
+def unigrams(made, spm, sentencepiece):
+    import tempfile as files
+
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    with files.NamedTemporaryFile("w", suffix=".tsv") as rules:
+        rules.write("\n".join(RULES) + "\n")
+        rules.flush()
+        spm("spm-rules", model_type="unigram", vocab_size=300, hard_vocab_limit=False, byte_fallback=False,
+            normalization_rule_tsv=rules.name)
+    model = sentencepiece_model_pb2.ModelProto.FromString(made.pop("spm-rules"))
+    pieces = [(p.piece, round(p.score, 4)) for p in model.pieces if p.type == 1]
+    charsmap = normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap)
+    blanks = normalizers.Replace(Regex(" {2,}"), " ")
+    mark = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always")
+    words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), mark])
+
+    def unigram(name, before, after, unk, normalizer, pre, post=None, byte_fallback=False):
+        vocab = [(t, 0.0) for t in before] + pieces + [(t, 0.0) for t in after]
+        t = Tokenizer(models.Unigram(vocab, unk_id=unk, byte_fallback=byte_fallback))
+        t.normalizer, t.pre_tokenizer = normalizer, pre
+        t.decoder = decoders.Metaspace(replacement="\u2581", prepend_scheme="always")
+        if post:
+            ids = {name: i for i, (name, _) in enumerate(vocab)}
+            t.post_processor = processors.TemplateProcessing(
+                single=post, special_tokens=[(x, ids[x]) for x in post.split() if x != "$A"])
+        made[name] = t.to_str()
+
+    t5 = ["<pad>", "</s>", "<unk>"]
+    unigram("t5", t5, [], 2, charsmap, words, "$A </s>")
+    unigram("t5-first", t5, [], 2, normalizers.Sequence([charsmap, blanks]),
+            pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first"))
+    unigram("xlm-roberta", ["<s>", "<pad>", "</s>", "<unk>"], ["<mask>"], 3, normalizers.Sequence([charsmap, blanks]), mark,
+            "<s> $A </s>")
+    unigram("albert", ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"], [], 1, normalizers.Sequence(
+        [normalizers.Replace("``", '"'), normalizers.Replace("''", '"'), normalizers.NFKD(), normalizers.StripAccents(),
+         normalizers.Lowercase(), charsmap, blanks]), mark, "[CLS] $A [SEP]")
+    unigram("unigram-bytes", ["<unk>", "<s>", "</s>"], ["<0x%02X>" % b for b in range(256)], 0, charsmap,
+            pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="never", split=False), byte_fallback=True)
+    unigram("unigram-some-bytes", ["<unk>", "<s>", "</s>"], ["<0x%02X>" % b for b in range(128)], 0, None, None,
+            byte_fallback=True)
 
 
 # ---- a random directory ----------------------------------------------------------------------------------------------
@@ -132,7 +182,16 @@ KINDS = {  # kind: (base, files that hold the model, classes)
     "spm unigram": ("spm-unigram", "spm", ["LlamaTokenizer"]),
     "spm and json": ("llama", "json+spm", ["LlamaTokenizer"]),
 }
-MODEL_TYPES = {"GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2", "LlamaTokenizer": "llama", "BertTokenizer": "bert",
+UNIGRAM_KINDS = {
+    "json t5": ("t5", "json", ["T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast"]),
+    "json t5 first": ("t5-first", "json", ["PreTrainedTokenizerFast", "T5Tokenizer"]),
+    "json xlm-roberta": ("xlm-roberta", "json", ["XLMRobertaTokenizer", "XLMRobertaTokenizerFast", "PreTrainedTokenizerFast"]),
+    "json albert": ("albert", "json", ["AlbertTokenizer", "AlbertTokenizerFast", "PreTrainedTokenizerFast"]),
+    "json unigram bytes": ("unigram-bytes", "json", ["PreTrainedTokenizerFast", "LlamaTokenizer"]),
+    "json unigram some bytes": ("unigram-some-bytes", "json", ["PreTrainedTokenizerFast"]),
+}
+MODEL_TYPES = {"T5Tokenizer": "t5", "XLMRobertaTokenizer": "xlm-roberta", "AlbertTokenizer": "albert",
+               "GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2", "LlamaTokenizer": "llama", "BertTokenizer": "bert",
                "RobertaTokenizer": "roberta"}
 CONTENTS = ["<|im_start|>", "<|im_end|>", "<extra>", "newword", "[TOOL]", "Hello", " big", "<s>", "</s>", "<unk>",
             "<|endoftext|>", "[MASK]", "caf\u00e9", "the"]
@@ -156,7 +215,7 @@ def token(r, content, plain=0.4):
 
 
 def directory(r, kind, bases):
-    base, held, classes = KINDS[kind]
+    base, held, classes = {**KINDS, **UNIGRAM_KINDS}[kind]
     files = {}
     model = json.loads(bases[base]) if isinstance(bases[base], str) else None
     vocab = {}
@@ -297,6 +356,13 @@ def directory(r, kind, bases):
         maybe(0.2, "add_prefix_space", True, False, None)
         maybe(0.4, "add_bos_token", True, False)
         maybe(0.3, "add_eos_token", True, False)
+    if base == "t5":
+        maybe(0.7, "extra_ids", 0, 3)
+    if base == "albert":
+        maybe(0.4, "do_lower_case", True, False)
+        maybe(0.3, "keep_accents", True, False)
+    if base in ("xlm-roberta", "albert", "unigram-bytes"):
+        maybe(0.2, "add_prefix_space", True, False)
     maybe(0.1, "split_special_tokens", True, False)
     maybe(0.3, "clean_up_tokenization_spaces", True, False)
     maybe(0.3, "model_max_length", 64, 10**30)
@@ -306,9 +372,13 @@ def directory(r, kind, bases):
     return files
 
 
-def texts_of(r, files):
+UNUSUAL = ["\ufb01ne", "\u00aa\u0301b", "\uff28ello", "cafe\u0301", "a\u200bb", "\u200b", "``x''", "\u2026", "\u00c4\u0301",
+           "\u00aa\ufe0f", "\u0600\u00aa", "\u4f60\u597d<0x41>"]
+
+
+def texts_of(r, files, more=()):
     words = ["Hello", "hello", "the cat", "newword", "newwords", "big", " big red", "caf\u00e9", "CAF\u00c9", "\u4e2d\u6587",
-             "worlds", "123", "x;", "\u2581", "<0x41>", ".", "\u00fcber"]
+             "worlds", "123", "x;", "\u2581", "<0x41>", ".", "\u00fcber", *more]
     tokens = list(CONTENTS)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         f = files.get(name)
@@ -374,6 +444,8 @@ def named(bases):
         ("tokenizer.model without a class, but with config.json", {"tokenizer.model": "spm-bpe", "config.json": {
             "model_type": "llama"}, "tokenizer_config.json": {"legacy": False}}, im),
         ("tokenizer.model, legacy, versions differ", spm(legacy=True, added_tokens_decoder={**special, **chat}), im),
+        ("tokenizer.model, legacy, for a model that transformers 5 reads without a class",
+         dict(spm(legacy=True, added_tokens_decoder={**special, **chat}), **{"config.json": {"model_type": "mistral"}}), im),
         ("tokenizer.model, add_prefix_space false", spm(add_prefix_space=False), im),
         ("tokenizer.model, flags of special tokens",
          spm(added_tokens_decoder={**special, **numbered(340, flags("<x>", "lstrip", "rstrip"))}), strip),
@@ -462,7 +534,70 @@ def named(bases):
                                    tokenizer_class="BertTokenizer"), cased))
     cases.append(("not normalized", of("bert-uncased", {**bert, **numbered(125, flags("Hello", special=False))},
                                        tokenizer_class="BertTokenizer"), cased))
+    cases += published(bases, of)
     return [dict(kind=name, files=files, texts=texts) for name, files, texts in cases]
+
+
+# Layouts of published models.
+def published(bases, of):
+    def cut(name, *parts, added, **config):
+        files = of("gpt2", added, **config)
+        files["tokenizer.json"]["pre_tokenizer"] = dict(type="Sequence", pretokenizers=list(parts))
+        return files
+
+    split = lambda regex: dict(type="Split", pattern={"Regex": regex}, behavior="Isolated", invert=False)
+    bytes_ = lambda regex: dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=regex)
+    digits = lambda each: dict(type="Digits", individual_digits=each)
+    end = {"330": flags("<|endoftext|>")}
+    names = {n: dict(flags("<|endoftext|>", "normalized"), __type="AddedToken") for n in ("bos_token", "eos_token", "unk_token")}
+    numbers = ["in 1234567 x12 y3456", "\u00b2\u00b3\u00bd12\u0661\u0662\u0663 caf\u00e9 \u00b9\u2460", "((a))[[b]] !!", "<|endoftext|>12<|endoftext|>"]
+    lines = ["one two  ", "a  \nb\t\n\n  c \n", "  \n", "\n\n a", "x = y;\r\n", "\u4e2d\u6587 123 \u00e9A-Z!?\uff01"]
+    words = ["a (b|c) [d] e.", "one,two! three?four\u2026 \u3002x\uff0cy\u3001z\u0964\u06d4\u060c", " (( || )) \n x", "user's cat-hat"]
+    llama = {"0": flags("<unk>"), "1": flags("<s>"), "2": flags("</s>")}
+    infill = {**llama, **numbered(340, *(flags("\u2581<" + t + ">") for t in ("PRE", "MID", "SUF", "EOT")))}
+    code = dict(tokenizer_class="CodeLlamaTokenizer", bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token=None,
+                fill_token="<FILL_ME>", prefix_token="\u2581<PRE>", middle_token="\u2581<MID>", suffix_token="\u2581<SUF>",
+                eot_token="\u2581<EOT>", suffix_first=False, legacy=None)
+    code_texts = ["Hello world", " \u2581<PRE> the cat \u2581<SUF>sat \u2581<MID>", "a</s>b <s> c", "one \u2581<EOT>"]
+    bert = {str(i): flags(c) for i, c in enumerate(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"])}
+    unusual = ["Hello world", "\ufb01ne\u00a0 \u2026 \uff28ello\tcafe\u0301 \u00aa\u0301b", " a\u200bb  \u4f60\u597d x", "<mask> [MASK] </s>", ""]
+    gptj = dict(of("gpt2", end, tokenizer_class="GPT2Tokenizer", from_slow=True, add_prefix_space=False, **names),
+                **{"vocab.json": "vocab.json", "merges.txt": "merges.txt", "config.json": {"model_type": "gptj"}})
+    return [
+        ("Falcon: digits behind ByteLevel", cut("falcon", dict(type="Punctuation", behavior="Contiguous"), bytes_(True),
+            digits(False), split("[0-9][0-9][0-9]"), added=end, tokenizer_class="PreTrainedTokenizerFast",
+            add_prefix_space=False, eos_token="<|endoftext|>"), numbers),
+        ("any part behind ByteLevel that cuts", cut("x", bytes_(False), split("[a-m\u0120]+"), digits(True),
+            dict(type="Punctuation", behavior="Isolated"), added=end, tokenizer_class="PreTrainedTokenizerFast"), numbers + lines),
+        ("Bloom: a bracket inside a bracket", cut("bloom", split(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"),
+            bytes_(False), added=end, tokenizer_class="PreTrainedTokenizerFast"), words + lines),
+        ("hyphens in brackets", cut("x", split("[[a-c]x-]+|[-.]+|[\\w-]+|[!-/:-@]"), bytes_(False), added=end,
+            tokenizer_class="PreTrainedTokenizerFast"), words + ["a-b-x-c d-e-f", "--..a\\b"]),
+        ("DeepSeek LLM: the end of a line", cut("deepseek", split("[\r\n]"), split("\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6]+"),
+            split("\\s?[!-/:-~\uff01-\uff0f]+"), split("\\s+$"), split("[\u4e00-\u9fa5]+"), digits(True), bytes_(False), added=end,
+            tokenizer_class="PreTrainedTokenizerFast"), lines),
+        ("the start and the end of each line", cut("x", split("^ +|^a|\\s+$|b$"), bytes_(True), added=end,
+            tokenizer_class="PreTrainedTokenizerFast"), lines + ["  a\n  ab\nb\n", "ab\n", "a"]),
+        ("GPT-J: from_slow beside the files that it asks for", gptj, numbers),
+        ("CodeLlama, versions differ", dict(of("llama", infill, additional_special_tokens=[
+            "\u2581<PRE>", "\u2581<MID>", "\u2581<SUF>", "\u2581<EOT>"], **code)), code_texts),
+        ("CodeLlama, whose class names the tokens, versions differ", of("llama", llama, tokenizer_class="CodeLlamaTokenizer"),
+         code_texts),
+        ("CodeLlama, tokenizer.model, versions differ", {"tokenizer.model": "spm-bpe", "tokenizer_config.json": dict(
+            code, legacy=False)}, code_texts),
+        ("T5", of("t5", {"0": flags("<pad>"), "1": flags("</s>"), "2": flags("<unk>")}, tokenizer_class="T5Tokenizer"),
+         unusual + ["<extra_id_0> Hello <extra_id_99>"]),
+        ("T5, extra_ids", of("t5", {"0": flags("<pad>"), "1": flags("</s>"), "2": flags("<unk>")}, tokenizer_class="T5Tokenizer",
+            extra_ids=2, eos_token="</s>"), unusual + ["<extra_id_0> Hello <extra_id_2>"]),
+        ("XLM-RoBERTa, versions differ", of("xlm-roberta", {"0": flags("<s>"), "1": flags("<pad>"), "2": flags("</s>"), "3": flags("<unk>"),
+            str(len(json.loads(bases["xlm-roberta"])["model"]["vocab"]) - 1): flags("<mask>", "lstrip")},
+            tokenizer_class="XLMRobertaTokenizer"), unusual),
+        ("ALBERT", of("albert", bert, tokenizer_class="AlbertTokenizer", do_lower_case=True), unusual),
+        ("Unigram with byte_fallback", of("unigram-bytes", llama, tokenizer_class="PreTrainedTokenizerFast"), unusual),
+        ("Unigram with some bytes", of("unigram-some-bytes", llama, tokenizer_class="PreTrainedTokenizerFast"), unusual),
+        ("prepend_scheme first behind rules", of("t5-first", {"0": flags("<pad>"), "1": flags("</s>"), "2": flags("<unk>")}, tokenizer_class="PreTrainedTokenizerFast"),
+         unusual + ["\u200b\u200bHello", "\u200bHello</s>\u200b x", "  Hello"]),
+    ]
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -531,6 +666,11 @@ def main():
         kind = kinds[i % len(kinds)]
         files = directory(r, kind, bases)
         cases.append(dict(kind=kind, files=files, texts=texts_of(r, files)))
+    for i in range(NUM_UNIGRAM):
+        r = random.Random(5000 + i)
+        kind = list(UNIGRAM_KINDS)[i % len(UNIGRAM_KINDS)]
+        files = directory(r, kind, bases)
+        cases.append(dict(kind=kind, files=files, texts=texts_of(r, files, UNUSUAL)))
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as f:
         f.write(json.dumps(dict(content=content)) + "\n")
         f.writelines(json.dumps(c) + "\n" for c in cases)
@@ -547,7 +687,8 @@ def main():
             case["base"] = base = by_model[json.dumps(model["model"])]
             whole = json.loads(bases[base])
             case["files"]["tokenizer.json"] = {k: v for k, v in model.items() if k not in whole or whole[k] != v}
-    for name, part in (("named", cases[:num_named]), ("random", cases[num_named:])):
+    last = num_named + NUM_RANDOM
+    for name, part in (("named", cases[:num_named]), ("random", cases[num_named:last]), ("unigram", cases[last:])):
         used = {v for c in part for v in c["files"].values() if isinstance(v, str)} | {c["base"] for c in part if "base" in c}
         with open(os.path.join(HERE, name + ".jsonl"), "w", encoding="utf-8") as f:
             f.write(json.dumps(dict(content={k: content[k] for k in sorted(used)}), ensure_ascii=False) + "\n")
