@@ -73,7 +73,9 @@ void write_files(Case& c, const TempDirectory& dir, Random& random) {
     // The last file makes both parts of a split long enough.
     for (i64 k = 0, count = 2 + random.below(8); k < count || (f + 1 == n && tokens < 5 * d.seq_length); ++k) {
       Ids document;
-      const i64 length = 1 + random.below(random.below(3) == 0 ? 3 * d.seq_length : d.seq_length / 2);
+      // Short ones of masked tokens, so that some end where a sample does, before [SEP].
+      const i64 usual = d.seq_length / (c.is_masked() ? 4 : 2);
+      const i64 length = 1 + random.below(random.below(3) == 0 ? 3 * d.seq_length : usual);
       for (i64 t = 0; t < length; ++t) document.push_back(static_cast<i32>(8 + random.below(50)));
       const bool may_lack = has_index || (!c.has_lines && (at_end ? k + 1 == count && f + 1 < n : k == 0));
       const Ids text = document;
