@@ -93,7 +93,7 @@ constexpr std::array<const char*, 7> kKeys = {"document_token",
                                               "document_positions",
                                               "loss_across_documents",
                                               "packing"};
-constexpr size_t kToken = 0, kPlace = 1;
+constexpr size_t kToken = 0, kPlace = 1, kAdd = 2;
 constexpr std::array<std::array<const char*, 2>, 7> kValues = {{{"7", "8"},
                                                                 {R"("end")", R"("begin")"},
                                                                 {"true", "false"},
@@ -155,8 +155,10 @@ TEST(ConfigDocuments, AKeyIsWarnedOfIfAndOnlyIfNoOtherValueWouldChangeTheRun) {
       const Behaviour own = behaviour_of(result.config, source.has_texts, source.has_others);
       for (size_t k = 0; k < kKeys.size(); ++k) {
         if (given[k] < 0) continue;
-        // The place of a token that there is not: the other value is an error.
-        bool has_other = k == kPlace && given[kToken] < 0, changes = false;
+        // The other value is an error: the place of a token that there is not, and texts that get theirs anyway.
+        const bool is_contradicted =
+            k == kPlace ? given[kToken] < 0 : k == kAdd && given[kToken] >= 0 && source.has_texts && !source.has_others;
+        bool has_other = is_contradicted, changes = false;
         for (int other = -1; other < 2; ++other) {
           Choice changed = given;
           changed[k] = other;
