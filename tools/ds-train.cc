@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <optional>
 
 #include "common/pictures.h"
@@ -158,8 +159,15 @@ int run(Options& o, const CLI::App& app, Output& out) {
   if (o.check) {
     std::optional<ds::TokenizedText> tokenized;
     if (o.tokenize) tokenized = ds::tokenize_text(loaded.config, *o.tokenize);
-    ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr);
-    ds::TrainingRun::check(config, ranks, options);
+    ds::RunDocuments documents;
+    std::exception_ptr failed;  // thrown after the prediction, which does not need the files
+    try {
+      documents = ds::TrainingRun::check(config, ranks, options);
+    } catch (const ds::Error&) {
+      failed = std::current_exception();
+    }
+    ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr, documents);
+    if (failed) std::rethrow_exception(failed);
     // Those of the run's own texts have been said.
     if (tokenized && ranks.rank == 0) {
       for (const std::string& warning : tokenized->warnings) ds::tools::report_new_warning(warning);

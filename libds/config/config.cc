@@ -14,6 +14,7 @@
 #include "config/curriculum.h"
 #include "config/data_format.h"
 #include "config/diloco.h"
+#include "config/documents.h"
 #include "config/keys.h"
 #include "config/model_config.h"
 #include "config/named_files.h"
@@ -342,25 +343,6 @@ void resolve_tokenizer(Config& c, Reader& r) {
     r.warning("data.tokenizer", fmt::format("{} has no tokenizer: text is read as bytes", directory.string()));
 }
 
-void check_documents(DataConfig& d, Reader& r) {
-  if (!r.given("data.separate_documents"))
-    d.separate_documents = d.document_token >= 0 || d.packing != DataPacking::None;
-  if (r.broken("data.document_token")) return;
-  const bool has_token = d.document_token >= 0;
-  if (d.add_document_token && !has_token) r.error("data.add_document_token", "needs data.document_token");
-  if (d.add_document_token && has_token && !d.separate_documents && d.packing == DataPacking::None)
-    r.error("data.add_document_token", "is of documents that are separated or packed: set data.separate_documents");
-  if (d.document_token_at == DocumentTokenAt::Begin && !has_token)
-    r.error("data.document_token_at", "needs data.document_token");
-  const auto has_no_effect = [&](std::string_view key) {
-    if (!d.separate_documents) r.warning(key, "has no effect: documents are not separated (data.separate_documents)");
-  };
-  if (d.document_positions == DocumentPositions::Continue) has_no_effect("data.document_positions");
-  if (!d.loss_across_documents) has_no_effect("data.loss_across_documents");
-  if (r.given("data.loss_across_documents") && d.packing != DataPacking::None)
-    r.warning("data.loss_across_documents", "has no effect: documents in packed samples predict nothing of each other");
-}
-
 void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
   DataConfig& d = c.data;
   const bool has_model = c.model.layers > 0;
@@ -376,9 +358,7 @@ void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
       r.error("data.weights", "weighs whole files: give data.validation, or set data.split to 0");
   }
   check_chat_template(d.chat_template, r);
-  if (d.packing != DataPacking::None && !r.broken("data.packing") && has_model && !c.model.causal())
-    r.error("data.packing", "is only for models that predict the next token", Errc::Unavailable);
-  check_documents(d, r);
+  resolve_documents(c, r);
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0 && !d.validation_samples)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;

@@ -118,6 +118,8 @@ class TokenStream {
   void find_documents(i64 position, std::span<i32> begins) const;
   // Calls body(begin, end) for every document, in order. Throws likewise.
   void for_each_document(const std::function<void(i64 begin, i64 end)>& body) const;
+  // Whether the document [begin, end) of this view continues outside of it: data.split cuts it. Throws likewise.
+  bool cuts(i64 begin, i64 end) const;
   // The id at a position, whatever the vocabulary. Does not check that the file is whole.
   i64 token_at(i64 position) const noexcept;
   // Borders between documents that documents().token does not mark.
@@ -147,6 +149,7 @@ class TokenStream {
   void for_each_part(i64 position, i64 count, Part&& part) const;
 
   const TokenFile& file_at(i64 position) const noexcept;  // in the stream of all files
+  bool is_border(i64 position) const;                     // likewise
 
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;

@@ -4,11 +4,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 
 #include "base/check.h"
 #include "data/token_file.h"
 
 namespace ds {
+namespace {
+
+constexpr std::string_view kBorders = "borders of files", kByToken = " and token ", kAtEnd = " at the end",
+                           kAtBeginning = " at the beginning", kNoLoss = ", no loss across them";
+
+}  // namespace
 
 DocumentRule DocumentRule::of(const DataConfig& config) {
   return {.apart = config.separate_documents,
@@ -21,11 +28,32 @@ DocumentRule DocumentRule::of(const DataConfig& config) {
 
 std::string DocumentRule::description() const {
   if (!matters()) return "";
-  std::string text = "borders of files";
-  if (token >= 0)
-    text += fmt::format(" and token {} at the {}", token, at == DocumentTokenAt::End ? "end" : "beginning");
-  if (apart && !packed && !loss_across) text += ", no loss across them";
+  std::string text(kBorders);
+  if (token >= 0) text += fmt::format("{}{}{}", kByToken, token, at == DocumentTokenAt::End ? kAtEnd : kAtBeginning);
+  if (apart && !packed && !loss_across) text += kNoLoss;
   return text;
+}
+
+std::optional<DocumentRule> DocumentRule::parse(std::string_view text) {
+  const auto take = [&](std::string_view words) {
+    const bool found = text.starts_with(words);
+    if (found) text.remove_prefix(words.size());
+    return found;
+  };
+  DocumentRule rule;
+  if (!take(kBorders)) return std::nullopt;
+  if (take(kByToken)) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rule.token);
+    if (error != std::errc{} || rule.token < 0) return std::nullopt;
+    text.remove_prefix(static_cast<size_t>(end - text.data()));
+    if (take(kAtBeginning))
+      rule.at = DocumentTokenAt::Begin;
+    else if (!take(kAtEnd))
+      return std::nullopt;
+  }
+  const bool is_without_loss = take(kNoLoss);
+  rule.loss_across = !is_without_loss || rule.token < 0 || rule.at == DocumentTokenAt::Begin;
+  return text.empty() ? std::optional(rule) : std::nullopt;
 }
 
 Borders::Borders() = default;

@@ -7,12 +7,15 @@
 
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/temporary_file.h"
 #include "ds/config.h"
+#include "ds/document_survey.h"
 
 namespace ds {
 
@@ -40,6 +43,9 @@ struct DocumentRule {
   }
   // For the identity of a run's data; empty: documents do not matter.
   std::string description() const;
+  // A rule with this description: its token and at, and loss_across where that has an effect. Nothing if a description
+  // has another form.
+  static std::optional<DocumentRule> parse(std::string_view description);
 };
 
 // The borders that the format of a file knows: ascending positions of tokens, in a temporary file, since there may be
@@ -76,16 +82,5 @@ class Borders {
 // tokens has the original ones in its targets.
 void find_marked_documents(const DocumentRule& rule, bool causal, std::span<const i32> inputs,
                            std::span<const i32> targets, std::span<i32> begins) noexcept;
-
-// Statistics of the documents in some data, and of the samples made of them.
-struct DocumentSurvey {
-  i64 documents = 0, tokens = 0;
-  double median = 0;  // tokens of a document
-  i64 longest = 0;
-  i64 cut = 0;  // documents that do not lie in one sample
-  i64 samples = 0;
-  double full = 1;  // share of the tokens of samples that is no filling
-  std::string text() const;
-};
 
 }  // namespace ds

@@ -28,7 +28,8 @@ void FileSamples::survey_documents(DocumentSurvey& survey, std::map<i64, i64>& l
     ++lengths[end - begin];
     ++survey.documents;
     // A token that two samples share is a target of the first one.
-    if (!packing_ && begin / stride != std::max(begin, end - 1 - shared) / stride) ++survey.cut;
+    if (!packing_ && (stream_.cuts(begin, end) || begin / stride != std::max(begin, end - 1 - shared) / stride))
+      ++survey.cut;
   });
   survey.tokens += stream_.num_tokens();
   survey.longest = lengths.rbegin()->first;

@@ -7,6 +7,8 @@
 #include "base/check.h"
 #include "base/json.h"
 #include "data/data.h"
+#include "data/objective.h"
+#include "data/token_file.h"
 #include "data/tokenizer.h"
 
 namespace ds {
@@ -18,6 +20,44 @@ std::string hexadecimal(u64 hash) { return fmt::format("{:016x}", hash); }
 // Whether a version wrote it that knew documents by data.document_token alone.
 bool is_older(const DataIdentity& saved, const DataIdentity& now) {
   return saved.documents.empty() && !now.documents.empty();
+}
+
+// Throws unless the keys about documents are the same, as far as the two tell.
+void check_same_document_keys(const DataIdentity& saved, const DataIdentity& now) {
+  const auto check = [](std::string_view key, std::string_view was, std::string_view is) {
+    DS_CHECK(was == is, Errc::Mismatch, "{} is {}, but the run was started with {}", key, is, was);
+  };
+  const auto is_packed = [](const DataIdentity& of) { return of.objective.ends_with(kPackedObjective); };
+  const auto packing = [&](const DataIdentity& of) { return is_packed(of) ? "best_fit" : "none"; };
+  check("data.packing", packing(saved), packing(now));
+  const auto was = DocumentRule::parse(saved.documents), is = DocumentRule::parse(now.documents);
+  if (was && now.documents.empty()) check("data.separate_documents", "true", "false");
+  if (!was || !is) return;
+  const auto token = [](const DocumentRule& of) { return of.token < 0 ? "none" : fmt::to_string(of.token); };
+  const auto at = [](const DocumentRule& of) { return of.at == DocumentTokenAt::End ? "end" : "begin"; };
+  const auto loss = [](const DocumentRule& of) { return of.loss_across ? "true" : "false"; };
+  check("data.document_token", token(*was), token(*is));
+  check("data.document_token_at", at(*was), at(*is));
+  if (!is_packed(now)) check("data.loss_across_documents", loss(*was), loss(*is));
+}
+
+// Throws unless a file is read in the same way.
+void check_same_reading(const FileFingerprint& saved, const FileFingerprint& now) {
+  if (saved.hash == now.hash || saved.reading == now.reading) return;
+  const auto adds = [](const FileFingerprint& of) { return of.reading.ends_with(kTokensAdded); };
+  DS_CHECK(adds(saved) == adds(now), Errc::Mismatch,
+           "data.document_token is {} to documents of data file '{}', but the run was started {}: "
+           "data.add_document_token has changed, or the file",
+           adds(now) ? "added" : "not added", now.name, adds(saved) ? "with it" : "without it");
+  if (saved.reading.empty()) return;  // checkpoints of older builds do not state how a file is read
+  const auto records = [](const FileFingerprint& of) { return of.reading.substr(0, of.reading.find(" in a ")); };
+  throw Error(Errc::Mismatch,
+              fmt::format("data file '{}' is read as {}, but the run was started with {}{}", now.name,
+                          now.reading.empty() ? "a plain file" : now.reading, saved.reading,
+                          records(saved) == records(now)
+                              ? ": data.document_token, data.document_token_at, data.chat_template or the tokenizer's "
+                                "end of text has changed"
+                              : ""));
 }
 
 u64 parse_hexadecimal(const std::string& text) {
@@ -40,15 +80,13 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            Errc::Mismatch, "the run was started with {}, and this one has {}", samples(saved), samples(now));
   DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
            "data.train has {} files, but the run was started with {}", now.files.size(), saved.files.size());
+  check_same_document_keys(saved, now);
   for (size_t i = 0; i < saved.files.size(); ++i) {
     const FileFingerprint &s = saved.files[i], &n = now.files[i];
     DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
              "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
              s.name);
-    // Checkpoints of older builds do not state how a file is read.
-    DS_CHECK(s.hash == n.hash || s.reading == n.reading || s.reading.empty(), Errc::Mismatch,
-             "data file '{}' is read as {}, but the run was started with {}", n.name,
-             n.reading.empty() ? "a plain file" : n.reading, s.reading);
+    check_same_reading(s, n);
     DS_CHECK(s.hash == n.hash, Errc::Mismatch,
              "data file '{}' has other content than '{}' had when the run was started, or is read in another way",
              n.name, s.name);
@@ -75,10 +113,9 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            "documents are found by {}, but the run was started by an older version of libds, which found {}; --weights "
            "begins a new run from the weights of the step",
            now.documents, now.older_documents);
-  DS_CHECK(is_older(saved, now) || saved.documents == now.documents, Errc::Mismatch,
-           "documents are found by {}, but the run was started with {}: data.document_token, document_token_at, "
-           "packing, separate_documents or loss_across_documents has changed",
-           now.documents.empty() ? "nothing" : now.documents, saved.documents.empty() ? "none" : saved.documents);
+  DS_CHECK(saved.documents.empty() || DocumentRule::parse(saved.documents), Errc::Mismatch,
+           "documents are found by {}, but the run was started with {}, which this version of libds does not know",
+           now.documents.empty() ? "nothing" : now.documents, saved.documents);
   DS_CHECK(saved.num_samples == now.num_samples || !are_of_program, Errc::Mismatch,
            "{} are {}, but the run was started with {}", samples(now), now.num_samples, saved.num_samples);
   DS_CHECK(

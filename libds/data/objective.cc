@@ -39,8 +39,9 @@ class NextTokenOfDocuments final : public NextToken {
  public:
   explicit NextTokenOfDocuments(i64 document_token)
       : description_(document_token < 0
-                         ? "next token, documents packed by best fit"
-                         : fmt::format("next token, documents that end with {} packed by best fit", document_token)) {}
+                         ? fmt::format("next token, documents {}", kPackedObjective)
+                         : fmt::format("next token, documents that end with {} {}", document_token, kPackedObjective)) {
+  }
   i64 extent(i64) const noexcept override { return 2; }  // the shortest document
   bool packs_documents() const noexcept override { return true; }
   const std::string& description() const noexcept override { return description_; }

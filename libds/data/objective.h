@@ -17,12 +17,16 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "data/data.h"
 #include "data/tokenizer.h"
 #include "ds/config.h"
 
 namespace ds {
+
+// The end of the description of an objective that packs documents.
+inline constexpr std::string_view kPackedObjective = "packed by best fit";
 
 class Objective {
  public:

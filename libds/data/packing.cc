@@ -16,17 +16,18 @@ Packing::Packing(const TokenStream& stream, i64 seq_length)
     const i64 after = end < stream.num_tokens() ? stream.token_at(end) : -1;
     const bool is_marked = rule.marks(stream.token_at(end - 1), after);
     const bool at_end = rule.at == DocumentTokenAt::End;
-    add_document(begin, end - begin, is_marked && !at_end, is_marked && at_end);
+    const i64 pieces = add_document(begin, end - begin, is_marked && !at_end, is_marked && at_end);
+    if (pieces > 1 || stream.cuts(begin, end)) ++num_cut_;
   });
   DS_CHECK(!pieces_.empty(), Errc::Config, "data.packing: there is no document of two tokens or more{}",
            rule.token >= 0 ? fmt::format(" (data.document_token is {})", rule.token) : "");
   pack();
 }
 
-void Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
-  if (count < 2 && !has_next) return;  // it predicts nothing
+i64 Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
+  if (count < 2 && !has_next) return 0;  // it predicts nothing
   ++num_documents_;
-  const size_t before = pieces_.size();
+  const i64 before = std::ssize(pieces_);
   for (i64 done = 0; done < count;) {
     const i64 n = std::min(seq_length_, count - done);
     const bool goes_on = done + n < count;
@@ -35,7 +36,7 @@ void Packing::add_document(i64 begin, i64 count, bool has_next, bool has_end) {
     if (n > 1 || next) pieces_.push_back({begin + done, static_cast<i32>(n), next, !goes_on && has_end});
     done += n;
   }
-  if (pieces_.size() > before + 1) ++num_cut_;
+  return std::ssize(pieces_) - before;
 }
 
 i64 Packing::num_tokens() const noexcept {

@@ -19,8 +19,8 @@ class Packing {
 
   i64 num_samples() const noexcept { return std::ssize(first_) - 1; }
   i64 num_documents() const noexcept { return num_documents_; }  // that predict a token
-  i64 num_cut() const noexcept { return num_cut_; }
-  i64 num_tokens() const noexcept;  // that samples hold, without their filling
+  i64 num_cut() const noexcept { return num_cut_; }              // that are too long, or that data.split cuts
+  i64 num_tokens() const noexcept;                               // that samples hold, without their filling
   // Documents that data.document_token does not end and that another one follows in their sample.
   i64 num_exposed() const noexcept;
   // Inputs are the documents one after another, filled up with data.document_token, or 0. The target of a token is the
@@ -42,7 +42,8 @@ class Packing {
     bool has_next;  // the token after it is the target of its last one
     bool has_end;   // data.document_token ends it
   };
-  void add_document(i64 begin, i64 count, bool has_next, bool has_end);
+  // Returns the number of its pieces.
+  i64 add_document(i64 begin, i64 count, bool has_next, bool has_end);
   void pack();
 
   i64 seq_length_, num_documents_ = 0, num_cut_ = 0;

@@ -112,7 +112,7 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
       form_(form),
       place_(std::move(place)),
       parse_(std::move(parse)),
-      border_is_target_(form != RecordForm::Messages),
+      is_token_given_(encoding.documents.token >= 0),
       finds_borders_(encoding.documents.matters()) {
   const DocumentRule& rule = encoding.documents;
   // A conversation has an end of its own.
@@ -133,7 +133,7 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
   file.ids = std::make_unique<TokenIds>(tokenizer_, encoding.num_threads, file.name,
                                         std::max<i64>(rule.token, end_.value_or(0)),
                                         form == RecordForm::Text ? TokenMarks::None : TokenMarks::Some);
-  is_learnt_ = form == RecordForm::Text || (end_ && border_is_target_);
+  is_learnt_ = form == RecordForm::Text;
 }
 
 void RecordIds::add(Record record, i64 number) {
@@ -154,10 +154,14 @@ void RecordIds::finish() {
   DS_CHECK(is_learnt_, Errc::Config, "data file '{}': nothing in it is trained on: {}", file_.name,
            form_ == RecordForm::Messages ? "no message of the role \"assistant\" has a weight"
                                          : "all completions are empty, or have no weight");
-  if (num_left_out_ > 0)
-    file_.note(fmt::format("data file '{}': {} of weight 0 are not trained on", file_.name,
-                           form_ == RecordForm::Messages ? fmt::format("{} messages", num_left_out_)
-                                                         : fmt::format("{} completions", num_left_out_)));
+  if (counts_.left_out > 0)
+    file_.note(fmt::format("data file '{}': {} {} of weight 0 are not trained on", file_.name, counts_.left_out,
+                           form_ == RecordForm::Messages ? "messages" : "completions"));
+  if (counts_.with_border > 0)
+    file_.note(fmt::format("data file '{}': {} of its {} records {} with {} {} already, which is not added again",
+                           file_.name, counts_.with_border, num_records_, end_ ? "end" : "begin",
+                           is_token_given_ ? "data.document_token" : "the tokenizer's end of text",
+                           end_ ? *end_ : *begin_));
   file_.ids->map();
   file_.view_ids();
   file_.borders.finish(file_.view.count, file_.name);
@@ -176,46 +180,45 @@ void RecordIds::encode() {
   }
   begins.push_back(waiting_.size());
   std::atomic<bool> is_learnt = is_learnt_;
-  std::atomic<i64> num_left_out = 0;
+  std::atomic<i64> left_out = 0, with_border = 0;
   std::vector<std::vector<i64>> ends(part);  // of the records of a part, in its ids
   i64 first = file_.ids->num_tokens();
   file_.ids->add_parts(part, [&](size_t i, std::vector<i32>& ids) {
     bool of_part = false;
-    i64 left_out_of_part = 0;
+    Counts counts;
     for (size_t r = begins[i]; r < begins[i + 1]; ++r) {
-      of_part |= encode(waiting_[r], ids, left_out_of_part);
+      of_part |= encode(waiting_[r], ids, counts);
       if (finds_borders_) ends[i].push_back(std::ssize(ids));
     }
     if (of_part) is_learnt = true;
-    num_left_out += left_out_of_part;
+    left_out += counts.left_out;
+    with_border += counts.with_border;
   });
   for (const std::vector<i64>& of_part : ends) {
     for (const i64 end : of_part) file_.borders.add(first + end, file_.name);
     if (!of_part.empty()) first += of_part.back();
   }
   is_learnt_ = is_learnt;
-  num_left_out_ += num_left_out;
+  counts_.left_out += left_out;
+  counts_.with_border += with_border;
+  num_records_ += std::ssize(waiting_);
   waiting_.clear();
   waiting_bytes_ = 0;
 }
 
-bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const {
+bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, Counts& counts) const {
   Record parsed;
   const bool is_line = record.line.data() != nullptr;
   if (is_line) {
     parsed = parse_(record.line, record.number);
     DS_ASSERT(parsed.form == form_);
   }
-  num_left_out += is_line ? parsed.num_left_out : record.num_left_out;
-  bool is_learnt = false;
-  const auto add_border = [&](const std::optional<i32>& token) {
-    if (!token) return;
-    ids.push_back(*token);
-    if (!border_is_target_) mark(ids.back());
-  };
-  add_border(begin_);
+  counts.left_out += is_line ? parsed.num_left_out : record.num_left_out;
+  bool is_learnt = false, is_predicted = false;  // something in it; its last part
+  const i64 first = std::ssize(ids);
   for (const Segment& segment : is_line ? parsed.segments : record.segments) {
     is_learnt |= segment.is_target && !segment.text.empty();
+    is_predicted = segment.is_target;
     const size_t begin = ids.size();
     try {
       tokenizer_.encode(segment.text, ids);
@@ -224,7 +227,25 @@ bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids, i64& num_le
     }
     if (!segment.is_target) std::for_each(ids.begin() + static_cast<i64>(begin), ids.end(), mark);
   }
-  add_border(end_);
+  const bool has_ids = std::ssize(ids) > first;
+  const auto add_border = [&](i32 token, i64 at, i64 neighbour, bool is_target) {
+    i32* const there = has_ids ? &ids[static_cast<size_t>(neighbour)] : nullptr;
+    if (there != nullptr && (*there & ~TokenIds::kNoTarget) == token) {
+      ++counts.with_border;
+      if (is_target) *there = token;
+      return;
+    }
+    const auto added = ids.insert(ids.begin() + at, token);
+    if (!is_target) mark(*added);
+  };
+  const i64 last = std::ssize(ids);
+  if (begin_) add_border(*begin_, first, first, form_ != RecordForm::Messages);
+  if (end_) {
+    // The end of a completion is trained on if that is; a conversation has an end of its own.
+    is_predicted &= form_ != RecordForm::Messages;
+    add_border(*end_, last, last - 1, is_predicted);
+    is_learnt |= is_predicted;
+  }
   return is_learnt;
 }
 

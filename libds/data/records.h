@@ -76,7 +76,8 @@ class Conversation {
   Record record_{.form = RecordForm::Messages, .segments = {}};
 };
 
-// Collects records and encodes them as the ids of a file, with several threads.
+// Collects records and encodes them as the ids of a file, with several threads. Each gets the token of its border,
+// unless it has it there already; a note then says how many do.
 class RecordIds {
  public:
   // `kind`: of the file, for its fingerprint ("JSONL, %s in a line", where %s is the form). `place`: what messages say
@@ -104,8 +105,12 @@ class RecordIds {
     }
   };
   void wait(Waiting record);
+  // Of some records: how many messages or completions are left out, and how many records have the token of a border.
+  struct Counts {
+    i64 left_out = 0, with_border = 0;
+  };
   // Appends its ids, and returns whether anything in it is trained on.
-  bool encode(const Waiting& record, std::vector<i32>& ids, i64& num_left_out) const;
+  bool encode(const Waiting& record, std::vector<i32>& ids, Counts& counts) const;
   static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
   TokenFile& file_;
@@ -115,8 +120,9 @@ class RecordIds {
   std::function<std::string(i64)> place_;
   std::function<Record(std::string_view, i64)> parse_;
   std::optional<i32> begin_, end_;  // the tokens before and after a record
-  bool border_is_target_, is_learnt_, finds_borders_;
-  i64 num_left_out_ = 0;
+  bool is_token_given_, is_learnt_, finds_borders_;
+  i64 num_records_ = 0;
+  Counts counts_;
   std::vector<Waiting> waiting_;
   size_t waiting_bytes_ = 0;
 };

@@ -237,13 +237,15 @@ void TokenFile::add_document_tokens(const DocumentRule& rule) {
     begin = end;
   }
   has_document_tokens = true;
-  if (added == 0) return;
+  if (added == 0)
+    return note(fmt::format("data file '{}': data.add_document_token adds nothing: all {} documents have {} already",
+                            name, documents, rule.token));
   out.append(waiting.data(), std::ssize(waiting));
   extended = std::make_unique<MappedFile>(out, name);
   view.data = extended->data();
   view.count = extended->bytes() / width;
   borders = {};  // the token marks them all
-  reading += fmt::format("{}{} added to documents", reading.empty() ? "" : ", ", rule.token);
+  reading += fmt::format("{}{}{}", reading.empty() ? "" : ", ", rule.token, kTokensAdded);
   note(fmt::format("data file '{}': data.document_token {} was added to {} of its {} documents", name, rule.token,
                    added, documents));
 }

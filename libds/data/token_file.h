@@ -65,6 +65,9 @@ struct TokenView {
   bool has_marks = false;  // U32 whose highest bit marks a token that is not predicted (TokenIds::kNoTarget)
 };
 
+// The end of TokenFile::reading where data.document_token was added to documents.
+inline constexpr std::string_view kTokensAdded = " added to documents";
+
 struct TokenFile {
   std::string name;  // for messages
   TokenView view;

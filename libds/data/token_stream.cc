@@ -240,6 +240,19 @@ void TokenStream::for_each_document(const std::function<void(i64 begin, i64 end)
   });
 }
 
+bool TokenStream::is_border(i64 position) const {
+  const i64 last = files_.back()->first_token + files_.back()->view.count;
+  if (position == 0 || position == last) return true;
+  const TokenFile& f = file_at(position);
+  const i64 at = position - f.first_token;
+  f.mapped.front()->check_size();
+  return at == 0 || f.find_border(at - 1, at, rule_) == at;
+}
+
+bool TokenStream::cuts(i64 begin, i64 end) const {
+  return (begin == 0 && !is_border(begin_)) || (end == num_tokens() && !is_border(end_));
+}
+
 i64 TokenStream::token_at(i64 position) const noexcept {
   const TokenFile& f = file_at(begin_ + position);
   return f.token_at(begin_ + position - f.first_token);

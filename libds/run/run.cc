@@ -118,13 +118,14 @@ void check_report(const std::string& file, std::string_view option, const Config
   monitor::check_file(file, option, config, run::Request{config, {}, options}.places());
 }
 
-void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
+RunDocuments TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
   const run::Request request{config, ranks, options};
   const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, run::resolve_device(config));
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.memory.files, ranks.local_world_size);
   const run::RunData data = run::open_data(request, plan.mesh.data_size());
-  if (request.is_root()) run::describe_documents(data);
+  RunDocuments documents;
+  if (request.is_root()) documents = run::survey_documents(data);
   run::Start start{.step_dir = request.find_step()};
   if (request.writes()) {
     RunLock::check_free(options.out_dir);
@@ -136,6 +137,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   } else if (const std::string weights = request.find_weights(); !weights.empty()) {
     run::check_weights(model, weights, config.published.new_head, request.is_root());
   }
+  return documents;
 }
 
 TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options)

@@ -45,6 +45,17 @@ void warn_of_uneven_targets(const Config& config, const BatchLoader& train) {
                   config.gradient_reduce == GradientReduce::Sum ? ", with gradient_allreduce_op \"mean\"," : ""));
 }
 
+// Only the first sample is asked, as all are alike in most programs.
+void warn_of_unknown_documents(const DataConfig& data) {
+  if (!data.separate_documents || data.document_token >= 0) return;
+  std::vector<i32> begins(static_cast<size_t>(data.seq_length));
+  if (data.samples->count() > 0 && !data.samples->documents(0, begins))
+    log_message(LogLevel::Warning,
+                fmt::format("data.separate_documents: has no effect: the program's samples '{}' do not "
+                            "state their documents, and there is no data.document_token",
+                            data.samples->identity()));
+}
+
 // Names all files of data that do not exist, each with its key.
 void check_files_exist(const Config& config) {
   std::string missing;
@@ -81,6 +92,7 @@ RunData open_data(const Request& request, i64 num_ranks) {
     };
     opened.train = loader_of(config.data.samples);
     if (config.data.validation_samples) opened.validation = loader_of(config.data.validation_samples);
+    if (request.is_root()) warn_of_unknown_documents(config.data);
     if (request.is_root() && !request.options.read_only) warn_of_uneven_targets(config, *opened.train);
     return opened;
   }
@@ -113,12 +125,14 @@ RunData open_data(const Request& request, i64 num_ranks) {
   return opened;
 }
 
-void describe_documents(const RunData& data) {
-  for (const auto& [loader, key] : {std::pair(data.train.get(), "training"), {data.validation.get(), "validation"}}) {
-    if (loader == nullptr) continue;
-    if (const std::optional<DocumentSurvey> survey = loader->survey_documents())
-      log_message(LogLevel::Info, fmt::format("{} data: {}", key, survey->text()));
-  }
+RunDocuments survey_documents(const RunData& data) {
+  const auto survey = [](const std::unique_ptr<BatchLoader>& loader, std::string_view part) {
+    std::optional<DocumentSurvey> documents;
+    if (loader) documents = loader->survey_documents();
+    if (documents) log_message(LogLevel::Info, fmt::format("{} data: {}", part, documents->text()));
+    return documents;
+  };
+  return {.training = survey(data.train, "training"), .validation = survey(data.validation, "validation")};
 }
 
 // Stages and parts of a sequence read the same samples, each for itself.

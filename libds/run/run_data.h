@@ -6,6 +6,7 @@
 
 #include "data/data.h"
 #include "ds/communicator.h"
+#include "ds/train.h"
 #include "run/request.h"
 
 namespace ds::run {
@@ -20,8 +21,8 @@ struct RunData {
 // none if there are neither. Rank 0 reports what is remarkable about them. Throws as open_dataset() and BatchLoader().
 RunData open_data(const Request& request, i64 num_ranks);
 
-// Reports the documents of the data, if they matter, and how full samples are. Reads all tokens.
-void describe_documents(const RunData& data);
+// Reports and returns the documents of the data, if they matter, and how full samples are. Reads all tokens.
+RunDocuments survey_documents(const RunData& data);
 
 // Throws Errc::Config if ranks read different files. Collective.
 void check_same_files(const RunData& data, Communicator& world);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <optional>
 
 #include "base/file.h"
@@ -78,6 +79,40 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   }
 }
 
+// The values of keys that an attention_identity() states.
+std::map<std::string, std::string> attention_keys(const std::string& identity) {
+  constexpr const char *kSparse = "sparse_attention", *kToken = "data.document_token",
+                       *kSeparate = "data.separate_documents", *kPositions = "data.document_positions";
+  const Json json = identity.empty() ? Json::object() : Json::parse(identity);
+  const auto value = [&](const char* key, std::string missing) {
+    const auto it = json.find(key);
+    return it == json.end() ? missing : it->is_string() ? it->get<std::string>() : it->dump();
+  };
+  std::map<std::string, std::string> keys = {{kSparse, value(kSparse, "none")}};
+  const bool is_separate = json.contains(kSeparate) || json.contains(kToken);  // the token implies it
+  keys[kSeparate] = is_separate ? "true" : "false";
+  if (!is_separate) return keys;
+  keys[kToken] = value(kToken, "none");
+  keys[kPositions] = value(kPositions, "restart");
+  return keys;
+}
+
+// Throws Errc::Mismatch, naming the keys that have changed, unless attention is the same.
+void check_same_attention(const std::string& saved, const std::string& now, const std::string& source) {
+  if (saved == now) return;
+  const auto there = attention_keys(saved), here = attention_keys(now);
+  std::string changed;
+  for (const auto& [key, value] : there) {
+    const auto own = here.find(key);
+    if (own != here.end() && own->second != value)
+      changed += fmt::format("{}{} is {} here and {} there", changed.empty() ? "" : ", ", key, own->second, value);
+  }
+  if (changed.empty()) changed = fmt::format("{} there and {} here", saved, now);  // keys of another version
+  throw Error(
+      Errc::Mismatch,
+      fmt::format("{}: a checkpoint of another attention: {}; --weights takes its weights alone", source, changed));
+}
+
 // A run goes on with the samples and the dropout that it began with.
 void check_same_run(const Request& request, const RunData& data, const CheckpointMeta& meta,
                     const std::string& source) {
@@ -85,14 +120,8 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
   const bool reads_only = request.options.read_only;
   if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, source);
   // A step that another program made says nothing of it.
-  if (const std::string now = attention_identity(config); meta.seed || !meta.attention_json.empty()) {
-    const auto said = [](const std::string& what) {
-      return what.empty() ? "no sparse_attention and no documents" : what;
-    };
-    DS_CHECK(meta.attention_json == now, Errc::Mismatch,
-             "{}: a checkpoint of another attention: {} there and {} here; --weights takes its weights alone", source,
-             said(meta.attention_json), said(now));
-  }
+  if (meta.seed || !meta.attention_json.empty())
+    check_same_attention(meta.attention_json, attention_identity(config), source);
   if (data.train && !reads_only && !meta.data_json.empty()) {
     const DataIdentity saved = parse_data_identity(meta.data_json), now = data.train->identity();
     check_same_data(saved, now);

@@ -115,8 +115,42 @@ ids = [list(t.encode()) for t in texts]
 lines = {"train": "t.jsonl", "validation": "t.jsonl"}
 check("lines", mean(*ids), {**lines, "packing": "best_fit"})
 check("lines with tokens", mean(*[i + [0] for i in ids]), {**lines, **PACKED})
+jsonl("some.jsonl", ["hello world|", "abc", "xyzzy|"])
+check("lines of which some have it", mean(*[i + [124] for i in ids]), {"train": "some.jsonl", "validation": "some.jsonl", "packing": "best_fit", "document_token": 124})
 for i, t in enumerate(texts): open(f"{i}.txt", "w").write(t)
 check("files", mean(*ids), {"train": ["0.txt", "1.txt", "2.txt"], "validation": ["0.txt", "1.txt", "2.txt"], "packing": "best_fit"})
+'
+}
+
+@test "packed documents are alone: by rows of HDF5, as by the same lines of JSON" {
+  export golden=$BATS_TEST_DIRNAME/../golden
+  documents '
+ids = [(31 * i * i + 7 * i) % 100 for i in range(60)]  # as make_data.py has them
+rows = [ids[i:i + 10] for i in range(0, 60, 10)]
+jsonl("rows.jsonl", ["".join(map(chr, row)) for row in rows])
+right, right_with_token = mean(*rows), mean(*[row + [101] for row in rows])
+for name in ("rows.jsonl", os.environ["golden"] + "/data/several.h5:/group/rows"):
+    data = {"train": name, "validation": name, "packing": "best_fit"}
+    check(name, right, data)
+    token = {"document_token": 101, **({"add_document_token": True} if ":/" in name else {})}
+    check(f"{name} and a token", right_with_token, {**data, **token})
+'
+}
+
+@test "packed documents are alone: by rows of Parquet and Arrow, as by the same lines of JSON" {
+  ds-train --version | grep -q arrow || skip 'this build has no Apache Arrow'
+  export golden=$BATS_TEST_DIRNAME/../golden/arrow
+  documents '
+TOKEN = {"packing": "best_fit", "document_token": 0}
+def of(name, keys): return loss({"train": name, "validation": name, "seq_length": 60, **keys})
+for keys in ({"packing": "best_fit"}, TOKEN, {**TOKEN, "separate_documents": False}, {"separate_documents": True},
+             {"document_token": 0, "document_token_at": "begin"}):
+    for kind in "texts", "prompts", "messages":
+        name = os.environ["golden"] + "/" + kind
+        right = of(name + ".jsonl", keys)
+        for table in ".parquet", ".arrow", ".feather":
+            got = of(name + table, keys)
+            if got != right: sys.exit(f"{kind}{table} {keys}: {got}, right is {right}")
 '
 }
 
@@ -151,6 +185,18 @@ bin("m.bin", B + C); idx("m.idx", [6, 5], [0, 1, 2])'
   run --separate-stderr ds-train cfg.json --check "${packed[@]}" --set data.train=m
   [[ $stderr == *"data file 'm.bin': 2 documents by its index, of which 2 do not end with data.document_token 0"* ]] || fail "$stderr"
   [[ $stderr == *"training data: 2 documents of 11 tokens, the median of 5.5 and the longest of 6; 0 are cut; 2 samples, 68.8 % full"* ]] || fail "$stderr"
+  run -0 --separate-stderr ds-train cfg.json --check --json "${packed[@]}" --set data.train=m --set data.validation=many.bin
+  python3 - "$output" <<'PY'
+import json, sys
+documents = json.loads(sys.argv[1])["documents"]
+training = {"documents": 2, "tokens": 11, "median_tokens": 5.5, "longest_tokens": 6, "cut": 0, "samples": 2, "full": 0.6875}
+validation = {"documents": 16, "tokens": 64, "median_tokens": 4, "longest_tokens": 4, "cut": 0, "samples": 8, "full": 1}
+assert documents == {"training": training, "validation": validation}, documents
+PY
+  run -0 --separate-stderr ds-train cfg.json --check --json
+  [[ $output != *'"documents"'* ]] || fail "$output"
+  run -2 --separate-stderr ds-train cfg.json --check --json --set data.train=plain.bin --set data.packing=best_fit
+  [[ $output == *'"memory_bytes"'* && $stderr == *"data.packing: needs data.document_token"* ]] || fail "$output $stderr"
   run --separate-stderr ds-train cfg.json --steps 1 "${packed[@]}" --set data.train=m
   [[ $stderr == *"2 documents by its index"* ]] || fail "$stderr"
   for packing in best_fit none; do
@@ -182,8 +228,21 @@ bin("b.bin", (C + [0] + A) * 40)'
     ds-launch -n 4 ds-train cfg.json --out "two.$key" --quiet --steps 6 --resume latest "${data[@]}" --set $key --set zero_optimization.stage=3
     assert_equal "$(losses "two.$key")" "$(losses "one.$key")"
     run -3 --separate-stderr ds-train cfg.json --out "one.$key" --quiet --steps 9 --resume latest "${data[@]}"
-    [[ $stderr == *document* ]] || fail "$key: $stderr"
+    local was=${key#*=} is
+    case $key in
+      data.packing=*) is=none ;;
+      data.document_positions=*) is=restart ;;
+      data.loss_across_documents=*) is=true ;;
+      *) is=end ;;
+    esac
+    [[ $stderr == *"${key%=*} is $is, but the run was started with $was"* || $stderr == *"${key%=*} is $is here and $was there"* ]] ||
+      fail "$key: $stderr"
   done
   ds-train cfg.json --out plain --quiet --steps 2 "${data[@]}"
   run -3 --separate-stderr ds-train cfg.json --out plain --quiet --steps 9 --resume latest "${data[@]}" --set data.separate_documents=false
+  [[ $stderr == *"data.separate_documents is false here and true there"* && $stderr != *data.document_token* ]] || fail "$stderr"
+  run -3 --separate-stderr ds-train cfg.json --out plain --quiet --steps 9 --resume latest "${data[@]}" --set data.document_token=1
+  [[ $stderr == *"data.document_token is 1 here and 0 there"* ]] || fail "$stderr"
+  # Other keys than those of the first start, and the same documents.
+  ds-train cfg.json --out plain --quiet --steps 4 --resume latest "${data[@]}" --set data.loss_across_documents=true --set data.packing=none
 }

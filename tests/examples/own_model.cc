@@ -60,7 +60,8 @@ void run(std::span<char*> args) {
   if (!read.ok()) throw ds::Error(read.code(), read.message());
   if (check) {
     for (const ds::TagMemory& m : ds::predict_run(read.config, ranks).memory) print("memory", m);
-    return ds::TrainingRun::check(read.config, ranks, options);
+    ds::TrainingRun::check(read.config, ranks, options);
+    return;
   }
   ds::TrainingRun training(read.config, ranks, options);
   const auto on_step = [](const ds::StepRecord& r, ds::i64) {

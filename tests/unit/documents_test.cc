@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cctype>
 #include <fstream>
 #include <random>
 #include <set>
@@ -12,9 +13,11 @@
 #include "data/objective.h"
 #include "data/packing.h"
 #include "data/token_file.h"
+#include "data/tokenizer.h"
 #include "expect_error.h"
 #include "formats/hdf5.h"
 #include "temp_directory.h"
+#include "test_data.h"
 #include "written_tokens.h"
 
 namespace ds {
@@ -29,6 +32,7 @@ using testing::idx_bytes;
 using ::testing::IsEmpty;
 using ::testing::Not;
 using testing::TempDirectory;
+using testing::test_data;
 using testing::write_file;
 
 constexpr i32 kNone = kIgnoredTarget;
@@ -200,6 +204,73 @@ TEST_F(Documents, LinesOfJsonAreSome) {
     EXPECT_EQ(begins_of(TokenStream(files, {.num_threads = threads, .documents = {.packed = true}})), want) << threads;
 }
 
+// Texts of a record that have the token at their border already, as its owner may have written them: TRL adds none to
+// them either.
+TEST_F(Documents, OfTextsThatHaveTheTokenGetNoSecondOne) {
+  const auto read = [&](const std::vector<std::string>& lines, DocumentRule rule, std::string want, i64 had) {
+    std::string text;
+    for (const std::string& line : lines) text += line + "\n";
+    const TokenStream stream = open({file("t.jsonl", text)}, rule);
+    Ids ids(static_cast<size_t>(stream.num_tokens())), targets = ids;
+    stream.read(0, ids, kVocab);
+    stream.read_targets(0, targets, kVocab);
+    // What is no target stands in upper case, and its token as an underscore.
+    std::string got;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const char c = static_cast<char>(ids[i]);
+      got += targets[i] != kNone ? c : c == '|' ? '_' : static_cast<char>(std::toupper(c));
+    }
+    EXPECT_EQ(got, want) << text;
+    const std::string note = fmt::format("{} of its {} records", had, lines.size());
+    const ::testing::Matcher<std::string> says =
+        had > 0 ? HasSubstr(note) : ::testing::Matcher<std::string>(Not(HasSubstr("already")));
+    EXPECT_THAT(remarks_of(stream), says) << text;
+  };
+  const DocumentRule end{.token = '|'}, begin{.token = '|', .at = DocumentTokenAt::Begin};
+  const auto text = [](const char* t) { return fmt::format(R"({{"text": "{}"}})", t); };
+  const auto prompt = [](const char* p, const char* c, int weight = 1) {
+    return fmt::format(R"({{"prompt": "{}", "completion": "{}", "weight": {}}})", p, c, weight);
+  };
+  read({text("a"), text("b|"), text("|"), text(""), text("c|d")}, end, "a|b|||c|d|", 2);
+  read({text("a"), text("b")}, end, "a|b|", 0);
+  read({text("a||")}, end, "a||", 1);  // only one is at the border
+  read({text("a"), text("|b"), text("|"), text("")}, begin, "|a|b||", 2);
+  read({prompt("p", "c"), prompt("q", "d|"), prompt("r|", "e")}, end, "Pc|Qd|R_e|", 1);
+  read({prompt("p|", ""), prompt("q", "d")}, end, "P|Qd|", 1);  // the end of the completion is the text's
+  read({prompt("p", "c"), prompt("|q", "d")}, begin, "|Pc|Qd", 1);
+  read({prompt("p", "c", 0), prompt("q", "d|", 0), prompt("r", "e")}, end, "PC_QD_Re|", 1);
+  // The end of a conversation is its template's.
+  const ChatTemplateConfig chat{.user = "U{content}", .assistant = "A{content}|"};
+  const auto message = [](const char* role) { return fmt::format(R"({{"role": "{}", "content": "c"}})", role); };
+  const auto answer = fmt::format(R"({{"messages": [{}, {}]}})", message("user"), message("assistant")),
+             question = fmt::format(R"({{"messages": [{}, {}]}})", message("assistant"), message("user"));
+  const std::vector<std::string> files = {file("m.jsonl", answer + "\n" + question + "\n")};
+  const TokenStream talk(files, {.documents = {.apart = true, .token = '|'}, .chat_template = chat});
+  Ids ids(static_cast<size_t>(talk.num_tokens()));
+  talk.read(0, ids, kVocab);
+  EXPECT_EQ(std::string(ids.begin(), ids.end()), "UcAc|Ac|Uc|");
+  EXPECT_THAT(remarks_of(talk), HasSubstr("1 of its 2 records"));
+}
+
+// Without data.document_token the tokenizer's end of text is the border of texts.
+TEST_F(Documents, OfTextsThatEndWithTheTokenizersEndOfText) {
+  const auto tokenizer = open_tokenizer(test_data("tokenizers/gpt2-files"));
+  const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
+  ASSERT_TRUE(eos);
+  const std::string name = tokenizer->decode(std::vector{*eos});
+  const std::string lines = file("e.jsonl", fmt::format("{{\"text\": \"a{}\"}}\n{{\"text\": \"a\"}}\n", name));
+  const TokenStream stream(std::vector{lines}, {.tokenizer = test_data("tokenizers/gpt2-files")});
+  Ids ids(static_cast<size_t>(stream.num_tokens())), alone;
+  stream.read(0, ids, i64{1} << 20);
+  tokenizer->encode("a", alone);
+  alone.push_back(*eos);
+  const Ids once = alone;
+  alone.insert(alone.end(), once.begin(), once.end());
+  EXPECT_EQ(ids, alone);
+  EXPECT_THAT(remarks_of(stream),
+              HasSubstr(fmt::format("1 of its 2 records end with the tokenizer's end of text {} already", *eos)));
+}
+
 TEST_F(Documents, PromptsAndMessagesAreOnesToo) {
   const std::string prompts =
       file("p.jsonl", "{\"prompt\": \"a\", \"completion\": \"bc\"}\n{\"prompt\": \"d\", \"completion\": \"e\"}\n");
@@ -267,6 +338,8 @@ TEST_F(Documents, ATokenIsAddedWhereAskedAndItIsMissing) {
   EXPECT_EQ(ids, (Ids{'a', 'b', ';', 'c', ';'}));
   const TokenStream lines = open({file("a.jsonl", "{\"text\": \"ab\"}\n")}, {.token = 0, .adds_token = true});
   EXPECT_EQ(lines.num_tokens(), 3);
+  EXPECT_THAT(remarks_of(open({file("c.bin", bin_bytes({5, 0, 6, 7, 0}))}, {.token = 0, .adds_token = true})),
+              HasSubstr("adds nothing: all 2 documents have 0 already"));
   expect_error(Errc::Config, AllOf(HasSubstr("data.add_document_token"), HasSubstr("a.txt")),
                [&] { open({dir_ / "a.txt"}, {.token = 300, .adds_token = true}); });
   // An id outside the vocabulary is found in the copy, too.
@@ -398,6 +471,37 @@ TEST_F(Documents, OfOneTokenMoreThanASampleAreNotCut) {
   }
 }
 
+// A document that data.split divides does not lie in one sample as a whole, whatever its length.
+TEST_F(Documents, ThatTheSplitCutsAreCountedAsCut) {
+  const std::string a = file("a.bin", bin_bytes({11, 0, 21, 22, 23, 0, 31, 0, 41, 42, 0})),
+                    b = file("b.bin", bin_bytes({51, 52}));
+  const auto cut = [&](bool packed, DocumentTokenAt at, i64 begin, i64 end) {
+    const DocumentRule rule{.apart = true, .packed = packed, .token = 0, .at = at};
+    TokenStream stream(std::vector{a, b}, {.documents = rule});
+    stream.narrow_to(begin, end);
+    return BatchLoader(std::move(stream), {1, 1, packed ? 12 : 4}, 1, kVocab,
+                       packed ? next_token_of_documents(0) : std::unique_ptr<const Objective>(next_token()))
+        .survey_documents()
+        .value()
+        .cut;
+  };
+  constexpr DocumentTokenAt kEnd = DocumentTokenAt::End, kBegin = DocumentTokenAt::Begin;
+  EXPECT_EQ(cut(true, kEnd, 0, 13), 0);
+  EXPECT_EQ(cut(true, kEnd, 0, 4), 1);
+  EXPECT_EQ(cut(true, kEnd, 4, 13), 1);
+  EXPECT_EQ(cut(true, kEnd, 3, 5), 1);  // at both of its ends
+  EXPECT_EQ(cut(true, kEnd, 3, 10), 2);
+  EXPECT_EQ(cut(true, kEnd, 2, 11), 0);  // at borders of the token and of a file
+  EXPECT_EQ(cut(true, kEnd, 1, 13), 1);
+  EXPECT_EQ(cut(true, kBegin, 1, 10), 0);
+  EXPECT_EQ(cut(true, kBegin, 2, 10), 1);
+  EXPECT_EQ(cut(true, kBegin, 5, 9), 1);
+  // Samples of 4: one document lies in two of them.
+  EXPECT_EQ(cut(false, kEnd, 0, 13), 1);
+  EXPECT_EQ(cut(false, kEnd, 0, 10), 2);
+  EXPECT_EQ(cut(false, kEnd, 4, 13), 1);
+}
+
 TEST_F(Documents, OfTheBeginTokenAlonePredictTheNextWhenPacked) {
   const std::string a = file("a.bin", bin_bytes({0, 0, 0, 21, 22, 0, 0, 31}));
   const DocumentRule rule{.apart = true, .packed = true, .token = 0, .at = DocumentTokenAt::Begin};
@@ -483,12 +587,6 @@ TEST_F(Documents, OfAnOlderRunAreTheSameOrItSaysSo) {
                AllOf(HasSubstr("an older version of libds"), HasSubstr("which 1 of the present borders lack")),
                [&] { check_same_data(older(two), two); });
   EXPECT_NO_THROW(check_same_data(parse_data_identity(data_identity_json(two)), two));
-  expect_error(Errc::Mismatch, HasSubstr("documents are found by"),
-               [&] { check_same_data(same, identity({ended}, {.token = 0, .loss_across = false})); });
-  expect_error(Errc::Mismatch, HasSubstr("documents are found by nothing"), [&] {
-    check_same_data(same,
-                    BatchLoader(TokenStream(std::vector{ended}, {}), {1, 1, 4}, 1, kVocab, next_token()).identity());
-  });
   // The same samples; a document of one of them saw the next.
   const std::string shorter = file("s.bin", bin_bytes({11, 12, 0, 0, 21, 22}));
   const auto packs = [&](const std::string& name, i64 T) {
@@ -501,6 +599,90 @@ TEST_F(Documents, OfAnOlderRunAreTheSameOrItSaysSo) {
   EXPECT_THAT(difference_of_samples(older(exposed), exposed),
               HasSubstr("1 document without the token at the end saw the next one"));
   EXPECT_EQ(difference_of_samples(exposed, exposed), "");
+}
+
+TEST_F(Documents, ARuleIsReadFromItsDescription) {
+  EXPECT_EQ(DocumentRule{}.description(), "");
+  for (const i64 token : {-1, 0, 77}) {
+    for (const DocumentTokenAt at : {DocumentTokenAt::End, DocumentTokenAt::Begin}) {
+      for (const bool loss : {false, true}) {
+        const DocumentRule rule{.apart = true, .token = token, .at = at, .loss_across = loss};
+        const std::optional<DocumentRule> read = DocumentRule::parse(rule.description());
+        ASSERT_TRUE(read) << rule.description();
+        EXPECT_EQ(read->token, token);
+        EXPECT_EQ(read->at, token >= 0 ? at : DocumentTokenAt::End);
+        const bool has_effect = token >= 0 && at == DocumentTokenAt::End;
+        EXPECT_EQ(read->loss_across, loss || !has_effect) << rule.description();
+      }
+    }
+  }
+  for (const char* other : {"", "borders", "borders of files and token", "borders of files and token x at the end",
+                            "borders of files and token 7", "borders of files and token -7 at the end",
+                            "borders of files and token 99999999999999999999 at the end", "borders of files and more",
+                            "borders of files, no loss across them, and more"})
+    EXPECT_FALSE(DocumentRule::parse(other)) << other;
+}
+
+// A resume is refused by the key that has changed, with both values.
+TEST_F(Documents, ThatAreReadDifferentlyAreRefusedByTheirKey) {
+  const std::string name = file("a.bin", bin_bytes({11, 12, 8, 0, 21, 22, 8, 0, 31, 32, 33, 8, 34, 0}));
+  const auto identity = [&](DocumentRule rule) {
+    return BatchLoader(TokenStream(std::vector{name}, {.documents = rule}), {1, 1, 4}, 1, kVocab,
+                       rule.packed ? next_token_of_documents(rule.token) : next_token())
+        .identity();
+  };
+  const DocumentRule end{.apart = true, .token = 0}, packed{.apart = true, .packed = true, .token = 0},
+      begin{.apart = true, .token = 0, .at = DocumentTokenAt::Begin};
+  const auto with = [](DocumentRule rule, auto DocumentRule::*member, auto value) {
+    rule.*member = value;
+    return rule;
+  };
+  const struct {
+    DocumentRule was, is;
+    const char* why;
+  } rows[] = {
+      {end, packed, "data.packing is best_fit, but the run was started with none"},
+      {packed, end, "data.packing is none, but the run was started with best_fit"},
+      {end, with(end, &DocumentRule::apart, false),
+       "data.separate_documents is false, but the run was started with true"},
+      {end, with(end, &DocumentRule::token, 8), "data.document_token is 8, but the run was started with 0"},
+      {packed, with(packed, &DocumentRule::token, 8), "data.document_token is 8, but the run was started with 0"},
+      {end, begin, "data.document_token_at is begin, but the run was started with end"},
+      {packed, with(packed, &DocumentRule::at, DocumentTokenAt::Begin), "data.document_token_at is begin"},
+      {end, with(end, &DocumentRule::loss_across, false),
+       "data.loss_across_documents is false, but the run was started with true"},
+      {with(end, &DocumentRule::loss_across, false), end, "data.loss_across_documents is true"},
+  };
+  for (const auto& row : rows) {
+    const DataIdentity saved = parse_data_identity(data_identity_json(identity(row.was)));
+    expect_error(Errc::Mismatch, HasSubstr(row.why), [&] { check_same_data(saved, identity(row.is)); });
+    EXPECT_NO_THROW(check_same_data(saved, identity(row.was))) << row.why;
+  }
+  // A key that changes nothing.
+  EXPECT_NO_THROW(check_same_data(identity(with(begin, &DocumentRule::loss_across, false)), identity(begin)));
+  // Tokens that are added.
+  file("m.bin", bin_bytes({11, 12, 21, 22, 0, 31, 32}));
+  file("m.idx", idx_bytes({2, 3, 2}, {0, 1, 2, 3}));
+  const auto of_index = [&](bool adds) {
+    DocumentRule rule = end;
+    rule.adds_token = adds;
+    return BatchLoader(open({dir_ / "m"}, rule), {1, 1, 4}, 1, kVocab, next_token()).identity();
+  };
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("m.bin"), HasSubstr("data.add_document_token")),
+               [&] { check_same_data(of_index(true), of_index(false)); });
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("m.bin"), HasSubstr("data.add_document_token")),
+               [&] { check_same_data(of_index(false), of_index(true)); });
+  EXPECT_NO_THROW(check_same_data(of_index(true), of_index(true)));
+  // Texts, where documents do not matter and each has its token.
+  const std::string lines = file("a.jsonl", "{\"text\": \"some text\"}\n");
+  const auto of_lines = [&](i64 token) {
+    return BatchLoader(TokenStream(std::vector{lines}, {.documents = {.token = token}}), {1, 1, 4}, 1, kVocab,
+                       next_token())
+        .identity();
+  };
+  expect_error(Errc::Mismatch,
+               AllOf(HasSubstr("8 behind each"), HasSubstr("7 behind each"), HasSubstr("data.document_token")),
+               [&] { check_same_data(of_lines(7), of_lines(8)); });
 }
 
 // Random documents in random files, with random cuts: what every question says is what was written.

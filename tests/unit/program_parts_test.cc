@@ -13,9 +13,11 @@
 #include "config/model_config.h"
 #include "data/data.h"
 #include "ds/config.h"
+#include "ds/log.h"
 #include "examples/own_model.h"
 #include "expect_error.h"
 #include "model/models.h"
+#include "run/run_data.h"
 
 namespace ds {
 namespace program_parts_test {
@@ -93,6 +95,41 @@ TEST(ProgramParts, ExcludeTheKeysThatDescribeThem) {
   }
   EXPECT_THAT(read(R"({"steps": 3, "train_batch_size": 2, "eval": {"every": 1}})", parts).message(),
               HasSubstr("eval.every"));
+}
+
+// Samples that state their documents.
+struct Halves final : SampleSource {
+  i64 count() const override { return 4; }
+  void sample(i64, RngKey, std::span<i32> inputs, std::span<i32> targets) const override {
+    std::ranges::fill(inputs, 1);
+    std::ranges::fill(targets, 1);
+  }
+  bool documents(i64, std::span<i32> begins) const override {
+    const size_t half = begins.size() / 2;
+    for (size_t t = 0; t < begins.size(); ++t) begins[t] = static_cast<i32>(t < half ? 0 : half);
+    return true;
+  }
+  std::string identity() const override { return "halves"; }
+};
+
+TEST(ProgramParts, ThatDoNotStateTheDocumentsToSeparateAreWarnedOf) {
+  const auto warnings = [](std::shared_ptr<const SampleSource> samples, const char* data) {
+    const std::string text = fmt::format(R"({{"steps": 3, "train_batch_size": 2, "data": {{{}}}}})", data);
+    const ConfigResult r = read(text, {.model = own_model(), .samples = std::move(samples)});
+    EXPECT_TRUE(r.ok()) << r.message();
+    std::string said;
+    set_log_sink([&](LogLevel level, std::string_view line) {
+      if (level == LogLevel::Warning) said += line;
+    });
+    run::open_data({.config = r.config, .ranks = {}, .options = {}}, 1);
+    set_log_sink(nullptr);
+    return said;
+  };
+  EXPECT_THAT(warnings(sequences(), R"("separate_documents": true)"),
+              AllOf(HasSubstr("data.separate_documents: has no effect"), HasSubstr("5 id + 3 modulo 61")));
+  EXPECT_EQ(warnings(sequences(), R"("document_token": 3)"), "");
+  EXPECT_EQ(warnings(sequences(), ""), "");
+  EXPECT_EQ(warnings(std::make_shared<Halves>(), R"("separate_documents": true)"), "");
 }
 
 TEST(ProgramParts, OfImpossibleModelsAreRefused) {

@@ -428,12 +428,12 @@ TEST(JsonlFile, TextsOfTheLinesAreOneStream) {
   const std::string zurich = "Z\u00fcrich \U0001F642\n";
   const std::string last("A/\\\"\b\f\n\r\t\0", 10);
   EXPECT_EQ(text_of(read_all(open({golden("texts.jsonl")}))), "The first text." + zurich + zurich + last);
-  // With a token after each text, which needs no place in the tokenizer.
+  // With a token after each text, which needs no place in the tokenizer; two end with the newline already.
   for (const i64 end : {10, 256, 70000}) {
     std::vector<i32> want;
     for (const std::string& text : {std::string("The first text."), zurich, zurich, std::string(), last}) {
       for (const char c : text) want.push_back(static_cast<u8>(c));
-      want.push_back(static_cast<i32>(end));
+      if (end != '\n' || !text.ends_with('\n')) want.push_back(static_cast<i32>(end));
     }
     const TokenStream stream = open({golden("texts.jsonl")}, DataFormat::Auto, end);
     EXPECT_EQ(read_all(stream), want) << end;

@@ -26,6 +26,16 @@ nlohmann::ordered_json tokens_json(const TokenizedText& t) {
           {"ends", t.ends},           {"adds_bos", t.adds_bos}, {"adds_eos", t.adds_eos}};
 }
 
+nlohmann::ordered_json documents_json(const DocumentSurvey& s) {
+  return {{"documents", s.documents},
+          {"tokens", s.tokens},
+          {"median_tokens", s.median},
+          {"longest_tokens", s.longest},
+          {"cut", s.cut},
+          {"samples", s.samples},
+          {"full", s.full}};
+}
+
 void print_tokens(const TokenizedText& t, Output& out) {
   out.print("\ntokenizer {}: {}\n", t.tokenizer, t.identity);
   for (const auto& token : t.tokens) out.print("  {:>8}  {}\n", token.id, token.piece);
@@ -40,7 +50,7 @@ void print_tokens(const TokenizedText& t, Output& out) {
 }  // namespace
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing,
-                      const TokenizedText* tokenized) {
+                      const TokenizedText* tokenized, const RunDocuments& documents) {
   const RunPrediction p = predict_run(config, ranks, writing);
   if (p.needed_bytes > p.available_bytes &&
       (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
@@ -81,6 +91,8 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
     if (!bounds.empty()) document["memory_bounds"] = bounds;
     if (!p.mean_comm_bytes.empty()) document["mean_comm_bytes_per_step"] = p.mean_comm_bytes;
     if (!p.most_comm_bytes.empty()) document["most_comm_bytes_per_step"] = p.most_comm_bytes;
+    if (documents.training) document["documents"]["training"] = documents_json(*documents.training);
+    if (documents.validation) document["documents"]["validation"] = documents_json(*documents.validation);
     if (tokenized != nullptr) document["tokenized"] = tokens_json(*tokenized);
     out.document(document);
     return;

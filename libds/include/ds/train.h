@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/document_survey.h"
 #include "ds/prompts.h"
 #include "ds/ranks.h"
 #include "ds/step_record.h"
@@ -129,6 +130,12 @@ struct TrainResult {
   std::string offload_method{};     // how its files are read and written
 };
 
+// The documents of a run's data. Nothing where they are neither separated nor packed, or the program brings the
+// samples.
+struct RunDocuments {
+  std::optional<DocumentSurvey> training, validation;
+};
+
 struct GenerateHooks {  // called on every rank
   // Each new token with the text that it adds, in bytes that may end inside a UTF-8 character.
   std::function<void(size_t prompt, i32 id, std::string_view text)> token;
@@ -148,8 +155,9 @@ class DS_API TrainingRun {
   ~TrainingRun();
 
   // Throws the constructor's errors for files and directories: data, checkpoint, weights, run directory. Changes
-  // nothing, and needs neither the other ranks nor the memory of a run.
-  static void check(const Config& config, const RankInfo& ranks, const RunOptions& options);
+  // nothing, and needs neither the other ranks nor the memory of a run. Rank 0 reads all data in which documents are
+  // separated or packed, reports them and returns them; the other ranks return none.
+  static RunDocuments check(const Config& config, const RankInfo& ranks, const RunOptions& options);
 
   // Trains to config.steps, or until any rank requests a stop; then commits a checkpoint, if there is a run directory.
   // Throws Errc::Numeric, and saves nothing, if weights or losses are no longer finite.
