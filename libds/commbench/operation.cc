@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "commbench/sizes.h"
+#include "device/device.h"
 
 namespace ds::commbench {
 namespace {

@@ -120,7 +120,7 @@ PY
   ds-launch -n 4 ds-train cfg.json --out two --quiet --steps 8 --resume latest "${packed[@]}" --set zero_optimization.stage=3
   assert_equal "$(losses two)" "$(losses one)"
   run -3 --separate-stderr ds-train cfg.json --out one --quiet --steps 9 --resume latest "${packed[@]}" --set data.packing=none
-  [[ $stderr == *"packed by best fit"* ]] || fail "$stderr"
+  [[ $stderr == *"data.packing is none, but the run was started with best_fit"* ]] || fail "$stderr"
   refused 2 'data.packing: needs data.document_token' --set data.packing=best_fit
 }
 

@@ -62,7 +62,7 @@ on_terminal() { script -qec "stty cols 100; $1" /dev/null </dev/null; }
 
 @test "what ranks say passes as it is; their last lines in our message do not" {
   cat >rank <<'EOS'
-[[ $RANK == 1 ]] || sleep 10
+[[ $RANK == 1 ]] || { trap 'echo ended >&2; exit 1' TERM; sleep 10 & wait; }
 for i in {1..12}; do printf '\033[3%dm%s\n' $((i % 8)) "$(head -c 1000000 /dev/zero | tr '\0' "${i:0:1}")"; done >&2
 exit 3
 EOS

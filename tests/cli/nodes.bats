@@ -222,7 +222,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   training
   start --host "$a:1,$b:1,$c:1" ds-train cfg.json --out run --set steps=100000 --set communication.timeout_s=2 \
     --set train_batch_size=6
-  until_true 20 grep -qs '"step":3,' run/metrics.jsonl
+  until_true 60 grep -qs '"step":3,' run/metrics.jsonl
   kill -STOP "$(matching_on 2 '^ds-train')"
   SECONDS=0
   assert_ends_with 1
