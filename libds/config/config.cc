@@ -358,11 +358,11 @@ void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
       r.error("data.weights", "weighs whole files: give data.validation, or set data.split to 0");
   }
   check_chat_template(d.chat_template, r);
+  if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
   resolve_documents(c, r);
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0 && !d.validation_samples)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;
-  if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
   if (has_model && !d.samples) check_objective(c, r);
   if (has_model && d.document_token >= c.model.vocab_size && !r.broken("data.document_token"))
     r.error("data.document_token",

@@ -32,6 +32,13 @@ std::vector<DataFormat> formats_of(const DataConfig& d) {
   return formats;
 }
 
+// The longest sequence up to which rotary embeddings do not depend on the length of a sequence; 0: they never do.
+i64 longest_of_fixed_rotation(const ModelConfig& m) {
+  if (m.rope.type == RopeType::Dynamic) return m.max_positions;
+  if (m.rope.type != RopeType::LongRope) return 0;
+  return m.rope.original_max_positions > 0 ? m.rope.original_max_positions : m.max_positions;
+}
+
 // Whoever gives a key means it to have an effect: a warning says why one has none.
 void report_without_effect(const Config& c, Reader& r) {
   const DataConfig& d = c.data;
@@ -77,6 +84,15 @@ void resolve_documents(Config& c, Reader& r) {
   if (!r.given(kSeparate)) d.separate_documents = d.document_token >= 0 || d.packing != DataPacking::None;
   if (c.model.layers > 0 && !c.model.causal() && d.packing != DataPacking::None && !r.broken(kPacking))
     r.error(kPacking, "is only for models that predict the next token", Errc::Unavailable);
+  if (const i64 longest = longest_of_fixed_rotation(c.model); longest > 0 && d.seq_length > longest &&
+                                                              d.separate_documents &&
+                                                              d.document_positions == DocumentPositions::Restart)
+    r.error(kSeparate,
+            fmt::format("the rotary scaling of this model depends on the length of a sequence beyond {} tokens, and "
+                        "documents in samples of {} would have that of the sample: set data.seq_length to at most {}, "
+                        "{} to \"continue\", or keep documents together",
+                        longest, d.seq_length, longest, kPositions),
+            Errc::Unavailable);
   if (r.broken(kDocumentToken)) return;
   if (d.document_token < 0) {
     if (d.add_document_token) r.error(kAdd, fmt::format("needs {}", kDocumentToken));

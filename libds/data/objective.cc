@@ -96,9 +96,8 @@ class MaskedTokens final : public Objective {
     stream.find_documents(first, text);
     begins.front() = 0;
     for (i32& begin : text) begin += begin > 0 ? 1 : 0;
-    // The end of the data is no border to [SEP].
-    const bool has_ended = stream.document_end(last, last + 2) == last + 1 &&
-                           (last + 1 < stream.num_tokens() || stream.documents().marks(stream.token_at(last), -1));
+    // [SEP] belongs to the document before it, unless a token has ended that.
+    const bool has_ended = stream.documents().marks(stream.token_at(last), -1);
     begins.back() = has_ended ? static_cast<i32>(begins.size() - 1) : text.back();
   }
 

@@ -9,7 +9,7 @@
 //                       DocumentRule::predicts(): samples share one token with their neighbour. Or whole documents:
 //                       data/packing
 //   masked tokens       [CLS] t0 .. t(T-3) [SEP], samples share nothing; [CLS] is in the first document, [SEP] in the
-//                       last one, or alone where that ends before it. Devlin et al., "BERT" (2018), 3.1: of the
+//                       last one, or alone where a token ends that. Devlin et al., "BERT" (2018), 3.1: of the
 //                       positions that hold no special token, `probability` is chosen, rounded and at least one; a
 //                       chosen one becomes [MASK] with probability 0.8, a random token with 0.1, and stays with 0.1;
 //                       its target is what stood there, all others are kIgnoredTarget

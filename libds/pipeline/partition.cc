@@ -6,6 +6,7 @@
 #include <set>
 
 #include "config/parallel.h"
+#include "pipeline/layer_calls.h"
 
 namespace ds::pipeline {
 namespace {

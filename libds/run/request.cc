@@ -14,6 +14,7 @@
 #include "checkpoint/run_names.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
+#include "ds/limits.h"
 #include "ds/log.h"
 #include "run/weights.h"
 

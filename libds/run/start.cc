@@ -15,6 +15,7 @@
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
+#include "config/scheduler.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
 #include "optim/lr_schedule.h"
@@ -58,10 +59,10 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   const auto scheduler = saved.find("scheduler");
   const auto params = scheduler == saved.end() || !scheduler->is_object() ? saved.end() : scheduler->find("params");
   if (scheduler == saved.end() || params == scheduler->end() || !params->is_object()) return;
-  const std::optional<i64> before = number(*params, kHorizon), steps = number(saved, "steps");
-  // A horizon of its own does not follow the steps.
-  if (!before || *before == now.scheduler.total_num_steps || steps != before ||
-      now.scheduler.total_num_steps != now.steps)
+  const std::optional<i64> before = number(*params, kHorizon);
+  // A horizon of its own does not follow the steps, and another schedule or rate was meant to move.
+  if (!before || *before == now.scheduler.total_num_steps || now.scheduler.total_num_steps != now.steps ||
+      scheduler->value("type", "") != scheduler_name(now.scheduler.type))
     return;
   SchedulerConfig old = now.scheduler;
   old.total_num_steps = *before;
@@ -69,7 +70,8 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   // The first step that is left whose rate moves by as much as is shown.
   const LrSchedule schedule(now.optimizer, now.scheduler), schedule_before(now.optimizer, old);
   for (i64 step = meta.step + 1; step <= now.steps; ++step) {
-    const double is = schedule.lr_at(step - 2), was = schedule_before.lr_at(step - 2);
+    const i64 updates = step - 1 - meta.step + meta.optimizer_step;  // before this step, unless more are skipped
+    const double is = schedule.lr_at(updates - 1), was = schedule_before.lr_at(updates - 1);
     if (std::abs(is - was) <= 1e-3 * std::max(is, was)) continue;
     return log_message(
         LogLevel::Warning,

@@ -366,6 +366,21 @@ the learning rate of step 13 is 0.0015 instead of 0; scheduler.params.total_num_
   refute_output --partial "was trained with a schedule"
   run -0 ds-train cfg.json --out same --resume latest --steps 14
   refute_output --partial "was trained with a schedule"
+  # Without the key the schedule follows the steps again. Another type was meant to move.
+  cp -r kept linear
+  run -0 ds-train cfg.json --out linear --resume latest --steps 26 --set 'scheduler={"type": "WarmupDecayLR"}'
+  refute_output --partial "was trained with a schedule"
+  cp -r kept longer
+  run -0 ds-train cfg.json --out longer --resume latest --steps 36 "${cosine[@]}"
+  assert_output --partial "was trained with a schedule of 12 steps, and this run has 36: the learning rate of step 25 is"
+  # Steps that are skipped move no schedule.
+  local low=(--set fp16.enabled=true --set fp16.initial_scale_power=34 --set fp16.hysteresis=1)
+  ds-train cfg.json --out low --quiet --steps 20 "${cosine[@]}" "${low[@]}"
+  run -0 ds-train cfg.json --out low --resume latest --steps 24 "${cosine[@]}" "${low[@]}"
+  local said='the learning rate of step ([0-9]+) is ([0-9.e+-]+) instead'
+  [[ $output =~ $said ]] || fail "$output"
+  assert_equal "$(printf '%.4g' "$(sed -n "s/.*\"step\":${BASH_REMATCH[1]},.*\"lr\":\([^,}]*\).*/\1/p" low/metrics.jsonl | tail -n 1)")" \
+    "$(printf '%.4g' "${BASH_REMATCH[2]}")"
   # Nothing is left whose rate could move.
   run -0 ds-train cfg.json --out kept --resume latest --steps 12 "${cosine[@]}"
   refute_output --partial "was trained with a schedule"

@@ -258,7 +258,8 @@ std::vector<Layout> layouts_of(const Case& c) {
   return layouts;
 }
 
-// Of samples of masked tokens: [CLS], the text, and [SEP], which is a document where the last one ends before it.
+// Of samples of masked tokens: [CLS], the text, and [SEP], which is a document where a token ends the last one before
+// it.
 std::vector<Piece> expected_masked_pieces(const Case& c) {
   const DataConfig& d = c.config.data;
   Ids all;
@@ -268,14 +269,17 @@ std::vector<Piece> expected_masked_pieces(const Case& c) {
     begins.insert(begins.end(), document.size(), false);
     begins[begins.size() - document.size()] = true;
   }
-  begins.push_back(d.document_token >= 0 && d.document_token_at == DocumentTokenAt::End && all.back() == kToken);
+  const bool has_token_at_end = d.document_token >= 0 && d.document_token_at == DocumentTokenAt::End;
   std::vector<Piece> pieces;
   const i64 n = d.seq_length - 2;
   for (i64 at = 0; at + n <= std::ssize(all); at += n) {
     pieces.push_back({{kCls}, {}});
     for (i64 t = at; t <= at + n; ++t) {
-      if (t > at && begins[static_cast<size_t>(t)]) pieces.emplace_back();
-      pieces.back().first.push_back(t < at + n ? all[static_cast<size_t>(t)] : kSep);
+      const bool is_text = t < at + n;
+      if (is_text ? t > at && begins[static_cast<size_t>(t)]
+                  : has_token_at_end && all[static_cast<size_t>(t - 1)] == kToken)
+        pieces.emplace_back();
+      pieces.back().first.push_back(is_text ? all[static_cast<size_t>(t)] : kSep);
     }
   }
   return pieces;

@@ -44,6 +44,29 @@ std::map<std::string, std::string> without_effect(const ConfigResult& r) {
   return keys;
 }
 
+TEST(ConfigDocuments, ARotationThatDependsOnTheLengthOfSamplesIsRefused) {
+  const auto error = [](const std::string& scaling, const std::string& data) {
+    return parse_config(fmt::format(R"({{"model": {{"type": "llama", "vocab_size": 256, "hidden_size": 16,
+      "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64,
+      "rope_scaling": {{{}}}}}, "train_batch_size": 8, "data": {{"train": "a.bin", {}}}}})",
+                                    scaling, data),
+                        "cfg", {}, 1, ConfigUse::Inspect)
+        .message();
+  };
+  const std::string dynamic = R"("rope_type": "dynamic", "factor": 2)",
+                    longrope = R"("rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2],
+                                "original_max_position_embeddings": 32)";
+  EXPECT_THAT(error(dynamic, R"("document_token": 0, "seq_length": 65)"), HasSubstr("beyond 64 tokens"));
+  EXPECT_THAT(error(longrope, R"("document_token": 0, "packing": "best_fit", "seq_length": 33)"),
+              HasSubstr("beyond 32 tokens"));
+  EXPECT_THAT(error(longrope, R"("document_token": 0)"), HasSubstr("beyond 32 tokens"));  // seq_length 64
+  for (const char* data : {R"("document_token": 0, "seq_length": 32)", R"("seq_length": 64)",
+                           R"("document_token": 0, "seq_length": 64, "document_positions": "continue")",
+                           R"("document_token": 0, "seq_length": 64, "separate_documents": false)"})
+    EXPECT_EQ(error(longrope, data), "") << data;
+  EXPECT_EQ(error(R"("rope_type": "linear", "factor": 2)", R"("document_token": 0, "seq_length": 64)"), "");
+}
+
 TEST(ConfigDocuments, KeysWithoutEffectAreWarnedOf) {
   const struct {
     const char* data;

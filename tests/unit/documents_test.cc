@@ -404,6 +404,11 @@ TEST_F(Documents, InSamplesOfMaskedTokens) {
   EXPECT_EQ(row_of(loader, 1, 7).begins, (Ids{0, 0, 0, 3, 3, 3, 3}));  // the data end, the document does not
   const BatchLoader four(open({a}, {.token = 9}), {1, 1, 5}, 1, kVocab, masked_tokens(mlm));
   EXPECT_EQ(row_of(four, 0, 5).begins, (Ids{0, 0, 0, 0, 4}));  // [CLS] 11 12 9 | [SEP]
+  // A border that no token marks leaves [SEP] in the document before it, as the end of the data does.
+  const std::string b = file("b.bin", bin_bytes({21, 22, 23})), c = file("c.bin", bin_bytes({31, 32, 33}));
+  const BatchLoader files(open({b, c}, {.apart = true}), {1, 1, 5}, 1, kVocab, masked_tokens(mlm));
+  EXPECT_EQ(row_of(files, 0, 5).begins, (Ids{0, 0, 0, 0, 0}));
+  EXPECT_EQ(row_of(files, 1, 5).begins, (Ids{0, 0, 0, 0, 0}));
 }
 
 TEST_F(Documents, InPackedSamples) {
