@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cases of the CUDA backend that the general tests of products, column sums and cross-entropy do not reach, on the
-// simulator: rows of more than one tile, unaligned memory, sums in parts, a library that fuses nothing, threads in any
-// order.
+// simulator: rows of more than one tile, rows that a block keeps in shared memory, unaligned memory, sums in parts, a
+// library that fuses nothing, threads in any order.
 
 #include <bit>
 #include <cmath>
