@@ -40,6 +40,7 @@ class Context {
   // the default is own.
   CudnnAttention* cudnn_attention() noexcept;
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
+  size_t most_shared_bytes() const noexcept { return static_cast<size_t>(most_shared_bytes_); }  // of a block
   const ContextOptions& options() const noexcept { return options_; }
 
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned, with undefined contents. Ops of a
@@ -73,7 +74,7 @@ class Context {
   bool attention_chosen_ = false;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
-  int num_multiprocessors_ = 0;
+  int num_multiprocessors_ = 0, most_shared_bytes_ = 0;
   const char* error_ = nullptr;
   cudaError_t code_ = cudaSuccess;
   size_t missing_bytes_ = 0;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32, then each row becomes, in place,
-// a row of its gradient in the work dtype, which both backward products read. A vocabulary in parts takes the same
-// steps, one op for each.
+// a row of its gradient in the work dtype, which both backward products read. A row that fits the shared memory of a
+// block is read from device memory once. A vocabulary in parts takes the same steps, one op for each.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "cuda/cross_entropy_plan.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 #include "cuda/vectors.h"
@@ -14,18 +15,95 @@
 namespace ds::cuda {
 namespace {
 
-constexpr int kBlock = 512, kWarps = kBlock / kWarp;
-constexpr int kPacks = 4;                   // of eight logits, per thread at a time
-constexpr i64 kTile = kBlock * kPacks * 8;  // logits per block at a time
+constexpr int kBlock = kSoftmaxBlock, kWarps = kBlock / kWarp;
+constexpr int kPacks = 4;              // of eight logits, per thread at a time
+constexpr int kStep = kBlock * 8;      // logits from one pack of a thread to its next
+constexpr i64 kTile = kPacks * kStep;  // logits per block at a time
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-struct RowShared {
-  float top[kWarps];
-  float sum[kWarps];
+DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
+
+// The logits of a row, by tiles. A thread has the same packs of every tile, wherever they are.
+//   arrive(tile)  all threads call it before the first load of a tile, in ascending order
+//   load          x = the packs of this thread; `rest` beyond the end of the row
+//   at(j)         one logit, after a barrier that follows the arrival of all tiles
+//   leave(tile)   all threads call it after their last load of a tile and before they store results of it, in ascending
+//                 order. The results may be stored over the logits in device memory, below all that are still to be
+//                 read.
+
+// In device memory.
+template <bool kAligned>
+struct RowInMemory {
+  const float* z;
+  i64 V;
+
+  DS_DEVICE void arrive(i64) const {}
+  DS_DEVICE void load(float (&x)[kPacks][8], i64 tile, float rest) const {
+    for (int i = 0; i < kPacks; ++i) {
+      const i64 j = tile + thread_index() * 8 + i * kStep;
+      load_some(x[i], z + j, V - j, kAligned, rest);
+    }
+  }
+  DS_DEVICE float at(i64 j) const { return z[j]; }
+  DS_DEVICE void leave(i64) const { sync_block(); }
 };
 
-DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
+// In shared memory, where each tile that is left makes room for that of the next row. A warp copies what its own
+// threads load, so that only they wait for it.
+struct RowInShared {
+  float* kept;
+  int V;
+  const float* next;  // in device memory; null: there is none
+
+  // The place of four logits. Threads load packs, which are twice as long; adjacent threads would collide in the banks
+  // of shared memory if every other four packs were not stored with their halves swapped.
+  static DS_DEVICE int place(int quad) { return 4 * (quad ^ (quad >> 3 & 1)); }
+
+  // Starts the copy of a tile of the next row.
+  DS_DEVICE void fetch(i64 tile) const {
+    if (next != nullptr) {
+      const int first = static_cast<int>(tile) / 4 + thread_index() / kWarp * kWarp * 2 + thread_index() % kWarp;
+      DS_UNROLL
+      for (int i = 0; i < 2 * kPacks; ++i) {
+        const int quad = first + i / 2 * (kStep / 4) + i % 2 * kWarp;
+        if (4 * quad < V) copy_async_16(kept + place(quad), next + 4 * quad, true);
+      }
+    }
+    copies_commit();
+  }
+
+  DS_DEVICE void arrive(i64 tile) const {
+    switch ((V - 1 - tile) / kTile) {  // later tiles
+      case 0: copies_wait<0>(); break;
+      case 1: copies_wait<1>(); break;
+      case 2: copies_wait<2>(); break;
+      default: copies_wait<3>(); break;
+    }
+    sync_warp();
+  }
+  DS_DEVICE void load(float (&x)[kPacks][8], i64 tile, float rest) const {
+    DS_UNROLL
+    for (int i = 0; i < kPacks; ++i) {
+      const int j = static_cast<int>(tile) + thread_index() * 8 + i * kStep, count = V - j;
+      float half[2][4] = {};
+      DS_UNROLL
+      for (int side = 0; side < 2; ++side) {
+        if (count > 0) load16(half[side], kept + place(j / 4 + side));
+      }
+      DS_UNROLL
+      for (int e = 0; e < 8; ++e) x[i][e] = half[e / 4][e % 4];
+      if (count >= 8) continue;
+      DS_UNROLL
+      for (int e = 0; e < 8; ++e) x[i][e] = e < count ? x[i][e] : rest;
+    }
+  }
+  DS_DEVICE float at(i64 j) const { return kept[place(static_cast<int>(j / 4)) + j % 4]; }
+  DS_DEVICE void leave(i64 tile) const {
+    sync_warp();
+    fetch(tile);
+  }
+};
 
 // The parts of a loss that do not depend on its target.
 struct LossTerms {
@@ -46,45 +124,43 @@ DS_DEVICE float loss_of(float sum, float at_target, float top, const LossTerms& 
 }
 
 // dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - each), where own is the
-// position of the target, or any outside. dz may start at the same address as z: all threads read a tile before one of
-// them writes it, and its results are stored below everything that is still to be read.
-template <class E, bool kAligned>
-DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum, i64 own, const LossTerms& t) {
-  constexpr i64 kStep = kBlock * 8;
-  const i64 first = thread_index() * 8;
+// position of the target and `own_logit` its logit, or any position outside. dz may start at the same address as the
+// row in device memory.
+template <class E, bool kAligned, class Row>
+DS_DEVICE void write_gradient(E* dz, const Row& row, float top, float sum, i64 own, float own_logit,
+                              const LossTerms& t) {
   const float of_softmax = t.z_loss == 0 ? 1.0f : 1 + 2 * t.z_loss * (top + std::log(sum));
   const float scale = t.grad_scale * of_softmax / sum, less = t.grad_scale * t.each;
-  // Read before any thread passes the first barrier, while it is still a logit.
-  const float mine = own >= 0 && own < V ? exp_of(z[own] - top) : 0;
-  const float at_own = t.grad_scale * (of_softmax * mine / sum - (1 - t.smoothing) - t.each);
-  for (i64 tile = 0; tile < V; tile += kTile) {
+  const float at_own = t.grad_scale * (of_softmax * exp_of(own_logit - top) / sum - (1 - t.smoothing) - t.each);
+  for (i64 tile = 0; tile < row.V; tile += kTile) {
     float x[kPacks][8];
+    row.load(x, tile, 0);
+    row.leave(tile);
+    DS_UNROLL
     for (int i = 0; i < kPacks; ++i) {
-      const i64 j = tile + first + i * kStep;
-      load_some(x[i], z + j, V - j, kAligned);
-    }
-    sync_block();
-    for (int i = 0; i < kPacks; ++i) {
-      const i64 j = tile + first + i * kStep;
+      const i64 j = tile + thread_index() * 8 + i * kStep;
+      DS_UNROLL
       for (int e = 0; e < 8; ++e) x[i][e] = j + e == own ? at_own : exp_of(x[i][e] - top) * scale - less;
-      store_some(dz + j, x[i], V - j, kAligned);
+      store_some(dz + j, x[i], row.V - j, kAligned);
     }
   }
 }
 template <class E, bool kAligned>
 DS_DEVICE void write_zeros(E* dz, i64 V) {
   const float zeros[8] = {};
-  for (i64 j = thread_index() * 8; j < V; j += kBlock * 8) store_some(dz + j, zeros, V - j, kAligned);
+  for (i64 j = thread_index() * 8; j < V; j += kStep) store_some(dz + j, zeros, V - j, kAligned);
 }
 
 struct RowArgs {
   float* logits;
-  i64 stride, V;
+  i64 rows, stride, V;
   const i32* targets;
   float* losses;
   i32 ignore_index;
   LossTerms terms;
   bool gradient;
+
+  DS_DEVICE bool ignored(i64 row) const { return targets[row] == ignore_index; }
 };
 
 // The sum over the block, the same for all threads; `part`: memory of its warps, which no thread may read before a
@@ -99,33 +175,29 @@ DS_DEVICE float block_sum(float x, float* part) {
 }
 
 // A thread's share of the sum of z - top over a row.
-template <bool kAligned>
-DS_DEVICE float total_share(const float* z, i64 V, float top) {
+template <class Row>
+DS_DEVICE float total_share(const Row& row, float top) {
   float total = 0;
-  for (i64 tile = thread_index() * 8; tile < V; tile += kTile) {
+  for (i64 tile = 0; tile + thread_index() * 8 < row.V; tile += kTile) {
+    float x[kPacks][8];
+    row.load(x, tile, top);
     for (int i = 0; i < kPacks; ++i) {
-      const i64 j = tile + i * kBlock * 8;
-      float x[8], part = 0;
-      load_some(x, z + j, V - j, kAligned, top);
-      for (int e = 0; e < 8; ++e) part += x[e] - top;
+      float part = 0;
+      for (int e = 0; e < 8; ++e) part += x[i][e] - top;
       total += part;
     }
   }
   return total;
 }
 
-// losses[row]; with `gradient`, z becomes its gradient of type E in place.
-template <class E, bool kAligned>
-__global__ void softmax_row_kernel(RowArgs p) {
-  RowShared& shared = block_shared<RowShared>();
+// losses[r] and, with `gradient`, the gradient of type E in place of row r, of which `row` are the logits.
+template <class E, bool kAligned, class Row>
+DS_DEVICE void softmax_row(const RowArgs& p, i64 r, const Row& row, SoftmaxSums& shared) {
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
-  const i64 row = block_index().x;
-  float* const z = p.logits + row * p.stride;
-  E* const dz = reinterpret_cast<E*>(z);
-  const i64 target = p.targets[row], first = thread_index() * 8;
-  constexpr i64 kStep = kBlock * 8;
-  if (target == p.ignore_index) {
-    if (thread_index() == 0) p.losses[row] = 0;
+  E* const dz = reinterpret_cast<E*>(p.logits + r * p.stride);
+  const i64 target = p.targets[r];
+  if (p.ignored(r)) {
+    if (thread_index() == 0) p.losses[r] = 0;
     if (p.gradient) write_zeros<E, kAligned>(dz, p.V);
     return;
   }
@@ -133,9 +205,11 @@ __global__ void softmax_row_kernel(RowArgs p) {
   // Maximum and sum of exponentials in one pass: the sum is rescaled when a tile raises the maximum. NaN is never the
   // maximum, but reaches the sum.
   float top = kLowest, sum = 0;
-  for (i64 tile = first; tile < p.V; tile += kTile) {
+  for (i64 tile = 0; tile < p.V; tile += kTile) {
+    row.arrive(tile);
+    if (tile + thread_index() * 8 >= p.V) continue;
     float x[kPacks][8];
-    for (int i = 0; i < kPacks; ++i) load_some(x[i], z + tile + i * kStep, p.V - (tile + i * kStep), kAligned, kLowest);
+    row.load(x, tile, kLowest);
     float higher = top;
     for (int i = 0; i < kPacks; ++i) {
       for (int e = 0; e < 8; ++e) higher = x[i][e] > higher ? x[i][e] : higher;
@@ -151,6 +225,7 @@ __global__ void softmax_row_kernel(RowArgs p) {
   const float warp_top = warp_max(top);
   if (lane == 0) shared.top[warp] = warp_top;
   sync_block();
+  const float own_logit = row.at(target);  // while all threads are in this row
   float row_top = kLowest;
   for (int w = 0; w < kWarps; ++w) row_top = shared.top[w] > row_top ? shared.top[w] : row_top;
   const float warp_total = warp_sum(sum * exp_of(top - (row_top == kLowest ? 0 : row_top)));
@@ -160,16 +235,39 @@ __global__ void softmax_row_kernel(RowArgs p) {
   for (int w = 0; w < kWarps; ++w) row_sum += shared.sum[w];
   if (row_top == kLowest) row_sum = std::numeric_limits<float>::quiet_NaN();  // no finite logit: inf - inf
   const LossTerms& terms = p.terms;
-  float at_target = z[target] - row_top;
+  float at_target = own_logit - row_top;
   if (terms.smoothing > 0) {
     sync_block();  // the shared sums have been read
-    const float all = block_sum(total_share<kAligned>(z, p.V, row_top), shared.sum);
+    const float all = block_sum(total_share(row, row_top), shared.sum);
     at_target = (1 - terms.smoothing) * at_target + terms.each * all;
   }
-  if (thread_index() == 0) p.losses[row] = loss_of(row_sum, at_target, row_top, terms);
-  if (!p.gradient) return;
+  if (thread_index() == 0) p.losses[r] = loss_of(row_sum, at_target, row_top, terms);
+  if (p.gradient) write_gradient<E, kAligned>(dz, row, row_top, row_sum, target, own_logit, terms);
+}
 
-  write_gradient<E, kAligned>(dz, z, p.V, row_top, row_sum, target, terms);
+// A block for each row, which stays in device memory.
+template <class E, bool kAligned>
+__global__ void softmax_row_kernel(RowArgs p) {
+  const i64 r = block_index().x;
+  const RowInMemory<kAligned> row{p.logits + r * p.stride, p.V};
+  softmax_row<E, kAligned>(p, r, row, block_shared<SoftmaxSums>());
+}
+
+// A block for several rows, which come to shared memory one after the other.
+template <class E>
+__global__ void __launch_bounds__(kBlock, kKeptBlocks) kept_rows_kernel(RowArgs p) {
+  SoftmaxSums& shared = block_shared<SoftmaxSums>();
+  const i64 blocks = grid_size().x;
+  // The logits of an ignored row are not needed.
+  const auto source = [&](i64 r) { return r < p.rows && !p.ignored(r) ? p.logits + r * p.stride : nullptr; };
+  RowInShared row{reinterpret_cast<float*>(&shared + 1), static_cast<int>(p.V), source(block_index().x)};
+  for (i64 tile = 0; tile < p.V; tile += kTile) row.fetch(tile);
+  for (i64 r = block_index().x; r < p.rows; r += blocks) {
+    row.next = source(r + blocks);
+    softmax_row<E, true>(p, r, row, shared);
+    if (p.gradient && !p.ignored(r)) continue;  // the gradient has left the tiles
+    for (i64 tile = 0; tile < p.V; tile += kTile) row.leave(tile);
+  }
 }
 
 // ---- a vocabulary in parts ----
@@ -238,7 +336,8 @@ __global__ void vocab_sums_kernel(PartArgs p) {
   float hit = ignored || own < 0 || own >= p.V ? 0 : z[own] - top;
   if (p.terms.smoothing > 0 && !ignored) {
     sync_block();  // the shared sums have been read
-    hit = (1 - p.terms.smoothing) * hit + p.terms.each * block_sum(total_share<kAligned>(z, p.V, top), shared.part);
+    hit = (1 - p.terms.smoothing) * hit +
+          p.terms.each * block_sum(total_share(RowInMemory<kAligned>{z, p.V}, top), shared.part);
   }
   if (thread_index() != 0) return;
   p.sum[row] = sum;
@@ -267,7 +366,9 @@ __global__ void vocab_grad_kernel(GradArgs<E> a) {
   if (ignored) {
     write_zeros<E, kAligned>(dz, p.V);
   } else {
-    write_gradient<E, kAligned>(dz, p.z + row * p.stride, p.V, top, sum, target - p.first_id, p.terms);
+    const RowInMemory<kAligned> z{p.z + row * p.stride, p.V};
+    const i64 own = target - p.first_id;
+    write_gradient<E, kAligned>(dz, z, top, sum, own, own >= 0 && own < p.V ? z.at(own) : top, p.terms);
   }
 }
 
@@ -319,21 +420,23 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     z.stride[0] = layout.stride;
     const TensorView dz = gradient_rows(z, h.dtype);
     matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
+    const bool gradient = dh || dweight || dbias, aligned = aligned_rows(z.as<float>(), layout.stride, rows);
     const RowArgs args{.logits = z.as<float>(),
+                       .rows = rows,
                        .stride = layout.stride,
                        .V = V,
                        .targets = targets.as<i32>() + begin,
                        .losses = losses.as<float>() + begin,
                        .ignore_index = p.ignore_index,
                        .terms = terms_of(p, V),
-                       .gradient = dh || dweight || dbias};
-    const Launch grid = one_block_per_row(rows, sizeof(RowShared));
+                       .gradient = gradient};
+    const SoftmaxPlan plan = SoftmaxPlan::of(rows, layout.stride, V, gradient || p.label_smoothing > 0, aligned,
+                                             ctx.most_shared_bytes(), ctx.num_multiprocessors());
     with_work_type(h.dtype, [&]<class E>(E) {
-      if (aligned_rows(z.as<float>(), layout.stride, rows)) {
-        launch(softmax_row_kernel<E, true>, grid, ctx.stream(), args);
-      } else {
-        launch(softmax_row_kernel<E, false>, grid, ctx.stream(), args);
-      }
+      launch(plan.kept ? kept_rows_kernel<E>
+             : aligned ? softmax_row_kernel<E, true>
+                       : softmax_row_kernel<E, false>,
+             one_block_per_row(plan.blocks, plan.shared_bytes), ctx.stream(), args);
     });
     ctx.check(cudaGetLastError(), "linear_cross_entropy");
     if (dh) matmul(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cases of the CUDA backend that the general tests of products, column sums and cross-entropy do not reach, on the
-// simulator: rows of more than one tile, unaligned memory, sums in parts, a library that fuses nothing, threads in any
-// order.
+// simulator: rows of more than one tile, rows that a block keeps in shared memory, unaligned memory, sums in parts, a
+// library that fuses nothing, threads in any order.
 
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -212,6 +213,153 @@ TEST_F(CudaCrossEntropy, LogitsThatAreNotFinite) {
         if (HasFatalFailure()) return;
       }
     }
+  }
+}
+
+// The softmax of rows of logits that a block keeps in shared memory, against that of rows in device memory, which are
+// read again. Both on the same workspace; a context asks for the limit of a block when it is made.
+class CudaKeptRows : public ::testing::Test {
+ protected:
+  static constexpr size_t kA100 = 163 << 10, kH100 = 227 << 10;  // of a block; the simulated device is an A100 here
+
+  // For a device whose blocks have that much shared memory.
+  static std::unique_ptr<cuda::Context> context_of(size_t shared_bytes) {
+    const Setting limit("DS_SIM_SHARED_BYTES", std::to_string(shared_bytes));
+    return std::make_unique<cuda::Context>();
+  }
+  struct Case {
+    i64 T, V;
+    DType work = DType::F32;
+    float label_smoothing = 0, z_loss = 0;
+    bool gradient = true;
+    i64 ignore_from = 1, ignore_every = 3;
+
+    std::string name() const {
+      return std::to_string(T) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
+             (label_smoothing > 0 ? " smoothed" : "") + (z_loss > 0 ? " with z-loss" : "") +
+             (gradient ? "" : " losses alone") + " ignored from " + std::to_string(ignore_from);
+    }
+  };
+  struct Results {
+    Tensor losses, dh, dweight, workspace;
+  };
+
+  // The logits of a row are a column of `weight`, exactly; rows take its columns in turn.
+  static Results run(const Case& c, const Tensor& weight, cuda::Context& context) {
+    const i64 C = weight.view().dim(1);
+    Tensor h(c.work, {c.T, C}), targets(DType::I32, {c.T});
+    h.fill(0);
+    for (i64 t = 0; t < c.T; ++t) {
+      h.set(t * C + t % C, 1);
+      const bool ignored = t >= c.ignore_from && (t - c.ignore_from) % c.ignore_every < 2;  // some one after the other
+      targets.set(t, ignored ? -100.0f : static_cast<float>((t * 7919 + c.V - 1) % c.V));
+    }
+    Results r{Tensor(DType::F32, {c.T}), Tensor(c.work, {c.T, C}), Tensor(DType::F32, {c.V, C}),
+              Tensor(DType::F32, {c.T, c.V})};
+    r.workspace.fill(0.125f);
+    Stream stream{.pool = nullptr, .native = &context};
+    const TensorView none{};
+    kCuda.linear_cross_entropy(r.losses, c.gradient ? r.dh.view() : none, c.gradient ? r.dweight.view() : none, {}, h,
+                               weight, {}, targets, r.workspace,
+                               {.ignore_index = -100,
+                                .grad_scale = 0.37f,
+                                .chunk_tokens = c.T,
+                                .label_smoothing = c.label_smoothing,
+                                .z_loss = c.z_loss},
+                               stream);
+    EXPECT_EQ(context.error(), nullptr) << context.error();
+    return r;
+  }
+  static void compare(const Case& c) {
+    const auto plain = context_of(0), keeping = context_of(kH100);
+    const Setting limit("DS_SIM_SHARED_BYTES", std::to_string(kH100));
+    Tensor weight(c.work, {c.V, 3});  // a block's next row is one of the other two kinds
+    weight.randomize(static_cast<u32>(c.V), 3);
+    const Results want = run(c, weight, *plain);
+    for (const char* seed : {"0", "1"}) {
+      const Setting order("DS_SIM_SEED", seed);
+      const Results got = run(c, weight, *keeping);
+      expect_same_bits(got.losses, want.losses, c.name() + ": losses");
+      expect_same_bits(got.workspace, want.workspace, c.name() + ": gradients of logits, and all beside them");
+      expect_same_bits(got.dh, want.dh, c.name() + ": dh");
+      expect_same_bits(got.dweight, want.dweight, c.name() + ": dweight");
+      if (HasFatalFailure()) return;
+    }
+  }
+};
+
+// Up to 58080 logits fit an H100's block: 3.5 tiles. Four multiprocessors take several rows each.
+TEST_F(CudaKeptRows, HaveTheBitsOfRowsInDeviceMemory) {
+  i64 n = 0;
+  for (const i64 V : {8, 33, 64, 1000, 1030, 4095, 4096, 4104, 16383, 16384, 16385, 29000, 33001, 50257, 58080}) {
+    for (const DType work : kWorkDTypes) {
+      for (const bool gradient : {true, false}) {
+        for (const auto& [smoothing, z_loss] : {std::pair{0.0f, 0.0f}, {0.1f, 0.0f}, {0.0f, 0.01f}, {0.2f, 0.02f}}) {
+          ++n;
+          if (V > 2000 && n % 11 != 0) continue;  // in turns
+          compare({.T = 20 + n % 4,
+                   .V = V,
+                   .work = work,
+                   .label_smoothing = smoothing,
+                   .z_loss = z_loss,
+                   .gradient = gradient,
+                   .ignore_from = n % 5,
+                   .ignore_every = 3 + n % 3});
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+  for (const i64 V : {4, 8, 4100, 50260}) compare({.T = 1, .V = V, .ignore_from = 1});
+  compare({.T = 20, .V = 50264, .work = DType::BF16, .ignore_from = 0, .ignore_every = 2});  // all
+}
+
+// Rows that do not fit, or cannot be copied, are read from device memory whatever the limit.
+TEST_F(CudaKeptRows, OthersAreAsBefore) {
+  for (const i64 V : {58081, 58088, 70001}) compare({.T = 18, .V = V, .work = DType::BF16, .z_loss = 0.01f});
+  for (const i64 T : {1, 5}) compare({.T = T, .V = 50257});
+}
+
+TEST_F(CudaKeptRows, LogitsThatAreNotFiniteAreAlike) {
+  constexpr float kInf = INFINITY, kNan = NAN;
+  const float firsts[][3] = {{1, kInf, 2},       {1, -kInf, 2},     {-kInf, -kInf, -kInf}, {kNan, 1, 2},
+                             {-kInf, kNan, 1},   {kInf, kInf, 1},   {-kInf, 1, -kInf},     {kInf, -kInf, 3},
+                             {1e30f, -1e30f, 3}, {3e38f, -3e38f, 0}};
+  const auto plain = context_of(0), keeping = context_of(kA100);
+  for (const auto& first : firsts) {
+    for (const auto& [V, others] : {std::pair<i64, float>{8, -kInf}, {704, 0.5f}, {20008, -kInf}}) {
+      const Case c{.T = 9, .V = V, .label_smoothing = V == 704 ? 0.1f : 0};
+      Tensor weight(DType::F32, {V, 1});
+      weight.fill(others);
+      for (i64 i = 0; i < 3; ++i) weight.set(i, first[i]), weight.set(V - 1 - i, first[2 - i]);
+      const Results want = run(c, weight, *plain), got = run(c, weight, *keeping);
+      const auto same = [&](const Tensor& a, const Tensor& b) {  // except for the kind of NaN
+        for (i64 i = 0; i < a.numel(); ++i) {
+          if (std::isnan(a.at(i)) && std::isnan(b.at(i))) continue;
+          ASSERT_EQ(std::bit_cast<u32>(a.at(i)), std::bit_cast<u32>(b.at(i))) << first[0] << " of " << V << ": " << i;
+        }
+      };
+      same(got.losses, want.losses);
+      same(got.workspace, want.workspace);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The simulator refuses a launch that asks for more shared memory than the device has. A context that was made for a
+// larger device asks for it only if it keeps rows.
+TEST_F(CudaKeptRows, AreKeptByDevicesOnWhichTheyFitOnly) {
+  const auto h100 = context_of(kH100), a100 = context_of(kA100);
+  for (const DType work : kWorkDTypes) {
+    Tensor weight(work, {50257, 1});
+    weight.randomize(1);
+    Case c{.T = 18, .V = 50257, .work = work};
+    run(c, weight, *a100);
+    EXPECT_DEATH(run(c, weight, *h100), "more shared memory than the device has");
+    c.gradient = false;  // logits are read once
+    run(c, weight, *h100);
+    c.label_smoothing = 0.1f;  // twice
+    EXPECT_DEATH(run(c, weight, *h100), "more shared memory than the device has");
   }
 }
 

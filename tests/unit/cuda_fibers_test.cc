@@ -82,5 +82,21 @@ TEST(CudaFibersDeathTest, ABarrierThatAThreadMissesEndsTheProcess) {
                "more shared memory than its launch asked for");
 }
 
+TEST(CudaFibersDeathTest, ABlockHasTheSharedMemoryOfTheDevice) {
+  constexpr const char* kTooMuch = "more shared memory than the device has";
+  const auto ask = [](size_t bytes) {
+    run(
+        32, [] {}, bytes);
+  };
+  EXPECT_EQ(most_shared_bytes(), size_t{163} << 10);
+  ask(most_shared_bytes());
+  EXPECT_DEATH(ask(most_shared_bytes() + 1), kTooMuch);
+  setenv("DS_SIM_SHARED_BYTES", "232448", 1);
+  EXPECT_EQ(most_shared_bytes(), 232448u);
+  ask(232448);
+  EXPECT_DEATH(ask(232449), kTooMuch);
+  unsetenv("DS_SIM_SHARED_BYTES");
+}
+
 }  // namespace cuda_fibers_test
 }  // namespace ds::cuda::sim

@@ -228,13 +228,18 @@ void copies_wait(int pending) {
   });
 }
 
+size_t most_shared_bytes() {
+  const char* bytes = std::getenv("DS_SIM_SHARED_BYTES");
+  return bytes != nullptr ? std::strtoull(bytes, nullptr, 10) : size_t{163} << 10;
+}
+
 void check_shared(size_t bytes) {
   if (bytes > block().shared_bytes) die("a kernel uses more shared memory than its launch asked for");
 }
 
 void run_grid(dim3 grid, int block_size, size_t shared_bytes, FunctionRef<void()> thread) {
   if (block_size <= 0 || block_size > 1024 || block_size % 32 != 0) die("a block is not 32 to 1024 threads");
-  if (shared_bytes > (size_t{163} << 10)) die("a block asks for more shared memory than an A100 has, 163 KiB");
+  if (shared_bytes > most_shared_bytes()) die("a block asks for more shared memory than the device has");
   if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) die("a grid is too large");
   Machine& m = machine();
   const char* seed = std::getenv("DS_SIM_SEED");

@@ -58,6 +58,8 @@ void copies_wait(int pending);
 // stream passes through here.
 void enqueue(std::function<void()> work);
 
+// The most shared memory that a block may have: DS_SIM_SHARED_BYTES, or that of an A100, 163 KiB.
+size_t most_shared_bytes();
 void check_shared(size_t bytes);
 void run_grid(dim3 grid, int block_size, size_t shared_bytes, FunctionRef<void()> thread);
 
