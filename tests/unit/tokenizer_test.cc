@@ -3,6 +3,7 @@
 // cut, and the choice of a file in a folder. Equality with the reference is in tokenizer_reference_test.cc.
 #include "data/tokenizer.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -446,6 +447,26 @@ const Refusal kRefusals[] = {
      "cannot be compiled"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(?<=a)b"}, "behavior": "Isolated"})", kLater,
      "'(?<'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a**"}, "behavior": "Isolated"})", kLater,
+     "'*' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a+?+"}, "behavior": "Isolated"})", kLater,
+     "'+' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}{2}"}, "behavior": "Isolated"})", kLater,
+     "'{' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}?*"}, "behavior": "Isolated"})", kLater,
+     "'*' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}+"}, "behavior": "Isolated"})", kLater,
+     "'+' behind '}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2,1}"}, "behavior": "Isolated"})", kLater,
+     "'{2,1}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{65536}"}, "behavior": "Isolated"})", kLater,
+     "'{65536}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{,2}"}, "behavior": "Isolated"})", kLater,
+     "'{'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(*UCP)a"}, "behavior": "Isolated"})", kLater,
+     "'(*'"},
+    {"gpt2", "/pre_tokenizer", R"x({"type": "Split", "pattern": {"Regex": "a(*FAIL)"}, "behavior": "Isolated"})x",
+     kLater, "'(*'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a&&b]"}, "behavior": "Isolated"})", kLater,
      "'&&'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\h+"}, "behavior": "Isolated"})", kLater,
@@ -693,6 +714,28 @@ TEST(Regex, ClassesAreTheReferences) {
   EXPECT_FALSE(matches(R"(\W)", "\u00BE"));
   for (const char* folded : {"(?i:ss)", "(?i:oFf)", "(?i:x|(fi))", "(?i:\u00DF)", R"((?i:\u0053))"})
     EXPECT_ERROR(tokenizer::Regex(folded, {"f", "p"}), Errc::Unavailable, "in '(?i:'");
+}
+
+// As Oniguruma reads them; PCRE2 takes the first as lazy.
+TEST(Regex, RepetitionsAreTheReferences) {
+  const auto first = [](const char* pattern, std::string_view text) {
+    const auto found = tokenizer::Regex(pattern, {"f", "p"}).find(text, 0);
+    return found ? std::string(text.substr(found->first, found->second - found->first)) : "none";
+  };
+  EXPECT_EQ(first("a{2}?", "aaa"), "aa");
+  EXPECT_EQ(first("a{2}?", "ab"), "");
+  EXPECT_EQ(first("xa{2}?", "xab"), "x");
+  EXPECT_EQ(first("x[ab]{2}?", "xabx"), "xab");
+  EXPECT_EQ(first("x(?:a(b)){2}?c", "xababc"), "xababc");
+  EXPECT_EQ(first("x(?:a(b)){2}?c", "xabc"), "none");
+  EXPECT_EQ(first(R"(x\s{1}?)", "x b"), "x ");
+  EXPECT_EQ(first("xé{2}?", "xéé"), "xéé");
+  EXPECT_EQ(first("(x{2}?a){2}?", "xxaa"), "xxaa");
+  EXPECT_EQ(first("a{2,3}?", "aaa"), "aa");
+  EXPECT_EQ(first("a{1,}?", "aaa"), "a");
+  EXPECT_EQ(first("a{2}", "aaa"), "aa");
+  EXPECT_EQ(first("a+?", "aaa"), "a");
+  EXPECT_EQ(first("a++a", "aaa"), "none");
 }
 
 }  // namespace tokenizer_test
