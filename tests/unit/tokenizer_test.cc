@@ -13,6 +13,7 @@
 #include <set>
 #include <tuple>
 
+#include "data/tokenizer/pattern.h"
 #include "data/tokenizer/regex.h"
 #include "data/tokenizer/unicode.h"
 #include "temp_directory.h"
@@ -736,6 +737,23 @@ TEST(Regex, RepetitionsAreTheReferences) {
   EXPECT_EQ(first("a{2}", "aaa"), "aa");
   EXPECT_EQ(first("a+?", "aaa"), "a");
   EXPECT_EQ(first("a++a", "aaa"), "none");
+}
+
+// As Oniguruma's iterator finds them: an empty one that begins where the last match ends is none.
+TEST(Regex, EmptyMatchesAreTheReferences) {
+  const auto parts = [](const char* pattern, std::string_view text) {
+    std::string all;
+    const tokenizer::Pattern matcher(tokenizer::Regex(pattern, {"f", "p"}));
+    matcher.each(text, [&](size_t begin, size_t end, bool is_match) {
+      all += fmt::format("{}{}-{}", is_match ? " =" : " ", begin, end);
+    });
+    return all;
+  };
+  EXPECT_EQ(parts("b?", "ab b"), " =0-0 0-1 =1-2 2-3 =3-4");
+  EXPECT_EQ(parts("b?", "bac"), " =0-1 1-2 =2-2 2-3 =3-3");
+  EXPECT_EQ(parts("b*", "\u00e9bb"), " =0-0 0-2 =2-4");
+  EXPECT_EQ(parts("(?=b)", "abb"), " 0-1 =1-1 1-2 =2-2 2-3");
+  EXPECT_EQ(parts("b|", "bb"), " =0-1 =1-2");
 }
 
 }  // namespace tokenizer_test
