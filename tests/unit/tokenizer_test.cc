@@ -152,6 +152,21 @@ TEST(Tokenizer, NullTakesARoleAndNoToken) {
   EXPECT_NE(no_eos->identity(), by_class->identity());
 }
 
+// A model_type alone names the class of Llama, and its own name the class that adds tokens for infilling.
+TEST(Tokenizer, CodeLlamaByItsModelTypeIsLlama) {
+  const auto ids = [](const Json& config) {
+    const TempDirectory dir;
+    write_file(dir / "tokenizer.json", golden("llama2").dump());
+    write_file(dir / "tokenizer_config.json", config.dump());
+    write_file(dir / "config.json", R"({"model_type": "code_llama"})");
+    return encode(*open_tokenizer(dir.path()), "a \u2581<PRE> b");
+  };
+  const auto llama = ids({{"tokenizer_class", "LlamaTokenizer"}});
+  EXPECT_EQ(llama, encode(*open(golden("llama2")), "a \u2581<PRE> b"));
+  EXPECT_EQ(ids(Json::object()), llama);
+  EXPECT_LT(ids({{"tokenizer_class", "CodeLlamaTokenizer"}}).size(), llama.size());
+}
+
 // transformers 5 takes its class by the model_type too.
 TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
   const auto warnings = [](const char* name, const char* type, const Json& config) {
@@ -182,6 +197,18 @@ TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
   EXPECT_TRUE(has(warnings("llama3", "llama", named), "'<unk>' is a token by the class LlamaTokenizer"));
   named["unk_token"] = nullptr;
   EXPECT_EQ(warnings("llama3", "llama", named), "");
+
+  for (const Json& config : {Json::object(), Json{{"tokenizer_class", "BloomTokenizerFast"}}})
+    EXPECT_TRUE(has(warnings("gpt2", "bloom", config), "'<s>' is a token by the class BloomTokenizer"));
+  for (const char* type : {"llama", "code_llama"}) {
+    EXPECT_EQ(warnings("llama2", type, Json::object()), "") << type;
+    EXPECT_TRUE(has(warnings("gpt2", type, Json::object()), "'<s>' is a token by the class LlamaTokenizer")) << type;
+  }
+  Json t5 = {{"tokenizer_class", "T5Tokenizer"}, {"additional_special_tokens", {"<x>"}}};
+  EXPECT_TRUE(has(warnings("gpt2", "t5", t5), "adds <extra_id_0> and those after it"));
+  t5["extra_ids"] = 0;
+  EXPECT_FALSE(has(warnings("gpt2", "t5", t5), "adds <extra_id_0>"));
+  EXPECT_FALSE(has(warnings("gpt2", "t5", {{"tokenizer_class", "T5Tokenizer"}}), "adds <extra_id_0>"));
 
   Json flagged = {{"tokenizer_class", "Qwen2Tokenizer"}, {"additional_special_tokens", {"<|im_start|>"}}};
   EXPECT_EQ(warnings("qwen2", "qwen2", flagged), "");

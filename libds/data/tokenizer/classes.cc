@@ -66,9 +66,11 @@ constexpr std::pair<std::string_view, std::string_view> kModels[] = {
     {"mt5", "T5Tokenizer"},
     {"albert", "AlbertTokenizer"},
     {"xlm-roberta", "XLMRobertaTokenizer"},
-    {"code_llama", "CodeLlamaTokenizer"},
+    {"code_llama", "LlamaTokenizer"},
 };
 
+// Models that transformers 5 knows no class for.
+constexpr std::string_view kWithoutClass[] = {"bloom", "code_llama", "llama"};
 // Models whose tokenizer.json transformers 5 reads by itself, whatever class the files name.
 constexpr std::string_view kByThemselves[] = {"arctic",
                                               "ernie4_5",
@@ -158,10 +160,11 @@ std::string_view class_of_model(std::string_view model_type) {
 }
 
 std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level) {
+  const auto has = [&](const auto& types) { return std::ranges::find(types, model_type) != std::end(types); };
+  if (has(kByThemselves) || (named.empty() && has(kWithoutClass))) return kByItself;
   if (named.empty()) return class_of_model(model_type);
-  if (std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
   if (model_type == "qwen2") return "Qwen2Tokenizer";
-  return named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
+  return named == "BloomTokenizer" || (named == "LlamaTokenizer" && is_byte_level) ? kByItself : named;
 }
 
 TextForm form_of(Shape shape, const TextFormOptions& o) {
