@@ -243,6 +243,8 @@ TEST(Tokenizer, EveryFileThatNamesAnEndCounts) {
   const auto tokenizer = open_tokenizer(dir.path());
   const i32 eos = tokenizer->special(SpecialToken::Eos).value();
   EXPECT_EQ(end_tokens(*tokenizer, "", 1000), (std::vector<i32>{5, 7, 9, eos}));
+  EXPECT_ERROR(end_tokens(*tokenizer, "", eos), Errc::Unavailable,
+               fmt::format("{}/tokenizer_config.json: eos_token: {} is no token of the model", dir.path(), eos));
   const TempDirectory model;
   write_file(model / "generation_config.json", R"({"eos_token_id": 11})");
   EXPECT_EQ(end_tokens(*tokenizer, model.path(), 1000), (std::vector<i32>{5, 7, 9, eos, 11}));
