@@ -200,10 +200,8 @@ TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
 
   for (const Json& config : {Json::object(), Json{{"tokenizer_class", "BloomTokenizerFast"}}})
     EXPECT_TRUE(has(warnings("gpt2", "bloom", config), "'<s>' is a token by the class BloomTokenizer"));
-  for (const char* type : {"llama", "code_llama"}) {
-    EXPECT_EQ(warnings("llama2", type, Json::object()), "") << type;
-    EXPECT_TRUE(has(warnings("gpt2", type, Json::object()), "'<s>' is a token by the class LlamaTokenizer")) << type;
-  }
+  for (const char* type : {"llama", "code_llama"})
+    EXPECT_TRUE(has(warnings("llama2", type, Json::object()), "as the class LlamaTokenizer does")) << type;
   Json t5 = {{"tokenizer_class", "T5Tokenizer"}, {"additional_special_tokens", {"<x>"}}};
   EXPECT_TRUE(has(warnings("gpt2", "t5", t5), "adds <extra_id_0> and those after it"));
   t5["extra_ids"] = 0;

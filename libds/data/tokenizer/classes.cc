@@ -69,8 +69,6 @@ constexpr std::pair<std::string_view, std::string_view> kModels[] = {
     {"code_llama", "LlamaTokenizer"},
 };
 
-// Models that transformers 5 knows no class for.
-constexpr std::string_view kWithoutClass[] = {"bloom", "code_llama", "llama"};
 // Models whose tokenizer.json transformers 5 reads by itself, whatever class the files name.
 constexpr std::string_view kByThemselves[] = {"arctic",
                                               "ernie4_5",
@@ -160,11 +158,12 @@ std::string_view class_of_model(std::string_view model_type) {
 }
 
 std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level) {
-  const auto has = [&](const auto& types) { return std::ranges::find(types, model_type) != std::end(types); };
-  if (has(kByThemselves) || (named.empty() && has(kWithoutClass))) return kByItself;
-  if (named.empty()) return class_of_model(model_type);
-  if (model_type == "qwen2") return "Qwen2Tokenizer";
-  return named == "BloomTokenizer" || (named == "LlamaTokenizer" && is_byte_level) ? kByItself : named;
+  const bool is_named = !named.empty();
+  if (!is_named) named = class_of_model(model_type);
+  if (is_named && std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
+  if (is_named && model_type == "qwen2") return "Qwen2Tokenizer";
+  if (named == "BloomTokenizer") return kByItself;
+  return is_named && named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
 }
 
 TextForm form_of(Shape shape, const TextFormOptions& o) {
