@@ -167,11 +167,12 @@ int run(Options& o, const CLI::App& app, Output& out) {
       failed = std::current_exception();
     }
     ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr, documents);
-    if (failed) std::rethrow_exception(failed);
     // Those of the run's own texts have been said.
     if (tokenized && ranks.rank == 0) {
       for (const std::string& warning : tokenized->warnings) ds::tools::report_new_warning(warning);
     }
+    if (tokenized && tokenized->bad_ends) throw *tokenized->bad_ends;
+    if (failed) std::rethrow_exception(failed);
     o.pictures.write(config, ranks.world_size);
     return 0;
   }

@@ -2,6 +2,7 @@
 #include "data/tokenizer.h"
 
 #include <algorithm>
+#include <filesystem>
 
 #include "base/check.h"
 #include "config/named_files.h"
@@ -53,10 +54,15 @@ std::string_view special_name(SpecialToken kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-void Tokenizer::add_eos_to_ends() {
+void Tokenizer::add_eos_to_ends(const std::string& file) {
   const std::optional<i32> eos = special(SpecialToken::Eos);
-  if (eos && std::ranges::find(facts_.ends, *eos, &EndToken::id) == facts_.ends.end())
-    facts_.ends.push_back({*eos, "eos_token"});
+  if (!eos || std::ranges::find(facts_.ends, *eos, &EndToken::id) != facts_.ends.end()) return;
+  const std::string role(special_name(SpecialToken::Eos));
+  const auto named = std::ranges::find(facts_.named, role, &NamedToken::role);
+  const bool by_file = named != facts_.named.end() && !named->source.starts_with("class ");
+  const std::filesystem::path path(file);
+  facts_.ends.push_back(
+      {*eos, fmt::format("{}: {}", by_file ? (path.parent_path() / named->source).string() : file, role)});
 }
 
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {

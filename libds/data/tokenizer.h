@@ -34,7 +34,7 @@ struct NamedToken {
 // A token that ends a generated text.
 struct EndToken {
   i32 id = 0;
-  std::string source;  // "FILE: eos_token_id", or what names the tokenizer's eos_token
+  std::string source;  // "FILE: eos_token_id", or "FILE: eos_token"
 };
 
 // Facts in the files of a tokenizer beside its ids.
@@ -89,7 +89,7 @@ class Tokenizer {
   virtual std::vector<std::string> warnings_of_texts() const { return {}; }
 
  protected:
-  void add_eos_to_ends();  // once special() is known
+  void add_eos_to_ends(const std::string& file);  // the tokenizer's own; once special() and facts_.named are known
   TokenizerFacts facts_;
 };
 

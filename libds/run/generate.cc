@@ -79,7 +79,11 @@ TokenizedText tokenize_text(const Config& config, std::string_view text) {
   for (const i32 id : ids) result.tokens.push_back({id, tokenizer->piece(id)});
   for (const NamedToken& token : tokenizer->facts().named)
     result.named.push_back({token.role, token.content, token.id, token.source});
-  result.ends = end_tokens(*tokenizer, model_folder(config), config.model.vocab_size);
+  try {
+    result.ends = end_tokens(*tokenizer, model_folder(config), config.model.vocab_size);
+  } catch (const Error& e) {
+    result.bad_ends = e;
+  }
   result.adds_bos = tokenizer->adds_bos();
   result.adds_eos = tokenizer->facts().adds_eos;
   result.warnings = tokenizer->facts().warnings;

@@ -42,6 +42,22 @@ assert len(d["tokens"]) <= 20 and d["tokens"] and max(d["tokens"]) < 1600, d' <<
   [ "$(grep -c 'transformers 5 prepares a text' <<<"$stderr")" = 1 ] || fail "$stderr"
 }
 
+@test "--tokenize shows the tokens before an error that does not concern them" {
+  mkdir tokenizer
+  cp "$(golden gpt2)/tokenizer.json" tokenizer
+  echo '{"eos_token": "<far>"}' >tokenizer/tokenizer_config.json
+  shows() {
+    run --separate-stderr "-$1" ds-train cfg.json --check --set data.tokenizer=tokenizer --tokenize "a b" "${@:3}"
+    [[ $output == *"eos_token  tokenizer_config.json"* && $stderr == *"$2"* ]] || fail "$output $stderr"
+  }
+  id=$(python3 -c 'import json; print(1 + json.load(open("tokenizer/tokenizer.json"))["added_tokens"][-1]["id"])')
+  shows 4 "tokenizer/tokenizer_config.json: eos_token: $id is no token of the model, whose vocabulary has $id" \
+    --set model.vocab_size="$id"
+  shows 2 "data.train: no file 'nowhere'" --set data.train=nowhere
+  echo '{"other": 3}' >bad.jsonl
+  shows 3 "bad.jsonl:1: the object has no member" --set data.train=bad.jsonl
+}
+
 @test "a published model's tokenizer is used, and printed; bytes can be asked for" {
   mkdir model
   cat >model/config.json <<'JSON'

@@ -3,6 +3,7 @@
 // cut, and the choice of a file in a folder. Equality with the reference is in tokenizer_reference_test.cc.
 #include "data/tokenizer.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <set>
 #include <tuple>
 
+#include "data/tokenizer/pattern.h"
 #include "data/tokenizer/regex.h"
 #include "data/tokenizer/unicode.h"
 #include "temp_directory.h"
@@ -150,6 +152,21 @@ TEST(Tokenizer, NullTakesARoleAndNoToken) {
   EXPECT_NE(no_eos->identity(), by_class->identity());
 }
 
+// A model_type alone names the class of Llama, and its own name the class that adds tokens for infilling.
+TEST(Tokenizer, CodeLlamaByItsModelTypeIsLlama) {
+  const auto ids = [](const Json& config) {
+    const TempDirectory dir;
+    write_file(dir / "tokenizer.json", golden("llama2").dump());
+    write_file(dir / "tokenizer_config.json", config.dump());
+    write_file(dir / "config.json", R"({"model_type": "code_llama"})");
+    return encode(*open_tokenizer(dir.path()), "a \u2581<PRE> b");
+  };
+  const auto llama = ids({{"tokenizer_class", "LlamaTokenizer"}});
+  EXPECT_EQ(llama, encode(*open(golden("llama2")), "a \u2581<PRE> b"));
+  EXPECT_EQ(ids(Json::object()), llama);
+  EXPECT_LT(ids({{"tokenizer_class", "CodeLlamaTokenizer"}}).size(), llama.size());
+}
+
 // transformers 5 takes its class by the model_type too.
 TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
   const auto warnings = [](const char* name, const char* type, const Json& config) {
@@ -180,6 +197,16 @@ TEST(Tokenizer, VersionsAreComparedByTheClassThatEachTakes) {
   EXPECT_TRUE(has(warnings("llama3", "llama", named), "'<unk>' is a token by the class LlamaTokenizer"));
   named["unk_token"] = nullptr;
   EXPECT_EQ(warnings("llama3", "llama", named), "");
+
+  for (const Json& config : {Json::object(), Json{{"tokenizer_class", "BloomTokenizerFast"}}})
+    EXPECT_TRUE(has(warnings("gpt2", "bloom", config), "'<s>' is a token by the class BloomTokenizer"));
+  for (const char* type : {"llama", "code_llama"})
+    EXPECT_TRUE(has(warnings("llama2", type, Json::object()), "as the class LlamaTokenizer does")) << type;
+  Json t5 = {{"tokenizer_class", "T5Tokenizer"}, {"additional_special_tokens", {"<x>"}}};
+  EXPECT_TRUE(has(warnings("gpt2", "t5", t5), "adds <extra_id_0> and those after it"));
+  t5["extra_ids"] = 0;
+  EXPECT_FALSE(has(warnings("gpt2", "t5", t5), "adds <extra_id_0>"));
+  EXPECT_FALSE(has(warnings("gpt2", "t5", {{"tokenizer_class", "T5Tokenizer"}}), "adds <extra_id_0>"));
 
   Json flagged = {{"tokenizer_class", "Qwen2Tokenizer"}, {"additional_special_tokens", {"<|im_start|>"}}};
   EXPECT_EQ(warnings("qwen2", "qwen2", flagged), "");
@@ -214,6 +241,8 @@ TEST(Tokenizer, EveryFileThatNamesAnEndCounts) {
   const auto tokenizer = open_tokenizer(dir.path());
   const i32 eos = tokenizer->special(SpecialToken::Eos).value();
   EXPECT_EQ(end_tokens(*tokenizer, "", 1000), (std::vector<i32>{5, 7, 9, eos}));
+  EXPECT_ERROR(end_tokens(*tokenizer, "", eos), Errc::Unavailable,
+               fmt::format("{}/tokenizer_config.json: eos_token: {} is no token of the model", dir.path(), eos));
   const TempDirectory model;
   write_file(model / "generation_config.json", R"({"eos_token_id": 11})");
   EXPECT_EQ(end_tokens(*tokenizer, model.path(), 1000), (std::vector<i32>{5, 7, 9, eos, 11}));
@@ -446,6 +475,26 @@ const Refusal kRefusals[] = {
      "cannot be compiled"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(?<=a)b"}, "behavior": "Isolated"})", kLater,
      "'(?<'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a**"}, "behavior": "Isolated"})", kLater,
+     "'*' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a+?+"}, "behavior": "Isolated"})", kLater,
+     "'+' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}{2}"}, "behavior": "Isolated"})", kLater,
+     "'{' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}?*"}, "behavior": "Isolated"})", kLater,
+     "'*' behind a repetition"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2}+"}, "behavior": "Isolated"})", kLater,
+     "'+' behind '}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{2,1}"}, "behavior": "Isolated"})", kLater,
+     "'{2,1}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{65536}"}, "behavior": "Isolated"})", kLater,
+     "'{65536}'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a{,2}"}, "behavior": "Isolated"})", kLater,
+     "'{'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(*UCP)a"}, "behavior": "Isolated"})", kLater,
+     "'(*'"},
+    {"gpt2", "/pre_tokenizer", R"x({"type": "Split", "pattern": {"Regex": "a(*FAIL)"}, "behavior": "Isolated"})x",
+     kLater, "'(*'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a&&b]"}, "behavior": "Isolated"})", kLater,
      "'&&'"},
     {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\h+"}, "behavior": "Isolated"})", kLater,
@@ -693,6 +742,45 @@ TEST(Regex, ClassesAreTheReferences) {
   EXPECT_FALSE(matches(R"(\W)", "\u00BE"));
   for (const char* folded : {"(?i:ss)", "(?i:oFf)", "(?i:x|(fi))", "(?i:\u00DF)", R"((?i:\u0053))"})
     EXPECT_ERROR(tokenizer::Regex(folded, {"f", "p"}), Errc::Unavailable, "in '(?i:'");
+}
+
+// As Oniguruma reads them; PCRE2 takes the first as lazy.
+TEST(Regex, RepetitionsAreTheReferences) {
+  const auto first = [](const char* pattern, std::string_view text) {
+    const auto found = tokenizer::Regex(pattern, {"f", "p"}).find(text, 0);
+    return found ? std::string(text.substr(found->first, found->second - found->first)) : "none";
+  };
+  EXPECT_EQ(first("a{2}?", "aaa"), "aa");
+  EXPECT_EQ(first("a{2}?", "ab"), "");
+  EXPECT_EQ(first("xa{2}?", "xab"), "x");
+  EXPECT_EQ(first("x[ab]{2}?", "xabx"), "xab");
+  EXPECT_EQ(first("x(?:a(b)){2}?c", "xababc"), "xababc");
+  EXPECT_EQ(first("x(?:a(b)){2}?c", "xabc"), "none");
+  EXPECT_EQ(first(R"(x\s{1}?)", "x b"), "x ");
+  EXPECT_EQ(first("xé{2}?", "xéé"), "xéé");
+  EXPECT_EQ(first("(x{2}?a){2}?", "xxaa"), "xxaa");
+  EXPECT_EQ(first("a{2,3}?", "aaa"), "aa");
+  EXPECT_EQ(first("a{1,}?", "aaa"), "a");
+  EXPECT_EQ(first("a{2}", "aaa"), "aa");
+  EXPECT_EQ(first("a+?", "aaa"), "a");
+  EXPECT_EQ(first("a++a", "aaa"), "none");
+}
+
+// As Oniguruma's iterator finds them: an empty one that begins where the last match ends is none.
+TEST(Regex, EmptyMatchesAreTheReferences) {
+  const auto parts = [](const char* pattern, std::string_view text) {
+    std::string all;
+    const tokenizer::Pattern matcher(tokenizer::Regex(pattern, {"f", "p"}));
+    matcher.each(text, [&](size_t begin, size_t end, bool is_match) {
+      all += fmt::format("{}{}-{}", is_match ? " =" : " ", begin, end);
+    });
+    return all;
+  };
+  EXPECT_EQ(parts("b?", "ab b"), " =0-0 0-1 =1-2 2-3 =3-4");
+  EXPECT_EQ(parts("b?", "bac"), " =0-1 1-2 =2-2 2-3 =3-3");
+  EXPECT_EQ(parts("b*", "\u00e9bb"), " =0-0 0-2 =2-4");
+  EXPECT_EQ(parts("(?=b)", "abb"), " 0-1 =1-1 1-2 =2-2 2-3");
+  EXPECT_EQ(parts("b|", "bb"), " =0-1 =1-2");
 }
 
 }  // namespace tokenizer_test

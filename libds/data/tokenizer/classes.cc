@@ -66,7 +66,7 @@ constexpr std::pair<std::string_view, std::string_view> kModels[] = {
     {"mt5", "T5Tokenizer"},
     {"albert", "AlbertTokenizer"},
     {"xlm-roberta", "XLMRobertaTokenizer"},
-    {"code_llama", "CodeLlamaTokenizer"},
+    {"code_llama", "LlamaTokenizer"},
 };
 
 // Models whose tokenizer.json transformers 5 reads by itself, whatever class the files name.
@@ -158,10 +158,12 @@ std::string_view class_of_model(std::string_view model_type) {
 }
 
 std::string_view class_of_five(std::string_view named, std::string_view model_type, bool is_byte_level) {
-  if (named.empty()) return class_of_model(model_type);
-  if (std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
-  if (model_type == "qwen2") return "Qwen2Tokenizer";
-  return named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
+  const bool is_named = !named.empty();
+  if (!is_named) named = class_of_model(model_type);
+  if (is_named && std::ranges::find(kByThemselves, model_type) != std::end(kByThemselves)) return kByItself;
+  if (is_named && model_type == "qwen2") return "Qwen2Tokenizer";
+  if (named == "BloomTokenizer") return kByItself;
+  return is_named && named == "LlamaTokenizer" && is_byte_level ? kByItself : named;
 }
 
 TextForm form_of(Shape shape, const TextFormOptions& o) {

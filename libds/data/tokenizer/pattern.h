@@ -17,17 +17,22 @@ class Pattern {
   explicit Pattern(Regex regex) : what_(std::move(regex)) {}
   explicit Pattern(std::string text) : what_(std::move(text)) {}
 
-  // Calls part(begin, end, is_match) for the matches and the parts between them, in order; an empty match too.
+  // Calls part(begin, end, is_match) for the matches and the parts between them, in order. An empty match counts, but
+  // not where the match before it ends.
   template <class Part>
   void each(std::string_view text, Part&& part) const {
     size_t done = 0;
+    bool is_first = true;
     for (size_t at = 0; at <= text.size();) {
       const auto found = find(text, at);
       if (!found) break;
       const auto [begin, end] = *found;
-      if (begin > done) part(done, begin, false);
-      part(begin, end, true);
-      done = end;
+      if (end > begin || end > done || is_first) {
+        if (begin > done) part(done, begin, false);
+        part(begin, end, true);
+        done = end;
+        is_first = false;
+      }
       at = end > begin ? end : end < text.size() ? end + char_bytes(text, end) : end + 1;
     }
     if (done < text.size()) part(done, text.size(), false);

@@ -186,7 +186,7 @@ class Pipeline : public Tokenizer {
       const auto origin = d.origins.find(token.content);
       facts_.named.push_back({"", token.content, id, origin == d.origins.end() ? file : origin->second});
     }
-    add_eos_to_ends();
+    add_eos_to_ends(d.name);
     const std::optional<i32> first = end_of_template(post_processor, 0, true);
     const std::optional<i32> last = end_of_template(post_processor, 0, false);
     adds_bos_ = d.adds_bos.value_or(first.has_value() && first == special(SpecialToken::Bos));

@@ -2,6 +2,8 @@
 #include "data/tokenizer/regex.h"
 
 #include <algorithm>
+#include <charconv>
+#include <vector>
 
 #include "base/pattern.h"
 
@@ -23,14 +25,24 @@ class Translator {
 
   std::string run() {
     while (at_ < in_.size()) {
-      switch (const char c = in_[at_]) {
+      const char c = in_[at_];
+      if (is_repetition(c)) {
+        repetition();
+        continue;
+      }
+      if (const size_t begin = out_.size(); c == ')' && !groups_.empty()) {
+        item_ = groups_.back();
+        groups_.pop_back();
+      } else {
+        item_ = begin;
+      }
+      switch (c) {
         case '\\': escape(false); break;
         case '[': bracket(); break;
         case '(': group(); break;
-        case '{': interval(); break;
         case '^':
         case '$': anchor(); break;
-        default: out_ += c; ++at_;
+        default: character();
       }
     }
     return std::move(out_);
@@ -41,6 +53,12 @@ class Translator {
     place_.unsupported(fmt::format("{} in the regular expression '{}' is not supported", what, in_));
   }
   char peek(size_t ahead = 0) const { return at_ + ahead < in_.size() ? in_[at_ + ahead] : '\0'; }
+
+  // A whole one, so that a repetition is of all its bytes.
+  void character() {
+    do out_ += in_[at_++];
+    while (at_ < in_.size() && (static_cast<u8>(in_[at_]) & 0xC0) == 0x80);
+  }
 
   void escape(bool in_class) {
     const char c = peek(1);
@@ -82,8 +100,7 @@ class Translator {
   // The start and the end of each line; an empty last line has no start, and has an end.
   void anchor() {
     const char c = in_[at_++];
-    if (const char next = peek(); next == '*' || next == '+' || next == '?' || next == '{')
-      refuse(fmt::format("'{}{}'", c, next));
+    if (const char next = peek(); is_repetition(next)) refuse(fmt::format("'{}{}'", c, next));
     out_ += c == '^' ? R"((?:\A|(?<=\n)(?!\z)))" : R"((?=\n|\z))";
   }
 
@@ -166,7 +183,9 @@ class Translator {
 
   // (?: (?= (?! (?> and (?i: mean the same in both.
   void group() {
+    groups_.push_back(out_.size());
     out_ += in_[at_++];
+    if (peek() == '*') refuse("'(*'");  // a command to PCRE2
     if (peek() != '?') return;
     const std::string_view rest = in_.substr(at_ + 1);
     const bool known = rest.starts_with(':') || rest.starts_with('=') || rest.starts_with('!') ||
@@ -193,21 +212,52 @@ class Translator {
     if (!is_ascii || has("\\u") || has("\\x")) refuse("a character outside ASCII in '(?i:'");
   }
 
-  // {n}, {n,}, {n,m}; a '+' after one is a second repetition there and possessive here.
-  void interval() {
-    const size_t close = in_.find('}', at_);
-    const std::string_view inside = close == in_.npos ? "" : in_.substr(at_ + 1, close - at_ - 1);
-    const bool digits = !inside.empty() && inside.find_first_not_of("0123456789,") == inside.npos &&
-                        inside.front() != ',' && std::count(inside.begin(), inside.end(), ',') <= 1;
-    if (!digits || (close + 1 < in_.size() && in_[close + 1] == '+')) refuse("'{'");
-    out_ += in_.substr(at_, close + 1 - at_);
-    at_ = close + 1;
+  // *, +, ?, {n}, {n,} and {n,m}, with a '?' or '+' that says how. A '?' behind {n} is a second repetition there, and a
+  // '+' behind any of the braces is; both mean something else here.
+  void repetition() {
+    const bool braces = in_[at_] == '{';
+    std::string_view count = in_.substr(at_, 1);
+    if (braces) {
+      const size_t close = in_.find('}', at_);
+      const std::string_view inside = close == in_.npos ? "" : in_.substr(at_ + 1, close - at_ - 1);
+      const bool digits = !inside.empty() && inside.find_first_not_of("0123456789,") == inside.npos &&
+                          inside.front() != ',' && std::count(inside.begin(), inside.end(), ',') <= 1;
+      if (!digits) refuse("'{'");
+      count = in_.substr(at_, close + 1 - at_);
+      check_bounds(inside);
+    }
+    at_ += count.size();
+    const char how = peek() == '?' || peek() == '+' ? in_[at_++] : '\0';
+    if (braces && how == '+') refuse("'+' behind '}'");
+    if (is_repetition(peek())) refuse(fmt::format("'{}' behind a repetition", peek()));
+    if (braces && how == '?' && count.find(',') == count.npos) {
+      out_ = fmt::format("{}(?:{}{})?", out_.substr(0, item_), out_.substr(item_), count);
+    } else {
+      out_ += count;
+      if (how != '\0') out_ += how;
+    }
+  }
+
+  static bool is_repetition(char c) { return c == '*' || c == '+' || c == '?' || c == '{'; }
+
+  // The reference takes larger ones, and {2,1} as {1,2} that gives nothing back.
+  void check_bounds(std::string_view inside) const {
+    constexpr u32 kMost = 65535;  // PCRE2's
+    u32 low = 0, high = 0;
+    const char* const end = inside.data() + inside.size();
+    const auto first = std::from_chars(inside.data(), end, low);
+    const bool has_high = first.ptr != end && first.ptr + 1 != end;
+    const auto second = has_high ? std::from_chars(first.ptr + 1, end, high) : first;
+    if (first.ec != std::errc() || second.ec != std::errc() || std::max(low, high) > kMost || (has_high && high < low))
+      refuse(fmt::format("'{{{}}}'", inside));
   }
 
   std::string_view in_;
   const Place& place_;
   size_t at_ = 0;
   std::string out_;
+  size_t item_ = 0;             // where the last item begins in out_: what a repetition repeats
+  std::vector<size_t> groups_;  // where the open ones begin in it
 };
 
 }  // namespace

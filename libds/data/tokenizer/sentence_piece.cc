@@ -133,7 +133,7 @@ class SentencePiece : public Tokenizer {
       if (const auto id = special(kind))
         facts_.named.push_back({std::string(special_name(kind)), piece(*id), *id, "tokenizer.model"});
     }
-    add_eos_to_ends();
+    add_eos_to_ends(path_);
   }
 
   void encode(std::string_view text, std::vector<i32>& ids) const override {

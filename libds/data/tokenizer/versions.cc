@@ -29,6 +29,7 @@ class Comparison {
     if (five.shape == Shape::Qwen2) warn_of_qwen_flags(five);
     if (!is_json()) return;
     if (five.name != row_.name) compare_class_tokens(five);
+    if (five.shape == Shape::T5) warn_of_extra_ids(five);
     if (five.shape == Shape::Unknown || five.shape == Shape::File) {
       if (row_.shape != Shape::Unknown && row_.shape != Shape::File && form_of_file(made_.file) != own_form_)
         warn(
@@ -70,6 +71,17 @@ class Comparison {
                         "follows transformers 4",
                         token.content, five.name));
     }
+  }
+
+  void warn_of_extra_ids(const ClassRow& five) {
+    const bool has = std::ranges::any_of(made_.origins, [](const auto& origin) {
+      return origin.first.starts_with("<extra_id_") && origin.second.starts_with("class ");
+    });
+    if (has && !files_.more().empty())
+      warn(
+          fmt::format("the class {} adds <extra_id_0> and those after it, as in transformers 4; transformers 5 adds "
+                      "none beside other additional_special_tokens",
+                      five.name));
   }
 
   // Tokens that one version adds by its class, where the versions take another.

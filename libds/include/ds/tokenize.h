@@ -2,11 +2,13 @@
 #pragma once
 // How a run's tokenizer reads a text, and which of its files name its special tokens.
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/error.h"
 
 namespace ds {
 
@@ -23,10 +25,11 @@ struct TokenizedText {
     i32 id = 0;
     std::string source;  // the file, or the class of transformers, that names it
   };
-  std::vector<Named> named{};  // special tokens, then added tokens by their ids
-  std::vector<i32> ends{};     // tokens that end a completion
-  bool adds_bos = false;       // bos_token comes before a prompt
-  bool adds_eos = false;       // the reference puts eos_token after a text; neither samples nor prompts get it
+  std::vector<Named> named{};       // special tokens, then added tokens by their ids
+  std::vector<i32> ends{};          // tokens that end a completion
+  std::optional<Error> bad_ends{};  // why the model cannot have them; `ends` is empty then
+  bool adds_bos = false;            // bos_token comes before a prompt
+  bool adds_eos = false;            // the reference puts eos_token after a text; neither samples nor prompts get it
   std::vector<std::string> warnings{};
 };
 
