@@ -63,7 +63,7 @@ void print_report(const LaunchReport& report, tools::Output& out) {
 void explain(const LaunchReport& report) {
   if (report.why.empty()) return;
   std::string text = report.why;
-  if (report.culprit >= 0 && !report.in_view) {
+  if (report.culprit >= 0 && !report.culprit_wrote_last) {
     const std::vector<std::string>& lines = report.ranks[static_cast<std::size_t>(report.culprit)].last_lines;
     if (!lines.empty()) text += "; its last lines:";
     for (std::size_t i = lines.size() - std::min(lines.size(), kShownLines); i < lines.size(); ++i)

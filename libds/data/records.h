@@ -105,7 +105,7 @@ class RecordIds {
     }
   };
   void wait(Waiting record);
-  // Of some records: how many messages or completions are left out, and how many records have the token of a border.
+  // Counts of records: messages or completions that are left out, and records that have the token of a border.
   struct Counts {
     i64 left_out = 0, with_border = 0;
   };

@@ -100,8 +100,8 @@ class Tokenizer {
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path);
 
 // Whether two identities are those of one tokenizer: all parts are the same on which the ids of texts depend. They may
-// differ in the version of a library and in the form of files. Of identities of older versions, which state no parts,
-// the files are compared.
+// differ in the version of a library and in the form of files. Identities of older versions state no parts, so their
+// files are compared.
 bool is_same_tokenizer(std::string_view a, std::string_view b);
 // Says how they differ, where they do: `saved_by` is "the run was started with" or the like.
 std::string difference_of_tokenizers(std::string_view now, std::string_view saved, std::string_view saved_by);

@@ -73,7 +73,7 @@ class Launcher {
     while (ending_.phase() != Phase::GivenUp && !job_.all_ended()) turn();
     dismiss();
     LaunchReport report = ending_.report(stdout_.error());
-    report.in_view = report.culprit >= 0 && report.culprit == stderr_.last_rank();
+    report.culprit_wrote_last = report.culprit >= 0 && report.culprit == stderr_.last_rank();
     return report;
   }
 

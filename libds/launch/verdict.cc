@@ -64,7 +64,7 @@ std::string mpirun_why(const JobCourse& course, const Summary& sum) {
 
 LaunchReport judge(const JobCourse& course) {
   const Summary sum = summary_of(course);
-  LaunchReport report{.status = 0, .why = course.why, .culprit = -1, .in_view = false, .ranks = {}};
+  LaunchReport report{.status = 0, .why = course.why, .culprit = -1, .culprit_wrote_last = false, .ranks = {}};
   for (const RankCourse& rank : course.ranks) report.ranks.push_back(rank.end);
   if (course.reader_gone) {
     report.status = 128 + SIGPIPE;

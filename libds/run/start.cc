@@ -60,7 +60,7 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   const auto params = scheduler == saved.end() || !scheduler->is_object() ? saved.end() : scheduler->find("params");
   if (scheduler == saved.end() || params == scheduler->end() || !params->is_object()) return;
   const std::optional<i64> before = number(*params, kHorizon);
-  // A horizon of its own does not follow the steps, and another schedule or rate was meant to move.
+  // A horizon of its own does not follow the steps, and another type was meant to move the rate.
   if (!before || *before == now.scheduler.total_num_steps || now.scheduler.total_num_steps != now.steps ||
       scheduler->value("type", "") != scheduler_name(now.scheduler.type))
     return;

@@ -20,9 +20,8 @@ using Ids = std::vector<i32>;
 using Mode = SparseAttentionMode;
 
 constexpr i32 kToken = 7;
-// Of masked language modelling; no document has them.
-constexpr i64 kMostReplicas = 4;  // of a layout
-constexpr i32 kMask = 3, kCls = 4, kSep = 5;
+constexpr i32 kMask = 3, kCls = 4, kSep = 5;  // no document has them
+constexpr i64 kMostReplicas = 4;              // of a layout
 
 // A random run, and the documents of its training data as they were written.
 struct Case {
@@ -258,8 +257,8 @@ std::vector<Layout> layouts_of(const Case& c) {
   return layouts;
 }
 
-// Of samples of masked tokens: [CLS], the text, and [SEP], which is a document where a token ends the last one before
-// it.
+// The documents in samples of masked tokens: [CLS], the text, and [SEP], which is a document where a token ends the
+// last one before it.
 std::vector<Piece> expected_masked_pieces(const Case& c) {
   const DataConfig& d = c.config.data;
   Ids all;

@@ -214,7 +214,7 @@ TEST_F(Documents, OfTextsThatHaveTheTokenGetNoSecondOne) {
     Ids ids(static_cast<size_t>(stream.num_tokens())), targets = ids;
     stream.read(0, ids, kVocab);
     stream.read_targets(0, targets, kVocab);
-    // What is no target stands in upper case, and its token as an underscore.
+    // Ids that are no target stand in upper case, and the token as an underscore.
     std::string got;
     for (size_t i = 0; i < ids.size(); ++i) {
       const char c = static_cast<char>(ids[i]);

@@ -18,7 +18,7 @@ std::string part_type_of(const Json& part);
 // The row of the class by which transformers 5 reads the vocabulary. is_byte_level: by a tokenizer.json.
 const ClassRow& row_of_five(const Directory& directory, const ClassName& name, bool is_byte_level);
 
-// What a definition was made of.
+// The inputs from which a definition was made.
 struct Origin {
   const Directory& directory;
   const ClassName& name;

@@ -9,7 +9,7 @@
 
 namespace ds {
 
-// Of some data whose documents are separated or packed, and of the samples made of them.
+// Counts the documents in data that separates or packs them, and the samples that hold them.
 struct DocumentSurvey {
   i64 documents = 0, tokens = 0;
   double median = 0;  // tokens of a document

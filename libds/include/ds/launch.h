@@ -85,10 +85,10 @@ struct RankEnd {
 };
 
 struct LaunchReport {
-  int status = 0;        // status that the launcher should return; see run_launch()
-  std::string why;       // the reason; empty if the job succeeded or ended as requested
-  int culprit = -1;      // the rank that failed first; -1: none
-  bool in_view = false;  // no other rank wrote to stderr after the culprit, so its last lines are the last ones there
+  int status = 0;                   // status that the launcher should return; see run_launch()
+  std::string why;                  // the reason; empty if the job succeeded or ended as requested
+  int culprit = -1;                 // the rank that failed first; -1: none
+  bool culprit_wrote_last = false;  // no other rank wrote to stderr after it
   std::vector<RankEnd> ranks;
 };
 
