@@ -6,14 +6,14 @@
 //   a panel  [words][rows <= kMR]   one column of A per word, broadcast from L1
 //   b panel  [words][kNR]           two vectors of B per word, streamed from L2
 //
-// A word is one fp32 number, or a pair of bf16 numbers (k, k+1) if the CPU multiplies pairs. The kernel keeps a
-// [rows, kNR] block of fp32 sums in registers.
+// A word is one fp32 number or a pair of bf16 numbers (product.h). The kernel keeps a [rows, kNR] block of fp32 sums in
+// registers.
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
-#include "cpu/loops.h"
+#include "cpu/product.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
@@ -21,43 +21,6 @@ inline constexpr i64 kLanes = Vec::kLanes;
 inline constexpr i64 kMR = kLanes == 16 ? 14 : 6;  // kMR * 2 sums, 2 of B and 1 of A: all 32 (15 of 16) registers
 inline constexpr i64 kNR = 2 * kLanes;
 inline constexpr i64 kWords = 384;  // depth of a panel: an a panel is 21 KiB, most of L1
-
-// Products of fp32 words; 16-bit floats are converted while they are packed.
-struct Single {
-  static constexpr i64 kDepth = 1;
-  static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept { return fma(a, b, sum); }
-  // Words [0, n) of a row in which k is contiguous in memory; `left` elements remain in it.
-  template <class T, class N>
-  static Vec load_along(const T* p, N n) noexcept {
-    return load(p, n);
-  }
-  // One word from each of n adjacent rows; k is strided in memory.
-  template <class T, class N>
-  static Vec load_across(const T* p, i64, i64, N n) noexcept {
-    return load(p, n);
-  }
-};
-
-#if defined(__AVX512BF16__)
-// Products of bf16 pairs, summed in fp32 by VDPBF16PS (which flushes subnormal products to zero).
-struct Pairs {
-  static constexpr i64 kDepth = 2;
-  static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
-  }
-  static Vec load_along(const bf16* p, AllLanes) noexcept { return {_mm512_loadu_ps(p)}; }
-  static Vec load_along(const bf16* p, i64 elements) noexcept {
-    const __mmask32 m = elements >= 32 ? ~__mmask32{0} : (__mmask32{1} << elements) - 1;
-    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(m, p))};
-  }
-  template <class N>
-  static Vec load_across(const bf16* p, i64 stride, i64 depth, N n) noexcept {
-    const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(load(p, n).v), 16);
-    if (depth == 1) return {_mm512_castsi512_ps(even)};
-    return {_mm512_castsi512_ps(_mm512_or_si512(even, _mm512_castps_si512(load(p + stride, n).v)))};
-  }
-};
-#endif
 
 // r[i] lane j <-> r[j] lane i.
 inline void transpose(Vec (&r)[kLanes]) noexcept {

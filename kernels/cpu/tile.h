@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// fp32 tiles in scratch memory, small enough for the caches: their products, conversion from and to them,
-// transposition.
+// Tiles of 32-bit words (product.h) in scratch memory, small enough for the caches: their products, conversion from and
+// to them, transposition.
 
 #include <algorithm>
 
-#include "cpu/simd.h"
+#include "cpu/product.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
@@ -21,10 +21,10 @@ inline constexpr int kPanelVectors = 2;
 #endif
 inline constexpr i64 kPanel = kPanelVectors * Vec::kLanes;
 
-// The fastest-running index of the left factor: a(m,k) is a[m*lda + k] (Rows) or a[k*lda + m] (Columns).
+// The fastest-running index of the left factor, in words: a(m,k) is a[m*lda + k] (Rows) or a[k*lda + m] (Columns).
 enum class Order { Rows, Columns };
 
-template <Order kOrder, int kRows, int kVectors>
+template <Order kOrder, class Product, int kRows, int kVectors>
 inline void register_block(float* c, i64 ldc, const float* a, i64 lda, const float* b, i64 ldb, i64 K,
                            bool add) noexcept {
   Vec sum[kRows][kVectors];
@@ -41,7 +41,7 @@ inline void register_block(float* c, i64 ldc, const float* a, i64 lda, const flo
     for (int m = 0; m < kRows; ++m) {
       const Vec am = broadcast(kOrder == Order::Rows ? a[m * lda + k] : a[k * lda + m]);
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) sum[m][n] = fma(am, bk[n], sum[m][n]);
+      for (int n = 0; n < kVectors; ++n) sum[m][n] = Product::multiply_add(am, bk[n], sum[m][n]);
     }
   }
 #pragma GCC unroll 8
@@ -51,37 +51,38 @@ inline void register_block(float* c, i64 ldc, const float* a, i64 lda, const flo
   }
 }
 
-template <Order kOrder, int kVectors>
+template <Order kOrder, class Product, int kVectors>
 inline void panel_product(float* c, i64 ldc, const float* a, i64 lda, const float* b, i64 ldb, i64 M, i64 K,
                           bool add) noexcept {
   const i64 step = kOrder == Order::Rows ? lda : 1;
   i64 m = 0;
   for (; m + kStrip <= M; m += kStrip) {
-    register_block<kOrder, kStrip, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
+    register_block<kOrder, Product, kStrip, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
   }
   if (M - m >= 4) {
-    register_block<kOrder, 4, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
+    register_block<kOrder, Product, 4, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
     m += 4;
   }
   if (M - m >= 2) {
-    register_block<kOrder, 2, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
+    register_block<kOrder, Product, 2, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
     m += 2;
   }
-  if (m < M) register_block<kOrder, 1, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
+  if (m < M) register_block<kOrder, Product, 1, kVectors>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, add);
 }
 
-// c[M,N] = a b, or c += a b, with b [K,N] in rows; N is a multiple of the lanes. Each element is one sum in the order
-// of k, independent of the surrounding tile.
-template <Order kOrder>
+// c[M,N] = a b, or c += a b, with K words per element and b [K,N] in rows; N is a multiple of the lanes. Each element
+// is one sum in the order of k, independent of the surrounding tile.
+template <Order kOrder, class Product = Single>
 inline void tile_product(float* c, i64 ldc, const float* a, i64 lda, const float* b, i64 ldb, i64 M, i64 N, i64 K,
                          bool add) noexcept {
   i64 n = 0;
-  for (; n + kPanel <= N; n += kPanel) panel_product<kOrder, kPanelVectors>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+  for (; n + kPanel <= N; n += kPanel)
+    panel_product<kOrder, Product, kPanelVectors>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
   if (kPanelVectors > 2 && n + 2 * Vec::kLanes <= N) {
-    panel_product<kOrder, 2>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+    panel_product<kOrder, Product, 2>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
     n += 2 * Vec::kLanes;
   }
-  for (; n < N; n += Vec::kLanes) panel_product<kOrder, 1>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+  for (; n < N; n += Vec::kLanes) panel_product<kOrder, Product, 1>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
 }
 
 template <class T>
@@ -96,6 +97,27 @@ inline void load_row(float* to, const T* from, i64 n, Vec scale) noexcept {
   i64 d = 0;
   for (; d + Vec::kLanes <= n; d += Vec::kLanes) store(to + d, scale * load(from + d));
   if (d < n) store(to + d, scale * load(from + d, n - d));
+}
+
+// The words along a row of n elements, then zeros up to a whole vector; `scale` multiplies fp32 words only.
+template <class T>
+inline void load_along(float* to, const T* from, i64 n, Vec scale) noexcept {
+  using Product = typename ProductOf<T>::type;
+  if constexpr (Product::kDepth == 1) {
+    load_row(to, from, n, scale);
+  } else {
+    for (i64 d = 0; d < n; d += Product::kDepth * Vec::kLanes) {
+      store(to + d / Product::kDepth, Product::load_along(from + d, n - d));
+    }
+  }
+}
+
+// The pairs across two rows of n elements, then zeros up to a whole vector; a null row is zero.
+template <class Product, class T>
+inline void load_across(float* to, const T* even, const T* odd, i64 n) noexcept {
+  for_vectors(0, n, [&](i64 d, auto lanes) {
+    store(to + d, Product::join(load(even + d, lanes), odd == nullptr ? zero() : load(odd + d, lanes)));
+  });
 }
 
 // to[0, n) = scale * from[0, n), rounded.

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention_fwd and attention_bwd: ref against finite differences, every backend against ref over dtypes, head dims,
-// lengths, groups, masks and dropout, on slices of fused buffers; and the promises about threads, memory and non-finite
-// values.
+// lengths, groups, masks and dropout, on slices of fused buffers; PyTorch's results; and the promises about threads,
+// memory and non-finite values.
 
 #include "parity/parity.h"
+#include "parity/torch_fixture.h"
 
 namespace ds::testing {
 namespace attention_test {
@@ -111,14 +112,13 @@ void expect_agrees_with_ref(const Case& c, const std::vector<const OpTable*>& ta
   const Backward grads = backward(ref_ops(), c, in, want);
   // fp32: the error of a score of size `spread`, seen through the exponential, and sums over keys or rows. 16 bit: a
   // rounding that falls the other way, one unit in the last place or two epsilons.
-  // Tensor cores take probabilities and their gradients in 16 bit too, as every flash attention does: two more
-  // roundings.
-  const double rounded = test_device() != nullptr ? 8 : 2.2;
-  const double slack = c.dtype == DType::F32 ? 250.0 * static_cast<double>(c.spread) : rounded;
+  // Rounded probabilities and gradients of them: two more roundings.
   // A typical probability: the size of the terms that cancel in dq and dk.
   const double term = 1.0 / static_cast<double>(c.window > 0 ? std::min(c.S, c.window) : c.S);
   for (const OpTable* ops : tables) {
     const std::string what = std::string(ops->name) + ": " + c.name();
+    const double rounded = rounds_probabilities(*ops, c.dtype) ? 8 : 2.2;
+    const double slack = c.dtype == DType::F32 ? 250.0 * static_cast<double>(c.spread) : rounded;
     const Forward got = forward(*ops, c, in);
     expect_close(got.o, want.o, slack, what + " o");
     expect_close(got.lse, want.lse, 30, what + " lse", 1);  // over one key it is a score, which may be anywhere near 0
@@ -126,6 +126,34 @@ void expect_agrees_with_ref(const Case& c, const std::vector<const OpTable*>& ta
     expect_close(g.dq, grads.dq, slack, what + " dq", term);
     expect_close(g.dk, grads.dk, slack, what + " dk", term);
     expect_close(g.dv, grads.dv, slack, what + " dv");
+  }
+}
+
+TEST(Attention, ErrsAtMostTwiceAsPyTorch) {
+  ThreadPool pool(2);
+  Stream stream{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  if (test_device() == nullptr) tables.push_back(&ref_ops());
+  for (const char* name : {"causal", "grouped", "long"}) {
+    const TorchFixture f("attention", name);  // make_attention.py
+    const auto queries = f.tensors->at("q").shape, keys = f.tensors->at("k").shape;
+    const i64 B = queries[0], T = queries[1], H = queries[2], D = queries[3], S = keys[1], G = keys[2];
+    const AttentionParams params{.scale = 1 / std::sqrt(static_cast<float>(D)), .causal = T == S};
+    for (DType t : kWorkDTypes) {
+      const Tensor q = f.input("q", t, {B, T, H, D}), k = f.input("k", t, {B, S, G, D}),
+                   v = f.input("v", t, {B, S, G, D}), dout = f.input("dout", t, {B, T, H, D});
+      for (const OpTable* ops : tables) {
+        SCOPED_TRACE(ops->name);
+        Tensor o(t, {B, T, H, D}), dq(o), dk(t, {B, S, G, D}), dv(dk), lse(DType::F32, {B, H, T});
+        ops->attention_fwd(o, lse, q, k, v, params, stream);
+        ops->attention_bwd(dq, dk, dv, dout, q, k, v, o, lse, params, stream);
+        f.judge("o", t, o);
+        f.judge("dq", t, dq);
+        f.judge("dk", t, dk);
+        f.judge("dv", t, dv);
+        if (HasFatalFailure()) return;
+      }
+    }
   }
 }
 

@@ -107,6 +107,13 @@ inline void expect_same_bits(const Tensor& a, const Tensor& b, const std::string
   ASSERT_EQ(std::memcmp(a.view().data, b.view().data, static_cast<size_t>(a.view().bytes())), 0) << what;
 }
 
+// True if attention multiplies in 16 bits, on tensor cores or pairs of bf16 numbers: probabilities and their gradients
+// are rounded too, as in every flash attention.
+inline bool rounds_probabilities(const OpTable& ops, DType t) {
+  if (t == DType::F32) return false;
+  return test_device() != nullptr || (t == DType::BF16 && ops.name == "cpu.avx512_bf16");
+}
+
 // Runs `op` with several numbers of threads: its results, a list of tensors, must have the same bits.
 template <class Op>
 void expect_same_for_any_threads(Op op, const std::string& what) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Evoformer attention by blocks of queries and keys in fp32 tiles of worker scratch, like flash attention
-// (attention.cc): nothing of size N x T x T is stored. A row of bias2 is read in place for all n: neighbouring tiles
-// are the sequences of one head and one range of queries, so it stays in the caches.
+// Evoformer attention by blocks of queries and keys in tiles of worker scratch, like flash attention
+// (attention_fwd.cc): nothing of size N x T x T is stored. A row of bias2 is read in place for all n: neighbouring
+// tiles are the sequences of one head and one range of queries, so it stays in the caches.
 //
 // Forward: a tile is (batch, head, range of queries, sequence). Keys are the outer loop, so a converted block serves
 // all rows of the tile.
@@ -15,7 +15,7 @@
 #include <limits>
 
 #include "cpu/isa/kernels.h"
-#include "cpu/isa/tiling.h"
+#include "cpu/isa/operands.h"
 #include "cpu/loops.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
@@ -99,20 +99,22 @@ void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noex
   });
 }
 
-// Tokens of (sequence, head) as an fp32 tile.
+// Tokens of (sequence, head).
 template <class E>
-void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range tokens, float scale) noexcept {
+void load_tokens(const RowForms& to, const TensorView& x, const Shape& a, const Operands<E>& op, i64 m, i64 h,
+                 Range tokens, float scale) noexcept {
   constexpr i64 kAhead = 16;  // too far apart for the hardware to prefetch
-  for (i64 t = tokens.begin; t < tokens.end; ++t) {
-    prefetch(x.as<E>() + offset(x, m, std::min(t + kAhead, a.T - 1), h), a.D);
-    load_row(to + (t - tokens.begin) * a.ld, x.as<E>() + offset(x, m, t, h), a.D, broadcast(scale));
-  }
+  const auto token = [&](i64 t) { return x.as<E>() + offset(x, m, t, h); };
+  load_tile(
+      to, op, {0, tokens.size()}, scale, [&](i64 i) { return token(tokens.begin + i); },
+      [&](i64 i) { return token(std::min(tokens.begin + i + kAhead, a.T - 1)); });
 }
 // Adds zero rows up to a multiple of the lanes.
 template <class E>
-void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range keys) noexcept {
-  load_tokens<E>(to, x, a, m, h, keys, 1.0f);
-  for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
+void load_keys(const RowForms& to, const TensorView& x, const Shape& a, const Operands<E>& op, i64 m, i64 h,
+               Range keys) noexcept {
+  load_tokens(to, x, a, op, m, h, keys, 1.0f);
+  zero_rows(to, op, {keys.size(), round_up(keys.size(), Vec::kLanes)});
 }
 
 template <class E>
@@ -121,18 +123,23 @@ struct Forward {
   // Rows that share the converted keys, with their sums: at most half of an L2 cache.
   static constexpr i64 kTileBytes = 320 * 1024;
 
+  using Op = Operands<E>;
+  using Product = typename Op::Product;
+
   Shape a;
   TensorView o, lse, q, k, v, bias1, bias2;
+  Op op{a.D, a.scale* kLog2E};
 
   struct Tiles {
     float *mask, *q, *k, *kt, *v, *score, *out, *top, *sum;
   };
   static Tiles carve(Arena& pieces, const Shape& a, i64 tile_rows) noexcept {
+    const Op op(a.D, a.scale);
     return {.mask = pieces.take(a.padded),
-            .q = pieces.take(tile_rows * a.ld),
-            .k = pieces.take(kKeys * a.ld),
-            .kt = pieces.take(kKeys * a.width),
-            .v = pieces.take(kKeys * a.ld),
+            .q = pieces.take(tile_rows * op.inner_ld),
+            .k = pieces.take(kKeys * op.inner_ld),
+            .kt = pieces.take(kKeys * round_up(op.inner, 8)),
+            .v = pieces.take(kKeys / Op::kDepth * a.ld),
             .score = pieces.take(kRows * kKeys),
             .out = pieces.take(tile_rows * a.ld),
             .top = pieces.take(tile_rows),
@@ -142,11 +149,11 @@ struct Forward {
   // Turns a row of n products into weights 2^(score - top); returns the factor for the row's earlier sums, which are
   // empty for the first block of keys.
   template <class F>
-  static float softmax_step(float* score, i64 n, const float* mask, const F* bias, bool first, float& top,
+  static float softmax_step(float* score, i64 n, Vec scale, const float* mask, const F* bias, bool first, float& top,
                             float& sum) noexcept {
     Vec high = broadcast(kMasked);
     for_vectors(0, n, [&](i64 j, auto lanes) {
-      Vec s = load(score + j) + load(mask + j);
+      Vec s = fma(load(score + j), scale, load(mask + j));
       if (bias != nullptr) s = fma(load(bias + j, lanes), broadcast(kLog2E), s);
       store(score + j, s);
       high = max(high, s);
@@ -175,30 +182,33 @@ struct Forward {
   // Attention of a block of rows, which begins at row `at` of the tile, to a block of converted keys.
   void attend(const Tiles& tile, i64 b, i64 h, Range rows, Range keys, i64 at) const noexcept {
     const bool first = keys.begin == 0;
-    tile_product<Order::Rows>(tile.score, kKeys, tile.q + at * a.ld, a.ld, tile.kt, kKeys, rows.size(),
-                              round_up(keys.size(), Vec::kLanes), a.D, false);
+    const i64 lanes = round_up(keys.size(), Vec::kLanes);
+    tile_product<Order::Rows, Product>(tile.score, kKeys, tile.q + at * op.inner_ld, op.inner_ld, tile.kt, kKeys,
+                                       rows.size(), lanes, op.inner, false);
     with_bias<E>(bias2, [&](const auto* bias) {
       for (i64 r = 0; r < rows.size(); ++r) {
         const auto* const row =
             bias == nullptr ? nullptr : bias + pair_offset(bias2, b, h, rows.begin + r) + keys.begin;
-        const float kept = softmax_step(tile.score + r * kKeys, keys.size(), tile.mask + keys.begin, row, first,
-                                        tile.top[at + r], tile.sum[at + r]);
+        float* const score = tile.score + r * kKeys;
+        const float kept = softmax_step(score, keys.size(), broadcast(op.score_scale), tile.mask + keys.begin, row,
+                                        first, tile.top[at + r], tile.sum[at + r]);
+        if constexpr (Op::kPairs) Product::round_to(score, score, lanes);
         float* const out = tile.out + (at + r) * a.ld;
         if (kept != 1.0f) load_row(out, out, a.width, broadcast(kept));
       }
     });
-    tile_product<Order::Rows>(tile.out + at * a.ld, a.ld, tile.score, kKeys, tile.v, a.ld, rows.size(), a.width,
-                              keys.size(), !first);
+    tile_product<Order::Rows, Product>(tile.out + at * a.ld, a.ld, tile.score, kKeys, tile.v, a.ld, rows.size(),
+                                       a.width, Op::words(keys.size()), !first);
   }
 
   void attend_tile(const Tiles& tile, i64 m, i64 h, Range rows) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
-    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
+    load_tokens<E>({tile.q, nullptr}, q, a, op, m, h, rows, op.query_scale);
     for (i64 j = 0; j < a.T; j += kKeys) {
       const Range keys = {j, std::min(a.T, j + kKeys)};
-      load_keys<E>(tile.k, k, a, m, h, keys);
-      load_keys<E>(tile.v, v, a, m, h, keys);
-      transpose(tile.kt, kKeys, tile.k, a.ld, round_up(keys.size(), Vec::kLanes), round_up(a.D, 8));
+      load_keys<E>({tile.k, nullptr}, k, a, op, m, h, keys);
+      load_keys<E>({nullptr, tile.v}, v, a, op, m, h, keys);
+      transpose(tile.kt, kKeys, tile.k, op.inner_ld, round_up(keys.size(), Vec::kLanes), round_up(op.inner, 8));
       for (i64 r = rows.begin; r < rows.end; r += kRows) {
         attend(tile, m / a.N, h, {r, std::min(rows.end, r + kRows)}, keys, r - rows.begin);
       }
@@ -246,21 +256,29 @@ struct Backward {
   // Maximum number of floats of sums that wait for the end of a round, unless those of C sequences are more.
   static constexpr i64 kSharedFloats = i64{1} << 18;
 
+  using Op = Operands<E>;
+  using Product = typename Op::Product;
+
   Shape a;
   TensorView dq, dk, dv, dbias1, dbias2, dout, q, k, v, o, lse, bias1, bias2;
+  Op op{a.D, a.scale* kLog2E};
 
   struct Tiles {
-    float *mask, *k, *kt, *vt, *q, *dout, *prob, *dscore, *dk, *dv, *lse, *delta, *dq;
+    float* mask;
+    RowForms k, q, dout;
+    float *kt, *vt;  // [inner][keys], block by block
+    ScoreGrads score;
+    float *dk, *dv, *lse, *delta, *dq;
   };
   static Tiles carve(Arena& pieces, const Shape& a, bool with_dq) noexcept {
+    const Op op(a.D, a.scale);
     return {.mask = pieces.take(a.padded),
-            .k = pieces.take(kKeysPacked * a.ld),
-            .kt = pieces.take(kKeysPacked * a.width),
-            .vt = pieces.take(kKeysPacked * a.width),
-            .q = pieces.take(kRows * a.ld),
-            .dout = pieces.take(kRows * a.ld),
-            .prob = pieces.take(kRows * kKeys),
-            .dscore = pieces.take(kRows * kKeys),
+            .k = RowForms::take(pieces, op, kKeysPacked),
+            .q = RowForms::take(pieces, op, kRows),
+            .dout = RowForms::take(pieces, op, kRows),
+            .kt = pieces.take(kKeysPacked * round_up(op.inner, 8)),
+            .vt = pieces.take(kKeysPacked * round_up(op.inner, 8)),
+            .score = ScoreGrads::take(pieces, op, kRows, kKeys),
             .dk = pieces.take(kKeysPacked * a.ld),
             .dv = pieces.take(kKeysPacked * a.ld),
             .lse = pieces.take(kRows),
@@ -268,22 +286,22 @@ struct Backward {
             .dq = with_dq ? pieces.take(a.T * a.width) : nullptr};
   }
 
-  // Keys as a tile, and transposed block by block.
-  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 m, i64 h, Range keys) const noexcept {
-    load_keys<E>(plain, x, a, m, h, keys);
+  // Keys and values: transposed block by block, and keys as the right factor of dq.
+  void load_packed(const Tiles& tile, i64 m, i64 h, Range keys) const noexcept {
     const i64 padded = round_up(keys.size(), Vec::kLanes);
-    for (i64 j = 0; j < padded; j += kKeys) {
-      transpose(transposed + j * a.width, kKeys, plain + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
-    }
+    load_keys<E>({tile.k.along, nullptr}, v, a, op, m, h, keys);
+    transpose_blocks(tile.vt, kKeys, tile.k.along, op, padded);
+    load_keys<E>(tile.k, k, a, op, m, h, keys);
+    transpose_blocks(tile.kt, kKeys, tile.k.along, op, padded);
   }
 
   // Queries (scaled for scores), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
   void load_block(const Tiles& tile, i64 m, i64 h, Range rows) const noexcept {
-    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
-    load_tokens<E>(tile.dout, dout, a, m, h, rows, 1.0f);
+    load_tokens<E>(tile.q, q, a, op, m, h, rows, op.query_scale);
+    load_tokens<E>(tile.dout, dout, a, op, m, h, rows, 1.0f);
     for (i64 r = 0; r < rows.size(); ++r) {
       const E* const out = o.as<E>() + offset(o, m, rows.begin + r, h);
-      const float* const grad = tile.dout + r * a.ld;
+      const E* const grad = dout.as<E>() + offset(dout, m, rows.begin + r, h);
       Vec sum = zero();
       for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
       tile.delta[r] = reduce_add(sum);
@@ -312,13 +330,14 @@ struct Backward {
     float* const sums = kSums ? dbias2.as<float>() + pair_offset(dbias2, b, h, rows.begin) + keys.begin : nullptr;
     const i64 bias_row = kBias ? bias2.stride[2] : 0, sum_row = kSums ? dbias2.stride[2] : 0;
     if (kBias) bias += pair_offset(bias2, b, h, rows.begin) + keys.begin;
+    const Vec scale = broadcast(op.score_scale);
     for_vectors(0, keys.size(), [&](i64 j, auto lanes) {
       const Vec mask = load(tile.mask + keys.begin + j);
       Vec total = zero();
       for (i64 r = 0; r < rows.size(); ++r) {
-        float* const prob = tile.prob + r * kKeys + j;
-        float* const dscore = tile.dscore + r * kKeys + j;
-        Vec s = load(prob) + mask;
+        float* const prob = tile.score.prob + r * kKeys + j;
+        float* const dscore = tile.score.dscore + r * kKeys + j;
+        Vec s = fma(load(prob), scale, mask);
         if constexpr (kBias) s = fma(load(bias + r * bias_row + j, lanes), broadcast(kLog2E), s);
         const Vec p = weight_of(s - broadcast(tile.lse[r]));
         const Vec ds = p * (load(dscore) - broadcast(tile.delta[r]));
@@ -339,10 +358,11 @@ struct Backward {
   void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Range rows, Range keys, i64 at,
                      const Next& next) const noexcept {
     const i64 lanes = round_up(keys.size(), Vec::kLanes);
-    tile_product<Order::Rows>(tile.prob, kKeys, tile.q, a.ld, tile.kt + at * a.width, kKeys, rows.size(), lanes, a.D,
-                              false);
-    tile_product<Order::Rows>(tile.dscore, kKeys, tile.dout, a.ld, tile.vt + at * a.width, kKeys, rows.size(), lanes,
-                              a.D, false);
+    const i64 column = at * round_up(op.inner, 8);
+    tile_product<Order::Rows, Product>(tile.score.prob, kKeys, tile.q.along, op.inner_ld, tile.kt + column, kKeys,
+                                       rows.size(), lanes, op.inner, false);
+    tile_product<Order::Rows, Product>(tile.score.dscore, kKeys, tile.dout.along, op.inner_ld, tile.vt + column, kKeys,
+                                       rows.size(), lanes, op.inner, false);
     with_bias<E>(bias2, [&](const auto* bias) {
       const auto run = [&]<bool kBias, bool kSums>() {
         differentiate_scores<kBias, kSums>(tile, bias, b, h, rows, keys, columns, next);
@@ -353,13 +373,24 @@ struct Backward {
         bias != nullptr ? run.template operator()<true, false>() : run.template operator()<false, false>();
       }
     });
-    tile_product<Order::Rows>(dq_sum + rows.begin * a.width, a.width, tile.dscore, kKeys, tile.k + at * a.ld, a.ld,
-                              rows.size(), a.width, keys.size(), true);
+    const ScoreGrads& score = tile.score;
+    if constexpr (Op::kPairs) {
+      const Range all = {0, rows.size()};
+      join_rows<Product>(score.prob_across, score.prob, kKeys, all, 0, keys.size());
+      join_rows<Product>(score.dscore_across, score.dscore, kKeys, all, 0, keys.size());
+      for (i64 r = 0; r < rows.size(); ++r) {
+        Product::round_to(score.dscore_along + r * kKeys / 2, score.dscore + r * kKeys, lanes);
+      }
+    }
+    tile_product<Order::Rows, Product>(dq_sum + rows.begin * a.width, a.width, score.dscore_along, kKeys / Op::kDepth,
+                                       tile.k.across + at / Op::kDepth * a.ld, a.ld, rows.size(), a.width,
+                                       Op::words(keys.size()), true);
     const bool add = rows.begin > 0;
-    tile_product<Order::Columns>(tile.dv + at * a.ld, a.ld, tile.prob, kKeys, tile.dout, a.ld, keys.size(), a.width,
-                                 rows.size(), add);
-    tile_product<Order::Columns>(tile.dk + at * a.ld, a.ld, tile.dscore, kKeys, tile.q, a.ld, keys.size(), a.width,
-                                 rows.size(), add);
+    const i64 pairs = Op::words(rows.size());
+    tile_product<Order::Columns, Product>(tile.dv + at * a.ld, a.ld, score.prob_across, kKeys, tile.dout.across, a.ld,
+                                          keys.size(), a.width, pairs, add);
+    tile_product<Order::Columns, Product>(tile.dk + at * a.ld, a.ld, score.dscore_across, kKeys, tile.q.across, a.ld,
+                                          keys.size(), a.width, pairs, add);
   }
 
   // All rows of a sequence attend to a chunk of its keys. `columns`: [T], or null; next_m: the next sequence, or
@@ -367,10 +398,10 @@ struct Backward {
   void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 next_m, i64 h,
                   Range chunk) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
+    const float dk_scale = Op::kPairs ? a.scale : kLn2;  // queries have the rest
     for (i64 first = chunk.begin; first < chunk.end; first += kKeysPacked) {
       const Range packed = {first, std::min(chunk.end, first + kKeysPacked)};
-      load_transposed(tile.vt, tile.k, v, m, h, packed);
-      load_transposed(tile.kt, tile.k, k, m, h, packed);
+      load_packed(tile, m, h, packed);
       for (i64 r = 0; r < a.T; r += kRows) {
         const Range rows = {r, std::min(a.T, r + kRows)};
         load_block(tile, m, h, rows);
@@ -383,7 +414,7 @@ struct Backward {
         }
       }
       for (i64 j = packed.begin; j < packed.end; ++j) {
-        store_row(dk.as<E>() + offset(dk, m, j, h), tile.dk + (j - first) * a.ld, a.D, broadcast(kLn2));
+        store_row(dk.as<E>() + offset(dk, m, j, h), tile.dk + (j - first) * a.ld, a.D, broadcast(dk_scale));
         store_row(dv.as<E>() + offset(dv, m, j, h), tile.dv + (j - first) * a.ld, a.D, broadcast(1.0f));
       }
     }
@@ -479,16 +510,18 @@ void evoformer_attention_bwd(TensorView dq, TensorView dk, TensorView dv, Tensor
   });
 }
 
-// Tiles are fp32 for every dtype.
 void evoformer_attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView, TensorView, TensorView,
                                      TensorView, const EvoformerParams& p, Stream& stream) noexcept {
-  note_scratch(stream, static_cast<size_t>(Forward<float>::cut_of(Shape(q, p)).bytes));
+  with_work_type(q.dtype,
+                 [&]<class E>(E) { note_scratch(stream, static_cast<size_t>(Forward<E>::cut_of(Shape(q, p)).bytes)); });
 }
 
 void evoformer_attention_bwd_scratch(TensorView, TensorView, TensorView, TensorView dbias1, TensorView, TensorView,
                                      TensorView q, TensorView, TensorView, TensorView, TensorView, TensorView,
                                      TensorView, const EvoformerParams& p, Stream& stream) noexcept {
-  note_scratch(stream, static_cast<size_t>(Backward<float>::cut_of(Shape(q, p), static_cast<bool>(dbias1)).bytes));
+  with_work_type(q.dtype, [&]<class E>(E) {
+    note_scratch(stream, static_cast<size_t>(Backward<E>::cut_of(Shape(q, p), static_cast<bool>(dbias1)).bytes));
+  });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

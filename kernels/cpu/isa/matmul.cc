@@ -224,17 +224,6 @@ void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64
   });
 }
 
-template <class T>
-struct ProductOf {
-  using type = Single;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct ProductOf<bf16> {
-  using type = Pairs;
-};
-#endif
-
 // How a product is cut, and a worker's need for its largest tile. Products with few rows have tiles of their own.
 struct Cut {
   Grid grid;

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flash attention (Dao et al.): blocks of queries attend to blocks of keys in tiles of worker scratch; no T x S matrix
+// is stored. attention_blocks.h defines which rows attend to which keys. Sums, scores and the softmax are fp32. The
+// factors of products are bf16 if the tensors are and the CPU multiplies pairs of such numbers: weights are then
+// rounded to bf16, as in other flash attention kernels.
+//
+// A tile is (batch, group, range of rows). Keys are the outer loop, so a converted block serves all rows of the tile.
+// With few rows (decoding) the keys are also split into parts, whose results are merged in order.
+
+#include <cmath>
+
+#include "cpu/isa/attention_tiles.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+// Accumulators of the forward pass for a range of rows.
+struct Partial {
+  float* out;  // [rows, ld], not yet divided by sum
+  float* top;  // [rows] the largest score so far
+  float* sum;  // [rows] of e^(score - top)
+
+  static i64 floats(const Problem& a, i64 rows) noexcept { return rows * a.ld + 2 * round_up(rows, 16); }
+  Partial(float* memory, const Problem& a, i64 rows) noexcept
+      : out(memory), top(out + rows * a.ld), sum(top + round_up(rows, 16)) {}
+};
+
+// Turns one row of products into weights e^(score - top); returns the factor for the row's earlier sums. A score is
+// `scale` times the product. `seen`: the visible part of the n columns, unless the row is `whole`.
+float softmax_step(float* score, i64 n, Vec scale, bool whole, const Seen& seen, float& top, float& sum) noexcept {
+  Vec high = broadcast(-kInfinity);
+  for (i64 j = 0; j < n; j += Vec::kLanes) {
+    Vec s = scale * load(score + j);
+    if (!whole) s = outside(s, j, seen, broadcast(-kInfinity));
+    store(score + j, s);
+    high = max(high, s);
+  }
+  const float new_top = std::max(top, reduce_max(high));
+  // While only -inf has been seen, all weights are e^-inf = 0.
+  const Vec base = broadcast(new_top == -kInfinity ? 0.0f : new_top);
+  Vec total = zero();
+  for (i64 j = 0; j < n; j += Vec::kLanes) {
+    const Vec w = exp_weight(load(score + j) - base);
+    store(score + j, w);
+    total = total + w;
+  }
+  float keep = 1.0f;
+  if (new_top != top) {
+    float lanes[Vec::kLanes];
+    store(lanes, exp_weight(broadcast(top) - base));
+    keep = lanes[0];
+  }
+  sum = sum * keep + reduce_add(total);
+  top = new_top;
+  return keep;
+}
+
+template <class E>
+struct Forward {
+  static constexpr i64 kKeys = 128, kRows = 48;  // block of scores
+  static constexpr i64 kMinPartKeys = 512;       // minimum size of a part of the keys
+  // Rows that share the converted keys, with their sums: at most half of an L2 cache.
+  static constexpr i64 kTileBytes = 320 * 1024;
+
+  using Op = Operands<E>;
+  using Product = typename Op::Product;
+
+  Problem a;
+  TensorView o, lse, q, k, v;
+  Op op{a.D, a.p.scale};
+
+  struct Tiles {
+    float *q, *k, *kt, *v, *score, *keep;
+  };
+  static Tiles carve(Arena& arena, const Problem& a, i64 tile_rows) noexcept {
+    const Op op(a.D, a.p.scale);
+    return {.q = arena.take(tile_rows * op.inner_ld),
+            .k = arena.take(kKeys * op.inner_ld),
+            .kt = arena.take(kKeys * round_up(op.inner, 8)),
+            .v = arena.take(kKeys / Op::kDepth * a.ld),
+            .score = arena.take(kRows * kKeys),
+            .keep = arena.take(keep_room(kKeys))};
+  }
+
+  // Attention of `rows` of (b, g) to `keys`.
+  void accumulate(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * a.ld, a.width);
+    std::fill_n(part.top, rows.size(), -kInfinity);
+    fill_zero(part.sum, rows.size());
+    load_rows<E>({tile.q, nullptr}, q, a, op, b, g, rows, op.query_scale);
+    Pack pack;
+    for (Met met(a, b, g, rows, keys, kKeys); met.next(pack);) {
+      load_keys<E>({tile.k, nullptr}, k, a, op, b, g, pack);
+      load_keys<E>({nullptr, tile.v}, v, a, op, b, g, pack);
+      transpose(tile.kt, kKeys, tile.k, op.inner_ld, round_up(pack.size(), Vec::kLanes), round_up(op.inner, 8));
+      for (i64 r = rows.begin; r < rows.end; r += kRows) {
+        attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, pack, rows.begin);
+      }
+    }
+  }
+
+  // Attention of a block of rows to a converted block of keys; the tile begins at row `origin`.
+  void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack,
+              i64 origin) const noexcept {
+    const auto score = [&](Range r, Range c) { return tile.score + (r.begin - rows.begin) * kKeys + c.begin; };
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool dense) {
+      const i64 lanes = round_up(c.size(), Vec::kLanes);
+      tile_product<Order::Rows, Product>(score(r, c), kKeys, tile.q + (r.begin - origin) * op.inner_ld, op.inner_ld,
+                                         tile.kt + c.begin, kKeys, r.size(), lanes, op.inner, false);
+      for (i64 row = r.begin; row < r.end; ++row) {
+        const Seen seen = dense ? Seen{c, {0, 0}} : seen_of(a, b, row, pack, c);
+        const bool whole = seen.near.begin <= c.begin && seen.near.end >= c.end && c.size() % Vec::kLanes == 0;
+        float* const s = score({row, row + 1}, c);
+        const i64 at = row - origin;
+        float scale = op.score_scale;
+        if (Op::kPairs && (a.has_terms() || a.heads_differ())) scale_row(s, lanes, std::exchange(scale, 1.0f));
+        if (a.has_terms()) to_scores(s, nullptr, a, g, row, pack, c);
+        if (a.heads_differ()) hide_others(s, a, g, row, pack, c, -kInfinity);
+        const float kept =
+            softmax_step(s, c.size(), broadcast(scale), whole, seen.minus(c.begin), part.top[at], part.sum[at]);
+        if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
+        if (a.p.dropout > 0) {
+          for_factors(tile.keep, a, b, g, row, pack, c, [&](Range run, const float* keep) {
+            float* const w = s + run.begin - c.begin;
+            for_vectors(0, run.size(), [&](i64 x, auto n) { store(w + x, load(w + x, n) * load(keep + x, n), n); });
+          });
+        }
+        if constexpr (Op::kPairs) Product::round_to(s, s, lanes);
+      }
+      tile_product<Order::Rows, Product>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, c), kKeys,
+                                         tile.v + c.begin / Op::kDepth * a.ld, a.ld, r.size(), a.width,
+                                         Op::words(c.size()), true);
+    });
+  }
+
+  // Merges the parts in order into the first one, and stores the rows.
+  void finish(float* memory, i64 parts, i64 b, i64 g, Range rows) const noexcept {
+    const Partial total(memory, a, rows.size());
+    for (i64 r = 0; r < rows.size(); ++r) {
+      float* const out = total.out + r * a.ld;
+      for (i64 i = 1; i < parts; ++i) {
+        const Partial part(memory + i * Partial::floats(a, rows.size()), a, rows.size());
+        const float top = std::max(total.top[r], part.top[r]);
+        const auto weight = [top](float x) { return x == -kInfinity ? 0.0f : std::exp(x - top); };
+        const float mine = weight(total.top[r]), other = weight(part.top[r]);
+        for (i64 d = 0; d < a.width; d += Vec::kLanes) {
+          store(out + d, fma(broadcast(other), load(part.out + r * a.ld + d), broadcast(mine) * load(out + d)));
+        }
+        total.sum[r] = total.sum[r] * mine + part.sum[r] * other;
+        total.top[r] = top;
+      }
+      const i64 row = rows.begin + r;
+      const float sum = total.sum[r];
+      store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      lse.as<float>()[a.lse_offset(lse, b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
+    }
+  }
+
+  // How the rows of a problem are cut, and its keys if rows are few.
+  struct Cut {
+    i64 tile_rows, row_tiles, tiles, parts, floats;
+    CallScratch::Size scratch;
+  };
+  static Cut cut_of(const Problem& a) noexcept {
+    const i64 groups = a.B * a.G;
+    const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
+    const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
+    const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
+    if (tiles == 0) return {};
+    const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
+    const i64 floats = Partial::floats(a, std::min(tile_rows, a.rows()));
+    Arena own(nullptr), shared(nullptr);
+    carve(own, a, tile_rows);
+    (parts > 1 ? shared : own).take(parts > 1 ? tiles * parts * floats : floats);
+    return {tile_rows, row_tiles, tiles, parts, floats, {shared.bytes(), own.bytes()}};
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const Cut cut = cut_of(a);
+    if (cut.tiles == 0) return;
+    const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, tiles = cut.tiles, parts = cut.parts, floats = cut.floats;
+    // If causal, late rows see more keys, so they start first.
+    const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
+    const CallScratch scratch(pool, cut.scratch);
+    pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
+      const i64 tile = t / parts, b = tile % groups / a.G, g = tile % a.G;
+      const Range rows = rows_of(tile);
+      Arena arena = scratch.own(worker);
+      const Tiles buffers = carve(arena, a, cut.tile_rows);
+      float* const memory = parts > 1
+                                ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(a, rows.size())
+                                : arena.take(floats);
+      accumulate(Partial(memory, a, rows.size()), buffers, b, g, rows, part_of(a.S, kKeys, t % parts, parts));
+      if (parts == 1) finish(memory, 1, b, g, rows);
+    });
+    if (parts == 1) return;
+    pool.parallel_for(tiles, [&](i64 tile, int) {
+      finish(scratch.shared() + tile * parts * floats, parts, tile % groups / a.G, tile % a.G, rows_of(tile));
+    });
+  }
+};
+
+}  // namespace
+
+void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                   Stream& stream) noexcept {
+  with_work_type(q.dtype, [&]<class E>(E) { Forward<E>{Problem(q, k, p), o, lse, q, k, v}.run(*stream.pool); });
+}
+
+void attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView k, TensorView, const AttentionParams& p,
+                           Stream& stream) noexcept {
+  with_work_type(q.dtype,
+                 [&]<class E>(E) { note_scratch(stream, Forward<E>::cut_of(Problem(q, k, p)).scratch.bytes()); });
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE
