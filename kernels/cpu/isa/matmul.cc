@@ -120,107 +120,123 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
   }
 }
 
-// For few rows (generation) the product is one pass over B, which is read in place.
-constexpr i64 kFewTile = 64;
+// For few rows (generation) the product is one pass over B, which is read in place. Sums grow in the order of
+// multiply_tile, so a row has the same bits among few rows and among many.
+constexpr i64 kFewRows = 8;  // multiplied at once: as many as have sums in registers
 
-// [kRows, kVectors * kLanes] sums, with k strided in B: the order of multiply_tile.
-template <int kRows, int kVectors, class T, class N>
-void few_rows_across(const float* a, const T* b, i64 ld, i64 depth, float* sums, bool first, N n) noexcept {
+// Calls f with the number of rows that are computed for M of them, as a constant.
+template <class F>
+auto with_few_rows(i64 M, F&& f) noexcept {
+  if (M == 1) return f(std::integral_constant<int, 1>{});
+  if (M == 2) return f(std::integral_constant<int, 2>{});
+  return M <= 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
+}
+
+// A worker's scratch: two sums of each column of a tile, and the words of A in a block of k.
+struct FewRoom {
+  i64 rows, width;  // of a tile: enough columns to read long pieces of B, and enough tiles for the threads
+  FewRoom(i64 M, i64 N, i64 threads) noexcept
+      : rows(with_few_rows(M, [](auto n) -> i64 { return n; })),
+        width(std::clamp<i64>(ceil_div(N, 16 * threads * kLanes), 1, 16) * 4 * kLanes) {}
+  i64 sums() const noexcept { return rows * width; }
+  size_t bytes() const noexcept { return static_cast<size_t>(2 * sums() + rows * kWords + kLanes) * sizeof(float); }
+};
+
+// Continues the sums [kRows, kVectors * kLanes] of a block of k, or starts them, with words [0, words) of A,
+// [words][kRows]; k is strided in B, of which p is the first element and in which `left` elements of the block remain.
+template <class Product, int kRows, int kVectors, class T, class N>
+void few_rows_across(const float* a, i64 words, const T* p, i64 ld, i64 left, float* sums, i64 pitch, bool start,
+                     N n) noexcept {
+  constexpr i64 D = Product::kDepth;
   Vec sum[kRows][kVectors];
-  for (auto& row : sum) std::fill_n(row, kVectors, zero());
-  for (i64 k = 0; k < depth; ++k, a += kRows, b += ld) {
-    _mm_prefetch(reinterpret_cast<const char*>(b + 16 * ld), _MM_HINT_T0);
-    for (int v = 0; v < kVectors; ++v) {
-      const Vec y = load(b + v * kLanes, n);
-      for (int r = 0; r < kRows; ++r) sum[r][v] = fma(broadcast(a[r]), y, sum[r][v]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r, sums += kFewTile) {
-    for (int v = 0; v < kVectors; ++v) {
-      store(sums + v * kLanes, first ? sum[r][v] : load(sums + v * kLanes) + sum[r][v]);
-    }
-  }
-}
-
-// [kRows, kColumns] dot products, with k contiguous in B; a [kRows][K] fp32.
-template <int kRows, int kColumns, class T>
-void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
-  Vec sum[kRows][kColumns];
-  for (auto& row : sum) std::fill_n(row, kColumns, zero());
-  for_vectors(0, K, [&](i64 k, auto n) {
-    Vec x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = load(a + r * K + k, n);
-    for (int c = 0; c < kColumns; ++c) {
-      const Vec y = load(b + c * ld + k, n);
-      for (int r = 0; r < kRows; ++r) sum[r][c] = fma(x[r], y, sum[r][c]);
-    }
-  });
   for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kColumns; ++c) sums[r * kFewTile + c] = reduce_add(sum[r][c]);
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = start ? zero() : load(sums + r * pitch + v * kLanes);
+  }
+  for (i64 w = 0; w < words; ++w, a += kRows, p += D * ld, left -= D) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec y = Product::load_across(p + v * kLanes, ld, left, n);
+      for (int r = 0; r < kRows; ++r) sum[r][v] = Product::multiply_add(broadcast(a[r]), y, sum[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * pitch + v * kLanes, sum[r][v]);
   }
 }
 
-// Rows multiplied at once: as many as have sums in registers.
-constexpr i64 kFewRows = 4;
-// Floats of a worker: the sums of a tile and the rows of A, whole or a block of k. `along`: see Source, for B.
-i64 few_rows_room(i64 M, i64 K, bool along) noexcept {
-  return std::min(M, kFewRows) * (kFewTile + (along ? K : kWords)) + kLanes;
+// The sums [kRows, kLanes] of a block of k for `count` <= kLanes columns from `column` on; k is contiguous in B.
+template <class Product, int kRows, class T>
+void few_rows_along(const float* a, const Source<T>& b, i64 column, i64 count, i64 k, i64 depth, float* sums,
+                    i64 pitch) noexcept {
+  constexpr i64 kStep = Product::kDepth * kLanes;
+  Vec sum[kRows];
+  std::fill_n(sum, kRows, zero());
+  for (i64 done = 0; done < depth; done += kStep) {
+    for (i64 j = kLanes; j < 2 * kLanes; ++j) {  // the next columns: too many streams for the hardware to prefetch
+      _mm_prefetch(reinterpret_cast<const char*>(b.at(column + j, k + done)), _MM_HINT_T1);
+    }
+    Vec y[kLanes];
+    load_words<Product>(y, b, column, count, k + done, depth - done);
+    const auto multiply = [&](i64 words) {
+#pragma GCC unroll 16
+      for (i64 w = 0; w < words; ++w, a += kRows) {
+        for (int r = 0; r < kRows; ++r) sum[r] = Product::multiply_add(broadcast(a[r]), y[w], sum[r]);
+      }
+    };
+    if (depth - done >= kStep) {
+      multiply(kLanes);
+    } else {
+      multiply(ceil_div(depth - done, Product::kDepth));
+    }
+  }
+  for (int r = 0; r < kRows; ++r) store(sums + r * pitch, sum[r]);
 }
 
-// sums [kRows, columns <= kFewTile] of rows from `row` on and columns from `begin` on; x: room for the rows of A.
-template <int kRows, class T>
-void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 row, i64 begin, i64 columns, float* sums,
-                       float* x) noexcept {
+// The sums [kRows, columns] of a block of k, for columns from `begin` on; a: its words of A.
+template <class Product, int kRows, class T>
+void few_rows_block(const float* a, const Source<T>& b, i64 begin, i64 columns, i64 k, i64 depth, float* sums,
+                    i64 pitch) noexcept {
   if (b.along) {
-    for (i64 r = 0; r < kRows; ++r) {
-      if (a.along) {
-        for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(row + r, k), n), n); });
-      } else {
-        for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(row + r, k));
-      }
+    for (i64 c = 0; c < columns; c += kLanes) {
+      few_rows_along<Product, kRows>(a, b, begin + c, std::min(kLanes, columns - c), k, depth, sums + c, pitch);
     }
-    i64 c = 0;
-    for (; c + 4 <= columns; c += 4) few_rows_along<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
-    for (; c < columns; ++c) few_rows_along<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
     return;
   }
-  for (i64 k = 0; k == 0 || k < K; k += kWords) {
-    const i64 depth = std::min(kWords, K - k);
-    pack<Single>(x, kRows, a, row, kRows, k, depth);
-    constexpr int kVectors = 4;
+  constexpr i64 kStep = 16;  // words: all columns of a few k at a time, which are long pieces of memory
+  const i64 words = ceil_div(depth, Product::kDepth);
+  for (i64 w = 0; w == 0 || w < words; w += kStep) {
+    const auto run = [&]<int kVectors>(i64 c, auto n) {
+      const i64 at = w * Product::kDepth;
+      few_rows_across<Product, kRows, kVectors>(a + w * kRows, std::min(kStep, words - w), b.at(begin + c, k + at),
+                                                b.ld, depth - at, sums + c, pitch, w == 0, n);
+    };
+    constexpr int kVectors = kRows <= 4 ? 4 : 2;
     i64 c = 0;
-    for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) {
-      few_rows_across<kRows, kVectors>(x, b.at(begin + c, k), b.ld, depth, sums + c, k == 0, AllLanes{});
-    }
-    for (; c < columns; c += kLanes) {
-      const T* p = b.at(begin + c, k);
-      if (c + kLanes <= columns) {
-        few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, AllLanes{});
-      } else {
-        few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, columns - c);
-      }
-    }
+    for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) run.template operator()<kVectors>(c, AllLanes{});
+    for (; c + kLanes <= columns; c += kLanes) run.template operator()<1>(c, AllLanes{});
+    if (c < columns) run.template operator()<1>(c, columns - c);
   }
 }
 
-// A tile is some columns of all rows: with more than kFewRows rows, B is read once from memory and then from the cache.
-template <class T>
+// A tile is some columns of all rows.
+template <class Product, class T>
 void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
                        ThreadPool& pool) noexcept {
-  pool.parallel_for(ceil_div(N, kFewTile), [&](i64 tile, int worker) {
-    const i64 begin = tile * kFewTile, columns = std::min(kFewTile, N - begin);
+  constexpr i64 kDepth = kWords * Product::kDepth;
+  const FewRoom room(M, N, pool.num_threads());
+  pool.parallel_for(ceil_div(N, room.width), [&](i64 tile, int worker) {
+    const i64 begin = tile * room.width, columns = std::min(room.width, N - begin);
     float* const sums = static_cast<float*>(pool.scratch(worker));
-    float* const x = sums + std::min(M, kFewRows) * kFewTile;
-    for (i64 row = 0; row < M; row += kFewRows) {
-      const i64 rows = std::min(kFewRows, M - row);
-      switch (rows) {
-        case 1: multiply_few_rows<1>(a, b, K, row, begin, columns, sums, x); break;
-        case 2: multiply_few_rows<2>(a, b, K, row, begin, columns, sums, x); break;
-        case 3: multiply_few_rows<3>(a, b, K, row, begin, columns, sums, x); break;
-        default: multiply_few_rows<kFewRows>(a, b, K, row, begin, columns, sums, x);
+    float *const more = sums + room.sums(), *const words = more + room.sums();
+    const auto multiply = [&]<int kRows>(std::integral_constant<int, kRows>) {
+      for (i64 k = 0; k == 0 || k < K; k += kDepth) {
+        const i64 depth = std::min(kDepth, K - k);
+        pack<Product>(words, kRows, a, 0, M, k, depth);
+        few_rows_block<Product, kRows>(words, b, begin, columns, k, depth, k == 0 ? sums : more, room.width);
+        for (i64 i = 0; k > 0 && i < kRows * room.width; i += kLanes) store(sums + i, load(sums + i) + load(more + i));
       }
-      done(e, sums, kFewTile, row, begin, rows, columns);
-    }
+    };
+    with_few_rows(M, multiply);
+    done(e, sums, room.width, 0, begin, M, columns);
   });
 }
 
@@ -229,10 +245,9 @@ struct Cut {
   Grid grid;
   size_t scratch_bytes;
 };
-bool few_rows(i64 M, const MatmulParams& p) noexcept { return M <= kFewRows || p.rowwise; }
-Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
-  if (few_rows(M, p))
-    return {{1, ceil_div(N, kFewTile)}, static_cast<size_t>(few_rows_room(M, K, p.trans_b)) * sizeof(float)};
+bool few_rows(i64 M) noexcept { return M <= kFewRows; }
+Cut cut_of(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
+  if (few_rows(M)) return {{1, 1}, FewRoom(M, N, threads).bytes()};
   Cut cut{choose_grid(M, N, threads), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
@@ -256,11 +271,11 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
-  const Cut cut = cut_of(a.dtype, M, N, K, p, pool.num_threads());
+  const Cut cut = cut_of(a.dtype, M, N, K, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
     const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
-    if (few_rows(M, p)) return multiply_few_rows(sa, sb, M, K, N, e, done, pool);
+    if (few_rows(M)) return multiply_few_rows<typename ProductOf<T>::type>(sa, sb, M, K, N, e, done, pool);
     const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
       multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part(tile % grid.m, grid.m, M, kMR),
@@ -274,7 +289,7 @@ void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorVi
                     Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
-  note_scratch(stream, cut_of(a.dtype, M, N, K, p, metered_threads(stream)).scratch_bytes);
+  note_scratch(stream, cut_of(a.dtype, M, N, K, metered_threads(stream)).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE
