@@ -28,6 +28,7 @@
 #include "comm/async_communicator.h"
 #include "comm/ended_ranks.h"
 #include "comm/make_communicator.h"
+#include "comm/polling.h"
 #include "comm/staging_size.h"
 
 namespace ds {
@@ -251,6 +252,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     std::vector<MPI_Request> requests;
     std::vector<int> peers;
     std::vector<int> indices;  // of MPI_Testsome
+    Yields yields;
     MPI_Request* add(int peer) {
       peers.push_back(peer);
       return &requests.emplace_back(MPI_REQUEST_NULL);
@@ -409,10 +411,7 @@ class MpiCommunicator final : public AsyncCommunicator {
         round = 0;
         looked_again = false;
       }
-      if (round < kYields) {
-        std::this_thread::yield();
-        continue;
-      }
+      if (round < kYields && r.yields.once()) continue;
       throw_if_reported();
       const int peer = r.peers[std::find_if(r.requests.begin(), r.requests.end(),
                                             [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -

@@ -13,10 +13,7 @@
 #include "comm/arena.h"
 #include "comm/copy_bytes.h"
 #include "comm/make_communicator.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "comm/polling.h"
 
 namespace ds {
 namespace {
@@ -26,19 +23,11 @@ using namespace std::chrono_literals;
 
 // Smaller sources are staged; the second limit is for ranks that share cores.
 constexpr i64 kDirectBytes = 32 << 10, kCrowdedDirectBytes = 256 << 10;
-constexpr int kSpins = 400;  // about 10 us, only when every rank has a core
-constexpr int kYields = 16;
 constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are noticed this late
 constexpr auto kHealthPeriod = 250ms;  // between checks of /proc for every peer
 // Factor of the timeout if the rank at fault is in another communicator, whose ranks report first.
 constexpr double kPatience = 1.3;
 constexpr auto kQuiescence = 2s;  // after a failure: time for peers to leave our memory
-
-void pause_cpu() noexcept {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 i64 now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
@@ -53,7 +42,8 @@ class SharedCommunicator final : public AsyncCommunicator {
         ground_(ground != nullptr ? *ground : *this),
         key_(key_of(membership)),
         wait_(ground_.take_wait()),
-        spins_(ground_.size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
+        crowded_(ground_.size() > static_cast<int>(std::thread::hardware_concurrency())),
+        polling_{Polling(crowded_), Polling(crowded_)},
         exposures_(static_cast<size_t>(size())),
         sends_to_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
@@ -158,7 +148,7 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   // Writes the places of our segments to our staging half; false if peers cannot reach them or they are small.
   bool expose_directly(const Exchange& x, i64 copies, u32 half) {
-    if (x.length() * copies < (spins_ > 0 ? kDirectBytes : kCrowdedDirectBytes)) return false;
+    if (x.length() * copies < (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) return false;
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     for (const OpSegment& s : x.segments) {
@@ -242,19 +232,11 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // Waits until ready(event's value): short spins, some yields, then sleeps, with checks of failures, the peers' health
-  // and the clock.
+  // Waits until ready(event's value): polls, then sleeps, with checks of failures, the peers' health and the clock.
   template <class Ready>
   void wait(Event& event, int peer, Lane lane, Ready ready) {
     const auto value = [&] { return event.value.load(std::memory_order_acquire); };
-    for (int i = 0; i < spins_; ++i) {
-      if (ready(value())) return;
-      pause_cpu();
-    }
-    for (int i = 0; i < kYields; ++i) {
-      if (ready(value())) return;
-      std::this_thread::yield();
-    }
+    if (polling_[lane].until([&] { return ready(value()); })) return;
     const bool tells = lane == kProgress;
     if (tells) {
       waits_here_.store(true, std::memory_order_relaxed);
@@ -510,7 +492,8 @@ class SharedCommunicator final : public AsyncCommunicator {
   SharedCommunicator& ground_;
   const u32 key_;
   const std::optional<size_t> wait_;
-  const int spins_;
+  const bool crowded_;
+  std::array<Polling, 2> polling_;  // by lane
   std::atomic<bool> waits_here_{false};
   bool attaching_ = false;
   u32 meetings_ = 0;                 // of this rank; wraps

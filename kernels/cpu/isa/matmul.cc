@@ -5,12 +5,11 @@
 
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
+#include "cpu/isa/tiling.h"
 #include "cpu/vector_math.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
-
-constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 
 template <class C, class T>
 void finish(const Epilogue& e, const float* sums, i64 stride, i64 row, i64 column, i64 rows, i64 columns) noexcept {
@@ -33,16 +32,6 @@ void finish(const Epilogue& e, const float* sums, i64 stride, i64 row, i64 colum
       });
     }
   });
-}
-
-struct Range {
-  i64 begin, end;
-  i64 size() const noexcept { return end - begin; }
-};
-// Part i of `parts` near-equal parts of [0, n), cut at multiples of `unit`.
-Range part(i64 i, i64 parts, i64 n, i64 unit) noexcept {
-  const i64 units = ceil_div(n, unit);
-  return {std::min(n, units * i / parts * unit), std::min(n, units * (i + 1) / parts * unit)};
 }
 
 struct Grid {
@@ -137,7 +126,7 @@ struct FewRoom {
   i64 rows, width;  // of a tile: enough columns to read long pieces of B, and enough tiles for the threads
   FewRoom(i64 M, i64 N, i64 threads) noexcept
       : rows(with_few_rows(M, [](auto n) -> i64 { return n; })),
-        width(std::clamp<i64>(ceil_div(N, 16 * threads * kLanes), 1, 16) * 4 * kLanes) {}
+        width(std::clamp(round_up(ceil_div(N, 4 * threads), 4 * kLanes), 4 * kLanes, 64 * kLanes)) {}
   i64 sums() const noexcept { return rows * width; }
   size_t bytes() const noexcept { return static_cast<size_t>(2 * sums() + rows * kWords + kLanes) * sizeof(float); }
 };
@@ -278,8 +267,8 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
     if (few_rows(M)) return multiply_few_rows<typename ProductOf<T>::type>(sa, sb, M, K, N, e, done, pool);
     const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-      multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part(tile % grid.m, grid.m, M, kMR),
-                                                 part(tile / grid.m, grid.n, N, kNR), e, done,
+      multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part_of(M, kMR, tile % grid.m, grid.m),
+                                                 part_of(N, kNR, tile / grid.m, grid.n), e, done,
                                                  static_cast<float*>(pool.scratch(worker)));
     });
   });
