@@ -41,7 +41,7 @@ TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
   const Config c = configure(0);
   const Trace base = train_threads(c, ranks, kSteps);
   ASSERT_LT(std::ranges::min(base.losses), base.losses.front());  // masks differ from step to step
-  ASSERT_GT(base.norms.front(), c.gradient_clipping);  // so that clipping takes part in what is compared
+  ASSERT_GT(base.norms.front(), c.gradient_clipping);             // so that clipping takes part in what is compared
   for (i64 stage = 0; stage <= 3; ++stage) {
     for (const i64 bucket : {i64{1}, i64{7000}, i64{500'000'000}}) {
       for (const bool overlap : {true, false}) {

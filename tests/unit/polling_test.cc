@@ -27,8 +27,11 @@ TEST(Polling, ReturnsAtOnceWhenDone) {
     int looks = 0;
     EXPECT_TRUE(polling.until([&] { return ++looks == 1; }));
     EXPECT_EQ(looks, 1);
-    EXPECT_TRUE(polling.until([&] { return ++looks == 5; }));
   }
+  Polling polling(false);
+  int looks = 0;
+  EXPECT_TRUE(polling.until([&] { return ++looks == 5; }));
+  EXPECT_EQ(looks, 5);
 }
 
 TEST(Polling, SpinsOnlyIfRanksHaveCores) {
