@@ -521,16 +521,17 @@ END
 {\"section\": \"by-op-step\", \"model\": \"m\", \"step_ms\": 60.000, \"ops_ms\": 50.500, \"between_ms\": 9.500, \"all_ops\": true}
 {\"tokens_per_s\": 1000.0, \"step_ms\": 60.000, \"memory_bytes\": 1073741824, \"scratch_bytes\": 0}" >results.jsonl; fi'
   export PATH=$PWD/bin:$PATH DS_GPU_CHECK_ONLY='facts gemm gpt2-1.5b' name
-  for name in 'NVIDIA H100 80GB HBM3:an H100 SXM:65004:1.00' 'NVIDIA H200:an H200:68922:0.70'; do
-    IFS=: read -r NAME gpu most fold <<<"$name"
+  for name in 'NVIDIA H100 80GB HBM3:an H100 SXM:65004:50.00:1.00' 'NVIDIA H200:an H200:68922:50.00:0.70' \
+    'NVIDIA GB200:a GB200, from its data sheet:162782:19.75:0.42'; do
+    IFS=: read -r NAME gpu most product fold <<<"$name"
     export NAME
     rm -rf results
     run -0 "$gpu_check" --build stub -o results --rehearse alive numbers
     assert_line --regexp "^alive +facts +passed .* 81559 MiB; bounds are those of $gpu\$"
     assert_line --regexp '^numbers +gemm +passed .*; SM 1755 to 1980 MHz, 698 W at most, 64 C$'
-    assert_line --regexp "^numbers +gpt2-1.5b +passed .* \\(at most $most: .*; op by op, ms \\(at least\\): matmul 50.50 \\(50.00\\), comm:fold 2.00 \\($fold\\), between ops 9.500; SM "
+    assert_line --regexp "^numbers +gpt2-1.5b +passed .* \\(at most $most: .*; op by op, ms \\(at least\\): matmul 50.50 \\($product\\), comm:fold 2.00 \\($fold\\), between ops 9.500; SM "
   done
-  assert_equal "$(archived numbers/gpt2-1.5b/by-op.tsv | sed -n 2p | tr '\t' ' ')" '50.500 50.000 7 matmul'
+  assert_equal "$(archived numbers/gpt2-1.5b/by-op.tsv | sed -n 2p | tr '\t' ' ')" '50.500 19.750 7 matmul'
 }
 
 @test "PyTorch stands beside what was measured before; where it is missing that is said" {
