@@ -56,12 +56,12 @@ enum class Message : u8 {
   // from the launcher to the shim of a host
   Pause,  // expect no heartbeat until the next message: the launcher is being suspended
   // from the launcher to the shim of a rank
-  Environment,  // NAME=value strings
-  Bind,         // the rank's share of the cores: index, number of shares
-  Start,        // working directory, path of the program, argv
-  Stdin,        // bytes; none: end of file
-  Signal,       // SignalPayload
-  Bye,          // all ranks have ended (also to shims of hosts)
+  Variables,  // NAME=value strings
+  Bind,       // the rank's share of the cores: index, number of shares
+  Start,      // working directory, path of the program, argv
+  Stdin,      // bytes; none: end of file
+  Signal,     // SignalPayload
+  Bye,        // all ranks have ended (also to shims of hosts)
 };
 
 struct EndedPayload {

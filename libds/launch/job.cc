@@ -86,11 +86,11 @@ void Job::start(Rank& rank) {
   const int first = rank.host != nullptr ? rank.host->planned.first_rank : 0;
   const int neighbours = rank.host != nullptr ? rank.host->planned.ranks : plan.ranks;
   if (rank.host != nullptr) {
-    channel.send(Message::Environment, pack(portable_environment(options.environment)));
-    channel.send(Message::Environment, pack({fmt::format("MASTER_PORT={}", hosts[0].up.port)}));
+    channel.send(Message::Variables, pack(portable_environment(options.environment)));
+    channel.send(Message::Variables, pack({fmt::format("MASTER_PORT={}", hosts[0].up.port)}));
   }
-  channel.send(Message::Environment, pack(plan.environment));
-  channel.send(Message::Environment, pack(plan.rank_environment[static_cast<std::size_t>(rank.end.rank)]));
+  channel.send(Message::Variables, pack(plan.environment));
+  channel.send(Message::Variables, pack(plan.rank_environment[static_cast<std::size_t>(rank.end.rank)]));
   if (options.bind == LaunchBind::Core)
     channel.send(Message::Bind, bytes_of(std::array<i32, 2>{rank.end.rank - first, neighbours}));
   std::vector<std::string> command = {plan.folder, plan.program};

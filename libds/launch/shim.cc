@@ -67,7 +67,7 @@ class Shim {
 
   void handle(const Frame& frame) {
     switch (frame.type) {
-      case Message::Environment: add(environment_, unpack(frame.payload)); break;
+      case Message::Variables: add(environment_, unpack(frame.payload)); break;
       case Message::Bind: {
         const auto [index, shares] = value_of<std::array<i32, 2>>(frame.payload);
         const std::vector<int> all = usable_cpus();

@@ -108,10 +108,10 @@ size_t place_of(std::string_view tag) {
   return t;
 }
 
-using TagBytes = std::vector<std::pair<std::string, i64>>;
+using NamedBytes = std::vector<std::pair<std::string, i64>>;
 using TagBounds = std::vector<std::pair<std::string, Bound>>;
 
-std::vector<TagMemory> rows_of(const TagBytes& predicted, const TagBytes& counted, const TagBounds& bounds = {}) {
+std::vector<TagMemory> rows_of(const NamedBytes& predicted, const NamedBytes& counted, const TagBounds& bounds = {}) {
   std::vector<TagMemory> table;
   const auto row = [&](const std::string& tag) -> TagMemory& {
     const auto there = std::ranges::find(table, tag, &TagMemory::tag);
@@ -155,7 +155,7 @@ class Reader {
     const auto known = [&](int rank) -> RankMemory& { return ranks_[rank]; };
     for (const Stage& stage : stages_) {
       for (const int r : stage.ranks) {
-        if (!file_.ended) known(r).tags = rows_of(stage.predicted, r == 0 ? counted_ : TagBytes{}, stage.bounds);
+        if (!file_.ended) known(r).tags = rows_of(stage.predicted, r == 0 ? counted_ : NamedBytes{}, stage.bounds);
       }
     }
     if (!file_.ended && !counted_.empty()) {
@@ -177,7 +177,7 @@ class Reader {
   };
   struct Stage {
     std::vector<int> ranks;
-    TagBytes predicted;
+    NamedBytes predicted;
     TagBounds bounds;
   };
 
@@ -292,7 +292,7 @@ class Reader {
   std::vector<Stage> stages_;
   std::map<int, RankMemory> ranks_;
   std::deque<Step> steps_;
-  TagBytes counted_;  // of rank 0 in the last step
+  NamedBytes counted_;  // of rank 0 in the last step
 };
 
 }  // namespace

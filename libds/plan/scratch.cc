@@ -12,7 +12,7 @@ namespace {
 // blocks that there may be, and so may send a dense vector instead.
 void note_sparse(const RunPlan& plan, const OpTable& ops, Stream& stream) {
   constexpr i64 kBlock = NonzeroBlocks::kBlock;
-  float there = 0;
+  float value = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
     const int ranks = narrow<int>(s.layout.num_ranks());
     if (ranks == 1) continue;
@@ -29,8 +29,8 @@ void note_sparse(const RunPlan& plan, const OpTable& ops, Stream& stream) {
       const i64 width = dtype_bytes(dtype),
                 rows = ranks * NonzeroBlocks::most_at_once(ranks, largest, slice * width, kBlock * width, most);
       if (rows == 0 || blocks == 0) return;
-      ops.embedding_bwd(TensorView::of(&there, dtype, {blocks, kBlock}), TensorView::of(&there, dtype, {rows, kBlock}),
-                        TensorView::of(&there, DType::I32, {rows}), 0, true, stream);
+      ops.embedding_bwd(TensorView::of(&value, dtype, {blocks, kBlock}), TensorView::of(&value, dtype, {rows, kBlock}),
+                        TensorView::of(&value, DType::I32, {rows}), 0, true, stream);
     };
     for_each([&](const zero::SparseUnit& u, i64 slice) {
       note(slice, slice / kBlock, s.grads.wire, u.of_rank);

@@ -67,6 +67,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 
 @test "a run on the simulator: stages and ranks give the same losses, a CPU run goes on from its checkpoint" {
   need_sim
+  sed -i 's/"steps": 12/"steps": 5/' cfg.json
   on_sim ds-train cfg.json --out a --quiet --set device=cuda
   on_sim ds-train cfg.json --out b --quiet --set device=cuda --set zero_optimization.stage=3 --set cuda.graphs=true \
     --set wall_clock_breakdown=true
@@ -76,7 +77,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   grep 'share 1 GPU' err
   diff <(losses a) <(losses c)
   on_sim ds-train cfg.json --check --set device=cuda | grep '1 rank on cuda'
-  run -0 --separate-stderr ds-train cfg.json --resume a --out d --set steps=14 --set device=cpu
+  run -0 --separate-stderr ds-train cfg.json --resume a --out d --set steps=7 --set device=cpu
   [[ $stderr == *"results agree, bits may not"* ]]
   run -0 on_sim ds-train cfg.json --resume a --generate The --max-tokens 5 --set device=cuda
   run -0 on_sim ds-train cfg.json --resume a --eval --set device=cuda
@@ -102,6 +103,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 
 @test "memory of the host that the system does not lock is said, with the key; what it locks changes no loss" {
   need_sim
+  sed -i 's/"steps": 12/"steps": 5/' cfg.json
   on_sim ds-train cfg.json --out plain --quiet --set device=cuda
   for section in offload_optimizer ${DS_SLOW:+offload_param}; do
     pinned=(--set device=cuda --set zero_optimization.stage=3

@@ -13,7 +13,7 @@ setup() {
 
 @test "a run resumes bit for bit between meetings, and another layout says what it begins without" {
   local more
-  for more in ${DS_SLOW:+zero_optimization.stage=0 zero_optimization.stage=3 bf16.enabled=true tensor_parallel.tp_size=2} save.async=true pipeline.stages=2 zeropp diloco.overlap_steps=4 diloco.fragments=2; do
+  for more in ${DS_SLOW:+zero_optimization.stage=0 zero_optimization.stage=3 bf16.enabled=true tensor_parallel.tp_size=2 save.async=true} pipeline.stages=2 zeropp diloco.overlap_steps=4 diloco.fragments=2; do
     set -- --set "$more"
     [[ $more != zeropp ]] || set -- --set zero_optimization.stage=3 --set save.async=true \
       --set zero_optimization.zero_quantized_gradients=true --set zero_optimization.zeropp_loco_param={}

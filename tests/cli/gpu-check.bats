@@ -167,7 +167,7 @@ END
 @test "what records no figure has failed" {
   stand_ins
   program stub/bin/cuda_bench <<<'if [[ $* == *ops ]]; then echo "{\"op\": \"cast\", \"us\": 1}" >results.jsonl; fi'
-  run -1 "$gpu_check" --build stub -o results numbers
+  DS_GPU_CHECK_ONLY='gemm attention ops gpt2-124m' run -1 "$gpu_check" --build stub -o results --rehearse numbers
   refute_output --partial passed
   assert_line --regexp '^numbers +gemm +failed .* results.jsonl has no line of a product$'
   assert_line --regexp '^numbers +attention +failed .* results.jsonl has no line of attention fwd$'
@@ -349,19 +349,19 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   cp results/results.tar.xz before.tar.xz
   touch results/why/{memcheck,ranks}/kept
   full() { (trap '' XFSZ && ulimit -f 1 && "$gpu_check" --build stub -o results --rehearse --continue "$@"); }
-  run -1 --separate-stderr full
-  assert_equal "$(grep -c ' passed ' <<<"$output")" "$(steps_of | wc -l)"
+  run -1 --separate-stderr full numbers why
+  assert_equal "$(grep -c ' passed ' <<<"$output")" "$(steps_of numbers why | wc -l)"
   # shellcheck disable=SC2154
   assert_regex "${stderr_lines[0]}" '^gpu-check: warning: the summary and the archive in .* are as they were: .*large'
   assert_regex "${stderr_lines[1]}" '^gpu-check: error: .* has more than its archive: .*File too large'
   assert_equal ${#stderr_lines[@]} 2
   cmp before.txt results/summary.txt
   cmp before.tar.xz results/results.tar.xz
-  assert_equal "$(ls results | xargs)" 'alive features more numbers rest results.tar.xz summary.txt why'
-  touch results/alive/zero/kept
+  assert_equal "$(ls results | xargs)" 'numbers results.tar.xz summary.txt why'
+  touch results/numbers/epilogues/kept
   rm results/numbers/gemm/verdict # could not be written
-  run -0 "$gpu_check" --build stub -o results --rehearse --continue
-  run -0 ls results/why/{memcheck,ranks}/kept results/alive/zero/kept
+  run -0 "$gpu_check" --build stub -o results --rehearse --continue numbers why
+  run -0 ls results/why/{memcheck,ranks}/kept results/numbers/epilogues/kept
   grep -qE '^numbers +gemm +passed' results/summary.txt
   program bin/xz <<<'head -c 100; echo "xz: no space" >&2; exit 1' # half of an archive
   cp results/results.tar.xz before.tar.xz
@@ -390,9 +390,9 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
 @test "a failure of ds-train stops nothing else; a GPU that is lost does" {
   stand_ins
   program stub/bin/ds-train <<<'echo "ds-train: error: a bug of ours" >&2; exit 1'
-  run -1 "$gpu_check" --build stub -o results alive numbers
+  run -1 "$gpu_check" --build stub -o results alive more
   assert_line --regexp '^alive +step +failed .* first: a bug of ours$'
-  assert_line --regexp '^numbers +gpt2-124m +passed'
+  assert_line --regexp '^more +gpt2-124m-micro2 +passed'
   refute_output --partial 'not run'
   mv stub/bin/cuda_bench stub/bin/bench
   program stub/bin/ds-train <<<"[[ ! -e $PWD/lost ]] || { echo 'ds-train: error: it is off the bus' >&2; exit 4; }"

@@ -322,10 +322,10 @@ PY
 }
 
 @test "--fit shows on a terminal what it looks at" {
-  local -a search=("$DS_SOURCE/configs/gpt2-124m.json" -n 8 --batch 32 --gpu h100 --fit 80GiB --output fit.txt)
-  run -0 env TERM=xterm script -qec "stty cols 100; $(printf '%q ' "$DS_BIN/ds-memreport" "${search[@]}")" /dev/null </dev/null
+  local -a search=("$DS_SOURCE/configs/gpt2-124m.json" --gpu h100 --fit 80GiB --output fit.txt)
+  run -0 env TERM=xterm script -qec "stty cols 100; $(printf '%q ' "$DS_BIN/ds-memreport" "${search[@]}" -n 8 --batch 32)" /dev/null </dev/null
   assert_output --regexp $'\r''arrangements: [0-9]+ of [0-9]+'
-  run -0 ds-memreport "${search[@]}"
+  run -0 ds-memreport "${search[@]}" -n 2 --batch 4
   assert_output ""
 }
 

@@ -172,6 +172,7 @@ END
   ds-launch -n 2 ds-train cfg.json --out whole "${set[@]}" --quiet
   for backend in shm mpi; do
     for victim in rank mpirun launcher; do
+      [[ -n ${DS_SLOW-} || $backend-$victim != @(shm-mpirun|mpi-launcher) ]] || continue
       dir=$backend-$victim
       for delay in ${DS_SLOW:+0.2 0.5} 0.35; do
         ds-launch -n 2 ds-train cfg.json --out "$dir" "${set[@]}" --set communication.backend=$backend \

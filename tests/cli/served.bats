@@ -84,7 +84,7 @@ ordinary() { # optimizer where
 
 # DS_SLOW=1: 200 kills.
 @test "whoever is killed, a run that is started again has the losses of one that was not" {
-  local kills=3 steps=1500
+  local kills=3 steps=1000
   if [[ -n ${DS_SLOW-} ]]; then kills=100 steps=40000; fi
   sed -i 's/"steps": 12/"steps": '$steps', "save": {"every": 500, "keep": 2}/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out whole --quiet
@@ -535,8 +535,9 @@ PYTHON
 
 @test "a step whose line a killed run had not written yet has one when the run goes on" {
   ds-train cfg.json --out memory --quiet
-  local recovered=0
-  for at in $(seq 4 13); do # changes to files of the run directory, one after the other: most are lines
+  local recovered=0 tried=0 every=3
+  [[ -z ${DS_SLOW-} ]] || every=1
+  for at in $(seq 4 $every 13); do # changes to files of the run directory: most are lines
     rm -rf away
     mkdir away
     serve --shm
@@ -547,11 +548,11 @@ PYTHON
     train 1
     assert_equal "$(losses away)" "$(losses memory)"
     ds-memreport away/metrics.jsonl >/dev/null
-    ((recovered += $(grep -c '"recovered":true' away/metrics.jsonl))) || true
+    ((++tried, recovered += $(grep -c '"recovered":true' away/metrics.jsonl))) || true
     ds-offload rm "$name"
     wait "$server"
   done
-  ((recovered >= 5)) || fail "$recovered lines"
+  ((2 * recovered >= tried)) || fail "$recovered lines"
 }
 
 @test "a disk of a server that fails ends the run, or the server, and nothing is lost" {
@@ -559,6 +560,7 @@ PYTHON
   small=(--set zero_optimization.sub_group_size=4096)
   for mode in once sticky; do
     for at in 10 40 80; do # while the states are filled; in a step, whose passes are done once more, or cannot be
+      [[ -n ${DS_SLOW-} || $mode$at != @(once80|sticky40) ]] || continue
       rm -rf away
       head -c 64 /dev/zero >log
       RANK=0 LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" DS_CRASH_DIR="$(realpath disk)" \

@@ -16,6 +16,7 @@
 #include "model/pass_memory.h"
 #include "parity/device_ops.h"
 #include "plan/planned.h"
+#include "slow_set.h"
 #include "temp_directory.h"
 
 namespace ds::testing {
@@ -73,7 +74,8 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
     for (const i64 stage : {0, 1, 2, 3}) {
       if (!kAll && stage != 3 && stage != (model.family == Family::Gpt2 ? 1 : 2)) continue;
       const std::string what = fmt::format("{} stage {}", family_name(model.family), stage);
-      expect_same_training(train(config_of(model, GetParam(), 1, 2, stage), 1), want, what + ", 1 rank");
+      if (kAll || stage != 3)
+        expect_same_training(train(config_of(model, GetParam(), 1, 2, stage), 1), want, what + ", 1 rank");
       expect_same_training(train(config_of(model, GetParam(), 2, 1, stage), 2), want, what + ", 2 ranks");
     }
   }
@@ -89,7 +91,8 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
       c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
       return c;
     };
-    if (!kAll && (type == OptimizerType::Lion || type == OptimizerType::Adagrad)) continue;
+    if (!kAll && (type == OptimizerType::Sgd || type == OptimizerType::Lion || type == OptimizerType::Adagrad))
+      continue;
     const Trace want = train(config(1, 0), 1);
     for (const i64 stage : {0, 2, 3}) {
       if (!kAll && stage != 3) continue;
@@ -108,7 +111,7 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
     c.optimizer.freeze_step = 3;
     c.optimizer.var_freeze_step = 4, c.optimizer.var_update_scaler = 1;
     c.optimizer.local_step_scaler = 2, c.optimizer.local_step_clipper = 2;
-    c.steps = 10;
+    c.steps = kAll ? 10 : 8;
     const Trace t = train(c, 2, {.same_logits = false}, c.steps);
     EXPECT_TRUE(std::isfinite(t.losses.back()));
     for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
@@ -118,7 +121,8 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
   };
   expect_same_training(train_by(OptimizerType::OneBitAdam, 1), train_by(OptimizerType::OneBitAdam, 0), "1-bit Adam");
   if (!kAll && GetParam() != DType::BF16) return;
-  expect_same_training(train_by(OptimizerType::OneBitLamb, 1), train_by(OptimizerType::OneBitLamb, 0), "1-bit LAMB");
+  const Trace lamb = train_by(OptimizerType::OneBitLamb, 1);
+  if (kAll) expect_same_training(lamb, train_by(OptimizerType::OneBitLamb, 0), "1-bit LAMB");
   train_by(OptimizerType::ZeroOneAdam, 0);
 }
 
@@ -143,7 +147,7 @@ TEST_P(DeviceTraining, ZeroPlusPlus) {
 // Gradients in 8 bits train in the memory that is predicted; sparse ones of embeddings move no bit.
 TEST_P(DeviceTraining, GradientsInCodesAndInBlocks) {
   for (const i64 stage : {0, 2}) {
-    if (!kAll && stage == 2 && GetParam() != DType::BF16) continue;
+    if (!kAll && (stage == 2) != (GetParam() == DType::BF16)) continue;
     ModelConfig model = tiny_llama();
     model.vocab_size = 2000;
     Config c = config_of(model, GetParam(), 2, 2, stage);
@@ -208,8 +212,10 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
                             EXPECT_EQ(copies.to_host, engine.plan().traffic.copies.to_host);
                             EXPECT_EQ(copies.to_device, engine.plan().traffic.copies.to_device);
                           }};
+  test::EveryNth tried(2);
   const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio,
                                bool gradients = false, OffloadDevice params = OffloadDevice::None) {
+    if (!tried()) return;
     Config o = c;
     o.zero.sub_group_size = 2 * kStateBlock;
     // Copies of what is page-locked run beside the rest; the simulator makes them as late as it may.

@@ -62,6 +62,7 @@ TEST(SparseAttention, AllBlocksAreNoLayout) {
 }
 
 TEST(SparseAttention, RanksAndWhatIsKeptChangeNoBit) {
+  test::EveryNth tried(5);
   for (const ModelConfig& model : kModels) {
     const Trace dense = train(model, {}, Mode::None);
     for (const Mode mode : {Mode::Fixed, Mode::BigBird}) {
@@ -75,6 +76,7 @@ TEST(SparseAttention, RanksAndWhatIsKeptChangeNoBit) {
                               {.checkpoints = Granularity::Layer},
                               {.checkpoints = Granularity::Selective},
                               {.schedule = Kind::BreadthFirst, .chunks = 2, .stage = 3}}) {
+        if (!tried()) continue;
         const Trace got = train(model, l, mode);
         expect_same_training(got, want, std::string(family_name(model.family)) + " " + l.name());
         expect_planned(got, kSteps, l.name());
@@ -84,7 +86,7 @@ TEST(SparseAttention, RanksAndWhatIsKeptChangeNoBit) {
 }
 
 TEST(SparseAttention, CutHeadsAndSequencesAreTheSameToTheRounding) {
-  test::EveryNth tried(4);
+  test::EveryNth tried(8);
   for (const ModelConfig& model : kModels) {
     for (const Mode mode : {Mode::Fixed, Mode::Variable, Mode::BigBird, Mode::BSLongformer, Mode::Local}) {
       const Trace want = train(model, {}, mode);
@@ -179,6 +181,7 @@ TEST(Documents, SeeThemselvesAlone) {
 }
 
 TEST(Documents, RanksAndWhatIsKeptChangeNoBit) {
+  test::EveryNth tried(5);
   for (const ModelConfig& model : kModels) {
     for (const Mode mode : {Mode::None, Mode::Fixed}) {
       const auto run = [&](const Layout& l) {
@@ -191,13 +194,15 @@ TEST(Documents, RanksAndWhatIsKeptChangeNoBit) {
                               {.pp = 3, .schedule = Kind::ZeroBubbleH1},
                               {.checkpoints = Granularity::Layer},
                               {.checkpoints = Granularity::Selective}}) {
+        if (!tried()) continue;
         const Trace got = run(l);
         expect_same_training(got, want, std::string(family_name(model.family)) + " " + l.name());
         expect_planned(got, kSteps, l.name());
       }
       for (const Layout& l :
-           {Layout{.tp = 2, .sequence = true}, {.sp = 2}, {.sp = 4, .mode = SequenceParallelMode::Ring}})
-        expect_close(run(l), want, std::string(family_name(model.family)) + " " + l.name());
+           {Layout{.tp = 2, .sequence = true}, {.sp = 2}, {.sp = 4, .mode = SequenceParallelMode::Ring}}) {
+        if (tried()) expect_close(run(l), want, std::string(family_name(model.family)) + " " + l.name());
+      }
     }
   }
 }

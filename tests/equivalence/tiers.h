@@ -107,6 +107,7 @@ inline void expect_the_checkpoints_of_memory(const std::vector<TierRun>& tiers) 
   for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
     const OptimizerCase& optimizer = optimizer_named(which);
     for (const DType work : {DType::F32, DType::BF16}) {
+      if (!test::in_slow_set() && (work == DType::BF16) != (optimizer.name == std::string_view("Lamb"))) continue;
       const std::string what = fmt::format("{} {}", optimizer.name, dtype_name(work));
       const Layout two = {.dp = 2, .stage = 2}, other = {.dp = 4, .stage = 3};
       const TempDirectory dir;

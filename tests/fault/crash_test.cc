@@ -328,7 +328,7 @@ TEST_P(Crash, TheNewestCommittedStepIsThereAndTheRunGoesOn) {
   }
   ASSERT_GT(last, 40);
   const char* slow = std::getenv("DS_SLOW");
-  const i64 stride = slow != nullptr ? std::max(std::atoi(slow), 1) : last / 3;
+  const i64 stride = slow != nullptr ? std::max(std::atoi(slow), 1) : last / 2;
   // The first three calls of rank 0 take the lock. Where not every call is tried, each case begins elsewhere.
   int runs = 0, broken = 0;
   for (i64 call = (c.rank == 1 ? 1 : 4) + narrow<i64>(GetParam()) * 7 % stride; call <= last; call += stride) {

@@ -10,6 +10,7 @@
 #include "checkpoint/shard.h"
 #include "checkpoint_state.h"
 #include "ds/checkpoint.h"
+#include "slow_set.h"
 
 namespace ds {
 namespace checkpoint_slices_test {
@@ -73,8 +74,10 @@ for p, (name, shape) in enumerate(shapes.items()):
     for at in np.ndindex(shape[:-1]):  # a part of what one mapping shows
         assert np.array_equal(f[name][at], want.reshape(shape)[at].astype('f4')), (name, at)
 )");
+  test::EveryNth tried(2);
   for (const Ranks ranks : kRanks) {
     for (const i64 seed : {0, 1, 4}) {
+      if (!tried()) continue;
       const std::string step =
           save_sliced(dir / fmt::format("{}x{}-{}", ranks.tp, ranks.dp, seed), 1, DType::BF16, ranks, seed);
       ASSERT_EQ(std::system(fmt::format("cd / && /usr/bin/python3 {} {}/model.h5", dir / "view.py", step).c_str()), 0)

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "ds/memreport.h"
+#include "slow_set.h"
 
 namespace ds::memreport {
 namespace memreport_fit_test {
@@ -17,14 +18,14 @@ constexpr const char* kText =
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
         "data": {"seq_length": 32}, "bf16": {"enabled": true}, "train_batch_size": 16})";
 
-// A configuration for 8 ranks; `sound`: it is valid.
-Source source(std::vector<std::string> overrides = {}, bool sound = true) {
+// A configuration for so many ranks; `sound`: it is valid.
+Source source(std::vector<std::string> overrides = {}, bool sound = true, int ranks = 8) {
   Source s;
-  s.ranks = 8;
+  s.ranks = ranks;
   s.text = kText;
   s.name = "cfg";
   s.overrides = std::move(overrides);
-  s.config = parse_config(kText, "cfg", s.overrides, 8, ConfigUse::Inspect);
+  s.config = parse_config(kText, "cfg", s.overrides, ranks, ConfigUse::Inspect);
   EXPECT_EQ(s.config.ok(), sound) << (sound ? s.config.message() : "");
   return s;
 }
@@ -40,12 +41,12 @@ struct Tried {
   double tokens_per_s;
 };
 
-// Every legal combination of the keys that are searched.
-std::vector<Tried> try_all() {
-  const World world{.ranks = 8, .nodes = 2};
+// Every legal combination of the keys that are searched, on two nodes.
+std::vector<Tried> try_all(int ranks) {
+  const World world{.ranks = ranks, .nodes = 2};
   std::vector<Tried> all;
   const auto look_at = [&](const std::vector<std::string>& keys) {
-    const ConfigResult r = parse_config(kText, "cfg", keys, 8, ConfigUse::Inspect);
+    const ConfigResult r = parse_config(kText, "cfg", keys, ranks, ConfigUse::Inspect);
     if (!r.ok()) return;
     all.push_back({predict(r.config, world, DeviceKind::Cuda).worst_group().device_bytes,
                    predict_time(r.config, world, DeviceKind::Cuda, kHardware).tokens_per_s});
@@ -55,8 +56,8 @@ std::vector<Tried> try_all() {
   for (const int tp : {1, 2, 4}) {
     for (const int sp : {1, 2, 4}) {
       for (const int pp : {1, 2, 4, 8}) {
-        if (tp * sp > 4 || 8 % (tp * sp * pp) != 0) continue;
-        const int dp = 8 / (tp * sp * pp);
+        if (tp * sp > ranks / 2 || ranks % (tp * sp * pp) != 0) continue;
+        const int dp = ranks / (tp * sp * pp);
         for (const int stage : {0, 1, 2, 3}) {
           for (const int micro : {1, 2, 4, 8, 16}) {
             if (16 % (dp * micro) != 0 || (dp * sp == 1 && stage > 0)) continue;
@@ -85,8 +86,9 @@ std::vector<Tried> try_all() {
 }
 
 TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
-  const std::vector<Tried> all = try_all();
-  for (const i64 memory : {i64{1} << 40, i64{3} << 20, i64{2} << 20}) {
+  const int ranks = test::in_slow_set() ? 8 : 4;
+  const std::vector<Tried> all = try_all(ranks);
+  for (const i64 memory : {i64{1} << 40, (i64{24} << 20) / ranks, (i64{16} << 20) / ranks}) {
     i64 num_fitting = 0;
     double best = 0;
     for (const Tried& t : all) {
@@ -95,7 +97,9 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
       best = std::max(best, t.tokens_per_s);
     }
     ASSERT_GT(num_fitting, 0) << memory;
-    const FitResult r = fit(source(), options(memory), kHardware);
+    FitOptions o = options(memory);
+    o.world.ranks = ranks;
+    const FitResult r = fit(source({}, true, ranks), o, kHardware);
     ASSERT_FALSE(r.fitting.empty()) << memory;
     EXPECT_DOUBLE_EQ(r.fitting.front().time.tokens_per_s, best) << memory;
     EXPECT_EQ(r.num_fitting, std::ssize(r.fitting));
@@ -104,8 +108,8 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
       const Arrangement& a = r.fitting[i];
       EXPECT_LE(a.device_bytes, memory);
       EXPECT_EQ(a.micro * a.accumulation * a.mesh.dp, 16);
-      EXPECT_EQ(a.mesh.world(), 8);
-      EXPECT_LE(a.mesh.tp * a.mesh.sp, 4) << "inside a node";
+      EXPECT_EQ(a.mesh.world(), ranks);
+      EXPECT_LE(a.mesh.tp * a.mesh.sp, ranks / 2) << "inside a node";
       if (i > 0) {
         EXPECT_GE(r.fitting[i - 1].time.tokens_per_s, a.time.tokens_per_s);
       }
@@ -121,6 +125,7 @@ TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   EXPECT_EQ(schedules,
             (std::set{PipelineSchedule::OneFOneB, PipelineSchedule::Interleaved, PipelineSchedule::ZeroBubbleH1}));
   for (const size_t most : {size_t{1}, size_t{4}, size_t{25}}) {
+    if (most == 4 && !test::in_slow_set()) continue;
     const FitResult some = fit(source(), options(i64{3} << 20, most), kHardware);
     ASSERT_EQ(some.fitting.size(), most);
     for (size_t i = 0; i < most; ++i) EXPECT_EQ(some.fitting[i].keys, all.fitting[i].keys) << i;
@@ -231,7 +236,9 @@ TEST(Fit, WhatIsWrittenIsWhatWasFound) {
 TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   const Prediction p = predict(source().config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda);
   const i64 needed = p.worst_group().device_bytes;
-  EXPECT_TRUE(fit(source(), options(needed, 1), kHardware).present_fits);
+  const FitResult as_it_is = fit(source(), options(needed, 1), kHardware);
+  EXPECT_TRUE(as_it_is.present_fits);
+  EXPECT_FALSE(as_it_is.nearest);
   FitOptions watched = options(needed - 1, 1);
   std::vector<std::string> told;
   watched.on_progress = [&](std::string_view what) { told.emplace_back(what); };
@@ -242,7 +249,6 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   ASSERT_TRUE(r.present);
   EXPECT_EQ(r.present->device_bytes, needed);
   EXPECT_GE(r.largest.layers, 6);
-  EXPECT_FALSE(fit(source(), options(needed, 1), kHardware).nearest);
   // Its keys alone make the source so, and no single one of what fits has fewer.
   ASSERT_TRUE(r.nearest);
   const Source changed = source(r.nearest->keys);
@@ -300,12 +306,13 @@ TEST(Hardware, StepsOfAnyLength) {
 
 // Bytes are exact to the last one.
 TEST(Fit, BytesOfLongStepsAreExact) {
-  for (const int batch : {2 * 8 * 4500, 2 * 8 * 4501}) {
-    const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"});
-    const FitResult r = fit(s, options(i64{1} << 40, 1), kHardware);
+  for (const int batch : {2 * 2 * 4500, 2 * 2 * 4501}) {
+    const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"}, true, 2);
+    FitOptions o = options(i64{1} << 40, 1);
+    o.world.ranks = 2;
+    const FitResult r = fit(s, o, kHardware);
     ASSERT_TRUE(r.present);
-    EXPECT_EQ(r.present->device_bytes,
-              predict(s.config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda).worst_group().device_bytes);
+    EXPECT_EQ(r.present->device_bytes, predict(s.config.config, o.world, DeviceKind::Cuda).worst_group().device_bytes);
   }
 }
 

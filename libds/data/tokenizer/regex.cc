@@ -263,7 +263,7 @@ class Translator {
 }  // namespace
 
 struct Regex::Code {
-  Pattern compiled;
+  ds::Pattern compiled;
   std::string pattern;
   Place place;
 };
@@ -273,7 +273,7 @@ Regex::Regex(std::string_view pattern, const Place& place) {
   if (pattern.size() > kLongest) place.unsupported(fmt::format("a regular expression of {} bytes", pattern.size()));
   const std::string translated = Translator(pattern, place).run();
   try {
-    code_ = std::make_unique<Code>(Pattern(translated, Pattern::Kind::Text), std::string(pattern), place);
+    code_ = std::make_unique<Code>(ds::Pattern(translated, ds::Pattern::Kind::Text), std::string(pattern), place);
   } catch (const Error& e) {
     const std::string what = fmt::format("the regular expression '{}' cannot be compiled: {}", pattern, e.what());
     if (e.code() == Errc::Unavailable) place.unsupported(what);
