@@ -83,22 +83,6 @@ struct Source {
   const T* at(i64 i, i64 k) const noexcept { return along ? data + i * ld + k : data + k * ld + i; }
 };
 
-// Words [0, kLanes) from element k on of `count` <= kLanes rows that begin with row i, if k is contiguous: r[word] lane
-// row, zero beyond `count` and beyond the `left` elements of a row.
-template <class Product, class T>
-inline void load_words(Vec (&r)[kLanes], const Source<T>& s, i64 i, i64 count, i64 k, i64 left) noexcept {
-  const auto fill = [&](auto n) {
-#pragma GCC unroll 16
-    for (i64 j = 0; j < kLanes; ++j) r[j] = j < count ? Product::load_along(s.at(i + j, k), n) : zero();
-  };
-  if (left >= Product::kDepth * kLanes) {
-    fill(AllLanes{});
-  } else {
-    fill(left);
-  }
-  transpose(r);
-}
-
 // Packs `count` <= kLanes rows, from i on, and k in [k0, k0 + depth): dst[word * stride + row]. Each word stores a
 // whole vector, zero beyond `count`; with stride < kLanes the next word overwrites the excess, and the last word needs
 // room for it.
@@ -122,7 +106,16 @@ inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i
   for (i64 k = 0; k < depth; k += D * kLanes) {
     const i64 left = depth - k;
     Vec r[kLanes];
-    load_words<Product>(r, s, i, count, k0 + k, left);
+    const auto fill = [&](auto n) {
+#pragma GCC unroll 16
+      for (i64 j = 0; j < kLanes; ++j) r[j] = j < count ? Product::load_along(s.at(i + j, k0 + k), n) : zero();
+    };
+    if (left >= D * kLanes) {
+      fill(AllLanes{});
+    } else {
+      fill(left);
+    }
+    transpose(r);
     const i64 words = std::min(kLanes, (left + D - 1) / D);
     if (words == kLanes) {
 #pragma GCC unroll 16

@@ -24,7 +24,7 @@ struct Single {
 };
 
 #if defined(__AVX512BF16__)
-// Products of bf16 pairs, summed in fp32 by VDPBF16PS (which flushes subnormal products to zero).
+// Products of bf16 pairs, summed in fp32 by VDPBF16PS, for which subnormal factors and sums are zero.
 struct Pairs {
   static constexpr i64 kDepth = 2;
   static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept {

@@ -13,8 +13,8 @@
 
 namespace ds {
 
-// Gives the core to others, as long as it comes back soon. If other processes want it, it returns after a time slice,
-// milliseconds, while a thread that sleeps is woken within microseconds.
+// Gives the core to others, as long as it comes back soon. If another process wants it, it returns after a time slice,
+// milliseconds, while a thread that sleeps usually runs within microseconds of being woken.
 class Yields {
  public:
   // Yields; false if the caller should sleep instead of polling further.
@@ -53,22 +53,24 @@ class Polling {
   bool until(Done done) noexcept {
     if (!crowded_ && (failures_ < kMostFailures || ++skipped_ % kRetry == 0)) {
       for (int i = 0; i < kSpins; ++i) {
-        if (done()) {
-          failures_ = 0;
-          return true;
-        }
+        if (done()) return succeed();
         relax();
       }
-      if (failures_ < kMostFailures) ++failures_;
     }
     for (int i = 0; i < kYields; ++i) {
-      if (done()) return true;
+      if (done()) return succeed();
       if (!yields_.once()) break;
     }
-    return done();
+    if (done()) return succeed();
+    if (failures_ < kMostFailures) ++failures_;
+    return false;
   }
 
  private:
+  bool succeed() noexcept {
+    failures_ = 0;
+    return true;
+  }
   static void relax() noexcept {
 #if defined(__x86_64__)
     _mm_pause();
@@ -77,7 +79,7 @@ class Polling {
 
   static constexpr int kSpins = 400;  // about 10 us
   static constexpr int kYields = 16;
-  // After so many spins in a row without success, only every kRetry-th wait spins.
+  // After so many waits in a row that ended asleep, only every kRetry-th spins.
   static constexpr int kMostFailures = 64;
   static constexpr unsigned kRetry = 256;
 

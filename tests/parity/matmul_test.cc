@@ -227,18 +227,17 @@ TEST(Matmul, RowwiseGivesEachRowTheBitsThatItHasAlone) {
   }
 }
 
-// Our own kernels sum in an order that the number of rows does not change.
+// Our own kernels sum in an order that the number of rows does not change, if k is strided in b.
 TEST(Matmul, RowsHaveTheSameBitsAmongFewAndMany) {
   constexpr i64 kMany = 40, N = 150, K = 1801;  // several blocks of k, the last one uneven
   for (const OpTable* ops : backends()) {
     const bool ours = ops->name == "cpu.avx2" || ops->name == "cpu.avx512" || ops->name == "cpu.avx512_bf16";
     if (!ours) continue;
     for_all_kinds([&](DType work, DType out, MatmulParams params) {
-      if (params.trans_a) return;
+      if (params.trans_a || params.trans_b) return;
       ThreadPool pool(2);
       Stream stream{&pool};
-      const Matrix a(work, kMany, K, 0, 1), b(work, params.trans_b ? N : K, params.trans_b ? K : N, 3, 2),
-          residual(out, kMany, N, 0, 5);
+      const Matrix a(work, kMany, K, 0, 1), b(work, K, N, 3, 2), residual(out, kMany, N, 0, 5);
       Matrix all(out, kMany, N, 0, 3), some(out, kMany, N, 0, 4);
       ops->matmul(all.view, a.view, b.view, {}, {}, residual.view, params, stream);
       for (const i64 M : {1, 2, 3, 4, 5, 7, 8, 9, 14, 16}) {

@@ -109,11 +109,9 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
   }
 }
 
-// For few rows (generation) the product is one pass over B, which is read in place. Sums grow in the order of
-// multiply_tile, so a row has the same bits among few rows and among many.
-constexpr i64 kFewRows = 8;  // multiplied at once: as many as have sums in registers
+// For few rows (generation) the product is one pass over B, which is read in place.
 
-// Calls f with the number of rows that are computed for M of them, as a constant.
+// Calls f with the number of rows that are computed for M <= 8 of them, as a constant.
 template <class F>
 auto with_few_rows(i64 M, F&& f) noexcept {
   if (M == 1) return f(std::integral_constant<int, 1>{});
@@ -121,10 +119,15 @@ auto with_few_rows(i64 M, F&& f) noexcept {
   return M <= 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
 }
 
+// If k is strided in B, sums grow in the order of multiply_tile: a row has the same bits among few rows and among many.
+namespace across {
+
+constexpr i64 kFewRows = 8;  // as many as have sums in registers
+
 // A worker's scratch: two sums of each column of a tile, and the words of A in a block of k.
-struct FewRoom {
+struct Room {
   i64 rows, width;  // of a tile: enough columns to read long pieces of B, and enough tiles for the threads
-  FewRoom(i64 M, i64 N, i64 threads) noexcept
+  Room(i64 M, i64 N, i64 threads) noexcept
       : rows(with_few_rows(M, [](auto n) -> i64 { return n; })),
         width(std::clamp(round_up(ceil_div(N, 4 * threads), 4 * kLanes), 4 * kLanes, 64 * kLanes)) {}
   i64 sums() const noexcept { return rows * width; }
@@ -132,10 +135,10 @@ struct FewRoom {
 };
 
 // Continues the sums [kRows, kVectors * kLanes] of a block of k, or starts them, with words [0, words) of A,
-// [words][kRows]; k is strided in B, of which p is the first element and in which `left` elements of the block remain.
+// [words][kRows]. p is the first element of B, of which `left` rows remain in the block.
 template <class Product, int kRows, int kVectors, class T, class N>
-void few_rows_across(const float* a, i64 words, const T* p, i64 ld, i64 left, float* sums, i64 pitch, bool start,
-                     N n) noexcept {
+void add_words(const float* a, i64 words, const T* p, i64 ld, i64 left, float* sums, i64 pitch, bool start,
+               N n) noexcept {
   constexpr i64 D = Product::kDepth;
   Vec sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -152,51 +155,17 @@ void few_rows_across(const float* a, i64 words, const T* p, i64 ld, i64 left, fl
   }
 }
 
-// The sums [kRows, kLanes] of a block of k for `count` <= kLanes columns from `column` on; k is contiguous in B.
-template <class Product, int kRows, class T>
-void few_rows_along(const float* a, const Source<T>& b, i64 column, i64 count, i64 k, i64 depth, float* sums,
-                    i64 pitch) noexcept {
-  constexpr i64 kStep = Product::kDepth * kLanes;
-  Vec sum[kRows];
-  std::fill_n(sum, kRows, zero());
-  for (i64 done = 0; done < depth; done += kStep) {
-    for (i64 j = kLanes; j < 2 * kLanes; ++j) {  // the next columns: too many streams for the hardware to prefetch
-      _mm_prefetch(reinterpret_cast<const char*>(b.at(column + j, k + done)), _MM_HINT_T1);
-    }
-    Vec y[kLanes];
-    load_words<Product>(y, b, column, count, k + done, depth - done);
-    const auto multiply = [&](i64 words) {
-#pragma GCC unroll 16
-      for (i64 w = 0; w < words; ++w, a += kRows) {
-        for (int r = 0; r < kRows; ++r) sum[r] = Product::multiply_add(broadcast(a[r]), y[w], sum[r]);
-      }
-    };
-    if (depth - done >= kStep) {
-      multiply(kLanes);
-    } else {
-      multiply(ceil_div(depth - done, Product::kDepth));
-    }
-  }
-  for (int r = 0; r < kRows; ++r) store(sums + r * pitch, sum[r]);
-}
-
 // The sums [kRows, columns] of a block of k, for columns from `begin` on; a: its words of A.
 template <class Product, int kRows, class T>
-void few_rows_block(const float* a, const Source<T>& b, i64 begin, i64 columns, i64 k, i64 depth, float* sums,
-                    i64 pitch) noexcept {
-  if (b.along) {
-    for (i64 c = 0; c < columns; c += kLanes) {
-      few_rows_along<Product, kRows>(a, b, begin + c, std::min(kLanes, columns - c), k, depth, sums + c, pitch);
-    }
-    return;
-  }
+void add_block(const float* a, const Source<T>& b, i64 begin, i64 columns, i64 k, i64 depth, float* sums,
+               i64 pitch) noexcept {
   constexpr i64 kStep = 16;  // words: all columns of a few k at a time, which are long pieces of memory
   const i64 words = ceil_div(depth, Product::kDepth);
   for (i64 w = 0; w == 0 || w < words; w += kStep) {
     const auto run = [&]<int kVectors>(i64 c, auto n) {
       const i64 at = w * Product::kDepth;
-      few_rows_across<Product, kRows, kVectors>(a + w * kRows, std::min(kStep, words - w), b.at(begin + c, k + at),
-                                                b.ld, depth - at, sums + c, pitch, w == 0, n);
+      add_words<Product, kRows, kVectors>(a + w * kRows, std::min(kStep, words - w), b.at(begin + c, k + at), b.ld,
+                                          depth - at, sums + c, pitch, w == 0, n);
     };
     constexpr int kVectors = kRows <= 4 ? 4 : 2;
     i64 c = 0;
@@ -208,35 +177,107 @@ void few_rows_block(const float* a, const Source<T>& b, i64 begin, i64 columns, 
 
 // A tile is some columns of all rows.
 template <class Product, class T>
-void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
-                       ThreadPool& pool) noexcept {
+void multiply(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
+              ThreadPool& pool) noexcept {
   constexpr i64 kDepth = kWords * Product::kDepth;
-  const FewRoom room(M, N, pool.num_threads());
+  const Room room(M, N, pool.num_threads());
   pool.parallel_for(ceil_div(N, room.width), [&](i64 tile, int worker) {
     const i64 begin = tile * room.width, columns = std::min(room.width, N - begin);
     float* const sums = static_cast<float*>(pool.scratch(worker));
     float *const more = sums + room.sums(), *const words = more + room.sums();
-    const auto multiply = [&]<int kRows>(std::integral_constant<int, kRows>) {
+    with_few_rows(M, [&]<int kRows>(std::integral_constant<int, kRows>) {
       for (i64 k = 0; k == 0 || k < K; k += kDepth) {
         const i64 depth = std::min(kDepth, K - k);
         pack<Product>(words, kRows, a, 0, M, k, depth);
-        few_rows_block<Product, kRows>(words, b, begin, columns, k, depth, k == 0 ? sums : more, room.width);
+        add_block<Product, kRows>(words, b, begin, columns, k, depth, k == 0 ? sums : more, room.width);
         for (i64 i = 0; k > 0 && i < kRows * room.width; i += kLanes) store(sums + i, load(sums + i) + load(more + i));
       }
-    };
-    with_few_rows(M, multiply);
+    });
     done(e, sums, room.width, 0, begin, M, columns);
   });
 }
+
+}  // namespace across
+
+// If k is contiguous in B, elements are dot products: a transposition to the order of multiply_tile would cost more
+// than the multiplications.
+namespace along {
+
+constexpr i64 kFewRows = 4, kTile = 64;
+
+i64 room(i64 M, i64 K) noexcept { return std::min(M, kFewRows) * (kTile + K) + kLanes; }  // floats of a worker
+
+// [kRows, kColumns] dot products; a [kRows][K] fp32.
+template <int kRows, int kColumns, class T>
+void dot(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
+  Vec sum[kRows][kColumns];
+  for (auto& row : sum) std::fill_n(row, kColumns, zero());
+  for_vectors(0, K, [&](i64 k, auto n) {
+    Vec x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = load(a + r * K + k, n);
+    for (int c = 0; c < kColumns; ++c) {
+      const Vec y = load(b + c * ld + k, n);
+      for (int r = 0; r < kRows; ++r) sum[r][c] = fma(x[r], y, sum[r][c]);
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kColumns; ++c) sums[r * kTile + c] = reduce_add(sum[r][c]);
+  }
+}
+
+// sums [kRows, columns <= kTile] of rows from `row` on and columns from `begin` on; x: room for the rows of A.
+template <int kRows, class T>
+void multiply_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 row, i64 begin, i64 columns, float* sums,
+                   float* x) noexcept {
+  for (i64 r = 0; r < kRows; ++r) {
+    if (a.along) {
+      for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(row + r, k), n), n); });
+    } else {
+      for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(row + r, k));
+    }
+  }
+  i64 c = 0;
+  for (; c + 4 <= columns; c += 4) dot<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+  for (; c < columns; ++c) dot<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+}
+
+// A tile is some columns of all rows: with more than kFewRows rows, B is read once from memory and then from the cache.
+template <class T>
+void multiply(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
+              ThreadPool& pool) noexcept {
+  pool.parallel_for(ceil_div(N, kTile), [&](i64 tile, int worker) {
+    const i64 begin = tile * kTile, columns = std::min(kTile, N - begin);
+    float* const sums = static_cast<float*>(pool.scratch(worker));
+    float* const x = sums + std::min(M, kFewRows) * kTile;
+    for (i64 row = 0; row < M; row += kFewRows) {
+      const i64 rows = std::min(kFewRows, M - row);
+      switch (rows) {
+        case 1: multiply_rows<1>(a, b, K, row, begin, columns, sums, x); break;
+        case 2: multiply_rows<2>(a, b, K, row, begin, columns, sums, x); break;
+        case 3: multiply_rows<3>(a, b, K, row, begin, columns, sums, x); break;
+        default: multiply_rows<kFewRows>(a, b, K, row, begin, columns, sums, x);
+      }
+      done(e, sums, kTile, row, begin, rows, columns);
+    }
+  });
+}
+
+}  // namespace along
 
 // How a product is cut, and a worker's need for its largest tile. Products with few rows have tiles of their own.
 struct Cut {
   Grid grid;
   size_t scratch_bytes;
 };
-bool few_rows(i64 M) noexcept { return M <= kFewRows; }
-Cut cut_of(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
-  if (few_rows(M)) return {{1, 1}, FewRoom(M, N, threads).bytes()};
+bool few_rows(i64 M, const MatmulParams& p) noexcept {
+  return p.trans_b ? M <= along::kFewRows || p.rowwise : M <= across::kFewRows;
+}
+Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
+  if (few_rows(M, p)) {
+    const size_t bytes =
+        p.trans_b ? static_cast<size_t>(along::room(M, K)) * sizeof(float) : across::Room(M, N, threads).bytes();
+    return {{1, 1}, bytes};
+  }
   Cut cut{choose_grid(M, N, threads), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
@@ -260,11 +301,14 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
-  const Cut cut = cut_of(a.dtype, M, N, K, pool.num_threads());
+  const Cut cut = cut_of(a.dtype, M, N, K, p, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
     const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
-    if (few_rows(M)) return multiply_few_rows<typename ProductOf<T>::type>(sa, sb, M, K, N, e, done, pool);
+    if (few_rows(M, p)) {
+      if (p.trans_b) return along::multiply(sa, sb, M, K, N, e, done, pool);
+      return across::multiply<typename ProductOf<T>::type>(sa, sb, M, K, N, e, done, pool);
+    }
     const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
       multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part_of(M, kMR, tile % grid.m, grid.m),
@@ -278,7 +322,7 @@ void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorVi
                     Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
-  note_scratch(stream, cut_of(a.dtype, M, N, K, metered_threads(stream)).scratch_bytes);
+  note_scratch(stream, cut_of(a.dtype, M, N, K, p, metered_threads(stream)).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE
