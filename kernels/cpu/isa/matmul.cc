@@ -210,11 +210,17 @@ i64 room(i64 M, i64 K) noexcept { return std::min(M, kFewRows) * (kTile + K) + k
 // [kRows, kColumns] dot products; a [kRows][K] fp32.
 template <int kRows, int kColumns, class T>
 void dot(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
+  constexpr i64 kLine = 64 / sizeof(T);
   Vec sum[kRows][kColumns];
   for (auto& row : sum) std::fill_n(row, kColumns, zero());
   for_vectors(0, K, [&](i64 k, auto n) {
     Vec x[kRows];
     for (int r = 0; r < kRows; ++r) x[r] = load(a + r * K + k, n);
+    if (k % kLine == 0) {  // the columns after the next: too many streams for the hardware to prefetch
+      for (int c = 0; c < kColumns; ++c) {
+        _mm_prefetch(reinterpret_cast<const char*>(b + (c + 2 * kColumns) * ld + k), _MM_HINT_T1);
+      }
+    }
     for (int c = 0; c < kColumns; ++c) {
       const Vec y = load(b + c * ld + k, n);
       for (int r = 0; r < kRows; ++r) sum[r][c] = fma(x[r], y, sum[r][c]);
