@@ -335,6 +335,12 @@ TEST(AttentionTerms, FurtherTermsAgreeWithRef) {
       ++n;
     }
   }
+  // Documents shorter than their sinks, where rows see later keys too.
+  for (i64 block : {0, 16}) {
+    expect_agrees_with_ref(
+        {.T = 70, .S = 70, .H = 2, .G = 1, .D = 32, .causal = false, .window = 8, .sinks = 40, .documents = true},
+        block, random_blocks(9, 0.5f));
+  }
   // A part of a sequence: a chunk of a ring, and decoding.
   for (const auto& [T, query0, key0] : {std::array<i64, 3>{64, 192, 64}, {3, 250, 0}}) {
     for (i64 sinks : {0, 5}) {

@@ -63,7 +63,9 @@ struct Problem {
   Range sinks_of(i64 b, i64 row) const noexcept { return sinks_of(b, Range{row, row + 1}); }
   Range sinks_of(i64 b, Range rows) const noexcept {
     if (!has_sinks() || rows.empty()) return {0, 0};
-    const i64 last = query_of(rows.end - 1) + S - T, end = p.causal ? std::min(S, last + 1) : S;
+    const i64 last = query_of(rows.end - 1) + S - T;
+    i64 end = p.causal ? std::min(S, last + 1) : S;
+    if (p.documents != nullptr) end = std::min(end, document_end(b, query_place(rows.end - 1)) - p.grid.col0);
     const auto begin = [&](i64 row) {
       return (p.documents != nullptr ? document_begin(b, query_place(row)) : 0) - p.grid.col0;
     };
