@@ -36,13 +36,13 @@ TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
   if (family == Family::Bert) model = tiny_bert();
   const auto configure = [&](i64 stage) {
     Config c = with_precision(tiny_config(model, ranks, 1, stage), precision);
-    if (family == Family::Bert) c.optimizer.lr = 2e-2;  // post-LayerNorm blocks begin slowly
+    if (family == Family::Bert) c.optimizer.lr = 1e-2;  // post-LayerNorm blocks begin slowly
     return c;
   };
   const Config c = configure(0);
   const Trace base = train_threads(c, ranks, kSteps);
-  ASSERT_LT(std::ranges::min(base.losses), base.losses.front());  // masks differ from step to step
-  ASSERT_GT(base.norms.front(), c.gradient_clipping);             // so that clipping takes part in what is compared
+  ASSERT_LT(base.losses.back(), base.losses.front());
+  ASSERT_GT(base.norms.front(), c.gradient_clipping);  // so that clipping takes part in what is compared
   for (i64 stage = 0; stage <= 3; ++stage) {
     for (const i64 bucket : {i64{1}, i64{7000}, i64{500'000'000}}) {
       for (const bool overlap : {true, false}) {

@@ -306,10 +306,12 @@ TEST(Hardware, StepsOfAnyLength) {
 
 // Bytes are exact to the last one.
 TEST(Fit, BytesOfLongStepsAreExact) {
-  for (const int batch : {2 * 2 * 4500, 2 * 2 * 4501}) {
-    const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"}, true, 2);
+  const int ranks = test::in_slow_set() ? 8 : 2;
+  for (const int batch : {2 * ranks * 4500, 2 * ranks * 4501}) {
+    const Source s =
+        source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"}, true, ranks);
     FitOptions o = options(i64{1} << 40, 1);
-    o.world.ranks = 2;
+    o.world.ranks = ranks;
     const FitResult r = fit(s, o, kHardware);
     ASSERT_TRUE(r.present);
     EXPECT_EQ(r.present->device_bytes, predict(s.config.config, o.world, DeviceKind::Cuda).worst_group().device_bytes);

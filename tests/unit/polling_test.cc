@@ -88,7 +88,7 @@ TEST(Yields, StopWhereTheCoreDoesNotComeBackSoon) {
   Yields yields;
   int yielded = 0;
   for (int call = 0; call < 2000; ++call) yielded += yields.once();
-  // Of each long one, and of twice as many calls as after the one before, none yields.
+  // After each long yield twice as many calls as before return without one.
   EXPECT_LT(yielded, 1000);
 }
 

@@ -111,18 +111,18 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
 
 // For few rows (generation) the product is one pass over B, which is read in place.
 
-// Calls f with the number of rows that are computed for M <= 8 of them, as a constant.
+// If k is strided in B, sums grow in the order of multiply_tile: a row has the same bits among few rows and among many.
+namespace across {
+
+constexpr i64 kFewRows = 8;  // as many as have sums in registers
+
+// Calls f with the number of rows that are computed for M <= kFewRows of them, as a constant.
 template <class F>
 auto with_few_rows(i64 M, F&& f) noexcept {
   if (M == 1) return f(std::integral_constant<int, 1>{});
   if (M == 2) return f(std::integral_constant<int, 2>{});
   return M <= 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
 }
-
-// If k is strided in B, sums grow in the order of multiply_tile: a row has the same bits among few rows and among many.
-namespace across {
-
-constexpr i64 kFewRows = 8;  // as many as have sums in registers
 
 // A worker's scratch: two sums of each column of a tile, and the words of A in a block of k.
 struct Room {
