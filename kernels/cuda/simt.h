@@ -232,21 +232,34 @@ u32 pack2(float low, float high) {
 template <class T>
 void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   struct Fragments {
-    u32 a[4], b[2];
+    float2 a[4], b[2];
   };
-  const auto lanes = sim::warp_exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-  const auto half = [](u32 pair, int which) { return which == 0 ? unpack2<T>(pair).x : unpack2<T>(pair).y; };
-  const int lane = thread_index() % kWarp;
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + (e / 2) * 8, col = 2 * (lane % 4) + e % 2;
-    float sum = 0;  // products of one instruction are summed first: close enough to the hardware
-    for (int k = 0; k < 16; ++k) {
-      const Fragments& fa = lanes[row % 8 * 4 + k % 8 / 2];
-      const Fragments& fb = lanes[col * 4 + k % 8 / 2];
-      sum += half(fa.a[row / 8 + k / 8 * 2], k % 2) * half(fb.b[k / 8], k % 2);
+  const auto lanes = sim::warp_exchange(Fragments{
+      {unpack2<T>(a[0]), unpack2<T>(a[1]), unpack2<T>(a[2]), unpack2<T>(a[3])}, {unpack2<T>(b[0]), unpack2<T>(b[1])}});
+  // This lane's sums: rows `row` and row + 8 of a, columns `col` and col + 1 of b. A lane holds the terms k of each of
+  // its rows and columns in pairs: 2 * (lane % 4) and the next, then the same 8 later.
+  const size_t lane = static_cast<size_t>(thread_index() % kWarp), row = lane / 4, col = 2 * (lane % 4);
+  // Products of one instruction are summed first: close enough to the hardware.
+  float sum00 = 0, sum01 = 0, sum10 = 0, sum11 = 0;
+  const auto add = [](float& sum, float2 x, float2 y) {
+    sum += x.x * y.x;
+    sum += x.y * y.y;
+  };
+  for (size_t half = 0; half < 2; ++half) {
+    for (size_t pair = 0; pair < 4; ++pair) {
+      const Fragments& fa = lanes[row * 4 + pair];
+      const float2 low = fa.a[2 * half], high = fa.a[2 * half + 1];
+      const float2 left = lanes[col * 4 + pair].b[half], right = lanes[(col + 1) * 4 + pair].b[half];
+      add(sum00, low, left);
+      add(sum01, low, right);
+      add(sum10, high, left);
+      add(sum11, high, right);
     }
-    d[e] += sum;
   }
+  d[0] += sum00;
+  d[1] += sum01;
+  d[2] += sum10;
+  d[3] += sum11;
 }
 
 inline void load_matrices(u32 (&r)[4], const void* row) {
