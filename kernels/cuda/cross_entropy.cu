@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32, then each row becomes, in place,
-// a row of its gradient in the work dtype, which both backward products read. A row that fits the shared memory of a
-// block is read from device memory once. A vocabulary in parts takes the same steps, one op for each.
+// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32 or the work dtype, then each row
+// becomes, in place, a row of its gradient in the work dtype, which both backward products read. A row that fits the
+// shared memory of a block is read from device memory once. A vocabulary in parts takes the same steps, one op for
+// each.
 
 #include <algorithm>
 #include <cmath>
@@ -32,10 +33,10 @@ DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
 //                 order. The results may be stored over the logits in device memory, below all that are still to be
 //                 read.
 
-// In device memory.
-template <bool kAligned>
+// In device memory. Z: type of the logits, here and below.
+template <bool kAligned, class Z>
 struct RowInMemory {
-  const float* z;
+  const Z* z;
   i64 V;
 
   DS_DEVICE void arrive(i64) const {}
@@ -45,29 +46,34 @@ struct RowInMemory {
       load_some(x[i], z + j, V - j, kAligned, rest);
     }
   }
-  DS_DEVICE float at(i64 j) const { return z[j]; }
+  DS_DEVICE float at(i64 j) const { return ds::cuda::load(z + j); }
   DS_DEVICE void leave(i64) const { sync_block(); }
 };
 
 // In shared memory, where each tile that is left makes room for that of the next row. A warp copies what its own
 // threads load, so that only they wait for it.
+template <class Z>
 struct RowInShared {
-  float* kept;
-  int V;
-  const float* next;  // in device memory; null: there is none
+  static constexpr int kEach = kPack<Z>;    // logits in 16 bytes
+  static constexpr int kSides = 8 / kEach;  // 16-byte parts of a pack
 
-  // The place of four logits. Threads load packs, which are twice as long; adjacent threads would collide in the banks
-  // of shared memory if every other four packs were not stored with their halves swapped.
-  static DS_DEVICE int place(int quad) { return 4 * (quad ^ (quad >> 3 & 1)); }
+  Z* kept;
+  int V;
+  const Z* next;  // in device memory; null: there is none
+
+  // The place of part `unit` of a row. Threads load packs; if these are twice as long as a part, adjacent threads would
+  // collide in the banks of shared memory if every other four packs were not stored with their halves swapped.
+  static DS_DEVICE int place(int unit) { return kEach * (kSides == 1 ? unit : unit ^ (unit >> 3 & 1)); }
 
   // Starts the copy of a tile of the next row.
   DS_DEVICE void fetch(i64 tile) const {
     if (next != nullptr) {
-      const int first = static_cast<int>(tile) / 4 + thread_index() / kWarp * kWarp * 2 + thread_index() % kWarp;
+      const int first =
+          static_cast<int>(tile) / kEach + thread_index() / kWarp * kWarp * kSides + thread_index() % kWarp;
       DS_UNROLL
-      for (int i = 0; i < 2 * kPacks; ++i) {
-        const int quad = first + i / 2 * (kStep / 4) + i % 2 * kWarp;
-        if (4 * quad < V) copy_async_16(kept + place(quad), next + 4 * quad, true);
+      for (int i = 0; i < kSides * kPacks; ++i) {
+        const int unit = first + i / kSides * (kStep / kEach) + i % kSides * kWarp;
+        if (kEach * unit < V) copy_async_16(kept + place(unit), next + kEach * unit, true);
       }
     }
     copies_commit();
@@ -86,19 +92,19 @@ struct RowInShared {
     DS_UNROLL
     for (int i = 0; i < kPacks; ++i) {
       const int j = static_cast<int>(tile) + thread_index() * 8 + i * kStep, count = V - j;
-      float half[2][4] = {};
+      float part[kSides][kEach] = {};
       DS_UNROLL
-      for (int side = 0; side < 2; ++side) {
-        if (count > 0) load16(half[side], kept + place(j / 4 + side));
+      for (int side = 0; side < kSides; ++side) {
+        if (count > 0) load16(part[side], kept + place(j / kEach + side));
       }
       DS_UNROLL
-      for (int e = 0; e < 8; ++e) x[i][e] = half[e / 4][e % 4];
+      for (int e = 0; e < 8; ++e) x[i][e] = part[e / kEach][e % kEach];
       if (count >= 8) continue;
       DS_UNROLL
       for (int e = 0; e < 8; ++e) x[i][e] = e < count ? x[i][e] : rest;
     }
   }
-  DS_DEVICE float at(i64 j) const { return kept[place(static_cast<int>(j / 4)) + j % 4]; }
+  DS_DEVICE float at(i64 j) const { return ds::cuda::load(kept + place(static_cast<int>(j / kEach)) + j % kEach); }
   DS_DEVICE void leave(i64 tile) const {
     sync_warp();
     fetch(tile);
@@ -151,8 +157,9 @@ DS_DEVICE void write_zeros(E* dz, i64 V) {
   for (i64 j = thread_index() * 8; j < V; j += kStep) store_some(dz + j, zeros, V - j, kAligned);
 }
 
+template <class Z>
 struct RowArgs {
-  float* logits;
+  Z* logits;
   i64 rows, stride, V;
   const i32* targets;
   float* losses;
@@ -191,8 +198,8 @@ DS_DEVICE float total_share(const Row& row, float top) {
 }
 
 // losses[r] and, with `gradient`, the gradient of type E in place of row r, of which `row` are the logits.
-template <class E, bool kAligned, class Row>
-DS_DEVICE void softmax_row(const RowArgs& p, i64 r, const Row& row, SoftmaxSums& shared) {
+template <class E, bool kAligned, class Z, class Row>
+DS_DEVICE void softmax_row(const RowArgs<Z>& p, i64 r, const Row& row, SoftmaxSums& shared) {
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   E* const dz = reinterpret_cast<E*>(p.logits + r * p.stride);
   const i64 target = p.targets[r];
@@ -246,21 +253,21 @@ DS_DEVICE void softmax_row(const RowArgs& p, i64 r, const Row& row, SoftmaxSums&
 }
 
 // A block for each row, which stays in device memory.
-template <class E, bool kAligned>
-__global__ void softmax_row_kernel(RowArgs p) {
+template <class E, bool kAligned, class Z>
+__global__ void softmax_row_kernel(RowArgs<Z> p) {
   const i64 r = block_index().x;
-  const RowInMemory<kAligned> row{p.logits + r * p.stride, p.V};
+  const RowInMemory<kAligned, Z> row{p.logits + r * p.stride, p.V};
   softmax_row<E, kAligned>(p, r, row, block_shared<SoftmaxSums>());
 }
 
 // A block for several rows, which come to shared memory one after the other.
-template <class E>
-__global__ void __launch_bounds__(kBlock, kKeptBlocks) kept_rows_kernel(RowArgs p) {
+template <class E, class Z>
+__global__ void __launch_bounds__(kBlock, kKeptBlocks) kept_rows_kernel(RowArgs<Z> p) {
   SoftmaxSums& shared = block_shared<SoftmaxSums>();
   const i64 blocks = grid_size().x;
   // The logits of an ignored row are not needed.
   const auto source = [&](i64 r) { return r < p.rows && !p.ignored(r) ? p.logits + r * p.stride : nullptr; };
-  RowInShared row{reinterpret_cast<float*>(&shared + 1), static_cast<int>(p.V), source(block_index().x)};
+  RowInShared<Z> row{reinterpret_cast<Z*>(&shared + 1), static_cast<int>(p.V), source(block_index().x)};
   for (i64 tile = 0; tile < p.V; tile += kTile) row.fetch(tile);
   for (i64 r = block_index().x; r < p.rows; r += blocks) {
     row.next = source(r + blocks);
@@ -277,8 +284,8 @@ struct PartShared {
 };
 
 // Calls f(x) for all logits of a row in packs of eight; beyond its end they are -inf.
-template <bool kAligned, class F>
-DS_DEVICE void for_packs(const float* z, i64 V, F&& f) {
+template <bool kAligned, class Z, class F>
+DS_DEVICE void for_packs(const Z* z, i64 V, F&& f) {
   for (i64 tile = thread_index() * 8; tile < V; tile += kTile) {
     float x[kPacks][8];
     for (int i = 0; i < kPacks; ++i) {
@@ -289,8 +296,8 @@ DS_DEVICE void for_packs(const float* z, i64 V, F&& f) {
   }
 }
 
-template <bool kAligned>
-__global__ void vocab_max_kernel(float* max, const float* z, i64 stride, i64 V) {
+template <bool kAligned, class Z>
+__global__ void vocab_max_kernel(float* max, const Z* z, i64 stride, i64 V) {
   PartShared& shared = block_shared<PartShared>();
   const i64 row = block_index().x;
   float top = kLowest;
@@ -305,8 +312,9 @@ __global__ void vocab_max_kernel(float* max, const float* z, i64 stride, i64 V) 
   max[row] = top;
 }
 
+template <class Z>
 struct PartArgs {
-  const float* z;
+  const Z* z;
   i64 stride, V;
   const float* max;
   const i32* targets;
@@ -316,11 +324,11 @@ struct PartArgs {
   LossTerms terms;
 };
 
-template <bool kAligned>
-__global__ void vocab_sums_kernel(PartArgs p) {
+template <bool kAligned, class Z>
+__global__ void vocab_sums_kernel(PartArgs<Z> p) {
   PartShared& shared = block_shared<PartShared>();
   const i64 row = block_index().x;
-  const float* const z = p.z + row * p.stride;
+  const Z* const z = p.z + row * p.stride;
   const i32 target = p.targets[row];
   const float top = p.max[row];
   const bool ignored = target == p.ignore_index;
@@ -333,28 +341,28 @@ __global__ void vocab_sums_kernel(PartArgs p) {
   });
   sum = block_sum(sum, shared.part);
   const i64 own = target - p.first_id;
-  float hit = ignored || own < 0 || own >= p.V ? 0 : z[own] - top;
+  float hit = ignored || own < 0 || own >= p.V ? 0 : load(z + own) - top;
   if (p.terms.smoothing > 0 && !ignored) {
     sync_block();  // the shared sums have been read
     hit = (1 - p.terms.smoothing) * hit +
-          p.terms.each * block_sum(total_share(RowInMemory<kAligned>{z, p.V}, top), shared.part);
+          p.terms.each * block_sum(total_share(RowInMemory<kAligned, Z>{z, p.V}, top), shared.part);
   }
   if (thread_index() != 0) return;
   p.sum[row] = sum;
   p.at_target[row] = hit;
 }
 
-template <class E>
+template <class E, class Z>
 struct GradArgs {
   float* losses;  // null: not wanted
   E* dz;          // null: not wanted
   i64 dz_stride;
-  PartArgs part;
+  PartArgs<Z> part;
 };
 
-template <class E, bool kAligned>
-__global__ void vocab_grad_kernel(GradArgs<E> a) {
-  const PartArgs& p = a.part;
+template <class E, bool kAligned, class Z>
+__global__ void vocab_grad_kernel(GradArgs<E, Z> a) {
+  const PartArgs<Z>& p = a.part;
   const i64 row = block_index().x;
   const i32 target = p.targets[row];
   const bool ignored = target == p.ignore_index;
@@ -366,15 +374,16 @@ __global__ void vocab_grad_kernel(GradArgs<E> a) {
   if (ignored) {
     write_zeros<E, kAligned>(dz, p.V);
   } else {
-    const RowInMemory<kAligned> z{p.z + row * p.stride, p.V};
+    const RowInMemory<kAligned, Z> z{p.z + row * p.stride, p.V};
     const i64 own = target - p.first_id;
     write_gradient<E, kAligned>(dz, z, top, sum, own, own >= 0 && own < p.V ? z.at(own) : top, p.terms);
   }
 }
 
-PartArgs part_of(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                 const CrossEntropyParams& p) noexcept {
-  return {.z = z.as<float>(),
+template <class Z>
+PartArgs<Z> part_of(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets,
+                    i64 first_id, const CrossEntropyParams& p) noexcept {
+  return {.z = z.as<Z>(),
           .stride = z.stride[0],
           .V = z.dim(1),
           .max = max.as<float>(),
@@ -388,6 +397,12 @@ PartArgs part_of(TensorView sum, TensorView at_target, TensorView z, TensorView 
 
 Launch one_block_per_row(i64 rows, size_t shared_bytes) noexcept {
   return {.grid = dim3(static_cast<unsigned>(rows)), .block = kBlock, .shared_bytes = shared_bytes};
+}
+
+// Calls f(E{}, Z{}) with the types of the gradients and of the logits: fp32, or the same.
+template <class F>
+void with_types(DType gradient, DType logits, F&& f) noexcept {
+  with_work_type(gradient, [&]<class E>(E) { logits == DType::F32 ? f(E{}, float{}) : f(E{}, E{}); });
 }
 
 // ---- a whole vocabulary ----
@@ -416,26 +431,26 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
   i64 begin = 0;
   do {  // at least once: without tokens dweight and dbias are zero
     const i64 rows = std::min(layout.rows, T - begin);
-    TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
+    TensorView z = TensorView::of(logits.data, logits.dtype, {rows, V});
     z.stride[0] = layout.stride;
     const TensorView dz = gradient_rows(z, h.dtype);
     matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
-    const bool gradient = dh || dweight || dbias, aligned = aligned_rows(z.as<float>(), layout.stride, rows);
-    const RowArgs args{.logits = z.as<float>(),
-                       .rows = rows,
-                       .stride = layout.stride,
-                       .V = V,
-                       .targets = targets.as<i32>() + begin,
-                       .losses = losses.as<float>() + begin,
-                       .ignore_index = p.ignore_index,
-                       .terms = terms_of(p, V),
-                       .gradient = gradient};
-    const SoftmaxPlan plan = SoftmaxPlan::of(rows, layout.stride, V, gradient || p.label_smoothing > 0, aligned,
-                                             ctx.most_shared_bytes(), ctx.num_multiprocessors());
-    with_work_type(h.dtype, [&]<class E>(E) {
-      launch(plan.kept ? kept_rows_kernel<E>
-             : aligned ? softmax_row_kernel<E, true>
-                       : softmax_row_kernel<E, false>,
+    with_types(h.dtype, logits.dtype, [&]<class E, class Z>(E, Z) {
+      const bool gradient = dh || dweight || dbias, aligned = aligned_rows(z.as<Z>(), layout.stride, rows);
+      const RowArgs<Z> args{.logits = z.as<Z>(),
+                            .rows = rows,
+                            .stride = layout.stride,
+                            .V = V,
+                            .targets = targets.as<i32>() + begin,
+                            .losses = losses.as<float>() + begin,
+                            .ignore_index = p.ignore_index,
+                            .terms = terms_of(p, V),
+                            .gradient = gradient};
+      const SoftmaxPlan plan = SoftmaxPlan::of(rows, layout.stride, V, sizeof(Z), gradient || p.label_smoothing > 0,
+                                               aligned, ctx.most_shared_bytes(), ctx.num_multiprocessors());
+      launch(plan.kept ? kept_rows_kernel<E, Z>
+             : aligned ? softmax_row_kernel<E, true, Z>
+                       : softmax_row_kernel<E, false, Z>,
              one_block_per_row(plan.blocks, plan.shared_bytes), ctx.stream(), args);
     });
     ctx.check(cudaGetLastError(), "linear_cross_entropy");
@@ -451,9 +466,11 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
 void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
   Context& c = context(stream);
   const Launch grid = one_block_per_row(z.dim(0), sizeof(PartShared));
-  const bool aligned = aligned_rows(z.as<float>(), z.stride[0], z.dim(0));
-  launch(aligned ? vocab_max_kernel<true> : vocab_max_kernel<false>, grid, c.stream(), max.as<float>(), z.as<float>(),
-         z.stride[0], z.dim(1));
+  with_work_type(z.dtype, [&]<class Z>(Z) {
+    const bool aligned = aligned_rows(z.as<Z>(), z.stride[0], z.dim(0));
+    launch(aligned ? vocab_max_kernel<true, Z> : vocab_max_kernel<false, Z>, grid, c.stream(), max.as<float>(),
+           z.as<Z>(), z.stride[0], z.dim(1));
+  });
   c.check(cudaGetLastError(), "vocab_max");
 }
 
@@ -461,9 +478,11 @@ void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView m
                 const CrossEntropyParams& p, Stream& stream) noexcept {
   Context& c = context(stream);
   const Launch grid = one_block_per_row(z.dim(0), sizeof(PartShared));
-  const bool aligned = aligned_rows(z.as<float>(), z.stride[0], z.dim(0));
-  launch(aligned ? vocab_sums_kernel<true> : vocab_sums_kernel<false>, grid, c.stream(),
-         part_of(sum, at_target, z, max, targets, first_id, p));
+  with_work_type(z.dtype, [&]<class Z>(Z) {
+    const bool aligned = aligned_rows(z.as<Z>(), z.stride[0], z.dim(0));
+    launch(aligned ? vocab_sums_kernel<true, Z> : vocab_sums_kernel<false, Z>, grid, c.stream(),
+           part_of<Z>(sum, at_target, z, max, targets, first_id, p));
+  });
   c.check(cudaGetLastError(), "vocab_sums");
 }
 
@@ -471,14 +490,14 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
                 TensorView targets, i64 first_id, const CrossEntropyParams& p, Stream& stream) noexcept {
   Context& c = context(stream);
   const i64 R = z.dim(0);
-  with_work_type(dz ? dz.dtype : DType::F32, [&]<class E>(E) {
-    const GradArgs<E> args{.losses = losses.as<float>(),
-                           .dz = dz.as<E>(),
-                           .dz_stride = dz.stride[0],
-                           .part = part_of(sum, at_target, z, max, targets, first_id, p)};
-    const bool aligned = aligned_rows(z.as<float>(), z.stride[0], R) && aligned_rows(dz.as<E>(), dz.stride[0], R);
-    launch(aligned ? vocab_grad_kernel<E, true> : vocab_grad_kernel<E, false>, one_block_per_row(R, 0), c.stream(),
-           args);
+  with_types(dz ? dz.dtype : z.dtype, z.dtype, [&]<class E, class Z>(E, Z) {
+    const GradArgs<E, Z> args{.losses = losses.as<float>(),
+                              .dz = dz.as<E>(),
+                              .dz_stride = dz.stride[0],
+                              .part = part_of<Z>(sum, at_target, z, max, targets, first_id, p)};
+    const bool aligned = aligned_rows(z.as<Z>(), z.stride[0], R) && aligned_rows(dz.as<E>(), dz.stride[0], R);
+    launch(aligned ? vocab_grad_kernel<E, true, Z> : vocab_grad_kernel<E, false, Z>, one_block_per_row(R, 0),
+           c.stream(), args);
   });
   c.check(cudaGetLastError(), "vocab_grad");
 }

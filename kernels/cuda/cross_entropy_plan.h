@@ -23,13 +23,13 @@ struct SoftmaxPlan {
   i64 blocks;           // kept: each takes every `blocks`-th row; otherwise one for each row
   size_t shared_bytes;  // of a block
 
-  // rows: of V logits, `stride` apart. again: they are needed more than once. aligned: all begin at 16-byte boundaries.
-  // most_shared_bytes: the limit of a block on this device.
-  static constexpr SoftmaxPlan of(i64 rows, i64 stride, i64 V, bool again, bool aligned, size_t most_shared_bytes,
-                                  int num_multiprocessors) noexcept {
-    const size_t bytes = sizeof(SoftmaxSums) + static_cast<size_t>((V + 7) / 8 * 8) * sizeof(float);
+  // rows: of V logits of `each` bytes, `stride` apart. again: they are needed more than once. aligned: all begin at
+  // 16-byte boundaries. most_shared_bytes: the limit of a block on this device.
+  static constexpr SoftmaxPlan of(i64 rows, i64 stride, i64 V, size_t each, bool again, bool aligned,
+                                  size_t most_shared_bytes, int num_multiprocessors) noexcept {
+    const size_t bytes = sizeof(SoftmaxSums) + static_cast<size_t>((V + 7) / 8 * 8) * each;
     // Copies are of 16 bytes. The last one of a row ends in the space between rows, which a single row may not have.
-    const bool whole_copies = aligned && stride % 4 == 0;
+    const bool whole_copies = aligned && static_cast<size_t>(stride) * each % 16 == 0;
     if (!again || !whole_copies || bytes > most_shared_bytes) return {false, rows, sizeof(SoftmaxSums)};
     // As many blocks as run at the same time. A multiprocessor has the memory of one largest block and reserves 1 KiB
     // for each. A block that takes several rows copies the next one while it writes the gradient of the last.

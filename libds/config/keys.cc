@@ -442,6 +442,7 @@ constexpr Key kKeys[] = {
     effect("bf16.stochastic_rounding", slot_of<&C::bf16, &Bf16Config::stochastic_rounding>).when(has_bf16_masters),
     alias("bfloat16", "bf16"),
     {.path = "data_types.grad_accum_dtype", .slot = slot_of<&C::grad_accum_dtype>, .takes_null = true},
+    effect("data_types.logits_dtype", slot_of<&C::loss, &LossConfig::logits>),
     not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),
     not_yet("data_types.buffer_dtype", "[null]"),
     not_yet_section("amp", "enabled", "[false]", "enabled opt_level loss_scale min_loss_scale max_loss_scale"),

@@ -14,8 +14,8 @@ constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled",
                            kFp16Masters = "fp16.fp16_master_weights_and_grads",
                            kBf16Masters = "bf16.bf16_master_weights_and_grads",
                            kBf16States = "bf16.bf16_optimizer_states", kStochastic = "bf16.stochastic_rounding",
-                           kSums = "data_types.grad_accum_dtype", kWire = "communication_data_type",
-                           kStateDtype = "state_dtype";
+                           kSums = "data_types.grad_accum_dtype", kLogits = "data_types.logits_dtype",
+                           kWire = "communication_data_type", kStateDtype = "state_dtype";
 
 std::string_view dtype_text(DType t) { return t == DType::F16 ? "fp16" : t == DType::BF16 ? "bf16" : "fp32"; }
 
@@ -76,6 +76,9 @@ void resolve_precision(Config& c, Reader& r) {
 }
 
 void check_precision(const Config& c, Reader& r) {
+  if (c.loss.logits != DType::F32 && c.loss.logits != c.work_dtype() && !r.broken(kLogits))
+    r.error(kLogits, fmt::format("\"{}\": logits are in fp32, or in the type of the parameters, {}",
+                                 dtype_text(c.loss.logits), dtype_text(c.work_dtype())));
   const DType sums = c.grad_accum_dtype;
   if (sums == DType::F32 || r.broken(kSums)) return;
   const bool masters = c.own_masters();

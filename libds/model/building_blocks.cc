@@ -400,7 +400,7 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
   for (i64 begin = 0; begin < R; begin += chunk) {
     const i64 rows = std::min(chunk, R - begin);
     const auto stat = [&](i64 i) { return TensorView::of(g.stats.as<float>() + i * rows, DType::F32, {rows}); };
-    const TensorView z = TensorView::of(ctx.logits.data, DType::F32, {rows, V}), max = stat(0), sum = stat(1),
+    const TensorView z = TensorView::of(ctx.logits.data, ctx.logits.dtype, {rows, V}), max = stat(0), sum = stat(1),
                      at_target = stat(2), targets = ctx.targets.rows(begin, rows);
     ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
     ctx.ops.vocab_max(max, z, ctx.stream);

@@ -49,7 +49,7 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     rotations.push_back({table, table});
   }
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
-  if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
+  if (s.logits_rows > 0) logits = view(s.logits, {s.logits_rows, vocab});
   if (s.projects && s.gradients && model.trains_projection()) head_weight_grad = view(DType::F32, {vocab, C});
   if (s.tile_cols > 0) tile_sum = view(DType::F32, {sizes.product_rows, s.tile_cols});
   if (tp == 1) return;

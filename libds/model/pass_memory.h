@@ -18,9 +18,10 @@ struct PassSizes {
   bool projects = false;    // this rank has the output projection
   bool gradients = false;   // and computes its gradient, if it is trained
   i64 logits_rows = 0;      // rows of logits in memory at once
-  i64 tile_cols = 0;        // columns of the widest tiled matrix
-  i64 product_rows = 0;     // rows of the largest product: at least R (Layer::product_rows)
-  bool documents = false;   // sequences contain several documents, which attention separates
+  DType logits = DType::F32;
+  i64 tile_cols = 0;       // columns of the widest tiled matrix
+  i64 product_rows = 0;    // rows of the largest product: at least R (Layer::product_rows)
+  bool documents = false;  // sequences contain several documents, which attention separates
   DType work = DType::F32;
 };
 
@@ -33,7 +34,7 @@ struct PassMemory {
       documents{};
   std::vector<RopeViews> rotations{};
   TensorView aux_loss{}, aux_grad{};  // Tag::Data, [1] fp32 each: PassContext
-  // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed].
+  // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed], fp32 or work dtype.
   TensorView logits{};
   // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Groups::partial, gathered, sum, stats.
   TensorView head_weight_grad{}, tile_sum{}, partial{}, gathered{}, sum{}, stats{};

@@ -121,13 +121,13 @@ void evoformer_attention_bwd(TensorView dq, TensorView dk, TensorView dv, Tensor
 }
 
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
-                          TensorView weight, TensorView bias, TensorView targets, TensorView,
+                          TensorView weight, TensorView bias, TensorView targets, TensorView z,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
   const i64 R = h.dim(0), C = h.dim(1), V = weight.dim(0), work = dtype_bytes(h.dtype);
   const bool gradient = dh || dweight || dbias;
   for (i64 begin = 0; begin < R; begin += p.chunk_tokens) {
     const i64 rows = std::min(p.chunk_tokens, R - begin);
-    const i64 input = rows * C * work, logits = rows * V * 4, dlogits = rows * V * work;
+    const i64 input = rows * C * work, logits = rows * V * dtype_bytes(z.dtype), dlogits = rows * V * work;
     count_product(stream, h.dtype, rows, V, C, logits + input + bytes_of({weight, bias}));
     count(stream, {"linear_cross_entropy", h.dtype, 0, logits + (gradient ? dlogits : 0) + rows * 8});
     if (dh) count_product(stream, h.dtype, rows, C, V, rows * C * dtype_bytes(dh.dtype) + dlogits + weight.bytes());

@@ -141,6 +141,29 @@ TEST(TermsOfTheLoss, TrainAlikeEverywhere) {
   }
 }
 
+// Logits in 16 bits: no layout moves a bit but tp, and training is that of logits in fp32 but for their rounding.
+TEST(LogitsIn16Bits, TrainAlikeEverywhere) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    const auto train = [&](const Layout& l, DType logits) {
+      Config c = config_of(model, l, 4);
+      c.bf16.enabled = true;
+      c.communication_data_type = WireType::BF16;
+      c.loss.logits = logits;
+      return train_threads(c, l.ranks(), kSteps);
+    };
+    const Trace one = train({}, DType::BF16), plain = train({}, DType::F32);
+    ASSERT_LT(one.losses.back(), one.losses.front());
+    EXPECT_NE(one.losses, plain.losses);
+    for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(one.losses[i], plain.losses[i], 0.01);
+    for (const Layout& l : {Layout{.stage = 3}, {.dp = 2, .stage = 2}, {.pp = 2}})
+      expect_same_training(train(l, DType::BF16), train({.dp = l.dp, .stage = l.stage}, DType::BF16), l.name());
+    for (const Layout& l : {Layout{.tp = 2}, {.dp = 2, .tp = 2, .stage = 2}}) {
+      const Trace t = train(l, DType::BF16);
+      for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(t.losses[i], one.losses[i], 0.01) << l.name();
+    }
+  }
+}
+
 // The sum of gradients over ranks is so many times their mean.
 TEST(GradientReduce, ASumIsSoManyTimesTheMean) {
   for (const i64 stage : {0, 3}) {

@@ -233,11 +233,13 @@ class CudaKeptRows : public ::testing::Test {
     float label_smoothing = 0, z_loss = 0;
     bool gradient = true;
     i64 ignore_from = 1, ignore_every = 3;
+    bool narrow = false;  // logits in the work dtype
 
     std::string name() const {
       return std::to_string(T) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
              (label_smoothing > 0 ? " smoothed" : "") + (z_loss > 0 ? " with z-loss" : "") +
-             (gradient ? "" : " losses alone") + " ignored from " + std::to_string(ignore_from);
+             (gradient ? "" : " losses alone") + (narrow ? " in 16 bits" : "") + " ignored from " +
+             std::to_string(ignore_from);
     }
   };
   struct Results {
@@ -255,7 +257,7 @@ class CudaKeptRows : public ::testing::Test {
       targets.set(t, ignored ? -100.0f : static_cast<float>((t * 7919 + c.V - 1) % c.V));
     }
     Results r{Tensor(DType::F32, {c.T}), Tensor(c.work, {c.T, C}), Tensor(DType::F32, {c.V, C}),
-              Tensor(DType::F32, {c.T, c.V})};
+              Tensor(c.narrow ? c.work : DType::F32, {c.T, c.V})};
     r.workspace.fill(0.125f);
     Stream stream{.pool = nullptr, .native = &context};
     const TensorView none{};
@@ -304,7 +306,8 @@ TEST_F(CudaKeptRows, HaveTheBitsOfRowsInDeviceMemory) {
                    .z_loss = z_loss,
                    .gradient = gradient,
                    .ignore_from = n % 5,
-                   .ignore_every = 3 + n % 3});
+                   .ignore_every = 3 + n % 3,
+                   .narrow = work != DType::F32 && n % 2 == 0});
           if (HasFatalFailure()) return;
         }
       }
@@ -312,11 +315,14 @@ TEST_F(CudaKeptRows, HaveTheBitsOfRowsInDeviceMemory) {
   }
   for (const i64 V : {4, 8, 4100, 50260}) compare({.T = 1, .V = V, .ignore_from = 1});
   compare({.T = 20, .V = 50264, .work = DType::BF16, .ignore_from = 0, .ignore_every = 2});  // all
+  for (const i64 V : {4098, 50257, 58081, 116160})
+    compare({.T = 18, .V = V, .work = V % 2 == 0 ? DType::F16 : DType::BF16, .z_loss = 0.01f, .narrow = true});
 }
 
 // Rows that do not fit, or cannot be copied, are read from device memory whatever the limit.
 TEST_F(CudaKeptRows, OthersAreAsBefore) {
   for (const i64 V : {58081, 58088, 70001}) compare({.T = 18, .V = V, .work = DType::BF16, .z_loss = 0.01f});
+  compare({.T = 18, .V = 116161, .work = DType::BF16, .z_loss = 0.01f, .narrow = true});
   for (const i64 T : {1, 5}) compare({.T = T, .V = 50257});
 }
 

@@ -190,7 +190,7 @@ struct Moved {
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
-        key.path == "data_types.grad_accum_dtype")
+        key.path.starts_with("data_types."))
       set.push_back("bf16.enabled=true");
     if (key.path == "bf16.stochastic_rounding") set.push_back("bf16.bf16_master_weights_and_grads=true");
     for (const std::string_view monitor : {"tensorboard", "csv_monitor", "comms_logger", "flops_profiler"}) {

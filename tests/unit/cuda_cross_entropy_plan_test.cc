@@ -10,8 +10,8 @@ constexpr size_t kA100 = 163 << 10, kH100 = 227 << 10;  // of a block
 constexpr int kProcessors = 132;
 
 // Rows of V logits at the distance that linear_cross_entropy gives many of them.
-SoftmaxPlan plan_of(i64 V, size_t most, i64 rows = 4096) {
-  return SoftmaxPlan::of(rows, (V + 7) / 8 * 8, V, true, true, most, kProcessors);
+SoftmaxPlan plan_of(i64 V, size_t most, i64 rows = 4096, size_t each = sizeof(float)) {
+  return SoftmaxPlan::of(rows, (V + 7) / 8 * 8, V, each, true, true, most, kProcessors);
 }
 
 TEST(SoftmaxPlan, ARowIsKeptIfItFitsTheSharedMemoryOfABlock) {
@@ -26,19 +26,24 @@ TEST(SoftmaxPlan, ARowIsKeptIfItFitsTheSharedMemoryOfABlock) {
     EXPECT_FALSE(plan_of(largest + 1, most).kept);
   }
   EXPECT_FALSE(plan_of(8, 0).kept);
+  // In 16 bits a row is half as long.
+  EXPECT_TRUE(plan_of(50257, kA100, 4096, 2).kept);
+  EXPECT_TRUE(plan_of(116160, kH100, 4096, 2).kept);
+  EXPECT_FALSE(plan_of(116168, kH100, 4096, 2).kept);
+  EXPECT_EQ(plan_of(50257, kH100, 4096, 2).blocks, 2 * kProcessors);
 }
 
 TEST(SoftmaxPlan, ARowIsNotKeptIfItIsReadOnceOrCannotBeCopied) {
   constexpr i64 V = 50257, kStride = 50264;
   const auto kept = [&](i64 rows, i64 stride, bool again, bool aligned) {
-    return SoftmaxPlan::of(rows, stride, V, again, aligned, kH100, kProcessors).kept;
+    return SoftmaxPlan::of(rows, stride, V, sizeof(float), again, aligned, kH100, kProcessors).kept;
   };
   EXPECT_TRUE(kept(20, kStride, true, true));
   EXPECT_TRUE(kept(1, kStride, true, true));
   EXPECT_FALSE(kept(20, kStride, false, true));
   EXPECT_FALSE(kept(20, V, true, false));
   EXPECT_FALSE(kept(1, V, true, true));  // its last 16 bytes may end beyond the workspace
-  const SoftmaxPlan plan = SoftmaxPlan::of(20, kStride, V, false, true, kH100, kProcessors);
+  const SoftmaxPlan plan = SoftmaxPlan::of(20, kStride, V, sizeof(float), false, true, kH100, kProcessors);
   EXPECT_EQ(plan.blocks, 20);
   EXPECT_EQ(plan.shared_bytes, sizeof(SoftmaxSums));
 }

@@ -137,6 +137,24 @@ TEST(PlanMemory, StagesKeepAsManyMicroBatchesAsTheScheduleHasUnderWay) {
   EXPECT_NEAR(static_cast<double>(memory(c, mesh, 0, Tag::Activations)) / want, 1, 0.05);
 }
 
+// Logits in 16 bits have half the memory, and passes over them half the bytes; the same rows are computed at a time.
+TEST(PlanLogits, In16BitsTakeHalfTheBytes) {
+  for (const int tp : {1, 2}) {
+    const MeshShape mesh{.tp = tp};
+    Config c = gpt2_124m(mesh);
+    c.bf16.enabled = true;
+    const auto plan_of = [&](DType logits) {
+      c.loss.logits = logits;
+      const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, 0, 0));
+      return plan::make_run_plan(c, model, mesh, {}, DeviceKind::Cpu);
+    };
+    const plan::RunPlan wide = plan_of(DType::F32), narrow = plan_of(DType::BF16);
+    EXPECT_EQ(wide.activations.pass.sizes.logits_rows, narrow.activations.pass.sizes.logits_rows);
+    EXPECT_EQ(wide.activations.pass.bytes(Tag::Logits), 2 * narrow.activations.pass.bytes(Tag::Logits));
+    EXPECT_EQ(wide.activations.pass.bytes(Tag::Workspace), narrow.activations.pass.bytes(Tag::Workspace));
+  }
+}
+
 // Ranks that share a vocabulary meet after every chunk of it.
 TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
   for (const i64 vocab : {50257, 52347, 32000, 151646, 131071}) {

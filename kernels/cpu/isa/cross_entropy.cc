@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32, then each row becomes, in place,
-// a row of its gradient in the work dtype, which both backward products read. A vocabulary in parts takes the same
-// steps, one op for each.
+// Linear layer and softmax cross-entropy, a chunk of tokens at a time: logits in fp32 or the work dtype, then each row
+// becomes, in place, a row of its gradient in the work dtype, which both backward products read. A vocabulary in parts
+// takes the same steps, one op for each.
 
 #include <cmath>
 #include <limits>
@@ -13,7 +13,8 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
 // The largest of z, ignoring NaN: the x86 maximum returns its second operand if one is NaN.
-float row_max(const float* z, i64 V) noexcept {
+template <class Z>
+float row_max(const Z* z, i64 V) noexcept {
   Vec top = broadcast(-std::numeric_limits<float>::infinity());
   for_vectors(0, V, [&](i64 j, auto n) {
     const Vec x = load(z + j, n);
@@ -27,7 +28,8 @@ float row_max(const float* z, i64 V) noexcept {
 }
 
 // The sum of e^(z - top).
-float row_sum(const float* z, i64 V, float top) noexcept {
+template <class Z>
+float row_sum(const Z* z, i64 V, float top) noexcept {
   // Partial sums of 64 vectors each, so the error of the sum stays near that of its terms for any vocabulary.
   Vec total = zero(), partial = zero();
   i64 count = 0;
@@ -41,7 +43,8 @@ float row_sum(const float* z, i64 V, float top) noexcept {
 }
 
 // The sum of z - top, computed like row_sum.
-float row_total(const float* z, i64 V, float top) noexcept {
+template <class Z>
+float row_total(const Z* z, i64 V, float top) noexcept {
   Vec total = zero(), partial = zero();
   i64 count = 0;
   for_vectors(0, V, [&](i64 j, auto n) {
@@ -54,8 +57,9 @@ float row_total(const float* z, i64 V, float top) noexcept {
 }
 
 // A row part's contribution to at_target; own: the position of the target, or any outside.
-float row_hit(const float* z, i64 V, float top, i64 own, float smoothing, i64 vocab) noexcept {
-  const float hit = own >= 0 && own < V ? z[own] - top : 0;
+template <class Z>
+float row_hit(const Z* z, i64 V, float top, i64 own, float smoothing, i64 vocab) noexcept {
+  const float hit = own >= 0 && own < V ? to_float(z[own]) - top : 0;
   if (smoothing == 0) return hit;
   return (1 - smoothing) * hit + smoothing / static_cast<float>(vocab) * row_total(z, V, top);
 }
@@ -66,17 +70,23 @@ float row_loss(float sum, float at_target, float top, float z_loss) noexcept {
 }
 
 // dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - smoothing/vocab). dz may start
-// at the same address as z: each element is written after it has been read, and T is no wider than float.
-template <class T>
-void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, i64 vocab,
+// at the same address as z: each element is written after it has been read, and T is no wider than Z.
+template <class T, class Z>
+void row_gradient(T* dz, const Z* z, i64 V, float top, float sum, i64 own, i64 vocab,
                   const CrossEntropyParams& p) noexcept {
   const float of_softmax = p.z_loss == 0 ? 1.0f : 1 + 2 * p.z_loss * (top + std::log(sum));
   const float each = p.label_smoothing / static_cast<float>(vocab);
   const bool here = own >= 0 && own < V;
-  const float at_own = here ? std::exp(z[own] - top) : 0;
+  const float at_own = here ? std::exp(to_float(z[own]) - top) : 0;
   const Vec scale = broadcast(p.grad_scale * of_softmax / sum), less = broadcast(p.grad_scale * each);
   for_vectors(0, V, [&](i64 j, auto n) { store(dz + j, exp(load(z + j, n) - broadcast(top)) * scale - less, n); });
   if (here) dz[own] = from_float<T>(p.grad_scale * (of_softmax * at_own / sum - (1 - p.label_smoothing) - each));
+}
+
+// Calls f(E{}, Z{}) with the types of the gradients and of the logits: fp32, or the same.
+template <class F>
+void with_types(DType gradient, DType logits, F&& f) noexcept {
+  with_work_type(gradient, [&]<class E>(E) { logits == DType::F32 ? f(E{}, float{}) : f(E{}, E{}); });
 }
 
 // The op, chunk by chunk: products, then losses and gradients of the rows (softmax(z, begin)), then column sums.
@@ -88,7 +98,7 @@ void in_chunks(MatmulFn product, decltype(OpTable::column_sum) sum_columns, Tens
   i64 begin = 0;
   do {  // at least once: without tokens dweight and dbias are zero
     const i64 rows = std::min(p.chunk_tokens, T - begin);
-    const TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
+    const TensorView z = TensorView::of(logits.data, logits.dtype, {rows, V});
     const TensorView dz = gradient_rows(z, h.dtype);
     product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     softmax(z, begin);
@@ -109,9 +119,9 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
   const i64 V = weight.dim(0);
   const bool gradient = dh || dweight || dbias;
   const auto softmax = [&](TensorView z, i64 begin) {
-    with_work_type(h.dtype, [&]<class E>(E) {
+    with_types(h.dtype, z.dtype, [&]<class E, class Z>(E, Z) {
       stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
-        float* const row = z.as<float>() + r * V;
+        Z* const row = z.as<Z>() + r * V;
         const i32 target = targets.as<i32>()[begin + r];
         float& loss = losses.as<float>()[begin + r];
         if (target == p.ignore_index) {
@@ -151,26 +161,30 @@ void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView d
 }
 
 void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
-  stream.pool->parallel_for(
-      z.dim(0), [&](i64 r, int) { max.as<float>()[r] = row_max(z.as<float>() + r * z.stride[0], z.dim(1)); });
+  with_work_type(z.dtype, [&]<class Z>(Z) {
+    stream.pool->parallel_for(z.dim(0),
+                              [&](i64 r, int) { max.as<float>()[r] = row_max(z.as<Z>() + r * z.stride[0], z.dim(1)); });
+  });
 }
 
 void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
                 const CrossEntropyParams& p, Stream& stream) noexcept {
-  stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
-    const float* const row = z.as<float>() + r * z.stride[0];
-    const i32 target = targets.as<i32>()[r];
-    const i64 own = target - first_id, V = z.dim(1);
-    const float top = max.as<float>()[r];
-    const bool ignored = target == p.ignore_index;
-    sum.as<float>()[r] = ignored ? 0 : row_sum(row, V, top);
-    at_target.as<float>()[r] = ignored ? 0 : row_hit(row, V, top, own, p.label_smoothing, p.vocab);
+  with_work_type(z.dtype, [&]<class Z>(Z) {
+    stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
+      const Z* const row = z.as<Z>() + r * z.stride[0];
+      const i32 target = targets.as<i32>()[r];
+      const i64 own = target - first_id, V = z.dim(1);
+      const float top = max.as<float>()[r];
+      const bool ignored = target == p.ignore_index;
+      sum.as<float>()[r] = ignored ? 0 : row_sum(row, V, top);
+      at_target.as<float>()[r] = ignored ? 0 : row_hit(row, V, top, own, p.label_smoothing, p.vocab);
+    });
   });
 }
 
 void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
                 TensorView targets, i64 first_id, const CrossEntropyParams& p, Stream& stream) noexcept {
-  with_work_type(dz ? dz.dtype : DType::F32, [&]<class E>(E) {
+  with_types(dz ? dz.dtype : z.dtype, z.dtype, [&]<class E, class Z>(E, Z) {
     stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
       const i32 target = targets.as<i32>()[r];
       const bool ignored = target == p.ignore_index;
@@ -181,7 +195,7 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
       if (ignored) {
         std::fill_n(to, z.dim(1), E{});
       } else {
-        row_gradient(to, z.as<float>() + r * z.stride[0], z.dim(1), top, total, target - first_id,
+        row_gradient(to, z.as<Z>() + r * z.stride[0], z.dim(1), top, total, target - first_id,
                      p.label_smoothing == 0 ? 1 : p.vocab, p);
       }
     });

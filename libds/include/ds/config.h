@@ -256,6 +256,7 @@ struct LossConfig {
   LossNorm norm = LossNorm::Micro;
   double label_smoothing = 0;  // share of a target's probability that is spread evenly over the vocabulary
   double z_loss = 0;           // factor of the squared logarithm of the softmax denominator
+  DType logits = DType::F32;   // in which logits are stored (data_types), in evaluations too: fp32, or the work type
 };
 
 // Formats of data files. Text, Jsonl, Parquet and Arrow hold text for the tokenizer; the others hold tokens: Bin as

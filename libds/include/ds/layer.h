@@ -279,7 +279,7 @@ struct PassContext {
   TensorView targets{};  // [R] int32; not when generating
   TensorView losses{};   // [R] fp32, written by the head; not when generating
   TensorView logits{};   // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
-                         // workspace [chunk,V] fp32
+                         // workspace [chunk,V] fp32 or work dtype
   TensorView tile_sum{};          // [R, most columns] fp32: for products over tiles, if any
   TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch; none
                                   // if the projection is not trained

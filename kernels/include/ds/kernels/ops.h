@@ -444,7 +444,8 @@ struct OpTable {
 
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
-  //   workspace [chunk_tokens, V] fp32. dh [T,C] work dtype, dweight [V,C] and dbias [V] fp32 (overwritten) are optional:
+  //   workspace [chunk_tokens, V], fp32 or work dtype, to which logits are rounded. dh [T,C] work dtype, dweight [V,C] and
+  //   dbias [V] fp32 (overwritten) are optional:
   //   without them only losses are computed. Every chunk reads the whole weight (and adds to all of dweight), so chunks of
   //   less than about 256 tokens cost more than they save.
   void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
@@ -452,7 +453,7 @@ struct OpTable {
                                const CrossEntropyParams&, Stream&) noexcept;
 
   // Softmax cross-entropy over a vocabulary that is cut into parts, one per rank. The caller computes the logits, reduces the
-  // three numbers of each row over the parts, and computes the products with dz. z [R,V] fp32, strided rows: the logits of
+  // three numbers of each row over the parts, and computes the products with dz. z [R,V] fp32 or work dtype, strided rows: the logits of
   // ids first_id .. first_id + V - 1 for R tokens; targets [R] int32; max, sum, at_target, losses [R] fp32. With a single
   // part, losses and dz are those of linear_cross_entropy, on the CPU bit for bit.
   //   vocab_max   max = the largest logit of a row, -inf for none; ignores NaN, which reaches the sum instead.
