@@ -34,6 +34,8 @@
 #include "engine/engine.h"
 #include "model/attention_pattern.h"
 #include "plan/op_tally.h"
+#include "plan/planned.h"
+#include "run/attention.h"
 #include "run/connect.h"
 
 using namespace ds;
@@ -703,11 +705,16 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
 void Bench::step(const std::string& path, const Config& config, testing::OpClock* clock) {
   const double peak = product_rate();
   device_.synchronize();
-  const i64 free_before = device_.memory().free;
+  // The workspace of products, which is part of a plan, is there already.
+  const i64 free_before = device_.memory().free + device_.gpu_kernels().products_bytes;
 
   MemoryLedger ledger;
   Mesh mesh(make_self_communicator({}), {}, {.device = &device_},
             [](Communicator& host, const CommOptions& o) { return make_device_self_communicator(host, o); });
+  {
+    const plan::Planned planned(config, mesh.shape(), 0, DeviceKind::Cuda);
+    run::choose_attention(config, planned.model, planned.plan, device_, mesh.world());
+  }
   engine::Engine engine(config, mesh, ledger, device_);
   // Initial values of the right size, but repeated: the host would need a minute for a billion of its own.
   std::vector<float> normal(1 << 20);
@@ -789,7 +796,7 @@ void Bench::step(const std::string& path, const Config& config, testing::OpClock
 
 int usage() {
   std::fprintf(stderr,
-               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--set KEY=VALUE]...\n"
+               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--cudnn] [--set KEY=VALUE]...\n"
                "                  (ops|attention|features|gemm|step CFG.json...)...\n");
   return 2;
 }
@@ -797,7 +804,7 @@ int usage() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool small = false, stepping = false, by_op = false;
+  bool small = false, stepping = false, by_op = false, cudnn = false;
   double seconds = 8;
   std::FILE* json = nullptr;
   std::vector<std::string> overrides, parts;  // the second: names of sections, and "=CONFIG" for a step
@@ -807,6 +814,8 @@ int main(int argc, char** argv) {
       small = true;
     } else if (arg == "--by-op") {
       by_op = true;
+    } else if (arg == "--cudnn") {
+      cudnn = true;
     } else if (arg == "--json" && i + 1 < argc) {
       json = std::fopen(argv[++i], "a");
       if (json == nullptr) return std::perror(argv[i]), 2;
@@ -838,7 +847,9 @@ int main(int argc, char** argv) {
       const ConfigResult read = steps ? load_config(part.substr(1), overrides, 1) : ConfigResult{};
       DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
       // As a run would open it, with the cuda settings of its configuration.
-      const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0);
+      const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0, {.cudnn_attention = cudnn});
+      DS_CHECK(steps || !cudnn || !device->attention_library().empty(), Errc::Unavailable, "cuDNN cannot be used: {}",
+               device->prepare_attention({}));
       DS_CHECK(!by_op || !read.config.cuda.graphs, Errc::Config, "--by-op times no graphs: without cuda.graphs");
       std::optional<testing::OpClock> clock;
       if (steps && by_op) clock.emplace(*device);
@@ -856,7 +867,8 @@ int main(int argc, char** argv) {
     }
   } catch (const std::exception& e) {
     std::fprintf(stderr, "cuda_bench: error: %s\n", e.what());
-    return 1;
+    const auto* const known = dynamic_cast<const Error*>(&e);
+    return known != nullptr && known->code() == Errc::Unavailable ? 4 : 1;
   }
   return 0;
 }
