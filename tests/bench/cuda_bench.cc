@@ -35,6 +35,7 @@
 #include "model/attention_pattern.h"
 #include "plan/op_tally.h"
 #include "plan/planned.h"
+#include "plan/scratch.h"
 #include "run/attention.h"
 #include "run/connect.h"
 
@@ -780,16 +781,23 @@ void Bench::step(const std::string& path, const Config& config, testing::OpClock
   std::printf("; sum %.2f\n", gib(total));
   std::fflush(stdout);
   if (clock != nullptr) time_of_ops(name, engine, *clock, train);
+  const i64 scratch = device_.scratch_bytes(),
+            predicted_scratch =
+                plan::meter_run(engine.config(), engine.model(), plan, device_.gpu_kernels()).scratch_bytes();
+  DS_CHECK(!small_ || scratch == predicted_scratch, Errc::Internal, "ops hold {} bytes, predicted were {}", scratch,
+           predicted_scratch);
   record(fmt::format(
       R"("section": "step", "model": "{}", "parameters": {}, "micro_batches": {}, "B": {}, "T": {}, )"
       R"("dtype": "{}", "tokens_per_s": {:.1f}, "step_ms": {:.3f}, "min_ms": {:.3f}, "max_ms": {:.3f}, )"
       R"("steps": {}, "first_step_s": {:.2f}, "flops_per_token": {:.6g}, "mfu": {:.4f}, )"
       R"("mfu_of_product": {:.4f}, "product_tflops": {:.2f}, "first_loss": {:.5f}, "last_loss": {:.5f}, )"
-      R"("skipped": {}, "memory_bytes": {}, "scratch_bytes": {}, "ledger_bytes": {}, "tags": {{{}}})",
+      R"("skipped": {}, "memory_bytes": {}, "scratch_bytes": {}, "ledger_bytes": {}, "tags": {{{}}}, )"
+      R"("predicted_scratch_bytes": {}, "attention": "{}")",
       name, engine.model().num_params(), plan.micro_batches, plan.B, plan.T, dtype_name(plan.work), rate, s * 1e3,
       *std::min_element(steps.begin(), steps.end()) * 1e3, *std::max_element(steps.begin(), steps.end()) * 1e3,
       steps.size(), first_s, engine.model().flops_per_token(plan.T), flops / kDatasheetFlops, flops / peak,
-      peak * 1e-12, first_loss, last_loss, skipped, used, device_.scratch_bytes(), total, tags));
+      peak * 1e-12, first_loss, last_loss, skipped, used, scratch, total, tags, predicted_scratch,
+      run::attention_of(device_)));
   DS_CHECK(std::isfinite(last_loss) && skipped == 0, Errc::Internal, "{}: loss {} and {} skipped steps", path,
            last_loss, skipped);
 }
