@@ -182,7 +182,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
     if (d.severity == Severity::Error && !searches) tools::report_error(to_string(d));
   }
   if (!sound && !searches) return exit_code(source.config.code());
-  const memreport::World world{source.ranks, a.nodes};
+  const memreport::World world = world_of(a, source.ranks);
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
   const Config config = tools::used(a, source.config.config);

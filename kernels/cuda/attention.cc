@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selects the attention implementation: our own kernels, or cuDNN if DS_ATTENTION=cudnn requests it and it supports the
-// call.
+// Selects the attention implementation: cuDNN, if the context uses it and it supports the call, or our own kernels.
 
 #include "cuda/attention_cudnn.h"
+#include "cuda/context.h"
 #include "cuda/ops.h"
 
 namespace ds::cuda {

@@ -7,6 +7,7 @@
 // The dk and dv kernel computes scores transposed, so that both products have their left operands in registers.
 
 #include "cuda/attention_steps.h"
+#include "cuda/scratch_plan.h"
 
 namespace ds::cuda {
 namespace attention {
@@ -368,7 +369,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");
   if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_bwd");
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), rows = padded_rows(T);
-  auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(B * H * rows) * sizeof(float2)));
+  auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(scratch::attention_bwd_bytes(B, T, H))));
   if (stats == nullptr && B * H * rows > 0) return;  // reported by scratch
   const auto run = [&]<class E>(E) {
     constexpr int kRows = kStatisticsThreads / kLanesPerRow;

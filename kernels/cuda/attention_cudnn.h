@@ -3,13 +3,18 @@
 // Attention by cuDNN: the calls that it supports, the conversion of a call to a graph of cuDNN's operations (pure
 // functions, so that they can be tested as data), and the engine that finds and runs plans for such graphs.
 
+#include <array>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "cuda/context.h"
+#include "ds/kernels/gpu_meter.h"
+
+namespace ds::cuda {
+class Context;
+}
 
 namespace ds::cuda::cudnn {
 
@@ -21,35 +26,25 @@ struct AttentionCall {
   AttentionParams params;
 };
 
-// Everything that a plan depends on. The scale is not included, since graphs take it as an argument.
-struct AttentionShape {
-  struct Strides {
-    i64 batch = 0, token = 0, head = 0;
-    bool operator==(const Strides&) const = default;
-  };
-  bool backward = false, causal = false;
-  DType dtype = DType::BF16;
-  i64 B = 0, T = 0, S = 0, H = 0, G = 0, D = 0;
-  Strides q, k, v, o;
-  Strides dq, dk, dv, dout;
-
-  bool operator==(const AttentionShape&) const = default;
-};
 struct AttentionShapeHash {
   size_t operator()(const AttentionShape& shape) const noexcept;
 };
 
 AttentionShape shape_of(const AttentionCall& call) noexcept;
 
-// Why cuDNN is not used for a call on a GPU of this compute capability, so that our own kernels are; null: it is used.
-//   16-bit floats; D a multiple of 8, at most 128; compute capability 8 or 9: what NVIDIA's table of cuDNN's attention
-//   lists for Ampere and Hopper, including backward. (On later GPUs a deterministic backward pass needs knobs.)
+// The GPUs for which it is used, by the major number of their compute capability: Ampere and Hopper. (On later GPUs a
+// deterministic backward pass needs knobs.)
+constexpr bool serves(int compute_capability) noexcept { return compute_capability == 8 || compute_capability == 9; }
+
+// Why cuDNN does not compute a call, so that our own kernels do; null: it does.
+//   16-bit floats; D a multiple of 8, at most 128: what NVIDIA's table of cuDNN's attention lists for Ampere and
+//   Hopper, including backward.
 //   causal: T <= S, so that every row sees a key. The mask is ours, bottom-right aligned.
 //   no dropout, since the random numbers are ours; no window, and so no sinks; no block-sparse layout, soft cap, bias
 //   by relative position or documents. T > 1: our kernels handle decoding; a plan for every length of the cache would
 //   cost more than it saves. tensors, rows and heads aligned to 16 bytes; contiguous statistics. backward: at least one
 //   group of heads fits kMostScoreBytes.
-const char* refusal(const AttentionCall& call, int compute_capability_major) noexcept;
+const char* refusal(const AttentionCall& call) noexcept;
 
 // cuDNN's deterministic backward pass stores a matrix of T x S 16-bit numbers for each head of a call. We split a call
 // to stay below this.
@@ -65,6 +60,12 @@ struct AttentionSlices {
   std::vector<AttentionSlice> slices;
 };
 AttentionSlices slices_of(const AttentionShape& shape);
+
+// The workspace of the plan that is chosen for such a slice, and all temporary memory of a call, of which slices use
+// the same. As cuDNN 9.19 reports them (tests/unit/cuda_cudnn_test.cc); another version may want more or less.
+i64 workspace_bytes(const AttentionShape& slice, int compute_capability) noexcept;
+i64 row_sums_bytes(const AttentionShape& slice) noexcept;  // the part before the workspace, for kRowSums
+i64 scratch_bytes(const AttentionShape& call, int compute_capability) noexcept;
 
 enum class Type : u8 { F32, BF16, F16, I32, Bool };
 
@@ -142,10 +143,9 @@ Candidates find_candidates(const AttentionShape& shape, std::string_view device_
 
 namespace ds::cuda {
 
-// The handle and the plans. If the library is missing, too old or without a deterministic plan, calls are left to our
-// kernels, with one warning. A plan is found at the first call of its shape by cuDNN's heuristics only: nothing is
-// timed, so two runs of a program use the same one. Only plans that give the same bits every time are used. Gradients
-// of grouped keys and values are rounded to their dtype per query head, and once more when added.
+// The handle and the plans. A plan is found by cuDNN's heuristics only: nothing is timed, so two runs of a program use
+// the same one. Only plans that give the same bits every time are used. Gradients of grouped keys and values are
+// rounded to their dtype per query head, and once more when added.
 class CudnnAttention {
  public:
   explicit CudnnAttention(Context& context);
@@ -153,7 +153,13 @@ class CudnnAttention {
   CudnnAttention(const CudnnAttention&) = delete;
   CudnnAttention& operator=(const CudnnAttention&) = delete;
 
-  // False: it does not support this call, and has done nothing. Errors of a plan are reported to the context.
+  // "cuDNN 9.19.0"; empty: it cannot be used, and error() states why.
+  const std::string& name() const noexcept;
+  const std::string& error() const noexcept;
+  // Finds the plans of calls of these shapes, which refusal() must not refuse. Empty: there are all; else why not.
+  std::string prepare(std::span<const AttentionShape> shapes);
+  // False: it does not support this call (refusal), and has done nothing. A plan that does not exist, and errors of
+  // one, are reported to the context: no call moves to other kernels for a reason that other ranks may not have.
   bool run(const cudnn::AttentionCall& call) noexcept;
 
  private:

@@ -4,15 +4,19 @@
 
 #include <algorithm>
 
-#include "cuda/matmul.h"
+#include "cuda/context.h"
 #include "cuda/ops.h"
+#include "cuda/scratch_plan.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {
 
-constexpr int kWarps = 8, kBlock = kWarps * kWarp;
-constexpr i64 kColumns = kWarp * 8;  // of a block of the first stage
+using scratch::Slices;
+
+constexpr int kWarps = Slices::kWarps, kBlock = kWarps * kWarp;
+constexpr i64 kColumns = Slices::kColumns;
+static_assert(kColumns == kWarp * 8);
 
 struct SliceSums {
   float sum[kWarps][kColumns];
@@ -76,25 +80,21 @@ void column_sum(TensorView out, TensorView x, bool accumulate, Stream& stream) n
   const i64 R = x.dim(0), N = out.numel();
   if (N == 0) return;
   Context& ctx = context(stream);
-  // About 1024 blocks, if that leaves each warp some rows and the second stage few enough slices.
-  const i64 column_blocks = ceil_div(N, kColumns);
-  const i64 wanted = std::clamp<i64>(1024 / column_blocks, 1, 256);
-  const i64 slice_rows = std::max<i64>(ceil_div(ceil_div(R, wanted), 4 * kWarps) * 4 * kWarps, 4 * kWarps);
-  const i64 slices = std::max<i64>(ceil_div(R, slice_rows), 1);
-  float* const partial = static_cast<float*>(ctx.scratch(static_cast<size_t>(slices * N) * sizeof(float)));
+  const Slices slices = Slices::of(R, N);
+  float* const partial = static_cast<float*>(ctx.scratch(static_cast<size_t>(slices.bytes(N))));
   if (partial == nullptr) return;
   with_work_type(x.dtype, [&]<class T>(T) {
-    const Launch first{.grid = dim3(static_cast<unsigned>(column_blocks), static_cast<unsigned>(slices)),
+    const Launch first{.grid = dim3(static_cast<unsigned>(slices.column_blocks), static_cast<unsigned>(slices.count)),
                        .block = kBlock,
                        .shared_bytes = sizeof(SliceSums)};
-    launch(slice_sums_kernel<T>, first, ctx.stream(), partial, x.as<T>(), R, N, x.stride[0], slice_rows,
+    launch(slice_sums_kernel<T>, first, ctx.stream(), partial, x.as<T>(), R, N, x.stride[0], slices.rows,
            aligned_rows(x.as<T>(), x.stride[0], R));
     const Launch second{
         .grid = dim3(static_cast<unsigned>(ceil_div(N, kWarp))), .block = kBlock, .shared_bytes = sizeof(FinalSums)};
     if (out.dtype == DType::F32) {
-      launch(final_sums_kernel<float>, second, ctx.stream(), out.as<float>(), partial, slices, N, accumulate);
+      launch(final_sums_kernel<float>, second, ctx.stream(), out.as<float>(), partial, slices.count, N, accumulate);
     } else {
-      launch(final_sums_kernel<T>, second, ctx.stream(), out.as<T>(), partial, slices, N, accumulate);
+      launch(final_sums_kernel<T>, second, ctx.stream(), out.as<T>(), partial, slices.count, N, accumulate);
     }
   });
   ctx.check(cudaGetLastError(), "column_sum");

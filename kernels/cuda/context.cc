@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/context.h"
 
-#include <cstdlib>
-#include <string_view>
-
 #include "cuda/attention_cudnn.h"
 #include "cuda/matmul.h"
 
@@ -36,16 +33,8 @@ size_t Context::scratch_bytes() const noexcept {
 }
 
 CudnnAttention* Context::cudnn_attention() noexcept {
-  if (!attention_chosen_) {
-    attention_chosen_ = true;
-    const char* const variable = std::getenv("DS_ATTENTION");
-    const std::string_view wanted = variable == nullptr || *variable == '\0' ? "own" : variable;
-    if (wanted == "cudnn") {
-      cudnn_attention_ = std::make_unique<CudnnAttention>(*this);
-    } else if (wanted != "own") {
-      fail("neither own nor cudnn", "DS_ATTENTION");
-    }
-  }
+  if (own_attention_ || !options_.cudnn_attention) return nullptr;
+  if (cudnn_attention_ == nullptr) cudnn_attention_ = std::make_unique<CudnnAttention>(*this);
   return cudnn_attention_.get();
 }
 

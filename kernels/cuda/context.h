@@ -17,7 +17,10 @@ class MatmulEngine;  // handle, plans and workspace of the matrix products
 class CudnnAttention;
 
 struct ContextOptions {
-  bool autotune = false;  // choose algorithms of matrix products by timing, unless one is known
+  bool cudnn_attention = false;  // cuDNN computes the attention that it supports, if it can be used
+  bool autotune = false;         // choose algorithms of matrix products by timing, unless one is known
+  // Is told GPU and library, as text in which a tab follows each, before the first product. May be empty.
+  std::function<void(const std::string& machine)> machine = {};
   // Returns the algorithm that an earlier run chose for a product (GPU, library and product, as text), or an empty
   // text; the other is told of choices by timing. May be empty.
   std::function<std::string(const std::string& product)> known = {};
@@ -36,9 +39,10 @@ class Context {
 
   cudaStream_t stream() const noexcept { return stream_; }
   MatmulEngine& matmul() noexcept;  // created with the first product
-  // Null: our own kernels compute attention. Created with the first attention of this context if DS_ATTENTION is cudnn;
-  // the default is own.
+  // Null: our own kernels compute attention. With ContextOptions::cudnn_attention it is created by the first call.
   CudnnAttention* cudnn_attention() noexcept;
+  // Our own kernels compute all later attention.
+  void use_own_attention() noexcept { own_attention_ = true; }
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
   size_t most_shared_bytes() const noexcept { return static_cast<size_t>(most_shared_bytes_); }  // of a block
   const ContextOptions& options() const noexcept { return options_; }
@@ -71,7 +75,7 @@ class Context {
   std::unique_ptr<MatmulEngine> matmul_;
   const ContextOptions options_;
   std::unique_ptr<CudnnAttention> cudnn_attention_;
-  bool attention_chosen_ = false;
+  bool own_attention_ = false;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
   int num_multiprocessors_ = 0, most_shared_bytes_ = 0;

@@ -8,7 +8,9 @@
 #include <cmath>
 #include <limits>
 
+#include "cuda/context.h"
 #include "cuda/cross_entropy_plan.h"
+#include "cuda/logits.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 #include "cuda/vectors.h"
@@ -405,29 +407,16 @@ void with_types(DType gradient, DType logits, F&& f) noexcept {
   with_work_type(gradient, [&]<class E>(E) { logits == DType::F32 ? f(E{}, float{}) : f(E{}, E{}); });
 }
 
-// ---- a whole vocabulary ----
-
-// Rows of logits at distance `stride`, as many as fit the workspace.
-struct Layout {
-  i64 rows, stride;
-};
-Layout layout_of(const TensorView& logits, i64 rows, i64 V) noexcept {
-  // A vocabulary such as 50257 would leave rows unaligned and their products slow. Therefore use fewer rows with a few
-  // unused elements between them, unless there are so few rows that this wastes too much.
-  constexpr i64 kUnit = 8, kFewRows = 16;
-  const i64 stride = (V + kUnit - 1) / kUnit * kUnit, fit = rows * V / stride;
-  if (V % kUnit == 0 || fit < kFewRows || reinterpret_cast<size_t>(logits.data) % 16 != 0) return {rows, V};
-  return {fit, stride};
-}
-
 }  // namespace
+
+// ---- a whole vocabulary ----
 
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                           TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
   const i64 T = h.dim(0), V = weight.dim(0);
   Context& ctx = context(stream);
-  const Layout layout = layout_of(logits, p.chunk_tokens, V);
+  const LogitsLayout layout = LogitsLayout::of(logits, p.chunk_tokens, V);
   i64 begin = 0;
   do {  // at least once: without tokens dweight and dbias are zero
     const i64 rows = std::min(layout.rows, T - begin);

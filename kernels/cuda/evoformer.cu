@@ -9,6 +9,7 @@
 
 #include "cuda/attention_tile.h"
 #include "cuda/ops.h"
+#include "cuda/scratch_plan.h"
 #include "cuda/square_tile.h"
 
 namespace ds::cuda {
@@ -455,7 +456,7 @@ void evoformer_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorV
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "evoformer_attention_fwd");
   if (q.numel() == 0) return;
-  auto* const bases = static_cast<float*>(c.scratch(static_cast<size_t>(q.dim(0)) * sizeof(float)));
+  auto* const bases = static_cast<float*>(c.scratch(static_cast<size_t>(scratch::evoformer_bases_bytes(q.dim(0)))));
   if (bases == nullptr) return;  // reported by scratch
   with_work_type(q.dtype, [&]<class E>(E) {
     run_forward<E>({.problem = problem_of<E>(q, k, v, bias1, bias2, bases, p, c.stream()),
@@ -474,10 +475,10 @@ void evoformer_attention_bwd(TensorView dq, TensorView dk, TensorView dv, Tensor
   if (q.dim(3) > 256) return c.fail("head dim above 256", "evoformer_attention_bwd");
   if (q.numel() == 0) return;
   const i64 M = q.dim(0), T = q.dim(1), H = q.dim(2), rows = M * H * T;
-  const size_t stats_bytes = static_cast<size_t>(rows) * sizeof(float2);
-  const size_t columns_bytes = dbias1 ? static_cast<size_t>(rows) * sizeof(float) : 0;
-  auto* const memory =
-      static_cast<char*>(c.scratch(stats_bytes + columns_bytes + static_cast<size_t>(M) * sizeof(float)));
+  const i64 stats_bytes = scratch::evoformer_stats_bytes(rows);
+  const i64 columns_bytes = dbias1 ? scratch::evoformer_columns_bytes(rows) : 0;
+  auto* const memory = static_cast<char*>(
+      c.scratch(static_cast<size_t>(stats_bytes + columns_bytes + scratch::evoformer_bases_bytes(M))));
   if (memory == nullptr) return;  // reported by scratch
   auto* const stats = reinterpret_cast<float2*>(memory);
   auto* const columns = dbias1 ? reinterpret_cast<float*>(memory + stats_bytes) : nullptr;

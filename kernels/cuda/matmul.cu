@@ -4,6 +4,7 @@
 #include <array>
 #include <span>
 
+#include "cuda/context.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 

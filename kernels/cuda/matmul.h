@@ -7,9 +7,11 @@
 #include <memory>
 #include <string>
 
-#include "cuda/context.h"
+#include "ds/kernels/ops.h"
 
 namespace ds::cuda {
+
+class Context;
 
 // One call of cuBLASLt, in its terms: matrices are column-major, ld >= rows.
 //   x[m,n] = op(a) op(b) + bias (one per row) + (add_c ? c : 0);  aux = x;  d = gelu ? gelu_tanh(x) : x
@@ -72,6 +74,11 @@ int split_ragged(const MatmulCall& call, std::array<MatmulCall, 2>& parts) noexc
 // M, N > 0. With `fuse`, as much as possible is computed by the product; without, the product is a bare fp32 one.
 MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 
+// The workspace of cuBLASLt's products on a GPU of this compute capability.
+constexpr size_t cublas_workspace_bytes(int compute_capability) noexcept {
+  return size_t{compute_capability >= 9 ? 64u : 32u} << 20;
+}
+
 // fp32 operands are multiplied as fp32, not TF32. The bits of a product depend on the algorithm; each algorithm gives
 // the same bits every time.
 class MatmulEngine {
@@ -84,7 +91,9 @@ class MatmulEngine {
   MatmulEngine(const MatmulEngine&) = delete;
   MatmulEngine& operator=(const MatmulEngine&) = delete;
 
+  // The workspace, which is allocated at first, and that of a GPU with this compute capability.
   size_t workspace_bytes() const noexcept;
+  static size_t workspace_bytes(int compute_capability) noexcept;
 
   // True if the library has an algorithm for products of this kind.
   bool supports(const LtProblem& p) noexcept;

@@ -4,52 +4,27 @@
 // and a second kernel folds the strips in order. The assignment of rows to threads and the number of strips depend only
 // on R and C, never on the device, and so do the bits. Rows too long for registers are read several times.
 
-#include <bit>
-
 #include "cuda/elementwise.h"
+#include "cuda/scratch_plan.h"
 
 namespace ds::cuda {
 namespace {
 
-// The packs of thread t of a group begin at columns (t + p * group) * width, p = 0, 1, ... width: elements of a pack.
-struct Plan {
-  int group = 0;  // threads per row: a power of two up to a warp, or several warps
-  int packs = 0;  // per thread; 0: the row does not fit
-  int rows = 0;   // per block at a time
-  constexpr int block() const noexcept { return group * rows; }
-};
+using Plan = scratch::NormPlan;
+using Strips = scratch::NormStrips;
+using scratch::norm_backward_plan, scratch::norm_group;
+
 constexpr int kForwardPacks = 4, kForwardThreads = 512;
-constexpr int kBackwardPacks = 2, kBackwardThreads = 512;
-constexpr int kShortThreads = 384;  // per block, in the backward pass with one pack per thread
+constexpr int kBackwardPacks = scratch::kNormBackwardPacks, kBackwardThreads = scratch::kNormBackwardThreads;
+constexpr int kShortThreads = scratch::kNormShortThreads;
 constexpr int kLongThreads = 1024;
 
-constexpr int group_of(i64 C, int elems) noexcept {
-  const i64 threads = ceil_div(C, elems);
-  return static_cast<int>(threads <= kWarp ? static_cast<i64>(std::bit_ceil(static_cast<u64>(threads)))
-                                           : ceil_div(threads, kWarp) * kWarp);
-}
 constexpr Plan forward_plan(i64 C, int width) noexcept {
   constexpr int kThreads = 128;
   const int packs = C <= width * kWarp ? 1 : kForwardPacks;
   if (C > i64{width} * packs * kForwardThreads) return {};
-  const int group = group_of(C, width * packs);
+  const int group = norm_group(C, width * packs);
   return {group, packs, std::max(1, kThreads / group)};
-}
-constexpr Plan backward_plan(i64 C, int width) noexcept {
-  if (C > i64{width} * kBackwardPacks * kBackwardThreads) return {};
-  if (const int group = group_of(C, width); group <= 256) return {group, 1, kShortThreads / group};
-  return {group_of(C, width * kBackwardPacks), kBackwardPacks, 1};
-}
-
-// Strips of rows for the sums over rows: enough blocks, by their registers, to fill an H100 once.
-struct Strips {
-  i64 rows, count;
-};
-constexpr Strips strips_of(i64 R, const Plan& p) noexcept {
-  constexpr i64 kMultiprocessors = 132;
-  const i64 blocks = p.packs == 0 ? 64 : kMultiprocessors * std::max(1, (p.packs == 1 ? 768 : 512) / p.block());
-  const i64 rows = std::max({ceil_div(R, blocks), static_cast<i64>(p.rows), i64{1}});
-  return {rows, ceil_div(R, rows)};
 }
 
 // The sums of a group, on all of its threads, in a fixed order. All threads of the block must call this together;
@@ -413,10 +388,10 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
               Stream& s) noexcept {
   constexpr i64 kParts = kCentred ? 2 : 1;
   const i64 R = x.dim(0), C = x.dim(1);
-  const Plan plan = backward_plan(C, 16 / static_cast<int>(dtype_bytes(x.dtype)));
-  const Strips strips = strips_of(R, plan);
+  const Plan plan = norm_backward_plan(C, 16 / static_cast<int>(dtype_bytes(x.dtype)));
+  const Strips strips = Strips::of(R, plan);
   Context& c = context(s);
-  float* const partial = static_cast<float*>(c.scratch(static_cast<size_t>(strips.count * kParts * C) * sizeof(float)));
+  float* const partial = static_cast<float*>(c.scratch(static_cast<size_t>(strips.bytes(C, kParts))));
   if (partial == nullptr && strips.count > 0) return;
 
   with_work_type(x.dtype, [&]<class T>(T) {

@@ -8,7 +8,7 @@ namespace ds::cuda {
 
 #include "op_functions.inc"
 
-// Attention by our own kernels, regardless of DS_ATTENTION.
+// Attention by our own kernels, regardless of cuDNN.
 void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                        Stream&) noexcept;
 void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,

@@ -3,19 +3,20 @@
 // them. Nothing here waits for the host: exponents and sums are read from device memory.
 
 #include "cuda/context.h"
+#include "cuda/scratch_plan.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kInFlight = 4;     // 16-byte loads of a thread before it uses the first
+using scratch::kFoldSources, scratch::kSumTile;
+
+constexpr int kThreads = scratch::kReduceThreads, kWarps = kThreads / kWarp;
+constexpr int kInFlight = scratch::kReduceInFlight;
 constexpr int kBlocksPerSm = 8;  // as many of these small kernels' blocks as a multiprocessor holds
-constexpr i64 kMaxBlocks = 1 << 14;
 
 i64 num_blocks(i64 packs, const Context& context) noexcept {
-  const i64 wanted = (packs + kThreads * kInFlight - 1) / (kThreads * kInFlight);
-  return std::clamp<i64>(wanted, 1, std::min<i64>(kMaxBlocks, i64{kBlocksPerSm} * context.num_multiprocessors()));
+  return std::min(scratch::reduce_blocks(packs), i64{kBlocksPerSm} * context.num_multiprocessors());
 }
 Launch over(i64 blocks, size_t shared_bytes = 0) noexcept {
   return {dim3(static_cast<unsigned>(blocks)), kThreads, shared_bytes};
@@ -38,7 +39,6 @@ DS_DEVICE void for_packs(const T* x, i64 n, bool wide, F f) {
 // ---- fold ----
 
 // The pointers of one launch; a longer list takes several launches.
-constexpr int kFoldSources = 128;
 struct FoldSources {
   const void* data[kFoldSources];
   int count;
@@ -173,8 +173,6 @@ __global__ void add_squares_kernel(i64* result, const ExactSum* partials, i64 co
 }
 
 // Tile by tile, so that the order depends only on n.
-constexpr i64 kSumTile = 1 << 15;
-
 struct SumShared {
   double of_warp[kWarps];
 };
@@ -271,8 +269,10 @@ void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& st
   const i64 n = x.numel();
   if (n == 0) return;
   with_work_type(x.dtype, [&]<class T>(T) {
-    const i64 blocks = num_blocks((n + kPack<T> - 1) / kPack<T>, c);
-    auto* const partials = static_cast<ExactSum*>(c.scratch(static_cast<size_t>(blocks) * sizeof(ExactSum)));
+    const i64 packs = scratch::packs_of(n, x.dtype), blocks = num_blocks(packs, c);
+    // As much as for any number of multiprocessors, so that it can be predicted.
+    auto* const partials =
+        static_cast<ExactSum*>(c.scratch(static_cast<size_t>(scratch::reduce_blocks(packs)) * sizeof(ExactSum)));
     if (partials == nullptr) return;
     launch(sum_squares_kernel<T>, over(blocks, sizeof(BlockNumbers)), c.stream(), partials, x.as<T>(), n,
            max_abs.as<i64>(), all_aligned(16, {x.data}));
@@ -285,7 +285,7 @@ void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& st
 
 void sum(TensorView result, TensorView x, double factor, Stream& stream) noexcept {
   Context& c = context(stream);
-  const i64 n = x.numel(), tiles = std::max<i64>(1, (n + kSumTile - 1) / kSumTile);
+  const i64 n = x.numel(), tiles = scratch::sum_tiles(n);
   double* out = result.as<double>();
   if (tiles > 1) {
     auto* const partials = static_cast<double*>(c.scratch(static_cast<size_t>(tiles) * sizeof(double)));

@@ -123,7 +123,7 @@ struct CheckpointMeta {
   // For a run whose states a server keeps: one word that identifies uninterrupted training, "@", and the number of the
   // step from which it started, if any.
   std::string history = {};
-  std::string isa;                  // instruction set that computed the step
+  std::string isa;                  // instruction set, or GPU and library of attention, that computed the step
   std::string data_json;            // identity of the training data; empty or a JSON document
   std::string attention_json = {};  // attention masks in addition to the model's own; empty or a JSON document
   // By key, one of kParamNumbers, and by name of the parameter.

@@ -385,8 +385,12 @@ void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
         "cuda.autotune",
         "timing chooses the order of sums, and \"deterministic\" forbids that; cuda.autotune_file has choices of an "
         "earlier run");
-  if (!c.cuda.autotune && !c.cuda.autotune_file.empty())
-    r.error("cuda.autotune_file", "has no effect without cuda.autotune");
+  if (!c.cuda.autotune_file.empty() && c.device == DeviceKind::Cpu)
+    r.error("cuda.autotune_file", "holds choices for GPUs, and device is \"cpu\"");
+  if (c.cuda.attention == CudaAttention::Cudnn && c.device == DeviceKind::Cpu)
+    r.error("cuda.attention", "there is no cuDNN on device \"cpu\"");
+  if (c.cuda.attention == CudaAttention::Cudnn && c.work_dtype() == DType::F32)
+    r.error("cuda.attention", "cuDNN computes attention in 16 bits alone: enable bf16 or fp16");
   if (c.cuda.graphs && c.zero.tile_size > 0)
     r.error("cuda.graphs",
             "with zero_optimization.stage3_tile_size a layer's products wait for their tiles, which no graph can",

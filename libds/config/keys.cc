@@ -70,6 +70,10 @@ inline constexpr std::array kEnumNames<DeviceKind> = {EnumName{"auto", u8(Device
                                                       EnumName{"cpu", u8(DeviceKind::Cpu)},
                                                       EnumName{"cuda", u8(DeviceKind::Cuda)}};
 template <>
+inline constexpr std::array kEnumNames<CudaAttention> = {EnumName{"auto", u8(CudaAttention::Auto)},
+                                                         EnumName{"cudnn", u8(CudaAttention::Cudnn)},
+                                                         EnumName{"own", u8(CudaAttention::Own)}};
+template <>
 inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"auto", u8(CommBackend::Auto)},        EnumName{"self", u8(CommBackend::Self)},
     EnumName{"shm", u8(CommBackend::Shm)},          EnumName{"mpi", u8(CommBackend::Mpi)},
@@ -757,6 +761,7 @@ constexpr Key kKeys[] = {
     effect("cuda.graphs", slot_of<&C::cuda, &CudaConfig::graphs>),
     effect("cuda.autotune", slot_of<&C::cuda, &CudaConfig::autotune>),
     effect("cuda.autotune_file", slot_of<&C::cuda, &CudaConfig::autotune_file>),
+    effect("cuda.attention", slot_of<&C::cuda, &CudaConfig::attention>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("loss_norm", slot_of<&C::loss, &LossConfig::norm>),

@@ -19,7 +19,7 @@ struct NamedFile {
   std::string path;  // a name may stand for several files, such as Megatron's two
   bool may_be_directory = false;
 };
-// Some may not exist: the first run creates the file of cuda.autotune_file.
+// Some may not exist: with cuda.autotune the first run creates the file of cuda.autotune_file.
 std::vector<NamedFile> named_inputs(const Config& config);
 // The reason why it cannot be an input, such as "is a directory, not a file". Empty if there is none, or no such file.
 std::string why_not_input(const NamedFile& file);

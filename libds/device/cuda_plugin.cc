@@ -136,6 +136,7 @@ bool cuda_is_broken() {
 std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& given) {
   CudaOptions options = given;
   if (given.choices) {
+    options.machine = [choices = given.choices](const std::string& machine) { choices->check_machine(machine); };
     options.known = [choices = given.choices](const std::string& product) { return choices->find(product); };
     options.chosen = [choices = given.choices](const std::string& product, const std::string& algorithm) {
       choices->add(product, algorithm);

@@ -12,11 +12,13 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "device/memory.h"
 #include "ds/config.h"
+#include "ds/kernels/gpu_meter.h"
 #include "ds/kernels/ops.h"
 
 namespace ds {
@@ -56,6 +58,16 @@ class Device {
   virtual DeviceMemory memory() const = 0;
   // Memory that its ops hold for themselves.
   virtual i64 scratch_bytes() const noexcept = 0;
+
+  // What that memory depends on, of a GPU: GpuMeter predicts it.
+  virtual GpuKernels gpu_kernels() const noexcept { return {}; }
+  // "cuDNN 9.19.0", while it computes the attention that it supports (CudaOptions::cudnn_attention); else empty.
+  virtual std::string attention_library() const { return {}; }
+  // Finds cuDNN's plans for attention of these shapes. Returns the reason if it cannot be used or lacks one, else an
+  // empty text.
+  virtual std::string prepare_attention(std::span<const AttentionShape>) { return {}; }
+  // The kernels of libds compute all later attention.
+  virtual void use_own_attention() noexcept {}
 
   // Within the device, enqueued; the ranges must not overlap.
   virtual void copy(void* to, const void* from, i64 bytes, Queue queue = Queue::Compute) = 0;
@@ -134,10 +146,11 @@ Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
 
 // Options for the ops of a GPU.
 struct CudaOptions {
+  bool cudnn_attention = false;  // cuDNN computes the attention that it supports; prepare_attention() states problems
   bool autotune = false;  // choose matrix product algorithms by timing (CudaConfig::autotune), if `choices` has none
   std::shared_ptr<ProductChoices> choices = {};  // null: none are known or stored
-  // Set by make_cuda_device: look up and store choices; cuDNN files to try; report the file in use, or why there is
-  // none.
+  // Set by make_cuda_device: look up and store choices; cuDNN files to try; messages.
+  std::function<void(const std::string& machine)> machine = {};
   std::function<std::string(const std::string& product)> known = {};
   std::function<void(const std::string& product, const std::string& algorithm)> chosen = {};
   std::vector<std::string> cudnn = {};

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -59,9 +61,12 @@ int append_whole(int fd, const std::string& product, const std::string& algorith
 
 }  // namespace
 
-ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
+ProductChoices::ProductChoices(std::string file, bool may_be_new) : file_(std::move(file)) {
   std::error_code error;
-  if (!std::filesystem::exists(file_, error)) return;
+  const bool exists = std::filesystem::exists(file_, error);
+  DS_CHECK(exists || may_be_new, Errc::Config, "cuda.autotune_file: there is no {}; a run with cuda.autotune makes one",
+           file_);
+  if (!exists) return;
   std::string text = read_text_file(file_, kMostBytes, Errc::Config);
   if (const size_t whole = whole_lines(text); whole < text.size() && (whole > 0 || kHeader.starts_with(text))) {
     log_message(LogLevel::Warning, fmt::format("{}: ignoring its incomplete last line", file_));
@@ -80,6 +85,22 @@ ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
     choices_.try_emplace(text.substr(begin, tab - begin), text.substr(tab + 1, end - tab - 1));
     begin = end + 1;
   }
+}
+
+void ProductChoices::check_machine(const std::string& machine) const {
+  const std::lock_guard lock(mutex_);
+  const auto next = choices_.lower_bound(machine);
+  if (choices_.empty() || (next != choices_.end() && next->first.starts_with(machine))) return;
+  std::set<std::string> machines;
+  const auto text_of = [](const std::string& product) {
+    const size_t gpu = product.find('\t'), library = product.find('\t', gpu + 1);
+    return fmt::format("{} with cuBLASLt {}", product.substr(0, gpu), product.substr(gpu + 1, library - gpu - 1));
+  };
+  for (const auto& [product, ignored] : choices_) machines.insert(text_of(product));
+  log_message(
+      LogLevel::Warning,
+      fmt::format("cuda.autotune_file: {} has choices for {}, and none for {}: bits are not those of runs there", file_,
+                  fmt::join(machines, ", "), text_of(machine)));
 }
 
 std::string ProductChoices::find(const std::string& product) const {

@@ -19,14 +19,15 @@ constexpr i64 kMaxDocument = i64{64} << 20;
 
 struct Gpu {
   const char* name;
+  int compute_capability;
   Hardware::Peaks peaks;
 };
 // NVIDIA's data sheets (SXM modules; NVLink and PCI Express each way), and DGX systems: one network card of 200 or
 // 400 Gbit/s for each GPU.
-constexpr Gpu kGpus[] = {{"a100", {312e12, 2.039e12, 300e9, 25e9, 32e9}},
-                         {"h100", {989e12, 3.35e12, 450e9, 50e9, 64e9}},
-                         {"h200", {989e12, 4.8e12, 450e9, 50e9, 64e9}},
-                         {"b200", {2250e12, 8e12, 900e9, 50e9, 64e9}}};
+constexpr Gpu kGpus[] = {{"a100", 8, {312e12, 2.039e12, 300e9, 25e9, 32e9}},
+                         {"h100", 9, {989e12, 3.35e12, 450e9, 50e9, 64e9}},
+                         {"h200", 9, {989e12, 4.8e12, 450e9, 50e9, 64e9}},
+                         {"b200", 10, {2250e12, 8e12, 900e9, 50e9, 64e9}}};
 
 std::optional<Links> links_of(const std::string& file) {
   if (file.empty()) return std::nullopt;
@@ -35,12 +36,20 @@ std::optional<Links> links_of(const std::string& file) {
 
 }  // namespace
 
-Hardware::Peaks Hardware::gpu(const std::string& name) {
+namespace {
+
+const Gpu& gpu_of(const std::string& name) {
   for (const Gpu& g : kGpus) {
-    if (g.name == name) return g.peaks;
+    if (g.name == name) return g;
   }
-  throw Error(Errc::Config, fmt::format("no data sheet of a GPU \"{}\": {} are known", name, fmt::join(gpus(), ", ")));
+  throw Error(Errc::Config,
+              fmt::format("no data sheet of a GPU \"{}\": {} are known", name, fmt::join(Hardware::gpus(), ", ")));
 }
+
+}  // namespace
+
+Hardware::Peaks Hardware::gpu(const std::string& name) { return gpu_of(name).peaks; }
+int Hardware::compute_capability(const std::string& name) { return gpu_of(name).compute_capability; }
 
 std::vector<std::string> Hardware::gpus() {
   std::vector<std::string> names;

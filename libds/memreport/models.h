@@ -39,7 +39,7 @@ class Models {
   std::vector<i64> cuts(const Config& config, const MeshShape& mesh) {
     return pipeline::cuts_of(config, of(config, mesh, {}));
   }
-  // Memory that kernels and communicators of this machine would take for themselves; none for a GPU.
+  // Memory that kernels and communicators of this machine, or kernels of its GPUs, would take for themselves.
   plan::TagBytes own_memory(const Config& config, const World& world, const plan::RunPlan& plan);
 
  private:

@@ -12,6 +12,7 @@
 #include "mesh/from_config.h"
 #include "pipeline/simulate.h"
 #include "plan/planned.h"
+#include "run/attention.h"
 #include "run/plans.h"
 
 namespace ds::memreport {
@@ -229,7 +230,8 @@ NodeBytes fullest_node(const Prediction& p) {
 }  // namespace
 
 plan::TagBytes Models::own_memory(const Config& config, const World& world, const plan::RunPlan& plan) {
-  return run::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes);
+  return run::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes,
+                         run::kernels_of(config, world.compute_capability));
 }
 
 Prediction predict(const Config& config, const World& world, DeviceKind device) {

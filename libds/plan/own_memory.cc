@@ -9,6 +9,10 @@ namespace ds::plan {
 
 TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host) {
   TagBytes bytes{};
+  if (plan.device != DeviceKind::Cpu) {
+    bytes[static_cast<size_t>(Tag::Scratch)] = meter_run(config, model, plan, host.gpu).scratch_bytes();
+    return bytes;
+  }
   bytes[static_cast<size_t>(Tag::Scratch)] = scratch_bytes(config, model, plan, host.kernels, host.threads).value_or(0);
   bytes[static_cast<size_t>(Tag::Comm)] = mesh_staging_size(plan.mesh, host.backend, plan.traffic.largest).value_or(0);
   return bytes;
@@ -16,7 +20,7 @@ TagBytes own_memory(const Config& config, const model::Model& model, const RunPl
 
 TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host, bool whole_run) {
   TagBounds bounds{};
-  if (plan.device != DeviceKind::Cpu || !plan.trains()) return bounds;
+  if (!plan.trains()) return bounds;
   Bound &scratch = bounds[static_cast<size_t>(Tag::Scratch)], &comm = bounds[static_cast<size_t>(Tag::Comm)];
   const StepLengths lengths = step_lengths(config, plan.update_number);
   const bool varies = lengths.kinds.size() > 1;
@@ -29,6 +33,7 @@ TagBounds own_bounds(const Config& config, const RunPlan& plan, const Host& host
     if (host.backend == "mpi") comm = Bound::AtMost;  // which holds what it folds of dense ones
   }
   if (!lengths.complete) scratch = Bound::AtLeast;
+  if (plan.device != DeviceKind::Cpu) comm = Bound::Exact;  // none
   return bounds;
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Memory that the CPU's kernels and the communicators over host memory take for themselves, on top of a plan's: tags
+// Memory that kernels, and communicators over the memory of CPUs, take for themselves, on top of a plan's: tags
 // "scratch" and "comm".
 
+#include "ds/kernels/gpu_meter.h"
 #include "ds/units.h"
 #include "plan/run_plan.h"
 
@@ -13,6 +14,7 @@ struct Host {
   std::string_view backend;  // of the communicators: "self", "shm", "mpi"; others count as 0, since that is not known
   const OpTable& kernels;
   int threads;
+  GpuKernels gpu = {};  // of a plan for a GPU, which takes nothing from the rest
 };
 using TagBounds = std::array<Bound, static_cast<size_t>(Tag::Count)>;
 
@@ -24,7 +26,7 @@ struct BoundedBytes {
 // The number that stands for the ranks of both: the larger one, "at most" where they differ.
 BoundedBytes most_of(const BoundedBytes& a, const BoundedBytes& b) noexcept;
 
-// `plan`: made of `config` and `model`, for the CPU.
+// `plan`: made of `config` and `model`.
 TagBytes own_memory(const Config& config, const model::Model& model, const RunPlan& plan, const Host& host);
 // How a run's counts relate to own_memory(). whole_run: the run takes all of its steps; part of a run whose steps
 // differ may never reach those that take most.

@@ -45,7 +45,8 @@ void note_sparse(const RunPlan& plan, const OpTable& ops, Stream& stream) {
 
 // Layers evaluate with ops that they train with. Of what the engine calls beside layers, the products of updates
 // reserve some; sums, norms and communication none.
-void walk_run(const Config& config, const model::Model& model, const RunPlan& plan, const OpTable& ops, void* native) {
+void walk_run(const Config& config, const model::Model& model, const RunPlan& plan, const OpTable& ops, void* native,
+              void* host_native) {
   const CountingAxes axes(model.shard);
   Stream stream{.native = native};
   const Walk walk{ops, stream, axes.comms()};
@@ -58,13 +59,20 @@ void walk_run(const Config& config, const model::Model& model, const RunPlan& pl
                    [&](const model::Model& m, const RunPlan& p) { walk_layers(m, p, walk, [](size_t, Pass) {}); });
     }
     note_sparse(plan, ops, stream);
-    CountedUpdate(plan, ops, native).run([](std::optional<size_t>, i64) {}, 1);
+    CountedUpdate(plan, ops, native, {}, host_native).run([](std::optional<size_t>, i64) {}, 1);
     if (plan.keeps_gradients_apart(plan.update_number))
-      CountedUpdate(plan, ops, native).run([](std::optional<size_t>, i64) {}, plan.update_number);
+      CountedUpdate(plan, ops, native, {}, host_native).run([](std::optional<size_t>, i64) {}, plan.update_number);
   }
   if (evaluated) return;
   walk_forward(model, plan, plan.activations.pass, {.mode = model::Mode::Eval, .B = plan.B, .T = plan.T}, walk,
                [](i64, model::PassContext&) { return true; });
+}
+
+GpuMeter meter_run(const Config& config, const model::Model& model, const RunPlan& plan, const GpuKernels& kernels) {
+  GpuMeter meter, host;
+  meter.kernels = kernels;
+  walk_run(config, model, plan, gpu_scratch_ops(), &meter, &host);
+  return meter;
 }
 
 std::optional<i64> scratch_bytes(const Config& config, const model::Model& model, const RunPlan& plan,

@@ -22,6 +22,7 @@
 #include "model/models.h"
 #include "plan/run_plan.h"
 #include "probe/host.h"
+#include "run/attention.h"
 
 namespace ds::run {
 namespace {
@@ -159,8 +160,12 @@ DeviceKind resolve_device(const Config& config) {
   static std::atomic<bool> said = false;  // this is asked more than once in a run
   if (!cuda && cuda_is_broken() && !said.exchange(true))
     log_message(LogLevel::Warning, fmt::format("device \"auto\" takes the CPU: {}", why));
-  DS_CHECK(cuda || (!config.cuda.graphs && !config.cuda.autotune), Errc::Unavailable, "cuda.{} wants a GPU: {}",
-           config.cuda.graphs ? "graphs" : "autotune", why);
+  const char* const wants = config.cuda.graphs                              ? "graphs"
+                            : config.cuda.autotune                          ? "autotune"
+                            : !config.cuda.autotune_file.empty()            ? "autotune_file"
+                            : config.cuda.attention == CudaAttention::Cudnn ? "attention \"cudnn\""
+                                                                            : "";
+  DS_CHECK(cuda || *wants == '\0', Errc::Unavailable, "cuda.{} wants a GPU: {}", wants, why);
   return cuda ? DeviceKind::Cuda : DeviceKind::Cpu;
 }
 
@@ -180,8 +185,10 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
            Errc::Unavailable,
            "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
            ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
-  CudaOptions options{.autotune = config.cuda.autotune && !config.deterministic};
-  if (!config.cuda.autotune_file.empty()) options.choices = std::make_shared<ProductChoices>(config.cuda.autotune_file);
+  CudaOptions options{.cudnn_attention = wants_cudnn(config),
+                      .autotune = config.cuda.autotune && !config.deterministic};
+  if (!config.cuda.autotune_file.empty())
+    options.choices = std::make_shared<ProductChoices>(config.cuda.autotune_file, config.cuda.autotune);
   return make_cuda_device(ranks.local_rank % gpus, options);
 }
 

@@ -12,6 +12,7 @@
 #include "pipeline/partition.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
+#include "run/attention.h"
 #include "run/connect.h"
 
 namespace ds::run {
@@ -19,7 +20,8 @@ namespace ds::run {
 namespace {
 
 chart::PlanChart chart_of(const Config& config, int world_size) {
-  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size);
+  Plans plans(config, mesh_shape(config, world_size), resolve_device(config), world_size,
+              kernels_of(config, kUnknownGpu));
   const model::Model& model = plans.of(0)->model;
   const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config, model, pipeline::cuts_of(config, model));
   const pipeline::Costs costs;
@@ -48,27 +50,26 @@ CommBackend backend_of(const Config& config, const plan::RunPlan& plan, int rank
   return asked == CommBackend::Auto ? default_backend(plan.mesh.world(), ranks_per_node, true) : asked;
 }
 
-plan::Host host_of(const Config& config, const plan::RunPlan& plan, int ranks_per_node) {
+plan::Host host_of(const Config& config, const plan::RunPlan& plan, int ranks_per_node, const GpuKernels& gpu) {
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   return {.backend = backend == CommBackend::Self  ? "self"
                      : backend == CommBackend::Shm ? "shm"
                      : backend == CommBackend::Mpi ? "mpi"
                                                    : "shm+mpi",
           .kernels = probe::cpu_backend(),
-          .threads = thread_count(config, {.local_world_size = ranks_per_node})};
+          .threads = thread_count(config, {.local_world_size = ranks_per_node}),
+          .gpu = gpu};
 }
 
 }  // namespace
 
 plan::TagBytes own_memory(const Config& config, const model::Model& model, const plan::RunPlan& plan,
-                          int ranks_per_node) {
-  if (plan.device != DeviceKind::Cpu) return {};
-  return plan::own_memory(config, model, plan, host_of(config, plan, ranks_per_node));
+                          int ranks_per_node, const GpuKernels& gpu) {
+  return plan::own_memory(config, model, plan, host_of(config, plan, ranks_per_node, gpu));
 }
 
 plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int ranks_per_node) {
-  if (plan.device != DeviceKind::Cpu) return {};
-  return plan::own_bounds(config, plan, host_of(config, plan, ranks_per_node), true);
+  return plan::own_bounds(config, plan, host_of(config, plan, ranks_per_node, {}), true);
 }
 
 ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, const plan::TagBytes& own,
@@ -132,16 +133,16 @@ plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, i
 }  // namespace
 
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
-                     const EncodedPrompts* writing)
+                     const GpuKernels& gpu, const EncodedPrompts* writing)
     : Planned(config, mesh, rank, device),
-      own(own_memory(config, model, plan, ranks_per_node)),
+      own(own_memory(config, model, plan, ranks_per_node, gpu)),
       bounds(own_bounds(config, plan, ranks_per_node)),
       text(writing == nullptr ? plan::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {
   std::shared_ptr<const WholePlan>& plan = plans_[rank];
-  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, writing_);
+  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, gpu_, writing_);
   return plan;
 }
 

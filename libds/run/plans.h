@@ -12,10 +12,10 @@
 
 namespace ds::run {
 
-// Memory of kernels and communicators on the CPUs of this machine, with so many ranks of the world on each node;
-// nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
+// Memory of kernels and communicators on the CPUs of this machine, with so many ranks of the world on each node, by the
+// backend that "auto" comes to where /dev/shm has room (connect.cc); or memory of the kernels of a GPU.
 plan::TagBytes own_memory(const Config& config, const model::Model& model, const plan::RunPlan& plan,
-                          int ranks_per_node);
+                          int ranks_per_node, const GpuKernels& gpu);
 plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int ranks_per_node);
 // Resident memory of the process of a rank on a CPU beside that and what `plan` counts. Measured, not exact; nothing of
 // a rank with a GPU.
@@ -30,7 +30,7 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
 // A rank's plan with all that.
 struct WholePlan : plan::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
-            const EncodedPrompts* writing = nullptr);
+            const GpuKernels& gpu, const EncodedPrompts* writing = nullptr);
   plan::TagBytes own;      // of kernels and communicators
   plan::TagBounds bounds;  // of `own`, of a run that takes all of its steps
   plan::TagBytes text;     // of what is written
@@ -42,10 +42,11 @@ struct WholePlan : plan::Planned {
 // The plans of a run's ranks, each made at its first use and then shared.
 class Plans {
  public:
-  // `config` outlives it and does not change; likewise `writing`, the prompts to be continued, or null.
-  Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node,
+  // `config` outlives it and does not change; likewise `writing`, the prompts to be continued, or null. gpu: of the
+  // device, if it is one.
+  Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node, const GpuKernels& gpu,
         const EncodedPrompts* writing = nullptr)
-      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), writing_(writing) {}
+      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), gpu_(gpu), writing_(writing) {}
   const Config& config() const noexcept { return config_; }
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
@@ -59,6 +60,7 @@ class Plans {
   MeshShape mesh_;
   DeviceKind device_;
   int ranks_per_node_;
+  GpuKernels gpu_;
   const EncodedPrompts* writing_;
   std::map<int, std::shared_ptr<const WholePlan>> plans_;
 };

@@ -3,9 +3,11 @@
 
 #include <fmt/format.h>
 
+#include "comm/make_communicator.h"
 #include "ds/units.h"
 #include "mesh/from_config.h"
 #include "probe/host.h"
+#include "run/attention.h"
 #include "run/connect.h"
 #include "run/run_record.h"
 
@@ -71,7 +73,12 @@ void check_memory(const Device& device, Plans& plans, const RankInfo& ranks) {
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = run::open_device(config, ranks);
-  run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size, writing);
+  if (!device->is_host()) {
+    const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, device->kind());
+    run::choose_attention(config, planned.model, planned.plan, *device, *make_self_communicator({}), ranks.rank == 0);
+  }
+  run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+                   device->gpu_kernels(), writing);
   return run::predict_on(*device, plans, ranks);
 }
 

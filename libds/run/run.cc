@@ -54,7 +54,7 @@ void TrainingRun::State::open() {
   const auto& [config, ranks, options] = request;
   device = run::open_device(config, ranks);
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   options.writing);
+                   device->gpu_kernels(), options.writing);
   run::check_memory(*device, plans, ranks);
   const plan::RunPlan& own = plans.of(ranks.rank)->plan;
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
@@ -66,6 +66,7 @@ void TrainingRun::State::open() {
     if (request.is_root()) monitor::check_file(options.trace, "--trace", config, request.places());
   }
   mesh = run::make_mesh(plans, ranks, *device, trace.get());
+  run::choose_attention(config, plans.of(ranks.rank)->model, own, *device, mesh->world(), request.is_root());
   if (request.is_root()) {
     std::string why;
     if (device->is_host() && config.device == DeviceKind::Auto && num_cuda_devices(why) == 0)

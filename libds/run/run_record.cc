@@ -17,6 +17,7 @@
 #include "model/attention_pattern.h"
 #include "plan/own_memory.h"
 #include "plan/planned.h"
+#include "run/attention.h"
 #include "run/plans.h"
 
 namespace ds::run {
@@ -47,13 +48,13 @@ Json bounds_json(const plan::TagBounds& bounds) {
 }
 
 plan::Host host_of(const Mesh& mesh, Device& device) {
-  return {mesh.world().backend(), device.ops(), device.stream().pool->num_threads()};
+  const ThreadPool* const pool = device.stream().pool;
+  return {mesh.world().backend(), device.ops(), pool != nullptr ? pool->num_threads() : 0, device.gpu_kernels()};
 }
 
 plan::TagBytes predicted_bytes(const Config& config, const model::Model& model, const plan::RunPlan& plan,
                                const Mesh& mesh, Device& device) {
   plan::TagBytes bytes = plan.memory.by_tag;
-  if (!device.is_host()) return bytes;
   const plan::TagBytes own = plan::own_memory(config, model, plan, host_of(mesh, device));
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] += own[t];
   return bytes;
@@ -61,7 +62,7 @@ plan::TagBytes predicted_bytes(const Config& config, const model::Model& model, 
 
 plan::TagBounds bounds_of(const Config& config, const plan::RunPlan& plan, const Mesh& mesh, Device& device,
                           bool whole_run) {
-  return device.is_host() ? plan::own_bounds(config, plan, host_of(mesh, device), whole_run) : plan::TagBounds{};
+  return plan::own_bounds(config, plan, host_of(mesh, device), whole_run);
 }
 
 }  // namespace
@@ -240,6 +241,7 @@ Json RunRecord::run_line(const engine::Engine& engine, i64 step, const std::stri
           {"mesh", mesh},
           {"device", device_.is_host() ? "cpu" : "cuda"},
           {"device_name", device_.name()},
+          {"attention", attention_of(device_)},
           {"backend", mesh_.dp().backend()},
           {"host", launch::host_name()},
           {"start", utc_now()},

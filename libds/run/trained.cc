@@ -14,6 +14,7 @@
 #include "comm/message_tag.h"
 #include "ds/log.h"
 #include "engine/host_state.h"
+#include "run/attention.h"
 #include "run/run_record.h"
 
 namespace ds::run {
@@ -38,7 +39,7 @@ void Trained::load_step(const std::string& dir, const std::function<void(const M
   engine->begin_outer();
   load_rank_local(dir, meta, rank_local);
   if (mesh.rank() == 0) {
-    const std::string isa(engine->device().name());
+    const std::string isa = computed_by(engine->device());
     if (meta.isa != isa && !meta.isa.empty()) {
       log_message(
           LogLevel::Warning,
@@ -168,7 +169,7 @@ CheckpointMeta Trained::meta(const RunData& data) const {
   meta.optimizer_step = progress.optimizer_step;
   meta.optimizer = table.optimizer;
   meta.history = history;
-  meta.isa = engine->device().name();
+  meta.isa = computed_by(engine->device());
   meta.attention_json = attention_identity(config);
   meta.config_json = compact_json(resolved_json(with_absolute_paths(config)));
   meta.model_config_json = model_json;

@@ -34,6 +34,9 @@
 #include "engine/engine.h"
 #include "model/attention_pattern.h"
 #include "plan/op_tally.h"
+#include "plan/planned.h"
+#include "plan/scratch.h"
+#include "run/attention.h"
 #include "run/connect.h"
 
 using namespace ds;
@@ -703,11 +706,16 @@ void Bench::time_of_ops(const std::string& name, const engine::Engine& engine, t
 void Bench::step(const std::string& path, const Config& config, testing::OpClock* clock) {
   const double peak = product_rate();
   device_.synchronize();
-  const i64 free_before = device_.memory().free;
+  // The workspace of products, which is part of a plan, is there already.
+  const i64 free_before = device_.memory().free + device_.gpu_kernels().products_bytes;
 
   MemoryLedger ledger;
   Mesh mesh(make_self_communicator({}), {}, {.device = &device_},
             [](Communicator& host, const CommOptions& o) { return make_device_self_communicator(host, o); });
+  {
+    const plan::Planned planned(config, mesh.shape(), 0, DeviceKind::Cuda);
+    run::choose_attention(config, planned.model, planned.plan, device_, mesh.world());
+  }
   engine::Engine engine(config, mesh, ledger, device_);
   // Initial values of the right size, but repeated: the host would need a minute for a billion of its own.
   std::vector<float> normal(1 << 20);
@@ -773,23 +781,30 @@ void Bench::step(const std::string& path, const Config& config, testing::OpClock
   std::printf("; sum %.2f\n", gib(total));
   std::fflush(stdout);
   if (clock != nullptr) time_of_ops(name, engine, *clock, train);
+  const i64 scratch = device_.scratch_bytes(),
+            predicted_scratch =
+                plan::meter_run(engine.config(), engine.model(), plan, device_.gpu_kernels()).scratch_bytes();
+  DS_CHECK(!small_ || scratch == predicted_scratch, Errc::Internal, "ops hold {} bytes, predicted were {}", scratch,
+           predicted_scratch);
   record(fmt::format(
       R"("section": "step", "model": "{}", "parameters": {}, "micro_batches": {}, "B": {}, "T": {}, )"
       R"("dtype": "{}", "tokens_per_s": {:.1f}, "step_ms": {:.3f}, "min_ms": {:.3f}, "max_ms": {:.3f}, )"
       R"("steps": {}, "first_step_s": {:.2f}, "flops_per_token": {:.6g}, "mfu": {:.4f}, )"
       R"("mfu_of_product": {:.4f}, "product_tflops": {:.2f}, "first_loss": {:.5f}, "last_loss": {:.5f}, )"
-      R"("skipped": {}, "memory_bytes": {}, "scratch_bytes": {}, "ledger_bytes": {}, "tags": {{{}}})",
+      R"("skipped": {}, "memory_bytes": {}, "scratch_bytes": {}, "ledger_bytes": {}, "tags": {{{}}}, )"
+      R"("predicted_scratch_bytes": {}, "attention": "{}")",
       name, engine.model().num_params(), plan.micro_batches, plan.B, plan.T, dtype_name(plan.work), rate, s * 1e3,
       *std::min_element(steps.begin(), steps.end()) * 1e3, *std::max_element(steps.begin(), steps.end()) * 1e3,
       steps.size(), first_s, engine.model().flops_per_token(plan.T), flops / kDatasheetFlops, flops / peak,
-      peak * 1e-12, first_loss, last_loss, skipped, used, device_.scratch_bytes(), total, tags));
+      peak * 1e-12, first_loss, last_loss, skipped, used, scratch, total, tags, predicted_scratch,
+      run::attention_of(device_)));
   DS_CHECK(std::isfinite(last_loss) && skipped == 0, Errc::Internal, "{}: loss {} and {} skipped steps", path,
            last_loss, skipped);
 }
 
 int usage() {
   std::fprintf(stderr,
-               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--set KEY=VALUE]...\n"
+               "usage: cuda_bench [--small] [--json FILE] [--seconds S] [--by-op] [--cudnn] [--set KEY=VALUE]...\n"
                "                  (ops|attention|features|gemm|step CFG.json...)...\n");
   return 2;
 }
@@ -797,7 +812,7 @@ int usage() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool small = false, stepping = false, by_op = false;
+  bool small = false, stepping = false, by_op = false, cudnn = false;
   double seconds = 8;
   std::FILE* json = nullptr;
   std::vector<std::string> overrides, parts;  // the second: names of sections, and "=CONFIG" for a step
@@ -807,6 +822,8 @@ int main(int argc, char** argv) {
       small = true;
     } else if (arg == "--by-op") {
       by_op = true;
+    } else if (arg == "--cudnn") {
+      cudnn = true;
     } else if (arg == "--json" && i + 1 < argc) {
       json = std::fopen(argv[++i], "a");
       if (json == nullptr) return std::perror(argv[i]), 2;
@@ -838,7 +855,9 @@ int main(int argc, char** argv) {
       const ConfigResult read = steps ? load_config(part.substr(1), overrides, 1) : ConfigResult{};
       DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
       // As a run would open it, with the cuda settings of its configuration.
-      const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0);
+      const auto device = steps ? run::open_device(read.config, {}) : make_cuda_device(0, {.cudnn_attention = cudnn});
+      DS_CHECK(steps || !cudnn || !device->attention_library().empty(), Errc::Unavailable, "cuDNN cannot be used: {}",
+               device->prepare_attention({}));
       DS_CHECK(!by_op || !read.config.cuda.graphs, Errc::Config, "--by-op times no graphs: without cuda.graphs");
       std::optional<testing::OpClock> clock;
       if (steps && by_op) clock.emplace(*device);
@@ -856,7 +875,8 @@ int main(int argc, char** argv) {
     }
   } catch (const std::exception& e) {
     std::fprintf(stderr, "cuda_bench: error: %s\n", e.what());
-    return 1;
+    const auto* const known = dynamic_cast<const Error*>(&e);
+    return known != nullptr && known->code() == Errc::Unavailable ? 4 : 1;
   }
   return 0;
 }

@@ -75,6 +75,12 @@ class OpClock final : public Device {
   void release(void* p) noexcept override { device_.release(p); }
   DeviceMemory memory() const override { return device_.memory(); }
   i64 scratch_bytes() const noexcept override { return device_.scratch_bytes(); }
+  GpuKernels gpu_kernels() const noexcept override { return device_.gpu_kernels(); }
+  std::string attention_library() const override { return device_.attention_library(); }
+  std::string prepare_attention(std::span<const AttentionShape> shapes) override {
+    return device_.prepare_attention(shapes);
+  }
+  void use_own_attention() noexcept override { device_.use_own_attention(); }
   void copy(void* to, const void* from, i64 bytes, Queue queue) override {
     timed({queue, "copy"}, 2 * bytes, [&] { device_.copy(to, from, bytes, queue); });
   }

@@ -15,10 +15,11 @@ need_sim() { [[ -e $sim ]] || skip "this build has no CUDA"; }
 losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 
 @test "without a GPU every way to ask for one is exit status 4, with the reason, and writes nothing" {
-  for key in device=cuda communication.backend=nccl cuda.graphs=true cuda.autotune=true; do
-    run -4 --separate-stderr ds-train cfg.json --out run --set "$key"
+  for key in device=cuda communication.backend=nccl cuda.graphs=true cuda.autotune=true cuda.autotune_file=cfg.json \
+    'cuda={"attention": "cudnn"}'; do
+    run -4 --separate-stderr ds-train cfg.json --out run --set "$key" --set bf16.enabled=true
     [[ $stderr == *"no NVIDIA driver"* || $stderr == *"driver finds no GPU"* || $stderr == *"built without CUDA"* ]]
-    run -4 --separate-stderr ds-train cfg.json --check --set "$key"
+    run -4 --separate-stderr ds-train cfg.json --check --set "$key" --set bf16.enabled=true
   done
   run -4 --separate-stderr ds-launch -n 2 ds-train cfg.json --out run --set device=cuda
   [[ ! -e run ]]
@@ -99,6 +100,94 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   echo 'half a line' >>tuned
   run -2 --separate-stderr tuned --out d
   [[ $stderr == *"tuned:"*"expected GPU, library, product and algorithm"* && ! -e d ]]
+}
+
+# The choices of another GPU or version are no reason to stop.
+@test "a file of choices alone is read, not timed or written; without choices for this GPU a warning" {
+  need_sim
+  sed -i 's/"steps": 12/"steps": 3/' cfg.json
+  reads() { on_sim ds-train cfg.json --set device=cuda --set cuda.autotune_file="$PWD/tuned" "$@"; }
+  run -2 --separate-stderr reads --out a
+  [[ $stderr == *"cuda.autotune_file: there is no $PWD/tuned"* && ! -e a ]]
+  on_sim ds-train cfg.json --quiet --out a --set device=cuda --set cuda.autotune=true --set cuda.autotune_file=tuned
+  cp tuned before
+  chmod a-w tuned
+  run -0 --separate-stderr reads --out b
+  [[ $stderr != *warning* ]] || fail "$stderr"
+  cmp tuned before
+  diff <(losses a) <(losses b)
+  chmod u+w tuned
+  sed -i 's/^simulator\t/NVIDIA H200\t/' tuned
+  run -0 --separate-stderr reads --out c
+  [[ $stderr == *"tuned has choices for NVIDIA H200 with cuBLASLt 0, and none for simulator with cuBLASLt 0"* ]]
+}
+
+# The simulator's stand-in for cuDNN has the version that DS_SIM_CUDNN states; our own kernels compute for it.
+cudnn_run() { on_sim ds-train cfg.json --set device=cuda --set bf16.enabled=true --set steps=3 "$@"; }
+
+@test "attention is cuDNN's where it can be used; record and checkpoint state that, and a resume without it warns" {
+  need_sim
+  DS_SIM_CUDNN=9.19.0 run -0 --separate-stderr cudnn_run --out a
+  [[ $stderr != *warning* ]] || fail "$stderr"
+  grep -q '"attention":"cuDNN 9.19.0"' a/metrics.jsonl
+  grep -q 'attention by cuDNN 9.19.0' a/step-*3/manifest.json
+  # The memory of its plans is counted before and after.
+  scratch() { grep -o "\"$1\":{[^}]*\"scratch\":[0-9]*" a/metrics.jsonl | grep -o '[0-9]*$' | sort -u; }
+  [[ -n $(scratch counted_bytes) ]]
+  assert_equal "$(scratch counted_bytes)" "$(scratch predicted_bytes | tail -n 1)"
+  # Without it.
+  run -0 --separate-stderr cudnn_run --resume a --out b --set steps=4
+  [[ $stderr == *'cuda.attention "auto" takes the kernels of libds, which are slower: rank 0: the simulator has no cuDNN'* ]]
+  [[ $stderr == *"was made with simulated device, attention by cuDNN 9.19.0, this machine runs simulated device: results agree, bits may not"* ]]
+  grep -q '"attention":"libds"' b/metrics.jsonl
+  # Another version.
+  DS_SIM_CUDNN=9.20.0 run -0 --separate-stderr cudnn_run --resume a --out c --set steps=4
+  [[ $stderr == *"attention by cuDNN 9.19.0, this machine runs"*"attention by cuDNN 9.20.0"* ]]
+  # As asked for: no message, and none in fp32 or for a model that cuDNN does not compute.
+  run -0 --separate-stderr cudnn_run --out d --set cuda.attention=own
+  [[ $stderr != *warning* ]] || fail "$stderr"
+  run -0 --separate-stderr cudnn_run --out e --set bf16.enabled=false
+  [[ $stderr != *warning* ]] || fail "$stderr"
+  run -0 --separate-stderr cudnn_run --out f --set model.attn_pdrop=0.1 --set data.split=0
+  [[ $stderr != *warning* ]] || fail "$stderr"
+}
+
+@test "cuDNN's attention that was asked for and cannot be had is exit status 4, with the reason" {
+  need_sim
+  run -4 --separate-stderr cudnn_run --out a --set cuda.attention=cudnn
+  [[ $stderr == *'cuda.attention "cudnn": rank 0: the simulator has no cuDNN'* ]]
+  export DS_SIM_CUDNN=9.19.0
+  run -4 --separate-stderr cudnn_run --out a --set cuda.attention=cudnn --set model.attn_pdrop=0.1
+  [[ $stderr == *'cuDNN does not compute all attention of this run: dropout'* ]]
+  DS_SIM_CUDNN_PLANS=0 run -4 --separate-stderr cudnn_run --out a --set cuda.attention=cudnn
+  [[ $stderr == *'rank 0: no deterministic plan'* ]]
+  [[ ! -e a ]]
+  DS_SIM_CUDNN_PLANS=0 run -0 --separate-stderr cudnn_run --out a
+  [[ $stderr == *'takes the kernels of libds'*'no deterministic plan'* ]]
+  cudnn_run --out b --set cuda.attention=cudnn
+  diff <(losses a) <(losses b) # both are our kernels here
+}
+
+@test "ranks with other versions of cuDNN, or one without, use our kernels together" {
+  need_sim
+  sed -i 's/"steps": 12/"steps": 2/' cfg.json
+  several() { # VERSION-OF-RANK-0 VERSION-OF-RANK-1 OPTION...
+    local versions=("$1" "$2")
+    shift 2
+    printf '#!/bin/bash\nv=(%q %q)\nexport DS_SIM_CUDNN=${v[RANK]}\nexec ds-train "$@"\n' "${versions[@]}" >rank
+    chmod +x rank
+    on_sim ds-launch -n 2 ./rank cfg.json --set device=cuda --set bf16.enabled=true "$@"
+  }
+  run -0 --separate-stderr several 9.19.0 9.19.0 --out a
+  [[ $stderr != *'takes the kernels'* ]] || fail "$stderr"
+  grep -q '"attention":"cuDNN 9.19.0"' a/metrics.jsonl
+  run -0 --separate-stderr several 9.19.0 9.20.0 --out b
+  [[ $stderr == *'rank 1: cuDNN 9.20.0, and cuDNN 9.19.0 on rank 0'* ]]
+  grep -q '"attention":"libds"' b/metrics.jsonl
+  run -0 --separate-stderr several 9.19.0 '' --out c
+  [[ $stderr == *'rank 1: the simulator has no cuDNN'* ]]
+  run -4 --separate-stderr several 9.19.0 '' --out d --set cuda.attention=cudnn
+  [[ ! -e d ]]
 }
 
 @test "memory of the host that the system does not lock is said, with the key; what it locks changes no loss" {

@@ -23,12 +23,15 @@ program() {
 }
 # A build of stand-ins: every program ends at once, cuda_bench with lines like those of the real one.
 stand_ins() {
-  program stub/bin/ds-train <<<'if [[ ${DS_ATTENTION-} == cudnn ]]; then
-    echo "ds-train: warning: it is of yesterday; attention runs on the kernels of libds instead" >&2
-  fi'
+  program stub/bin/ds-train <<<''
   program stub/bin/ds-launch <<<''
   program stub/bin/device_test <<<'# DS_TEST_DEVICE'
-  program stub/bin/cuda_bench <<<'while (($#)); do
+  program stub/bin/cuda_bench <<<'if [[ " $* " =~ " --cudnn "|" cuda.attention=cudnn " ]]; then
+    echo "cuda_bench: error: it is of yesterday" >&2
+    exit 4
+  fi
+  while (($#)); do
+    if [[ $1 == cuda.autotune_file=* && ! -e ${1#*=} ]]; then printf "# ds-autotune/1\nGPU\t1\t2,3\t4\n" >"${1#*=}"; fi
     if [[ $1 == --json ]]; then json=$2; fi
     if [[ $1 == step ]]; then
       echo "{\"tokens_per_s\": 1000.0, \"step_ms\": 65536.000," \
@@ -113,20 +116,21 @@ exec "$@"
 END
   export PATH=$PWD/bin:$PATH
   DS_CUDA_PLUGIN=$sim DS_GPU_CHECK_ONLY='step nccl tests cudnn graphs gemm attention ops gpt2-124m gpt2-124m-autotune \
-    kernels-124m kernels-0.5b features sparse-attention documents random-ltd curriculum one-bit zero-plus-plus codes diloco \
+    kernels-124m kernels-0.5b choices features sparse-attention documents random-ltd curriculum one-bit zero-plus-plus codes diloco \
     generation save-async traces commbench late-updates' \
     run -0 "$gpu_check" --build "${DS_BIN%/bin}" -o results --rehearse alive features numbers why
   assert_line --regexp '^alive +step +passed .* loss 5\.[0-9]* to [45]\.'
   assert_line --regexp '^alive +nccl +passed .* the losses are those without'
   assert_line --regexp '^alive +tests +passed .* 2 passed, 0 failed, 0 skipped; no test failed'
-  assert_line --regexp '^alive +cudnn +passed .*attention runs on the kernels of libds instead'
+  assert_line --regexp '^alive +cudnn +passed .*; "attention":"cuDNN 9.19.0"'
   assert_line --regexp '^alive +graphs +passed'
   assert_line --regexp '^numbers +gemm +passed .* [0-9.]+ TFLOP/s at most'
   assert_line --regexp '^numbers +attention +passed .* fwd [0-9.]+ TFLOP/s at most; '
   assert_line --regexp '^numbers +ops +passed .* [1-9][0-9]+ ops; AdamW of 124M [0-9.]+ us'
-  assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.69\)'
+  assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.76\)'
   assert_line --regexp '^numbers +gpt2-124m +passed .* op by op, ms \(at least\): .* between ops [0-9.]*; clocks not noted'
   assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 783842'
+  assert_line --regexp '^numbers +choices +passed .* choices.tsv has [1-9][0-9]* products of simulator 0$'
   assert_line --regexp '^numbers +features +passed .*BigBird of 16: .* documents: .*; evoformer fwd, .*; quantize_signs, '
   assert_line --regexp '^features +one-bit +passed .* from the CPU; zero-one-adam to [0-9.]*, [0-9.e-]* from the CPU;'
   assert_line --regexp '^features +codes +passed .*; sparse gradients move no bit$'
@@ -155,12 +159,12 @@ END
   assert_line --regexp '^numbers +gemm +passed .* 612.5 TFLOP/s at most \(expected of a large product: 790\); clocks'
   assert_line --regexp '^numbers +attention +passed .* fwd 300.5 TFLOP/s at most; '
   assert_line --regexp '^numbers +gpt2-1.5b +passed .* 1000 tokens/s \(at most 68922: 1 %\), 65536.00 ms \(at '
-  assert_line --regexp '^numbers +gpt2-1.5b +passed .* \(at least 950.87\), 1.00 GiB \(planned 50.08\); clocks not noted: nvidia-smi gave none$'
+  assert_line --regexp '^numbers +gpt2-1.5b +passed .* \(at least 950.87\), 1.00 GiB \(planned 50.14\); clocks not noted: nvidia-smi gave none$'
   assert_line --regexp '^numbers +gpt2-124m-graphs +passed .* \(at most 783842: 0 %\)'
-  assert_line --regexp '^more +gpt2-1.5b-micro4 +skipped .* wants 108.00 GiB, and the GPU has 79$'
+  assert_line --regexp '^more +gpt2-1.5b-micro4 +skipped .* wants 108.06 GiB, and the GPU has 79$'
   assert_line --regexp '^numbers +ops +passed .* AdamW of 124M 1234.5 us \(at least 868.2\); clocks'
   for step in $(steps_of numbers | grep cudnn); do
-    assert_line --regexp "^numbers +$step +skipped .*it is of yesterday; attention runs on the kernels of libds instead"
+    assert_line --regexp "^numbers +$step +skipped .*it is of yesterday"
   done
 }
 

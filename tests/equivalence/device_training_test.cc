@@ -16,6 +16,7 @@
 #include "model/pass_memory.h"
 #include "parity/device_ops.h"
 #include "plan/planned.h"
+#include "plan/scratch.h"
 #include "slow_set.h"
 #include "temp_directory.h"
 
@@ -99,6 +100,54 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
       expect_same_training(train(config(2, stage), 2), want, fmt::format("{} stage {}", static_cast<int>(type), stage));
     }
   }
+}
+
+// What ops hold after each step is the memory that the plan's calls are predicted to take.
+void expect_predicted_scratch(const Config& c, int ranks, bool by_cudnn) {
+  Hooks hooks;
+  hooks.same_logits = false;
+  hooks.after_step = [&](engine::Engine& engine, i64) {
+    const Device& device = engine.device();
+    const GpuMeter meter = plan::meter_run(engine.config(), engine.model(), engine.plan(), device.gpu_kernels());
+    EXPECT_EQ(device.scratch_bytes(), meter.scratch_bytes()) << "rank " << engine.mesh().rank();
+    EXPECT_GT(meter.most, 0);
+    EXPECT_EQ(meter.cudnn.size(), by_cudnn ? 2u : 0u);
+  };
+  train(c, ranks, hooks, 2);
+}
+
+TEST_P(DeviceTraining, OpsHoldThePredictedMemory) {
+  if (make_test_device(1)->is_host()) GTEST_SKIP() << "of GPUs";
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
+    for (const i64 stage : {0, 3}) {
+      SCOPED_TRACE(fmt::format("{} stage {}", family_name(model.family), stage));
+      Config c = config_of(model, GetParam(), 2, 1, stage);
+      c.data.split = 0;  // nothing is evaluated
+      expect_predicted_scratch(c, 2, asks_for_cudnn() && GetParam() != DType::F32);
+      c.optimizer.type = OptimizerType::Muon;
+      c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
+      if (stage == 3) expect_predicted_scratch(c, 2, asks_for_cudnn() && GetParam() != DType::F32);
+      if (!kAll && stage == 0) break;
+    }
+  }
+}
+
+// The same with cuDNN's stand-in: its workspace is among it.
+TEST_P(DeviceTraining, SoDoesAttentionByCudnn) {
+  const char* const plugin = std::getenv("DS_CUDA_PLUGIN");
+  if (plugin == nullptr || std::string_view(plugin).find("sim") == std::string_view::npos)
+    GTEST_SKIP() << "of the simulator";
+  setenv("DS_SIM_CUDNN", "9.19.0", 1);
+  setenv("DS_TEST_ATTENTION", "cudnn", 1);
+  ModelConfig gpt2 = tiny_gpt2();
+  gpt2.hidden = 48, gpt2.head_dim = 16, gpt2.intermediate = 4 * 48;
+  for (const ModelConfig& model : {gpt2, tiny_llama()}) {
+    Config c = config_of(model, GetParam(), 2, 1, 1);
+    c.data.split = 0;
+    expect_predicted_scratch(c, 2, GetParam() != DType::F32);
+  }
+  unsetenv("DS_TEST_ATTENTION");
+  unsetenv("DS_SIM_CUDNN");
 }
 
 // 1-bit and 0/1 Adam: ranks of a device average by signs, in the memory that is predicted.

@@ -95,7 +95,8 @@ TEST(OwnModel, IsSearchedForArrangements) {
   source.text = R"({"train_batch_size": 8, "data": {"seq_length": 16}})";
   source.config = parse_config(source.text, "cfg", {}, 2, ConfigUse::Inspect, source.parts);
   ASSERT_TRUE(source.config.ok()) << source.config.message();
-  const memreport::FitOptions options{.world = {.ranks = 2}, .memory = i64{1} << 20, .most = 3};
+  constexpr i64 kWorkspace = i64{64} << 20;  // of matrix products on a GPU
+  const memreport::FitOptions options{.world = {.ranks = 2}, .memory = kWorkspace + (i64{1} << 20), .most = 3};
   const memreport::FitResult r =
       memreport::fit(source, options, memreport::Hardware::of_peaks({1e14, 1e12, 1e11, 1e10}, 2, ""));
   EXPECT_GT(r.num_fitting, 0);

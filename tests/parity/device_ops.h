@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -17,6 +18,20 @@
 #include "op_table_of.h"
 
 namespace ds::testing {
+
+// A GPU whose attention is that of our kernels, or with DS_TEST_ATTENTION=cudnn cuDNN's.
+inline bool asks_for_cudnn() {
+  const char* const asked = std::getenv("DS_TEST_ATTENTION");
+  return asked != nullptr && std::string_view(asked) == "cudnn";
+}
+inline std::unique_ptr<Device> open_test_gpu() {
+  std::unique_ptr<Device> device = make_cuda_device(0, {.cudnn_attention = asks_for_cudnn()});
+  if (asks_for_cudnn() && device->attention_library().empty()) {
+    std::fprintf(stderr, "skipped: %s\n", device->prepare_attention({}).c_str());
+    std::_Exit(77);
+  }
+  return device;
+}
 
 // The device that DS_TEST_DEVICE=cuda asks for (the simulator with DS_CUDA_PLUGIN); null where the variable is not set.
 // A device that is not there ends the test: ctest takes the exit status for "skipped".
@@ -29,7 +44,7 @@ inline Device* test_device() {
       std::fprintf(stderr, "skipped: %s\n", why.c_str());
       std::_Exit(77);
     }
-    return make_cuda_device(0);
+    return open_test_gpu();
   }();
   return device.get();
 }
@@ -181,7 +196,7 @@ inline const OpTable* device_ops() {
 
 // The device of a test of whole models: that of test_device(), or the CPU's best kernels.
 inline std::unique_ptr<Device> make_test_device(int num_threads) {
-  return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
+  return test_device() != nullptr ? open_test_gpu() : make_cpu_device(*cpu_ops(), num_threads);
 }
 
 // Makes the communicator of an axis when ranks share a GPU.

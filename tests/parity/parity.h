@@ -79,10 +79,10 @@ class Tensor {
 // Unit roundoff of a stored result.
 inline double epsilon(DType t) { return t == DType::F32 ? 0x1p-24 : t == DType::F16 ? 0x1p-11 : 0x1p-8; }
 
-// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree. The
-// scale is the root mean square, or `least` where sums cancel to less.
-inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what,
-                         double least = 0) {
+// |got - want| <= epsilon * (ulps * max(|want|, scale of the tensor) + more) for every element; NaN and inf must agree.
+// The scale is the root mean square, or `least` where sums cancel to less. more: for each element, if there are any.
+inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what, double least = 0,
+                         const std::vector<double>& more = {}) {
   ASSERT_EQ(got.numel(), want.numel()) << what;
   double rms = 0;
   for (i64 i = 0; i < want.numel(); ++i) {
@@ -97,7 +97,8 @@ inline void expect_close(const Tensor& got, const Tensor& want, double ulps, con
       ASSERT_TRUE((std::isnan(w) && std::isnan(g)) || g == w) << what << " element " << i << ": " << g << " vs " << w;
       continue;
     }
-    ASSERT_LE(std::abs(g - w), ulps * eps * std::max(std::abs(w), rms))
+    ASSERT_LE(std::abs(g - w),
+              eps * (ulps * std::max(std::abs(w), rms) + (more.empty() ? 0 : more[static_cast<size_t>(i)])))
         << what << " element " << i << ": " << g << " vs " << w;
   }
 }

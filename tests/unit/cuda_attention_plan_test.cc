@@ -9,6 +9,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/attention_cudnn.h"
+#include "cuda/context.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda::attention {
@@ -241,17 +242,13 @@ TEST(CudaAttentionPlan, WholeChunksNeedAlignedStridesAndSizes) {
   EXPECT_FALSE(has_whole_chunks(y));
 }
 
-TEST(CudaAttention, CudnnIsNotReplacedSilently) {  // this program is linked without it
-  setenv("DS_ATTENTION", "cudnn", 1);
-  std::vector<std::string> warnings;
-  Context context({.autotune = false, .cudnn = {}, .note = {}, .warn = [&](const auto& w) { warnings.push_back(w); }});
+TEST(CudaAttention, ABuildWithoutCudnnStatesThat) {  // this program is linked without it
+  Context context({.cudnn_attention = true});
   ASSERT_NE(context.cudnn_attention(), nullptr);
+  EXPECT_EQ(context.cudnn_attention()->name(), "");
+  EXPECT_EQ(context.cudnn_attention()->error(), "this build has no cuDNN");
   EXPECT_FALSE(context.cudnn_attention()->run({}));
-  EXPECT_FALSE(context.cudnn_attention()->run({}));
-  EXPECT_EQ(context.error(), nullptr) << "our kernels go on with it";
-  EXPECT_EQ(warnings,
-            std::vector<std::string>{"this build has no cuDNN: attention runs on the kernels of libds instead"});
-  unsetenv("DS_ATTENTION");
+  EXPECT_EQ(context.error(), nullptr);
 }
 
 }  // namespace cuda_attention_plan_test

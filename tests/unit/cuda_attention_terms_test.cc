@@ -167,7 +167,7 @@ TEST(CudaAttentionTerms, WhoAsksForMoreIsNotServedByThePlainKernelsNorByCudnn) {
       .dout = {},
       .params = {}};
   const auto refused = [](const cudnn::AttentionCall& call) {
-    const char* const why = cudnn::refusal(call, 9);
+    const char* const why = cudnn::refusal(call);
     return std::string_view(why != nullptr ? why : "");
   };
   EXPECT_FALSE(is_general(plain.params));

@@ -31,6 +31,8 @@ Source source(std::vector<std::string> overrides = {}, bool sound = true, int ra
 }
 const Hardware kHardware = Hardware::of_peaks({1e14, 1e12, 1e11, 1e10}, 4, "");
 
+constexpr i64 kWorkspace = i64{64} << 20;  // of matrix products on a GPU
+
 FitOptions options(i64 memory, size_t most = 100000) {
   return {
       .world = {.ranks = 8, .nodes = 2}, .device = DeviceKind::Cuda, .memory = memory, .host_memory = 0, .most = most};
@@ -88,7 +90,7 @@ std::vector<Tried> try_all(int ranks) {
 TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
   const int ranks = test::in_slow_set() ? 8 : 4;
   const std::vector<Tried> all = try_all(ranks);
-  for (const i64 memory : {i64{1} << 40, (i64{24} << 20) / ranks, (i64{16} << 20) / ranks}) {
+  for (const i64 memory : {i64{1} << 40, kWorkspace + (i64{24} << 20) / ranks, kWorkspace + (i64{16} << 20) / ranks}) {
     i64 num_fitting = 0;
     double best = 0;
     for (const Tried& t : all) {
@@ -119,14 +121,14 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
 
 // The list is the same however much of it is asked for: an arrangement that is never looked at would be missing.
 TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
-  const FitResult all = fit(source(), options(i64{3} << 20), kHardware);
+  const FitResult all = fit(source(), options(kWorkspace + (i64{3} << 20)), kHardware);
   std::set<PipelineSchedule> schedules;
   for (const Arrangement& a : all.fitting) schedules.insert(a.schedule);
   EXPECT_EQ(schedules,
             (std::set{PipelineSchedule::OneFOneB, PipelineSchedule::Interleaved, PipelineSchedule::ZeroBubbleH1}));
   for (const size_t most : {size_t{1}, size_t{4}, size_t{25}}) {
     if (most == 4 && !test::in_slow_set()) continue;
-    const FitResult some = fit(source(), options(i64{3} << 20, most), kHardware);
+    const FitResult some = fit(source(), options(kWorkspace + (i64{3} << 20), most), kHardware);
     ASSERT_EQ(some.fitting.size(), most);
     for (size_t i = 0; i < most; ++i) EXPECT_EQ(some.fitting[i].keys, all.fitting[i].keys) << i;
   }
@@ -135,7 +137,7 @@ TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
 // A configuration that is not valid on these ranks keeps its batch and everything else that can stay.
 TEST(Fit, ASourceThatCannotBeIsRearranged) {
   const auto unsound = [](std::vector<std::string> overrides) { return source(std::move(overrides), false); };
-  const FitOptions plenty = options(i64{4} << 20, 3);
+  const FitOptions plenty = options(kWorkspace + (i64{4} << 20), 3);
   for (const std::vector<std::string>& overrides :
        {std::vector<std::string>{"train_batch_size=12"},                        // for 8 ranks of data
         {"tensor_parallel.tp_size=3"},                                          // heads
@@ -166,7 +168,8 @@ TEST(Fit, ASourceThatCannotBeIsRearranged) {
 TEST(Fit, TheSecondNameOfTensorParallelismYields) {
   const Source s = source({"tensor_parallel.tp_size=2", "tensor_parallel.autotp_size=2"});
   std::set<i64> degrees;
-  for (const Arrangement& a : fit(s, options(i64{4} << 20), kHardware).fitting) degrees.insert(a.mesh.tp);
+  for (const Arrangement& a : fit(s, options(kWorkspace + (i64{4} << 20)), kHardware).fitting)
+    degrees.insert(a.mesh.tp);
   EXPECT_EQ(degrees, (std::set<i64>{1, 2, 4}));
 }
 
@@ -183,7 +186,7 @@ TEST(Fit, TheNearestChangesTheFewestSettings) {
       return !k.starts_with("zero_optimization.overlap") && !k.starts_with("reduce_");
     });
   };
-  const i64 plenty = i64{4} << 20;
+  const i64 plenty = kWorkspace + (i64{4} << 20);
   EXPECT_THAT(nearest(source({"tensor_parallel.tp_size=3"}, false), plenty), ::testing::SizeIs(1));
   EXPECT_THAT(nearest(source({"pipeline.stages=3"}, false), plenty), ::testing::SizeIs(1));
   EXPECT_THAT(nearest(source({"train_micro_batch_size_per_gpu=4"}, false), plenty), ::testing::SizeIs(1));
@@ -195,7 +198,7 @@ TEST(Fit, TheNearestChangesTheFewestSettings) {
 }
 
 TEST(Fit, WhatIsLargestFitsAndMoreDoesNot) {
-  const i64 memory = i64{3} << 20;
+  const i64 memory = kWorkspace + (i64{3} << 20);
   const FitResult r = fit(source(), options(memory, 1), kHardware);
   const auto bytes = [&](std::vector<std::string> keys, i64 layers, i64 micro) {
     keys.push_back(fmt::format("model.num_hidden_layers={}", layers));
@@ -221,7 +224,7 @@ TEST(Fit, WhatIsLargestFitsAndMoreDoesNot) {
 
 TEST(Fit, WhatIsWrittenIsWhatWasFound) {
   const Source s = source({"seed=7"});
-  const FitResult r = fit(s, options(i64{3} << 20, 3), kHardware);
+  const FitResult r = fit(s, options(kWorkspace + (i64{3} << 20), 3), kHardware);
   ASSERT_EQ(r.fitting.size(), 3u);
   for (const Arrangement& a : r.fitting) {
     const ConfigResult written = parse_config(resolved_json(arranged(s, a)), "written", {}, 8, ConfigUse::Inspect);

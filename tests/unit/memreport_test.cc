@@ -9,6 +9,7 @@
 
 #include "ds/memreport.h"
 #include "mesh/from_config.h"
+#include "run/attention.h"
 #include "run/plans.h"
 
 namespace ds::memreport {
@@ -45,7 +46,8 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
     for (const RankGroup& g : p.groups) {
       for (const int rank : g.ranks) {
         ++times[rank];
-        const run::WholePlan planned(config, mesh_shape(config, ranks), rank, device, ranks);
+        const run::WholePlan planned(config, mesh_shape(config, ranks), rank, device, ranks,
+                                     run::kernels_of(config, run::kUnknownGpu));
         // Sums over tp of small parameters: the group has those of the rank with most.
         const auto agrees = [&](i64 of_group, i64 of_rank, const std::string& what) {
           const i64 small = planned.plan.mesh.tp > 1 ? 32 << 10 : 0;

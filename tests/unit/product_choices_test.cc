@@ -51,6 +51,36 @@ TEST_F(ProductChoicesTest, AreThereForTheNextRun) {
   EXPECT_EQ(second.find("H100\t130000\t1,3"), "");
 }
 
+TEST_F(ProductChoicesTest, AFileThatNoRunIsToMakeMustExist) {
+  try {
+    const ProductChoices choices(file_, /*may_be_new=*/false);
+    ADD_FAILURE() << "there is no file";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Config);
+    EXPECT_THAT(e.what(), HasSubstr("there is no " + file_));
+  }
+}
+
+// One file may serve several GPUs and versions of the library; none for this one is a warning.
+TEST_F(ProductChoicesTest, ChoicesOfOtherGpusOrVersionsAreAWarning) {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
+  const ProductChoices empty(file_);
+  empty.check_machine("NVIDIA H200\t130002\t");
+  write("# ds-autotune/1\nNVIDIA H200\t130002\t1,2\tab\nNVIDIA H200\t130002\t1,3\tab\nNVIDIA A100\t130002\t1,2\tcd\n");
+  const ProductChoices choices(file_);
+  choices.check_machine("NVIDIA H200\t130002\t");
+  choices.check_machine("NVIDIA A100\t130002\t");
+  EXPECT_THAT(warnings, ::testing::IsEmpty());
+  choices.check_machine("NVIDIA H200\t130100\t");
+  choices.check_machine("NVIDIA H100\t130002\t");
+  set_log_sink(nullptr);
+  EXPECT_THAT(warnings,
+              ::testing::ElementsAre(HasSubstr("has choices for NVIDIA A100 with cuBLASLt 130002, NVIDIA H200 with "
+                                               "cuBLASLt 130002, and none for NVIDIA H200 with cuBLASLt 130100"),
+                                     HasSubstr("none for NVIDIA H100 with cuBLASLt 130002")));
+}
+
 TEST_F(ProductChoicesTest, OfTwoTheFirstCounts) {
   write("# ds-autotune/1\na\tb\tc\t1\na\tb\tc\t2\n");
   EXPECT_EQ(ProductChoices(file_).find("a\tb\tc"), "1");

@@ -61,6 +61,12 @@ DeviceKind device_of(const MemreportOptions& a, const Config& config) {
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
 }
 
+memreport::World world_of(const MemreportOptions& a, int ranks) {
+  memreport::World world{ranks, a.nodes};
+  if (!a.gpu.empty()) world.compute_capability = memreport::Hardware::compute_capability(a.gpu);
+  return world;
+}
+
 namespace {
 
 std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks_per_node) {

@@ -47,6 +47,7 @@ std::vector<std::string> overrides_of(const MemreportOptions& options);
 // The configuration with the use of --use. Throws Errc::Config if that has no steps and another option is about steps.
 Config used(const MemreportOptions& options, Config config);
 DeviceKind device_of(const MemreportOptions& options, const Config& config);
+memreport::World world_of(const MemreportOptions& options, int ranks);
 // Rates of the machine; nothing if no option gives them.
 std::optional<memreport::Hardware> hardware_of(const MemreportOptions& options, int ranks_per_node);
 

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "cuda/attention_cudnn.h"
+#include "cuda/context.h"
 
 namespace ds::cuda {
 namespace cudnn {
@@ -492,20 +493,23 @@ using namespace cudnn;  // NOLINT: the rest of this file is about nothing else
 struct CudnnAttention::Impl {
   Context& context;
   cudnnHandle_t handle = nullptr;
-  int capability_major = 0;
-  std::string error;  // the context refers to it
-  bool warned = false;
+  std::string name, error;  // of the library
+  std::string failure;      // of a call; the context refers to it
   std::unordered_map<AttentionShape, Plan, AttentionShapeHash> plans;
 
   explicit Impl(Context& c) noexcept : context(c) {
     if (!library(c.options().cudnn).error.empty()) {
-      warn("cuDNN cannot be used: " + library().error);
+      error = library().error;
       return;
     }
-    int device = 0;
+    int device = 0, capability = 0;
     context.check(cudaGetDevice(&device), "cudaGetDevice");
-    context.check(cudaDeviceGetAttribute(&capability_major, cudaDevAttrComputeCapabilityMajor, device),
+    context.check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device),
                   "cudaDeviceGetAttribute");
+    if (!serves(capability)) {
+      error = "compute capability " + std::to_string(capability) + " is not among those that it is used for, 8 and 9";
+      return;
+    }
     Errors errors;
     if (!errors.check(library().create(&handle), "cudnnCreate", "handle")) {
       handle = nullptr;
@@ -513,10 +517,12 @@ struct CudnnAttention::Impl {
       errors.check(library().set_stream(handle, context.stream()), "cudnnSetStream", "handle");
     }
     if (errors.ok()) {
+      const size_t v = library().version();
+      name = "cuDNN " + std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100) + "." + std::to_string(v % 100);
       if (c.options().note) c.options().note("attention by " + library().file);
       return;
     }
-    warn("cuDNN cannot be used: " + errors.text());
+    error = errors.text();
     if (handle != nullptr) library().destroy(handle);
     handle = nullptr;
   }
@@ -527,16 +533,10 @@ struct CudnnAttention::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  // Warns once per run.
-  void warn(const std::string& why) noexcept {
-    if (std::exchange(warned, true) || !context.options().warn) return;
-    context.options().warn(why + "; attention runs on the kernels of libds instead");
-  }
-
   void report(const Errors& errors) noexcept {
-    if (errors.ok() || !error.empty()) return;
-    error = errors.text();
-    context.fail(error.c_str(), "attention by cuDNN");
+    if (errors.ok() || !failure.empty()) return;
+    failure = errors.text();
+    context.fail(failure.c_str(), "attention by cuDNN");
   }
 
   Plan& plan_for(const AttentionShape& shape) noexcept {
@@ -553,18 +553,28 @@ struct CudnnAttention::Impl {
 CudnnAttention::CudnnAttention(Context& context) : impl_(std::make_unique<Impl>(context)) {}
 CudnnAttention::~CudnnAttention() = default;
 
+const std::string& CudnnAttention::name() const noexcept { return impl_->name; }
+const std::string& CudnnAttention::error() const noexcept { return impl_->error; }
+
+std::string CudnnAttention::prepare(std::span<const AttentionShape> shapes) {
+  if (impl_->handle == nullptr) return impl_->error;
+  for (const AttentionShape& shape : shapes) {
+    if (const Plan& plan = impl_->plan_for(shape); !plan.errors.ok()) return plan.errors.text();
+  }
+  return {};
+}
+
 bool CudnnAttention::run(const AttentionCall& call) noexcept {
   Impl& x = *impl_;
-  if (x.handle == nullptr || refusal(call, x.capability_major) != nullptr) return false;
+  if (x.handle == nullptr || refusal(call) != nullptr) return false;
   Plan& plan = x.plan_for(shape_of(call));
   if (!plan.errors.ok()) {
-    x.warn(plan.errors.text());
-    return false;
+    x.report(plan.errors);
+    return true;
   }
   const AttentionShape& s = plan.slices.shape;
 
-  constexpr i64 kAlign = 256;
-  const i64 sums_bytes = call.backward ? (s.B * s.H * s.T * 4 + kAlign - 1) / kAlign * kAlign : 0;
+  const i64 sums_bytes = row_sums_bytes(s);
   const i64 scratch_bytes = sums_bytes + plan.workspace_bytes;
   char* const scratch = static_cast<char*>(x.context.scratch(static_cast<size_t>(scratch_bytes)));
   if (scratch == nullptr && scratch_bytes > 0) return true;  // reported by scratch

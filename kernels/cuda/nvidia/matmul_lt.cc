@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/context.h"
 #include "cuda/matmul.h"
 
 namespace ds::cuda {
@@ -81,7 +82,8 @@ struct MatmulEngine::Impl {
     cudaDeviceProp properties{};
     context.check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
     machine = std::string(properties.name) + '\t' + std::to_string(cublasLtGetVersion()) + '\t';
-    const size_t wanted_bytes = size_t{major >= 9 ? 64u : 32u} << 20;
+    if (c.options().machine) c.options().machine(machine);
+    const size_t wanted_bytes = cublas_workspace_bytes(major);
     workspace = context.allocate(wanted_bytes, "the workspace of matrix products");
     if (workspace != nullptr) workspace_bytes = wanted_bytes;
     context.check(cudaEventCreateWithFlags(&begin, cudaEventDefault), "cudaEventCreate");
@@ -278,6 +280,9 @@ MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(cont
 MatmulEngine::~MatmulEngine() = default;
 
 size_t MatmulEngine::workspace_bytes() const noexcept { return impl_->workspace_bytes; }
+size_t MatmulEngine::workspace_bytes(int compute_capability) noexcept {
+  return cublas_workspace_bytes(compute_capability);
+}
 
 bool MatmulEngine::supports(const LtProblem& p) noexcept { return impl_->plan_for(p).supported; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replacement without cuDNN: on the simulator, and in builds without its headers.
+// Replacement without cuDNN, in builds without its headers.
 
 #include "cuda/attention_cudnn.h"
 
@@ -12,13 +12,15 @@ Candidates find_candidates(const AttentionShape&, std::string_view) { return {.e
 
 }  // namespace cudnn
 
-struct CudnnAttention::Impl {};
+struct CudnnAttention::Impl {
+  const std::string name, error = cudnn::library_error();
+};
 
-CudnnAttention::CudnnAttention(Context& context) {
-  if (context.options().warn)
-    context.options().warn(std::string(cudnn::library_error()) + ": attention runs on the kernels of libds instead");
-}
+CudnnAttention::CudnnAttention(Context&) : impl_(std::make_unique<Impl>()) {}
 CudnnAttention::~CudnnAttention() = default;
+const std::string& CudnnAttention::name() const noexcept { return impl_->name; }
+const std::string& CudnnAttention::error() const noexcept { return impl_->error; }
+std::string CudnnAttention::prepare(std::span<const AttentionShape>) { return impl_->error; }
 bool CudnnAttention::run(const cudnn::AttentionCall&) noexcept { return false; }
 
 }  // namespace ds::cuda

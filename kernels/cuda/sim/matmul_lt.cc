@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/context.h"
 #include "cuda/matmul.h"
 #include "cuda/sim/fibers.h"
 
@@ -124,11 +125,13 @@ struct MatmulEngine::Impl {
   const ContextOptions& options;
   bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
   std::set<std::string> products;  // that have run
+  static inline const std::string kMachine = "simulator\t0\t";
 
   // There is one algorithm, so timing chooses it; a known one is this, or another library's.
   void choose(const LtProblem& p) {
     constexpr const char* kAlgorithm = "in order";
-    const std::string product = "simulator\t0\t" + name_of(key_of(p));
+    if (products.empty() && options.machine) options.machine(kMachine);
+    const std::string product = kMachine + name_of(key_of(p));
     if (!products.insert(product).second) return;
     const std::string known = options.known ? options.known(product) : "";
     if (!known.empty() && known != kAlgorithm && options.warn)
@@ -140,6 +143,7 @@ struct MatmulEngine::Impl {
 MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context.options())) {}
 MatmulEngine::~MatmulEngine() = default;
 size_t MatmulEngine::workspace_bytes() const noexcept { return 0; }
+size_t MatmulEngine::workspace_bytes(int) noexcept { return 0; }
 
 bool MatmulEngine::supports(const LtProblem& p) noexcept {
   return !impl_->plain || (p.cd == DType::F32 && !p.add_c && !p.gelu && p.bias == nullptr && p.aux == nullptr);

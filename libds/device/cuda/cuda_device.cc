@@ -9,7 +9,9 @@
 #include <iterator>
 #include <map>
 
+#include "cuda/attention_cudnn.h"
 #include "cuda/context.h"
+#include "cuda/matmul.h"
 #include "device/cuda_plugin.h"
 
 namespace ds {
@@ -35,7 +37,9 @@ class CudaDevice final : public Device {
     DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, but the kernels need 8.0", name_,
              properties.major, properties.minor);
     for (size_t q = 0; q < contexts_.size(); ++q) {
-      contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{.autotune = options.autotune,
+      contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{.cudnn_attention = options.cudnn_attention,
+                                                                          .autotune = options.autotune,
+                                                                          .machine = options.machine,
                                                                           .known = options.known,
                                                                           .chosen = options.chosen,
                                                                           .cudnn = options.cudnn,
@@ -49,7 +53,11 @@ class CudaDevice final : public Device {
       half.free = make_event();
     }
     copied_ = make_event();
-    contexts_.front()->cudnn_attention();  // reports problems with DS_ATTENTION or cuDNN at once
+    capability_ = properties.major;
+    if (const cuda::CudnnAttention* const cudnn = contexts_.front()->cudnn_attention(); cudnn != nullptr) {
+      no_cudnn_ = cudnn->error();
+      if (!no_cudnn_.empty()) use_own_attention();
+    }
     check();
   }
 
@@ -104,6 +112,24 @@ class CudaDevice final : public Device {
     i64 bytes = 0;
     for (const auto& c : contexts_) bytes += static_cast<i64>(c->scratch_bytes());
     return bytes;
+  }
+
+  GpuKernels gpu_kernels() const noexcept override {
+    return {.compute_capability = capability_,
+            .cudnn = contexts_.front()->cudnn_attention() != nullptr,
+            .products_bytes = static_cast<i64>(cuda::MatmulEngine::workspace_bytes(capability_))};
+  }
+  std::string attention_library() const override {
+    const cuda::CudnnAttention* const cudnn = contexts_.front()->cudnn_attention();
+    return cudnn != nullptr ? cudnn->name() : "";
+  }
+  std::string prepare_attention(std::span<const AttentionShape> shapes) override {
+    bind();
+    cuda::CudnnAttention* const cudnn = contexts_.front()->cudnn_attention();
+    return cudnn != nullptr ? cudnn->prepare(shapes) : no_cudnn_;
+  }
+  void use_own_attention() noexcept override {
+    for (const auto& c : contexts_) c->use_own_attention();
   }
 
   void copy(void* to, const void* from, i64 bytes, Queue q) override {
@@ -328,6 +354,8 @@ class CudaDevice final : public Device {
 
   int index_;
   u64 id_ = 0;
+  int capability_ = 0;    // its major number
+  std::string no_cudnn_;  // why cuDNN is not used although it was wanted
   std::string name_ = "CUDA device";
   std::array<std::unique_ptr<cuda::Context>, 2> contexts_;  // for Compute and Comm
   std::array<Stream, 2> streams_;

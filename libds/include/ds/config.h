@@ -242,11 +242,15 @@ struct CommunicationConfig {
   double timeout_s = 300;
 };
 
-// GPUs only. Results do not depend on these keys, except for autotune.
+// Attention on GPUs. Auto: by cuDNN where every rank can use the same version of it, else by the kernels of libds.
+// Cudnn: by cuDNN or not at all. Calls that cuDNN does not support are left to the kernels of libds.
+enum class CudaAttention : u8 { Auto, Cudnn, Own };
+// GPUs only. Results do not depend on graphs.
 struct CudaConfig {
   bool graphs = false;        // record the passes through layers as CUDA graphs, which run from the third step on
   bool autotune = false;      // time matrix product algorithms at first use and take the fastest: bits may differ
-  std::string autotune_file;  // where choices are stored and looked up; empty: nowhere
+  std::string autotune_file;  // choices of earlier runs; with autotune those of this run are added. Empty: none
+  CudaAttention attention = CudaAttention::Auto;  // bits differ
 };
 
 // The mean that a step's loss is. Micro: of the means of its micro-batches; Token: over all of its targets.

@@ -38,7 +38,8 @@ DS_API Source open_source(const std::string& path, std::span<const std::string> 
 
 struct World {
   int ranks = 1;
-  int nodes = 1;  // divides ranks: rank r is on node r / (ranks / nodes)
+  int nodes = 1;               // divides ranks: rank r is on node r / (ranks / nodes)
+  int compute_capability = 9;  // of its GPUs: the major number
 };
 
 struct TagBytes {
@@ -152,6 +153,7 @@ class DS_API Hardware {
   // The data sheet's values for one GPU of gpus(): dense 16-bit products, NVLink, PCI Express, and the network that its
   // maker combines with it. Throws Errc::Config for other names.
   static Peaks gpu(const std::string& name);
+  static int compute_capability(const std::string& gpu);  // its major number
   static std::vector<std::string> gpus();
   // Reads files of the schemas "ds-machine/1" (see json()) and "ds-links/1" (ds-commbench --save); `links` may be empty
   // if no rank sends anything. Throws Errc::Io, Errc::Config.

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory that an H200's ops held in measured runs, as predicted from the configurations of these runs; which calls
+// cuDNN computes, on which GPUs.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "base/json.h"
+#include "mesh/from_config.h"
+#include "plan/planned.h"
+#include "plan/scratch.h"
+#include "run/attention.h"
+
+namespace ds::testing {
+namespace gpu_scratch_test {
+
+GpuMeter meter_of(const Config& config, const GpuKernels& kernels) {
+  const plan::Planned planned(config, mesh_shape(config, 1), 0, DeviceKind::Cuda);
+  return plan::meter_run(config, planned.model, planned.plan, kernels);
+}
+
+Config config_of(const std::string& model, std::vector<std::string> overrides = {}) {
+  overrides.emplace_back("device=cuda");
+  const ConfigResult read =
+      load_config(std::string(DS_TEST_DATA) + "/../../configs/gpu/" + model + ".json", overrides, 1);
+  EXPECT_TRUE(read.ok()) << read.message();
+  return read.config;
+}
+
+// tests/bench/results/h200: runs with our own attention and with cuDNN's, to the byte. cuda_bench measured the rate of
+// products before, which needs no memory but the workspace.
+TEST(GpuScratch, IsThatOfMeasuredRuns) {
+  std::map<std::string, i64> measured;
+  for (const char* file : {"first", "second"}) {
+    std::ifstream in(std::string(DS_TEST_DATA) + "/../bench/results/h200/" + file + ".jsonl");
+    for (std::string line; std::getline(in, line);) {
+      const Json json = Json::parse(line);
+      if (json.value("section", "") == "step") measured[json.at("of")] = json.at("scratch_bytes");
+    }
+  }
+  int own = 0, by_cudnn = 0;
+  for (const auto& [name, bytes] : measured) {
+    SCOPED_TRACE(name);
+    std::string model = name;
+    std::vector<std::string> overrides;
+    const auto has = [&](const std::string& suffix) {
+      const size_t at = model.find(suffix);
+      if (at == std::string::npos) return false;
+      model.resize(at);
+      return true;
+    };
+    const bool cudnn = has("-cudnn");
+    if (has("-vocab50304")) overrides.emplace_back("model.vocab_size=50304");
+    if (has("-offload")) {
+      overrides.emplace_back("zero_optimization.stage=1");
+      overrides.emplace_back("zero_optimization.offload_optimizer.device=cpu");
+    }
+    if (has("-graphs") || has("-autotune")) continue;
+    const GpuMeter meter = meter_of(config_of(model, overrides), gpu_kernels(9, cudnn));
+    EXPECT_EQ(meter.scratch_bytes(), bytes);
+    EXPECT_EQ(meter.cudnn.size(), cudnn ? 2u : 0u) << "forward and backward";
+    EXPECT_NE(meter.own_attention, cudnn);
+    (cudnn ? by_cudnn : own) += 1;
+  }
+  EXPECT_EQ(by_cudnn, 6);
+  EXPECT_GE(own, 7);
+}
+
+TEST(GpuScratch, CudnnServesAmpereAndHopper) {
+  const Config config = config_of("gpt2-124m");
+  for (const int capability : {7, 8, 9, 10, 12}) {
+    const GpuKernels kernels = run::kernels_of(config, capability);
+    EXPECT_EQ(kernels.cudnn, capability == 8 || capability == 9) << capability;
+    EXPECT_EQ(kernels.products_bytes, i64{capability >= 9 ? 64 : 32} << 20);
+  }
+  Config own = config;
+  own.cuda.attention = CudaAttention::Own;
+  EXPECT_FALSE(run::kernels_of(own, 9).cudnn);
+  Config fp32 = config;
+  fp32.bf16.enabled = false;
+  EXPECT_FALSE(run::kernels_of(fp32, 9).cudnn);
+}
+
+// What cuDNN does not support is stated, with its reason, and the rest is still its own.
+TEST(GpuScratch, TheMeterStatesWhatCudnnRefuses) {
+  const auto refusal = [](std::vector<std::string> overrides) {
+    const GpuMeter meter = meter_of(config_of("gpt2-124m", std::move(overrides)), gpu_kernels(9, true));
+    EXPECT_EQ(meter.own_attention, meter.refusal != nullptr);
+    return std::string(meter.refusal != nullptr ? meter.refusal : "");
+  };
+  EXPECT_EQ(refusal({}), "");
+  EXPECT_EQ(refusal({"model.attn_pdrop=0.1"}), "dropout");
+  EXPECT_EQ(refusal({R"(sparse_attention={"mode": "fixed"})"}), "sparse layout");
+  EXPECT_EQ(refusal({"model.n_head=4"}), "head dim");
+  EXPECT_EQ(refusal({"bf16.enabled=false"}), "dtype");
+  // Evaluations have no dropout, but use the kernels that their run trains with.
+  EXPECT_TRUE(
+      meter_of(config_of("gpt2-124m", {"model.attn_pdrop=0.1", "data.split=0.1"}), gpu_kernels(9, true)).cudnn.empty());
+}
+
+}  // namespace gpu_scratch_test
+}  // namespace ds::testing
