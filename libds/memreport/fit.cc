@@ -166,6 +166,11 @@ void Search::for_each(std::string_view what, size_t n, const std::function<void(
   });
 }
 
+// The V of these stages that keeps fewest activations.
+Schedule least_v(i64 stages) {
+  return {PipelineSchedule::ZeroBubbleV, 2, static_cast<double>(least_kept_passes(stages)) / static_cast<double>(2 * stages)};
+}
+
 std::vector<Frame> Search::frames() const {
   const i64 ranks = options_.world.ranks, per_node = ranks / options_.world.nodes;
   const ModelConfig& model = source_.config.config.model;
@@ -184,9 +189,10 @@ std::vector<Frame> Search::frames() const {
             break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
-            // 1F1B needs least memory among schedules that keep stages busy: the others are tried where it fits.
+            // 1F1B needs least memory among schedules that keep stages busy, but for a V: others are tried where it fits.
             all.push_back({tp, pp, sp, stage, rows});
-            const Schedule own{present.schedule, present.virtual_stages};
+            if (pp > 1 && 2 * pp <= num_layers(model)) all.push_back({tp, pp, sp, stage, rows, least_v(pp)});
+            const Schedule own{present.schedule, present.virtual_stages, present.memory_limit};
             if (own != Schedule() && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
               all.push_back({tp, pp, sp, stage, rows, own});
           }
@@ -227,6 +233,7 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
           .accumulation = config.batch.accumulation,
           .schedule = config.pipeline.schedule,
           .virtual_stages = config.pipeline.virtual_stages,
+          .memory_limit = config.pipeline.memory_limit,
           .sequence_parallel = config.tensor_parallel.sequence_parallel,
           .recompute = config.activation_checkpointing.granularity,
           .offloaded = searches_offload() ? offloaded_of(config.zero) : Offloaded::AsItIs,
@@ -310,7 +317,7 @@ std::optional<Search::Found> Search::try_one(const Frame& f, i64 micro, Checkpoi
   using enum CheckpointGranularity;
   // If it does not fit with all layers computed again, nothing else does; but passes that are split keep more then.
   const Tried all_again = look(f, micro, Layer);
-  if (all_again.config && !all_again.fits && f.schedule.kind != PipelineSchedule::ZeroBubbleH1) return std::nullopt;
+  if (all_again.config && !all_again.fits && !pipeline::splits_backward(f.schedule.kind)) return std::nullopt;
   for (const CheckpointGranularity recompute : {None, Selective}) {
     if (least == Layer || (least == Selective && recompute == None)) continue;
     if (const Tried t = look(f, micro, recompute); t.fits) return found_as(t);
@@ -323,7 +330,10 @@ void Search::try_frame(const Frame& f) {
   const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
   const CheckpointGranularity own = source_.config.config.activation_checkpointing.granularity;
   for (const i64 micro : divisors(batch_ / dp, kLargestMicro)) {
-    const PipelineConfig pipeline{.stages = f.pp, .schedule = f.schedule.kind, .virtual_stages = f.schedule.chunks};
+    const PipelineConfig pipeline{.stages = f.pp,
+                                  .schedule = f.schedule.kind,
+                                  .virtual_stages = f.schedule.chunks,
+                                  .memory_limit = f.schedule.memory_limit};
     if (!schedule_problem(pipeline, cut(f, micro).accumulation).empty()) continue;
     if (f.schedule.kind == PipelineSchedule::BreadthFirst && cut(f, micro).accumulation == 1) continue;  // all the same
     std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
@@ -344,8 +354,9 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
   const PipelineConfig& present = source_.config.config.pipeline;
   std::vector<Frame> frames;
   const auto add = [&](Schedule s) {
-    const PipelineConfig pipeline{.stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks};
-    if (s == Schedule{present.schedule, present.virtual_stages} ||  // which has its own frame
+    const PipelineConfig pipeline{
+        .stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks, .memory_limit = s.memory_limit};
+    if (s == Schedule{present.schedule, present.virtual_stages, present.memory_limit} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
         a.mesh.pp * s.chunks > num_layers(source_.config.config.model))
       return;
@@ -353,6 +364,10 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
     frames.back().schedule = s;
   };
   add({PipelineSchedule::ZeroBubbleH1, 1});
+  // With the memory of 1F1B, and the least with which V-Half exists; that with the least of all has a frame of its own.
+  add({PipelineSchedule::ZeroBubbleV, 2});
+  const double stages = static_cast<double>(a.mesh.pp);
+  if (a.mesh.pp > 2) add({PipelineSchedule::ZeroBubbleV, 2, (stages + 2) / (2 * stages)});
   for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
   std::vector<std::optional<Found>> found(frames.size());
   tell(fmt::format("schedules of {} stages", a.mesh.pp));
@@ -422,7 +437,7 @@ std::optional<Arrangement> Search::nearest_to_present() {
                     present.sequence_parallel.size,
                     narrow<int>(present.zero.stage),
                     present.tensor_parallel.sequence_parallel,
-                    {present.pipeline.schedule, present.pipeline.virtual_stages}};
+                    {present.pipeline.schedule, present.pipeline.virtual_stages, present.pipeline.memory_limit}};
   std::set<std::string> same = {fmt::format("pipeline.schedule={}", schedule_name(present.pipeline.schedule)),
                                 fmt::format("pipeline.virtual_stages={}", present.pipeline.virtual_stages)};
   for (const Setting& s :
@@ -554,7 +569,8 @@ LargestModel Search::largest_of_all() {
   std::vector<Candidate> candidates;
   for (const Frame& f : frames()) {
     const bool cut = options_.world.ranks > f.tp * f.pp;
-    const bool other = f.schedule != Schedule() && f.schedule.kind != PipelineSchedule::BreadthFirst;
+    const bool other = f.schedule != Schedule() && f.schedule.kind != PipelineSchedule::BreadthFirst &&
+                       !(f.pp > 1 && f.schedule == least_v(f.pp));
     if (other || (cut && f.stage < 2)) continue;  // lower stages need more
     Keys settings = keys(f, 1, CheckpointGranularity::Layer);
     std::optional<Config> config = read(settings);
