@@ -189,11 +189,11 @@ std::vector<Frame> Search::frames() const {
             break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
-            // 1F1B needs least memory among schedules that keep stages busy, but for a V: others are tried where it fits.
+            // Schedules that need least memory, of one chunk per stage and of a V: others are tried where they fit.
             all.push_back({tp, pp, sp, stage, rows});
             if (pp > 1 && 2 * pp <= num_layers(model)) all.push_back({tp, pp, sp, stage, rows, least_v(pp)});
             const Schedule own{present.schedule, present.virtual_stages, present.memory_limit};
-            if (own != Schedule() && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
+            if (own != Schedule() && own != least_v(pp) && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
               all.push_back({tp, pp, sp, stage, rows, own});
           }
         }
@@ -363,12 +363,16 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
     frames.push_back(frame_of(a));
     frames.back().schedule = s;
   };
-  add({PipelineSchedule::ZeroBubbleH1, 1});
-  // With the memory of 1F1B, and the least with which V-Half exists; that with the least of all has a frame of its own.
-  add({PipelineSchedule::ZeroBubbleV, 2});
-  const double stages = static_cast<double>(a.mesh.pp);
-  if (a.mesh.pp > 2) add({PipelineSchedule::ZeroBubbleV, 2, (stages + 2) / (2 * stages)});
-  for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
+  if (a.schedule == PipelineSchedule::ZeroBubbleV) {
+    // V-Half, and all the memory of 1F1B; of two stages a V takes no less.
+    const double stages = static_cast<double>(a.mesh.pp);
+    for (const double limit : {(stages + 2) / (2 * stages), 1.0}) {
+      if (a.mesh.pp > 2) add({PipelineSchedule::ZeroBubbleV, 2, limit});
+    }
+  } else {
+    add({PipelineSchedule::ZeroBubbleH1, 1});
+    for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
+  }
   std::vector<std::optional<Found>> found(frames.size());
   tell(fmt::format("schedules of {} stages", a.mesh.pp));
   for_each_at_once(frames.size(), [&](size_t i) { found[i] = try_one(frames[i], a.micro, a.recompute); });
@@ -401,7 +405,8 @@ void Search::list_fastest(FitResult& result) {
   for (const Found& f : found_) {
     // For one stage the bound is the time itself.
     push({f.as.time.tokens_per_s, f.as.mesh.pp == 1 ? State::Timed : State::Bounded, f.as});
-    if (f.as.mesh.pp > 1 && f.as.schedule == PipelineSchedule::OneFOneB)
+    if (f.as.mesh.pp > 1 &&
+        (f.as.schedule == PipelineSchedule::OneFOneB || frame_of(f.as).schedule == least_v(f.as.mesh.pp)))
       push({f.most_tokens_per_s, State::OtherSchedules, f.as});
   }
   result.num_fitting = std::ssize(found_);

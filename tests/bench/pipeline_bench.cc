@@ -98,9 +98,7 @@ class TimedStage {
   Communicator& way_of(const Instr& instr) {
     return options_.placement().way_of(instr.op, instr.chunk) == pipeline::Way::Down ? mesh_.down() : mesh_.up();
   }
-  int peer_of(const Instr& instr) const {
-    return options_.placement().peer_of(options_.stage, instr.op, instr.chunk);
-  }
+  int peer_of(const Instr& instr) const { return options_.placement().peer_of(options_.stage, instr.op, instr.chunk); }
 
   void send(std::vector<Message>& kind, const Instr& instr) {
     Message& m = of(kind, instr);
@@ -193,7 +191,10 @@ int timed(double unit_ms) {
     });
     for (const Kind& kind : kKinds) {
       for (const i64 m : {4, 8, 16, 32}) {
-        const ScheduleOptions options{.kind = kind.kind, .stages = p, .micro_batches = m, .chunks = kind.chunks,
+        const ScheduleOptions options{.kind = kind.kind,
+                                      .stages = p,
+                                      .micro_batches = m,
+                                      .chunks = kind.chunks,
                                       .memory_limit = kind.memory_limit};
         if (!pipeline::why_not(options).empty()) continue;
         const double unit = unit_ms * 1e-3 / kind.chunks;
@@ -208,16 +209,16 @@ int timed(double unit_ms) {
         worst = std::max(worst, off.back());
         std::printf("%-12s %7d %7ld %9.3f%s %10.3f %+9.3f %12.1f %12.1f\n",
                     fmt::format("{}{}", schedule_name(kind.kind),
-                                kind.memory_limit < 1 ? fmt::format(" {}", kind.memory_limit) : "").c_str(),
-                    p, m, expected, holds ? " " : "*", measured.bubble,
-                    measured.bubble - expected, measured.makespan * 1e3, ideal.makespan * 1e3);
+                                kind.memory_limit < 1 ? fmt::format(" {}", kind.memory_limit) : "")
+                        .c_str(),
+                    p, m, expected, holds ? " " : "*", measured.bubble, measured.bubble - expected,
+                    measured.makespan * 1e3, ideal.makespan * 1e3);
         std::fflush(stdout);
       }
     }
     on_ranks(p, [&](int rank) { meshes[rank].reset(); });
   }
-  std::printf("\n* by simulation\noff by: median %.3f, at most %.3f\n", median(off),
-              worst);
+  std::printf("\n* by simulation\noff by: median %.3f, at most %.3f\n", median(off), worst);
   return 0;
 }
 

@@ -183,8 +183,8 @@ TEST(Lending, ChangesNoBit) {
            {.layout = {.pp = 3, .schedule = Kind::ZeroBubbleH1}, .micro_batches = 6},
            {.layout = {.pp = 3, .schedule = Kind::ZeroBubbleV, .chunks = 2}, .micro_batches = 6},
            {.layout = {.pp = 4, .schedule = Kind::ZeroBubbleV, .chunks = 2, .stage = 2, .memory_limit = 0.5},
-            .llama = true,
-            .micro_batches = 6},
+           .llama = true,
+           .micro_batches = 6},
            {.layout = {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2, .stage = 3}, .type = DType::BF16},
            {.layout =
                 {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective, .stage = 2}},
@@ -229,8 +229,8 @@ TEST(Lending, ChangesNoBitInAnyCombination) {
                              {.pp = 2, .sp = 2, .mode = kRing},
                              {.dp = 2, .pp = 2, .tp = 2},
                              {.pp = 2, .tp = 2, .sp = 2}}) {
-    for (const Kind schedule : {Kind::OneFOneB, Kind::Naive, Kind::GPipe, Kind::Interleaved, Kind::ZeroBubbleH1,
-                                Kind::ZeroBubbleV}) {
+    for (const Kind schedule :
+         {Kind::OneFOneB, Kind::Naive, Kind::GPipe, Kind::Interleaved, Kind::ZeroBubbleH1, Kind::ZeroBubbleV}) {
       if (mesh.pp == 1 && schedule != Kind::OneFOneB) continue;
       for (const Granularity granularity : {Granularity::None, Granularity::Layer, Granularity::Selective}) {
         for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {

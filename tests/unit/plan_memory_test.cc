@@ -143,7 +143,8 @@ TEST(PlanMemory, StagesKeepAsManyMicroBatchesAsTheScheduleHasUnderWay) {
                   .virtual_stages = 2,
                   .memory_limit = limit};
     for (const int stage : {0, 1, 3})
-      EXPECT_NEAR(static_cast<double>(memory(c, mesh, stage, Tag::Activations)) / (kept * (2 * block + 2 * sbh)), 1, 0.1)
+      EXPECT_NEAR(static_cast<double>(memory(c, mesh, stage, Tag::Activations)) / (kept * (2 * block + 2 * sbh)), 1,
+                  0.1)
           << limit << " stage " << stage;
   }
 }

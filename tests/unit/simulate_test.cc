@@ -69,9 +69,8 @@ TEST(Simulate, EvaluationEndsForAnyNumberOfMicroBatches) {
           Schedules schedules;
           for (int i = 0; i < p; ++i) schedules.push_back(make_eval_schedule(placement, i, m, v));
           for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
-            const Timeline timeline =
-                simulate(schedules, kUnit, {.seed = static_cast<u64>(m), .delay = 3, .send_buffers = send_buffers},
-                         placement.v);
+            const Timeline timeline = simulate(
+                schedules, kUnit, {.seed = static_cast<u64>(m), .delay = 3, .send_buffers = send_buffers}, placement.v);
             for (const auto& spans : timeline.stages) ASSERT_EQ(static_cast<i64>(spans.size()), m * v);
           }
         }
@@ -111,9 +110,7 @@ TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
 }
 
 TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
-  for_all([](const ScheduleOptions& o) {
-    ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction());
-  });
+  for_all([](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction()); });
 }
 
 // A simulation of these would take memory by the product.

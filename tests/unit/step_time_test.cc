@@ -292,8 +292,11 @@ TEST(StepTime, MessagesFollowTheirModels) {
 }
 
 TEST(StepTime, BubbleIsTheSimulations) {
-  for (const auto& [kind, chunks] :
-       {std::pair{Kind::OneFOneB, 1}, {Kind::GPipe, 1}, {Kind::ZeroBubbleH1, 1}, {Kind::Interleaved, 2}, {Kind::ZeroBubbleV, 2}}) {
+  for (const auto& [kind, chunks] : {std::pair{Kind::OneFOneB, 1},
+                                     {Kind::GPipe, 1},
+                                     {Kind::ZeroBubbleH1, 1},
+                                     {Kind::Interleaved, 2},
+                                     {Kind::ZeroBubbleV, 2}}) {
     Layout l{.pp = 2};
     l.schedule = kind;
     l.chunks = chunks;
