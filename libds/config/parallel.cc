@@ -17,10 +17,10 @@ namespace {
 
 constexpr std::string_view kStages = "pipeline.stages", kSchedule = "pipeline.schedule",
                            kVirtual = "pipeline.virtual_stages", kPartition = "pipeline.partition",
-                           kLimit = "pipeline.memory_limit",
-                           kTp = "tensor_parallel.tp_size", kAutoTp = "tensor_parallel.autotp_size",
-                           kRows = "tensor_parallel.sequence_parallel", kSp = "sequence_parallel_size",
-                           kMode = "sequence_parallel_mode", kGranularity = "activation_checkpointing.granularity",
+                           kLimit = "pipeline.memory_limit", kTp = "tensor_parallel.tp_size",
+                           kAutoTp = "tensor_parallel.autotp_size", kRows = "tensor_parallel.sequence_parallel",
+                           kSp = "sequence_parallel_size", kMode = "sequence_parallel_mode",
+                           kGranularity = "activation_checkpointing.granularity",
                            kInterval = "activation_checkpointing.interval",
                            kCut = "activation_checkpointing.partition_activations",
                            kOffload = "activation_checkpointing.cpu_checkpointing",
@@ -55,7 +55,8 @@ constexpr std::string_view kType = "type:";  // of pipeline.partition
 std::string partition_problem(const std::string& partition) {
   if (partition == "parameters" || partition == "uniform" || partition == "memory" || partition == "compute") return {};
   if (!partition.starts_with(kType) || partition == kType)
-    return fmt::format("must be \"parameters\", \"uniform\", \"memory\", \"compute\" or \"type:REGEX\", not \"{}\"", partition);
+    return fmt::format("must be \"parameters\", \"uniform\", \"memory\", \"compute\" or \"type:REGEX\", not \"{}\"",
+                       partition);
   return match_types(partition.substr(kType.size()), {}).problem;
 }
 

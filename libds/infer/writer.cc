@@ -179,7 +179,8 @@ class Writer {
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
-      if (!chunk.last && !plan_.stage.stays(c)) stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
+      if (!chunk.last && !plan_.stage.stays(c))
+        stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
     }
   }
 

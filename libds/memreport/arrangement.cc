@@ -18,7 +18,9 @@ ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
 }
 
 Frame frame_of(const Arrangement& a) {
-  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages, a.memory_limit}, a.offloaded};
+  return {a.mesh.tp,  a.mesh.pp,           a.mesh.sp,
+          a.stage,    a.sequence_parallel, {a.schedule, a.virtual_stages, a.memory_limit},
+          a.offloaded};
 }
 
 std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut, CheckpointGranularity recompute,

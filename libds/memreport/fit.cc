@@ -168,7 +168,8 @@ void Search::for_each(std::string_view what, size_t n, const std::function<void(
 
 // The V of these stages that keeps fewest activations.
 Schedule least_v(i64 stages) {
-  return {PipelineSchedule::ZeroBubbleV, 2, static_cast<double>(least_kept_passes(stages)) / static_cast<double>(2 * stages)};
+  return {PipelineSchedule::ZeroBubbleV, 2,
+          static_cast<double>(least_kept_passes(stages)) / static_cast<double>(2 * stages)};
 }
 
 std::vector<Frame> Search::frames() const {

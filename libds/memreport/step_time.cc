@@ -331,8 +331,7 @@ class Stages {
     for (int stage = 0; stage < mesh.pp; ++stage) {
       std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1, trains_all ? 0 : stage};
       for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
-        const size_t block =
-            static_cast<size_t>(pipeline::schedule_of(config).placement().block_of(stage, chunk));
+        const size_t block = static_cast<size_t>(pipeline::schedule_of(config).placement().block_of(stage, chunk));
         layers.push_back(cuts[block + 1] - cuts[block]);
         for (i64 l = cuts[block]; l < cuts[block + 1]; ++l) layers.push_back(model_.layers[l]->cache().window);
       }

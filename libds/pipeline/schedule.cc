@@ -79,7 +79,8 @@ std::vector<Instr> with_transfers(const std::vector<Instr>& order, const Placeme
     };
     const bool forward = pass.op == Op::Forward;
     const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
-    const bool from_before = block > 0 && !placement.stays(block - 1), to_next = block < last && !placement.stays(block);
+    const bool from_before = block > 0 && !placement.stays(block - 1),
+               to_next = block < last && !placement.stays(block);
     add(forward && (block == 0 || (block == last && placement.stage_of(0) != stage)), Op::Load);
     add(forward && from_before, Op::RecvActivation);
     add(input_grad && to_next, Op::RecvGrad);

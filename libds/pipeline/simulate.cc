@@ -79,8 +79,7 @@ class Simulation {
         case Op::Forward: return pass(stage, instr, cost.forward, Op::SendActivation, takes);
         case Op::BackwardInput: return pass(stage, instr, cost.backward_input, Op::SendGrad, gives);
         case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, Op::SendGrad, false);
-        case Op::Backward:
-          return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
+        case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
       }
       return false;
     }();
@@ -216,8 +215,7 @@ double bubble_formula(const ScheduleOptions& o, const Costs& c) {
 
 double bubble_fraction(const ScheduleOptions& o) {
   const Costs costs;
-  return formula_is_exact(o, costs) ? bubble_formula(o, costs)
-                                    : simulate(o, {&costs, 1}).bubble_fraction();
+  return formula_is_exact(o, costs) ? bubble_formula(o, costs) : simulate(o, {&costs, 1}).bubble_fraction();
 }
 
 }  // namespace ds::pipeline

@@ -41,8 +41,9 @@ struct Adversity {
 
 // Runs schedules[i] on stage i. A receive waits for its message. A send does not wait, but a stage sends its messages
 // of one way one at a time, and each transfer starts only when the receiver is ready: the worst case allowed by
-// schedule.h. Loads take no time. v: the blocks are placed as a V. costs: one entry for all blocks, one per stage, or one per block. Throws Errc::Internal, naming the place, if schedules deadlock, a receiver gets an
-// unexpected message, or a message is left over.
+// schedule.h. Loads take no time. v: the blocks are placed as a V. costs: one entry for all blocks, one per stage, or
+// one per block. Throws Errc::Internal, naming the place, if schedules deadlock, a receiver gets an unexpected message,
+// or a message is left over.
 Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& = {},
                   bool v = false);
 // Runs the schedules of these options; options.stage is ignored.

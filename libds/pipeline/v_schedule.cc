@@ -2,9 +2,11 @@
 #include "pipeline/v_schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <limits>
 #include <optional>
+#include <utility>
 
 namespace ds::pipeline {
 namespace {
@@ -15,10 +17,10 @@ struct Pattern {
   i64 down, up, forward_turn = 1, backward_turn = 1, top = 1;
 };
 
-// With these, two passes of a stage never fall on the same time for one number of stages or another; where they do, the
-// later one waits. In the order of the memory that they take.
-constexpr Pattern kPatterns[] = {{1, 1}, {1, 1, 3, 3}, {1, 2},       {1, 2, 1, 1, 2}, {1, 2, 3, 1}, {1, 2, 3, 3},
-                                 {1, 3}, {1, 3, 3, 3}, {2, 3, 3, 3}, {2, 4}};
+// Which of them is best depends on the number of stages: with some, two passes of a stage fall on the same time, and
+// one has to wait. In the order of the memory that they take, the largest first.
+constexpr Pattern kPatterns[] = {{2, 4},       {2, 3, 3, 3},    {1, 3, 3, 3}, {1, 3},       {1, 2, 3, 3},
+                                 {1, 2, 3, 1}, {1, 2, 1, 1, 2}, {1, 2},       {1, 1, 3, 3}, {1, 1}};
 constexpr i64 kPeriod = 6;
 
 // Forward passes and input gradients of a stage in the order of a pattern.
@@ -27,86 +29,113 @@ std::vector<Instr> pattern_order(const Pattern& t, i64 stages, i64 stage, i64 mi
   const i64 down = stage * t.down, up = last * t.down + t.forward_turn + below * t.up;
   const i64 top = last * (t.down + t.up) + t.forward_turn + t.top;
   const i64 back_down = top + stage * t.down, back_up = top + last * t.down + t.backward_turn + below * t.up;
+  // When the first micro-batch has them. Of two at the same time, gradients come first: they free memory.
   struct Timed {
-    i64 at;
-    Instr pass;
+    i64 at, chunk;
+    Op op;
   };
-  std::vector<Timed> passes;
-  for (i64 k = 0; k < micro_batches; ++k) {
-    passes.push_back({down + k * kPeriod, {Op::Forward, k, 0}});
-    passes.push_back({up + k * kPeriod, {Op::Forward, k, 1}});
-    passes.push_back({back_down + k * kPeriod, {Op::BackwardInput, k, 1}});
-    passes.push_back({back_up + k * kPeriod, {Op::BackwardInput, k, 0}});
-  }
-  // Of two at the same time, gradients first: they free memory.
-  std::ranges::stable_sort(passes, [](const Timed& a, const Timed& b) {
-    return a.at != b.at ? a.at < b.at : a.pass.op != b.pass.op && a.pass.op == Op::BackwardInput;
-  });
+  std::array<Timed, 4> passes = {{{back_up, 0, Op::BackwardInput},
+                                  {back_down, 1, Op::BackwardInput},
+                                  {down, 0, Op::Forward},
+                                  {up, 1, Op::Forward}}};
+  std::ranges::stable_sort(passes, {}, [](const Timed& pass) { return pass.at % kPeriod; });
   std::vector<Instr> order;
-  for (const Timed& p : passes) order.push_back(p.pass);
+  for (i64 period = 0; std::ssize(order) < 4 * micro_batches; ++period) {
+    for (const Timed& pass : passes) {
+      const i64 k = period - pass.at / kPeriod;
+      if (k >= 0 && k < micro_batches) order.push_back({pass.op, k, pass.chunk});
+    }
+  }
   return order;
 }
 
-struct Filled {
-  std::vector<std::vector<Instr>> orders;
-  i64 time = 0;
+struct Orders {
+  std::vector<std::vector<Instr>> of_stages{};
+  i64 time = 0;  // until all have ended
 };
 
-// Runs the orders of all stages, each pass in a unit of time and as soon as its input is there, and puts weight
-// gradients where a stage could run nothing else. Nothing if the stages wait forever, because none may keep more.
-std::optional<Filled> with_weights(const Pattern& pattern, const Placement& placement, i64 micro_batches, i64 most) {
+// Runs the orders of a pattern on all stages, each pass in a unit of time and as soon as it can, and adds weight
+// gradients.
+class Filling {
+ public:
+  Filling(const Pattern& pattern, const Placement& placement, i64 micro_batches, i64 most_kept)
+      : placement_(placement),
+        micro_batches_(micro_batches),
+        most_kept_(most_kept),
+        blocks_(2 * i64{placement.stages}),
+        forward_at_(static_cast<size_t>(blocks_ * micro_batches), kNever),
+        backward_at_(forward_at_) {
+    for (i64 s = 0; s < placement.stages; ++s)
+      stages_.push_back({.order = pattern_order(pattern, placement.stages, s, micro_batches)});
+  }
+
+  // Nothing if the stages wait forever, because none may keep more.
+  std::optional<Orders> run() && {
+    i64 left = kPeriod * micro_batches_ * placement_.stages, time = 0;
+    for (bool moves = true; left > 0; ++time) {
+      if (!std::exchange(moves, false)) return std::nullopt;
+      for (int s = 0; s < placement_.stages; ++s) {
+        if (!step(s, time)) continue;
+        moves = true;
+        --left;
+      }
+    }
+    Orders orders{.time = time};
+    for (Stage& stage : stages_) orders.of_stages.push_back(std::move(stage.done));
+    return orders;
+  }
+
+ private:
   struct Stage {
     std::vector<Instr> order;
     size_t next = 0;
-    i64 kept = 0;
-    std::deque<Instr> weights;  // input gradients whose weight gradients remain
+    std::deque<Instr> weights{};  // that wait
+    i64 kept = 0;                 // passes whose activations are
+    std::vector<Instr> done{};
   };
-  constexpr i64 kNever = std::numeric_limits<i64>::max();
-  const i64 p = placement.stages, blocks = 2 * p;
-  std::vector<Stage> stages(static_cast<size_t>(p));
-  Filled filled{.orders = std::vector<std::vector<Instr>>(static_cast<size_t>(p))};
-  for (i64 s = 0; s < p; ++s) {
-    stages[s].order = pattern_order(pattern, p, s, micro_batches);
-    filled.orders[s].reserve(static_cast<size_t>(kPeriod * micro_batches));
+  static constexpr i64 kNever = std::numeric_limits<i64>::max();
+
+  // When a pass of a block has ended.
+  i64& ended(Op op, i64 block, i64 micro) {
+    return (op == Op::Forward ? forward_at_ : backward_at_)[static_cast<size_t>(block * micro_batches_ + micro)];
   }
-  std::vector<i64> forward_at(static_cast<size_t>(blocks * micro_batches), kNever), backward_at = forward_at;
-  const auto at = [&](std::vector<i64>& times, i64 block, i64 micro) -> i64& {
-    return times[static_cast<size_t>(block * micro_batches + micro)];
-  };
-  for (i64 left = kPeriod * micro_batches * p; left > 0; ++filled.time) {
-    bool moved = false;
-    for (i64 s = 0; s < p; ++s) {
-      Stage& stage = stages[s];
-      const Instr* pass = stage.next < stage.order.size() ? &stage.order[stage.next] : nullptr;
-      if (pass != nullptr) {
-        const i64 block = placement.block_of(narrow<int>(s), pass->chunk);
-        const bool ready = pass->op == Op::Forward
-                               ? stage.kept < most && (block == 0 || at(forward_at, block - 1, pass->micro) <= filled.time)
-                               : block + 1 == blocks || at(backward_at, block + 1, pass->micro) <= filled.time;
-        if (!ready) pass = nullptr;
-      }
-      if (pass != nullptr) {
-        const i64 block = placement.block_of(narrow<int>(s), pass->chunk);
-        const bool forward = pass->op == Op::Forward;
-        at(forward ? forward_at : backward_at, block, pass->micro) = filled.time + 1;
-        if (forward) ++stage.kept;
-        if (!forward) stage.weights.push_back({Op::BackwardWeight, pass->micro, pass->chunk});
-        filled.orders[s].push_back(*pass);
+  bool is_ready(const Stage& stage, const Instr& pass, i64 block, i64 time) {
+    if (pass.op == Op::Forward)
+      return stage.kept < most_kept_ && (block == 0 || ended(pass.op, block - 1, pass.micro) <= time);
+    return std::ssize(stage.weights) < placement_.stages &&
+           (block + 1 == blocks_ || ended(pass.op, block + 1, pass.micro) <= time);
+  }
+
+  // Whether the stage runs a pass.
+  bool step(int s, i64 time) {
+    Stage& stage = stages_[static_cast<size_t>(s)];
+    if (stage.next < stage.order.size()) {
+      const Instr& pass = stage.order[stage.next];
+      const i64 block = placement_.block_of(s, pass.chunk);
+      if (is_ready(stage, pass, block, time)) {
+        ended(pass.op, block, pass.micro) = time + 1;
+        if (pass.op == Op::Forward) {
+          ++stage.kept;
+        } else {
+          stage.weights.push_back({Op::BackwardWeight, pass.micro, pass.chunk});
+        }
+        stage.done.push_back(pass);
         ++stage.next;
-      } else if (!stage.weights.empty()) {
-        filled.orders[s].push_back(stage.weights.front());
-        stage.weights.pop_front();
-        --stage.kept;
-      } else {
-        continue;
+        return true;
       }
-      --left;
-      moved = true;
     }
-    if (!moved) return std::nullopt;
+    if (stage.weights.empty()) return false;
+    stage.done.push_back(stage.weights.front());
+    stage.weights.pop_front();
+    --stage.kept;
+    return true;
   }
-  return filled;
-}
+
+  Placement placement_;
+  i64 micro_batches_, most_kept_, blocks_;
+  std::vector<i64> forward_at_, backward_at_;
+  std::vector<Stage> stages_;
+};
 
 }  // namespace
 
@@ -118,14 +147,15 @@ std::vector<std::vector<Instr>> v_orders(const ScheduleOptions& o) {
   const Pattern* best = nullptr;
   i64 least = std::numeric_limits<i64>::max();
   for (const Pattern& pattern : kPatterns) {
-    const std::optional<Filled> filled = with_weights(pattern, placement, shorter, most);
-    if (!filled || filled->time >= least) continue;
-    best = &pattern, least = filled->time;
+    const std::optional<Orders> orders = Filling(pattern, placement, shorter, most).run();
+    if (!orders || orders->time >= least) continue;
+    best = &pattern, least = orders->time;
+    if (least == kPeriod * shorter + o.stages - 1) break;  // no stage waits for more than its first input
   }
   DS_ASSERT(best != nullptr);
-  std::optional<Filled> filled = with_weights(*best, placement, o.micro_batches, most);
-  DS_ASSERT(filled.has_value());
-  return std::move(filled->orders);
+  std::optional<Orders> orders = Filling(*best, placement, o.micro_batches, most).run();
+  DS_ASSERT(orders.has_value());
+  return std::move(orders->of_stages);
 }
 
 std::vector<Instr> v_eval_order(const Placement& placement, int stage, i64 micro_batches, int chunks) {

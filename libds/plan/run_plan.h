@@ -38,8 +38,8 @@ struct ChunkPlan {
   pipeline::Chunk chunk;
   std::vector<pipeline::LayerCall> forward, backward, weight;  // of Forward; Backward or BackwardInput; BackwardWeight
   std::span<const pipeline::LayerCall> calls(pipeline::Op op) const noexcept;  // none of an op that runs no layers
-  // Slots of the gradients that wait for BackwardWeight, and of messages: one more of each than are under way, so that a
-  // receive can be posted ahead.
+  // Slots of the gradients that wait for BackwardWeight, and of messages: one more of each than are under way, so that
+  // a receive can be posted ahead.
   i64 working_slots = 1, input_slots = 2, grad_in_slots = 2, grad_out_slots = 2;
   // With a split backward pass forward passes work in a slot of their own, the first one, where 1.
   i64 scratch_slots = 0;

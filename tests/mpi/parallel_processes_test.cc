@@ -49,7 +49,8 @@ TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
   }
   Rank self(backend, ranks);
   const std::vector<Layout> layouts =
-      ranks == 2   ? std::vector<Layout>{{2, 1, 1, 1}, {1, 2, 1, 3}, {1, 1, 2, 2}, {2, 1, 1, 0, PipelineSchedule::ZeroBubbleV}}
+      ranks == 2
+          ? std::vector<Layout>{{2, 1, 1, 1}, {1, 2, 1, 3}, {1, 1, 2, 2}, {2, 1, 1, 0, PipelineSchedule::ZeroBubbleV}}
       : ranks == 3 ? std::vector<Layout>{{3, 1, 1, 0, PipelineSchedule::ZeroBubbleH1},
                                          {3, 1, 1, 2, PipelineSchedule::ZeroBubbleV}}
                    : std::vector<Layout>{{2, 2, 1, 1},

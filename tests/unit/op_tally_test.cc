@@ -228,7 +228,8 @@ TEST(OpTally, TensorParallelismHalvesTheProductsOfBlocks) {
 
 TEST(OpTally, StagesOfAPipelineAddUpToTheWhole) {
   for (const ModelConfig& config : {tiny_gpt2(), tiny_llama()}) {
-    for (const auto& [kind, chunks] : {std::pair{Kind::OneFOneB, 1}, {Kind::ZeroBubbleH1, 1}, {Kind::Interleaved, 2}}) {
+    for (const auto& [kind, chunks] :
+         {std::pair{Kind::OneFOneB, 1}, {Kind::ZeroBubbleH1, 1}, {Kind::Interleaved, 2}, {Kind::ZeroBubbleV, 2}}) {
       Layout l;
       const StepWork whole = tally(config_of(config, l));
       l.pp = 2;
@@ -407,6 +408,7 @@ TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
          {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2}, Layout{.tp = 2, .stage = 1}, Layout{.tp = 2, .sequence = true},
           Layout{.tp = 4, .stage = 2}, Layout{.sp = 2, .mode = Mode::Ulysses},
           Layout{.sp = 2, .mode = Mode::Ring, .stage = 3}, Layout{.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1},
+          Layout{.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
           Layout{.pp = 2, .tp = 2, .checkpoints = Granularity::Layer, .stage = 1}}) {
       SCOPED_TRACE(fmt::format("{} {}", family_name(config.family), l.name()));
       expect_engine_agrees(config_of(config, l), l.ranks());
