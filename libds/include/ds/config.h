@@ -353,8 +353,7 @@ struct PipelineConfig {
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
   // Balances "parameters", "uniform" (layers), "memory", "compute", or layers whose type matches "type:REGEX".
   std::string partition = "parameters";
-  i64 virtual_stages =
-      1;  // chunks of layers per stage; more than 1 with Interleaved and BreadthFirst, 2 with ZeroBubbleV
+  i64 virtual_stages = 1;  // chunks of layers per stage: 2 with ZeroBubbleV, more than 1 if Interleaved or BreadthFirst
   // ZeroBubbleV: the most activations that a stage keeps, as a share of those of 1F1B's first stage.
   double memory_limit = 1;
 };
