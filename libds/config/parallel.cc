@@ -205,7 +205,9 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   }
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
-  if (c.pipeline.schedule == PipelineSchedule::ZeroBubbleV && !r.given(kVirtual)) c.pipeline.virtual_stages = 2;
+  // The default, given or not, stands for the chunks of the schedule.
+  if (c.pipeline.schedule == PipelineSchedule::ZeroBubbleV && c.pipeline.virtual_stages == 1)
+    c.pipeline.virtual_stages = 2;
   ActivationCheckpointingConfig& a = c.activation_checkpointing;
   using Granularity = CheckpointGranularity;
   const bool in_file = !a.nvme_path.empty();
