@@ -553,7 +553,7 @@ LargestModel Search::largest_model(const Config& config, Keys keys) const {
   };
   if (step > kMostLayers || !may_fit(step)) return {};
   auto [low, high] = bisect(step, kMostLayers + 1, step, may_fit);
-  std::tie(low, high) = bisect(low, high, 1, may_fit);  // stages need not have equally many
+  std::tie(low, high) = bisect(low, high, 1, may_fit);           // stages need not have equally many
   const i64 none = std::max<i64>(0, step - 1 - num_layers({}));  // fewer than one for each part, with both ends
   if (!all_fits(low)) low = bisect(none, low, 1, all_fits).first;
   if (low == none) return {};

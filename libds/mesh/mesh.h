@@ -112,8 +112,8 @@ class Mesh {
   // By axis: the communicators above, and splits of dp whose name is that of an axis. Null: the mesh has no such axis.
   const ByAxis<Communicator*>& by_axis() const noexcept { return by_axis_; }
   // Two communicators over the pipeline stages, rank = stage, one for each way of messages: to the next stage, and to
-  // the previous one. Their operations run in the background, so that receives can be posted ahead. Each way has its own
-  // order, and a waiting message does not block the other way.
+  // the previous one. Their operations run in the background, so that receives can be posted ahead. Each way has its
+  // own order, and a waiting message does not block the other way.
   Communicator& down() const noexcept { return *down_; }
   Communicator& up() const noexcept { return *up_; }
   // For small collectives of the stages outside the pipeline's messages. Uses the communicator of the way up, which has
@@ -146,8 +146,7 @@ class Mesh {
   MeshCoord coord_;
   std::vector<Comm> axes_;
   Communicator* alone_ = nullptr;  // serves all axes of size one
-  Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *down_ = nullptr,
-               *up_ = nullptr;
+  Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *down_ = nullptr, *up_ = nullptr;
   std::vector<Communicator*> groups_;  // of the splits
   ByAxis<Communicator*> by_axis_;
 };

@@ -14,9 +14,9 @@
 //   stage 3  . . . F0 f0 . . . . . . b0 B0
 //
 // Such a pattern fixes only the order of a stage's forward passes and input gradients. Weight gradients run where a
-// stage would otherwise be idle, where it may keep no more activations, or where as many wait as there are stages, since
-// each keeps gradients; so the passes of the pipeline's beginning and end move together (the paper's squeezing and
-// reordering).
+// stage would otherwise be idle, where it may keep no more activations, or where as many wait as there are stages,
+// since each keeps gradients; so the passes of the pipeline's beginning and end move together (the paper's squeezing
+// and reordering).
 
 #include "pipeline/schedule.h"
 
