@@ -696,10 +696,9 @@ TEST_P(DeviceParallel, InputsInAFileChangeNoBit) {
 }
 
 TEST_P(DeviceParallel, GraphsOfStagesChangeNoBit) {
-  for (const Layout& l :
-       {Layout{.pp = 2},
-        {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .stage = 3},
-        {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2}}) {
+  for (const Layout& l : {Layout{.pp = 2},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .stage = 3},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2}}) {
     Config config = config_of(GetParam(), l);
     const Trace want = train(config, 2);
     config.cuda.graphs = test_device() != nullptr;
