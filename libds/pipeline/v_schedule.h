@@ -2,9 +2,9 @@
 #pragma once
 // Schedules of a V: two chunks per stage, the first half of the blocks on the way down the stages and the second half
 // on the way back up. Every micro-batch takes 6 passes on a stage, forward, input gradient and weight gradient of both
-// chunks, and a stage repeats them with that period. When a stage runs them follows from four numbers, after Qi et al.
+// chunks, and a stage repeats them with that period. When a stage runs them follows from few numbers, after Qi et al.
 // 2024 ("Pipeline Parallelism with Controllable Memory", section 3): the passes between a stage and the next one, on
-// the way down and on the way up, and the passes for which a micro-batch turns around at the bottom and at the top.
+// the way down and on the way up, and those between the two chunks of the last stage and the two ways of the first.
 // Activations of a way down wait for the gradients of the way up, so these numbers decide how many are kept: a third of
 // 1F1B's with one pass to the next stage (V-Min), half with one down and two up (V-Half), all with two and four (V-ZB).
 //
