@@ -255,7 +255,8 @@ TEST(OpTally, StagesOfAPipelineAddUpToTheWhole) {
       }
       // The tied matrix has a master and moments on both stages that use it, and counts in the norm once.
       const model::Model model = model::make_model(c.model, c.data.seq_length);
-      const double twice = model.tied() && kind != Kind::ZeroBubbleV ? 28.0 * real(config.vocab_size * config.hidden) : 0;
+      const double twice =
+          model.tied() && kind != Kind::ZeroBubbleV ? 28.0 * real(config.vocab_size * config.hidden) : 0;
       EXPECT_EQ(of(sum, "adamw").bytes, of(whole.total(), "adamw").bytes + twice);
       EXPECT_EQ(of(sum, "max_abs").bytes, of(whole.total(), "max_abs").bytes);
     }
