@@ -24,8 +24,8 @@ inline std::vector<NamedAxis> axes_of(const Mesh& mesh) {
   return {{mesh.dp(), dp_ranks(s, c)},
           {mesh.tp(), tp_ranks(s, c)},
           {mesh.sp(), sp_ranks(s, c)},
-          {mesh.activations(), pp_ranks(s, c)},
-          {mesh.gradients(), pp_ranks(s, c)}};
+          {mesh.down(), pp_ranks(s, c)},
+          {mesh.up(), pp_ranks(s, c)}};
 }
 
 // Checks the members of an axis: by their world ranks, and by a number that each of them sends.
@@ -76,8 +76,8 @@ inline void exercise_pipeline(Mesh& mesh, i64 elems) {
   std::vector<std::vector<float>> in(static_cast<size_t>(micros), std::vector<float>(n)), back = in, out = in, up = in;
   std::vector<Ticket> arrives(in.size()), returns(in.size()), sent;
   for (size_t m = 0; m < in.size(); ++m) {  // all receives first
-    if (stage > 0) arrives[m] = mesh.activations().recv(in[m].data(), elems * 4, stage - 1, "t.activations");
-    if (stage < last) returns[m] = mesh.gradients().recv(back[m].data(), elems * 4, stage + 1, "t.gradients");
+    if (stage > 0) arrives[m] = mesh.down().recv(in[m].data(), elems * 4, stage - 1, "t.activations");
+    if (stage < last) returns[m] = mesh.up().recv(back[m].data(), elems * 4, stage + 1, "t.gradients");
   }
   const auto forward = [&](int micro) {
     const size_t m = static_cast<size_t>(micro);
@@ -86,14 +86,14 @@ inline void exercise_pipeline(Mesh& mesh, i64 elems) {
     std::vector<float> part(n, static_cast<float>(1 + mesh.coord().tp));
     mesh.tp().all_reduce(part.data(), elems, DType::F32, ReduceOp::Sum, "t.tp").wait();
     for (size_t i = 0; i < n; ++i) out[m][i] = in[m][i] + part[i];
-    if (stage < last) sent.push_back(mesh.activations().send(out[m].data(), elems * 4, stage + 1, "t.activations"));
+    if (stage < last) sent.push_back(mesh.down().send(out[m].data(), elems * 4, stage + 1, "t.activations"));
   };
   const auto backward = [&](int micro) {
     const size_t m = static_cast<size_t>(micro);
     returns[m].wait();
     if (stage == last) back[m] = out[m];
     for (size_t i = 0; i < n; ++i) up[m][i] = 2 * back[m][i];
-    if (stage > 0) sent.push_back(mesh.gradients().send(up[m].data(), elems * 4, stage - 1, "t.gradients"));
+    if (stage > 0) sent.push_back(mesh.up().send(up[m].data(), elems * 4, stage - 1, "t.gradients"));
   };
   const int ahead = std::min(micros, s.pp - stage);
   for (int m = 0; m < ahead; ++m) forward(m);

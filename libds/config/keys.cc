@@ -85,7 +85,8 @@ inline constexpr std::array kEnumNames<PipelineSchedule> = {
     EnumName{"1f1b", u8(PipelineSchedule::OneFOneB)},
     EnumName{"interleaved", u8(PipelineSchedule::Interleaved)},
     EnumName{"breadth-first", u8(PipelineSchedule::BreadthFirst)},
-    EnumName{"zb-h1", u8(PipelineSchedule::ZeroBubbleH1)}};
+    EnumName{"zb-h1", u8(PipelineSchedule::ZeroBubbleH1)},
+    EnumName{"zb-v", u8(PipelineSchedule::ZeroBubbleV)}};
 template <>
 inline constexpr std::array kEnumNames<SequenceParallelMode> = {EnumName{"ulysses", u8(SequenceParallelMode::Ulysses)},
                                                                 EnumName{"ring", u8(SequenceParallelMode::Ring)}};
@@ -186,6 +187,7 @@ bool has_bf16_masters(const C& c, Path) { return c.bf16.enabled && c.bf16.bf16_m
 
 bool splits_sequences(const C& c, Path) { return c.sequence_parallel.size > 1; }
 bool has_chunks(const C& c, Path) { return c.pipeline.stages * c.pipeline.virtual_stages > 1; }
+bool is_v(const C& c, Path) { return c.pipeline.schedule == PipelineSchedule::ZeroBubbleV; }
 bool has_loco(const C& c, Path) { return c.zero.loco.enabled; }
 bool has_diloco(const C& c, Path) { return c.optimizer.diloco.enabled; }
 
@@ -620,6 +622,7 @@ constexpr Key kKeys[] = {
     effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>).when(has_chunks),
     effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>).when(has_chunks),
     effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, 1024}),
+    effect("pipeline.memory_limit", slot_of<&C::pipeline, &PipelineConfig::memory_limit>, kOpenShare).when(is_v),
     alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
     ignored("pipeline.seed_layers", "every parameter has initial values of its own"),
     ignored("pipeline.pipe_partitioned", "stages send activations whole"),

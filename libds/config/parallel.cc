@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <array>
+#include <cmath>
 #include <vector>
 
 #include "base/check.h"
@@ -16,9 +17,10 @@ namespace {
 
 constexpr std::string_view kStages = "pipeline.stages", kSchedule = "pipeline.schedule",
                            kVirtual = "pipeline.virtual_stages", kPartition = "pipeline.partition",
-                           kTp = "tensor_parallel.tp_size", kAutoTp = "tensor_parallel.autotp_size",
-                           kRows = "tensor_parallel.sequence_parallel", kSp = "sequence_parallel_size",
-                           kMode = "sequence_parallel_mode", kGranularity = "activation_checkpointing.granularity",
+                           kLimit = "pipeline.memory_limit", kTp = "tensor_parallel.tp_size",
+                           kAutoTp = "tensor_parallel.autotp_size", kRows = "tensor_parallel.sequence_parallel",
+                           kSp = "sequence_parallel_size", kMode = "sequence_parallel_mode",
+                           kGranularity = "activation_checkpointing.granularity",
                            kInterval = "activation_checkpointing.interval",
                            kCut = "activation_checkpointing.partition_activations",
                            kOffload = "activation_checkpointing.cpu_checkpointing",
@@ -51,9 +53,10 @@ std::vector<i64> degrees(i64 most, F&& fits) {
 constexpr std::string_view kType = "type:";  // of pipeline.partition
 
 std::string partition_problem(const std::string& partition) {
-  if (partition == "parameters" || partition == "uniform" || partition == "memory") return {};
+  if (partition == "parameters" || partition == "uniform" || partition == "memory" || partition == "compute") return {};
   if (!partition.starts_with(kType) || partition == kType)
-    return fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", partition);
+    return fmt::format("must be \"parameters\", \"uniform\", \"memory\", \"compute\" or \"type:REGEX\", not \"{}\"",
+                       partition);
   return match_types(partition.substr(kType.size()), {}).problem;
 }
 
@@ -80,6 +83,19 @@ void check_planned(const Config& c, bool passes, Reader& r) {
 
 bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
 
+// Why there is no schedule "zb-v" of these stages; empty: there is.
+std::string v_problem(const PipelineConfig& c) {
+  const i64 p = c.stages, least = least_kept_passes(p);
+  const std::string_view name = schedule_name(c.schedule);
+  if (p < 2) return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kStages, p);
+  if (c.virtual_stages != 2)
+    return fmt::format("{} {}: {} {} takes 2, one on the way down the stages and one on the way up", kVirtual,
+                       c.virtual_stages, kSchedule, name);
+  if (most_kept_passes(c) >= least) return {};
+  const double share = std::ceil(1e4 * static_cast<double>(least) / static_cast<double>(2 * p)) / 1e4;
+  return fmt::format("{} {}: {} {} of {} stages takes {} or more", kLimit, c.memory_limit, kSchedule, name, p, share);
+}
+
 // In how many parts sequences are cut.
 i64 cuts_of(const Config& c) {
   const i64 s = c.sequence_parallel.size;
@@ -105,12 +121,18 @@ TypeMatch match_types(std::string_view regex, std::span<const std::string_view> 
   return match;
 }
 
+// A share that was rounded down still means the passes that it was made of.
+i64 most_kept_passes(const PipelineConfig& c) noexcept {
+  return static_cast<i64>(std::floor(c.memory_limit * static_cast<double>(2 * c.stages) + 1e-3));
+}
+
 std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
   const i64 p = c.stages, m = micro_batches;
   const std::string_view name = schedule_name(c.schedule);
   if (p < 1) return fmt::format("{} {}: there must be at least 1", kStages, p);
   if (m < 1) return fmt::format("{} {}: there must be at least 1", kAccumulation, m);
   if (c.virtual_stages < 1) return fmt::format("{} {}: there must be at least 1", kVirtual, c.virtual_stages);
+  if (c.schedule == PipelineSchedule::ZeroBubbleV) return v_problem(c);
   const bool interleaved = c.schedule == PipelineSchedule::Interleaved;
   if (!interleaved && c.schedule != PipelineSchedule::BreadthFirst) {
     if (c.virtual_stages == 1) return {};
@@ -183,6 +205,9 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   }
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
+  // The default, given or not, stands for the chunks of the schedule.
+  if (c.pipeline.schedule == PipelineSchedule::ZeroBubbleV && c.pipeline.virtual_stages == 1)
+    c.pipeline.virtual_stages = 2;
   ActivationCheckpointingConfig& a = c.activation_checkpointing;
   using Granularity = CheckpointGranularity;
   const bool in_file = !a.nvme_path.empty();
@@ -235,7 +260,7 @@ void check_parallel(const Config& c, Reader& r) {
   const bool has_steps = trains(c.use), passes = c.use != ConfigUse::Generate;
   const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size, p = c.pipeline.stages;
   const bool ring = c.sequence_parallel.mode == SequenceParallelMode::Ring;
-  if (passes && !r.any_broken({kStages, kSchedule, kVirtual, kAccumulation}) && c.batch.accumulation > 0) {
+  if (passes && !r.any_broken({kStages, kSchedule, kVirtual, kLimit, kAccumulation}) && c.batch.accumulation > 0) {
     if (const std::string why = schedule_problem(c.pipeline, c.batch.accumulation); !why.empty()) {
       // The sentence begins with a key, which the diagnostic names.
       const size_t blank = why.find(' ');
@@ -244,11 +269,14 @@ void check_parallel(const Config& c, Reader& r) {
   }
   if (const std::string why = partition_problem(c.pipeline.partition); !why.empty()) r.error(kPartition, why);
   if (p == 1 && has_steps && c.pipeline.schedule != PipelineSchedule::Interleaved &&
-      c.pipeline.schedule != PipelineSchedule::BreadthFirst) {
+      c.pipeline.schedule != PipelineSchedule::ZeroBubbleV && c.pipeline.schedule != PipelineSchedule::BreadthFirst) {
     for (const std::string_view key : {kSchedule, kPartition}) {
       if (r.given(key)) r.warning(key, fmt::format("has no effect: {} is 1", kStages));
     }
   }
+  if (r.given(kLimit) && !r.any_broken({kSchedule, kLimit}) && has_steps &&
+      c.pipeline.schedule != PipelineSchedule::ZeroBubbleV)
+    r.warning(kLimit, fmt::format("has no effect: {} is {}", kSchedule, schedule_name(c.pipeline.schedule)));
   if (c.tensor_parallel.sequence_parallel && t == 1 && has_steps)
     r.warning(kRows, fmt::format("has no effect: {} is 1", kTp));
   if (r.given(kMode) && s == 1 && has_steps) r.warning(kMode, fmt::format("has no effect: {} is 1", kSp));

@@ -22,6 +22,11 @@ std::string_view granularity_name(CheckpointGranularity) noexcept;
 // Empty if there is such a schedule; else a sentence that names the keys and values that would work.
 std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
 
+// Passes of half a stage whose activations a stage keeps at most under "zb-v": memory_limit of the 2 * stages of 1F1B's
+// first stage; and the fewest with which there is such a schedule. Qi et al. 2024: a third of 1F1B's, and a few.
+i64 most_kept_passes(const PipelineConfig& pipeline) noexcept;
+constexpr i64 least_kept_passes(i64 stages) noexcept { return 2 * ((stages + 4) / 3); }
+
 // Layers of a model, as pipelines cut and calls count them: its blocks, an embedding before them and a head after them.
 constexpr i64 num_layers(const ModelConfig& model) noexcept { return model.layers + 2; }
 

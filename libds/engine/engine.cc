@@ -225,8 +225,8 @@ std::optional<double> Engine::evaluate(i64 batches, const NextBatch& next) {
       if (plan_.stage.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     }
-    for (const pipeline::Instr& instr :
-         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.stage.chunks)))) {
+    for (const pipeline::Instr& instr : pipeline::make_eval_schedule(plan_.stage.placement, plan_.coord.pp, n,
+                                                                     narrow<int>(std::ssize(plan_.stage.chunks)))) {
       stage_.evaluate(instr);
       const bool has_losses = plan_.stage.chunks[instr.chunk].last && plan_.coord.tp == 0;
       if (instr.op != pipeline::Op::Forward || !has_losses) continue;

@@ -202,14 +202,14 @@ stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
           .aux_losses = results_.aux_losses() + of_all * plan_.aux_losses};
 }
 
-// All ranks learn all losses: those of dp from each other, the other stages from the last one. Each stage has those
+// All ranks learn all losses: those of dp from each other, the other stages from that of the head. Each stage has those
 // that its own layers add, and zeros for the others': as integers, their sum over stages is the numbers.
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{results_.losses(), row_bytes};
   if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, kStatsText).wait();
   mesh_.pp()
-      .broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1,
+      .broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.last_stage,
                  message_text(Axis::Pp, Collective::Stats))
       .wait();
   if (plan_.aux_losses == 0) return;

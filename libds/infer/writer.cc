@@ -129,7 +129,7 @@ class Writer {
     run_layers(sequences, B, T);
     stage_.mesh()
         .pp()
-        .broadcast(logits.data, logits.bytes(), plan_.mesh.pp - 1, message_text(Axis::Pp, Collective::Broadcast))
+        .broadcast(logits.data, logits.bytes(), plan_.last_stage, message_text(Axis::Pp, Collective::Broadcast))
         .wait();
     device_.download(logits_.data(), logits.data, logits.bytes());
     for (i64 b = 0; b < B; ++b) {
@@ -172,21 +172,15 @@ class Writer {
       const auto acts = plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
       DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
                 planner.temporary_bytes() <= planned_.temporary_bytes);
-      if (!chunk.first && !plan_.stage.breadth_first) {
+      if (chunk.receives()) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
-        stage_.mesh()
-            .activations()
-            .recv(x.data, x.bytes(), stage_.previous(), message_text(Axis::Pp, Collective::Recv))
-            .wait();
+        stage_.receive(pipeline::Op::RecvActivation, static_cast<i64>(c), x).wait();
       }
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
-      if (!chunk.last && !plan_.stage.breadth_first)
-        stage_.mesh()
-            .activations()
-            .send(x.data, x.bytes(), stage_.next(), message_text(Axis::Pp, Collective::Send))
-            .wait();
+      if (!chunk.last && !plan_.stage.stays(c))
+        stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
     }
   }
 

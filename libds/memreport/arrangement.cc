@@ -18,7 +18,9 @@ ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
 }
 
 Frame frame_of(const Arrangement& a) {
-  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages}, a.offloaded};
+  return {a.mesh.tp,  a.mesh.pp,           a.mesh.sp,
+          a.stage,    a.sequence_parallel, {a.schedule, a.virtual_stages, a.memory_limit},
+          a.offloaded};
 }
 
 std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut, CheckpointGranularity recompute,
@@ -66,6 +68,8 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
   if (f.pp > 1 || chunked || f.schedule != Schedule()) {
     all.push_back({fmt::format("pipeline.schedule={}", schedule_name(f.schedule.kind))});
     all.push_back({fmt::format("pipeline.virtual_stages={}", f.schedule.chunks), true});
+    if (f.schedule.kind == PipelineSchedule::ZeroBubbleV)
+      all.push_back({fmt::format("pipeline.memory_limit={}", f.schedule.memory_limit)});
   }
   return all;
 }

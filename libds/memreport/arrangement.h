@@ -16,6 +16,7 @@ using Keys = std::vector<std::string>;  // overrides: "key=value"
 struct Schedule {
   PipelineSchedule kind = PipelineSchedule::OneFOneB;
   i64 chunks = 1;
+  double memory_limit = 1;
   bool operator==(const Schedule&) const = default;
 };
 

@@ -85,6 +85,9 @@ std::string in_flight_text(const Subject& s, const PipelineShape& p) {
     return fmt::format("Breadth first: all L = {} layers' activations are kept for all {} micro-batches.\n", p.layers,
                        p.micro_batches);
   if (s.pp == 1) return fmt::format("All L = {} layers' activations are kept for one micro-batch.\n", p.layers);
+  if (p.v_passes > 0)
+    return fmt::format("Each stage, a V: at most {} passes of L/(2p) layers = {:.6g} layers' worth.\n", p.v_passes,
+                       layers);
   if (s.chunks > 1)
     return fmt::format(
         "First stage, interleaved: L(1 + (p-1)/(pv)) = {0}·(1 + {1}/({2}·{3})) = {4:.6g} layers' worth.\n", p.layers,
@@ -167,7 +170,7 @@ std::string explain_activations(const Subject& s) {
       "scores kept. libds keeps no scores at all: its attention works by tiles. GiB = 2^30 bytes.\n";
   if (!s.has_tokens()) return text + missing("layers, hidden size, heads, vocabulary and sequence length");
   const LayerShape layer = s.layer();
-  const PipelineShape pipeline{s.model.layers, s.pp, s.chunks, s.micro_batches};
+  const PipelineShape pipeline{s.model.layers, s.pp, s.chunks, s.micro_batches, s.v_passes};
   text += differences(s.model);
   text += fmt::format("s = {}, b = {}, h = {}, a = {}, L = {}, t = tp = {}.\n", s.seq, s.micro_batch, s.model.hidden,
                       s.model.heads, s.model.layers, s.tp);

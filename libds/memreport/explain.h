@@ -18,6 +18,7 @@ struct Subject {
   i64 micro_batch = 1;    // sequences
   i64 micro_batches = 0;  // of a step of one rank
   i64 dp = 1, tp = 1, pp = 1, chunks = 1;
+  i64 v_passes = 0;                // PipelineShape::v_passes
   bool sequence_parallel = false;  // Megatron's, of the rows between the matrices
   int stage = 0;                   // of ZeRO
   EngineBytes bytes{};             // of a parameter

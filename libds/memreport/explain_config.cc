@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "config/family.h"
+#include "config/parallel.h"
 #include "ds/memreport.h"
 #include "memreport/explain.h"
 #include "mesh/from_config.h"
@@ -71,6 +72,7 @@ std::string explain(const Config& config, const World& world) {
   s.tp = mesh.tp;
   s.pp = mesh.pp;
   s.chunks = config.pipeline.virtual_stages;
+  if (config.pipeline.schedule == PipelineSchedule::ZeroBubbleV) s.v_passes = most_kept_passes(config.pipeline);
   s.sequence_parallel = config.tensor_parallel.sequence_parallel;
   s.stage = static_cast<int>(config.zero.stage);
   s.recompute = config.activation_checkpointing.granularity;

@@ -166,6 +166,12 @@ void Search::for_each(std::string_view what, size_t n, const std::function<void(
   });
 }
 
+// The V of these stages that keeps fewest activations.
+Schedule least_v(i64 stages) {
+  return {PipelineSchedule::ZeroBubbleV, 2,
+          static_cast<double>(least_kept_passes(stages)) / static_cast<double>(2 * stages)};
+}
+
 std::vector<Frame> Search::frames() const {
   const i64 ranks = options_.world.ranks, per_node = ranks / options_.world.nodes;
   const ModelConfig& model = source_.config.config.model;
@@ -184,10 +190,11 @@ std::vector<Frame> Search::frames() const {
             break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
-            // 1F1B needs least memory among schedules that keep stages busy: the others are tried where it fits.
+            // Schedules that need least memory, of one chunk per stage and of a V: others are tried where they fit.
             all.push_back({tp, pp, sp, stage, rows});
-            const Schedule own{present.schedule, present.virtual_stages};
-            if (own != Schedule() && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
+            if (pp > 1 && 2 * pp <= num_layers(model)) all.push_back({tp, pp, sp, stage, rows, least_v(pp)});
+            const Schedule own{present.schedule, present.virtual_stages, present.memory_limit};
+            if (own != Schedule() && own != least_v(pp) && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
               all.push_back({tp, pp, sp, stage, rows, own});
           }
         }
@@ -227,6 +234,7 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
           .accumulation = config.batch.accumulation,
           .schedule = config.pipeline.schedule,
           .virtual_stages = config.pipeline.virtual_stages,
+          .memory_limit = config.pipeline.memory_limit,
           .sequence_parallel = config.tensor_parallel.sequence_parallel,
           .recompute = config.activation_checkpointing.granularity,
           .offloaded = searches_offload() ? offloaded_of(config.zero) : Offloaded::AsItIs,
@@ -310,7 +318,7 @@ std::optional<Search::Found> Search::try_one(const Frame& f, i64 micro, Checkpoi
   using enum CheckpointGranularity;
   // If it does not fit with all layers computed again, nothing else does; but passes that are split keep more then.
   const Tried all_again = look(f, micro, Layer);
-  if (all_again.config && !all_again.fits && f.schedule.kind != PipelineSchedule::ZeroBubbleH1) return std::nullopt;
+  if (all_again.config && !all_again.fits && !pipeline::splits_backward(f.schedule.kind)) return std::nullopt;
   for (const CheckpointGranularity recompute : {None, Selective}) {
     if (least == Layer || (least == Selective && recompute == None)) continue;
     if (const Tried t = look(f, micro, recompute); t.fits) return found_as(t);
@@ -323,7 +331,10 @@ void Search::try_frame(const Frame& f) {
   const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
   const CheckpointGranularity own = source_.config.config.activation_checkpointing.granularity;
   for (const i64 micro : divisors(batch_ / dp, kLargestMicro)) {
-    const PipelineConfig pipeline{.stages = f.pp, .schedule = f.schedule.kind, .virtual_stages = f.schedule.chunks};
+    const PipelineConfig pipeline{.stages = f.pp,
+                                  .schedule = f.schedule.kind,
+                                  .virtual_stages = f.schedule.chunks,
+                                  .memory_limit = f.schedule.memory_limit};
     if (!schedule_problem(pipeline, cut(f, micro).accumulation).empty()) continue;
     if (f.schedule.kind == PipelineSchedule::BreadthFirst && cut(f, micro).accumulation == 1) continue;  // all the same
     std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
@@ -344,16 +355,25 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
   const PipelineConfig& present = source_.config.config.pipeline;
   std::vector<Frame> frames;
   const auto add = [&](Schedule s) {
-    const PipelineConfig pipeline{.stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks};
-    if (s == Schedule{present.schedule, present.virtual_stages} ||  // which has its own frame
+    const PipelineConfig pipeline{
+        .stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks, .memory_limit = s.memory_limit};
+    if (s == Schedule{present.schedule, present.virtual_stages, present.memory_limit} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
         a.mesh.pp * s.chunks > num_layers(source_.config.config.model))
       return;
     frames.push_back(frame_of(a));
     frames.back().schedule = s;
   };
-  add({PipelineSchedule::ZeroBubbleH1, 1});
-  for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
+  if (a.schedule == PipelineSchedule::ZeroBubbleV) {
+    // V-Half, and all the memory of 1F1B; of two stages a V takes no less.
+    const double stages = static_cast<double>(a.mesh.pp);
+    for (const double limit : {(stages + 2) / (2 * stages), 1.0}) {
+      if (a.mesh.pp > 2) add({PipelineSchedule::ZeroBubbleV, 2, limit});
+    }
+  } else {
+    add({PipelineSchedule::ZeroBubbleH1, 1});
+    for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
+  }
   std::vector<std::optional<Found>> found(frames.size());
   tell(fmt::format("schedules of {} stages", a.mesh.pp));
   for_each_at_once(frames.size(), [&](size_t i) { found[i] = try_one(frames[i], a.micro, a.recompute); });
@@ -386,7 +406,8 @@ void Search::list_fastest(FitResult& result) {
   for (const Found& f : found_) {
     // For one stage the bound is the time itself.
     push({f.as.time.tokens_per_s, f.as.mesh.pp == 1 ? State::Timed : State::Bounded, f.as});
-    if (f.as.mesh.pp > 1 && f.as.schedule == PipelineSchedule::OneFOneB)
+    if (f.as.mesh.pp > 1 &&
+        (f.as.schedule == PipelineSchedule::OneFOneB || frame_of(f.as).schedule == least_v(f.as.mesh.pp)))
       push({f.most_tokens_per_s, State::OtherSchedules, f.as});
   }
   result.num_fitting = std::ssize(found_);
@@ -422,7 +443,7 @@ std::optional<Arrangement> Search::nearest_to_present() {
                     present.sequence_parallel.size,
                     narrow<int>(present.zero.stage),
                     present.tensor_parallel.sequence_parallel,
-                    {present.pipeline.schedule, present.pipeline.virtual_stages}};
+                    {present.pipeline.schedule, present.pipeline.virtual_stages, present.pipeline.memory_limit}};
   std::set<std::string> same = {fmt::format("pipeline.schedule={}", schedule_name(present.pipeline.schedule)),
                                 fmt::format("pipeline.virtual_stages={}", present.pipeline.virtual_stages)};
   for (const Setting& s :
@@ -532,9 +553,10 @@ LargestModel Search::largest_model(const Config& config, Keys keys) const {
   };
   if (step > kMostLayers || !may_fit(step)) return {};
   auto [low, high] = bisect(step, kMostLayers + 1, step, may_fit);
-  std::tie(low, high) = bisect(low, high, 1, may_fit);  // stages need not have equally many
-  if (!all_fits(low)) low = bisect(0, low, 1, all_fits).first;
-  if (low == 0) return {};
+  std::tie(low, high) = bisect(low, high, 1, may_fit);           // stages need not have equally many
+  const i64 none = std::max<i64>(0, step - 1 - num_layers({}));  // fewer than one for each part, with both ends
+  if (!all_fits(low)) low = bisect(none, low, 1, all_fits).first;
+  if (low == none) return {};
   const Config largest = with_layers(config, low);
   constexpr std::string_view kChunks = "pipeline.virtual_stages=";
   for (std::string& key : keys) {
@@ -554,7 +576,8 @@ LargestModel Search::largest_of_all() {
   std::vector<Candidate> candidates;
   for (const Frame& f : frames()) {
     const bool cut = options_.world.ranks > f.tp * f.pp;
-    const bool other = f.schedule != Schedule() && f.schedule.kind != PipelineSchedule::BreadthFirst;
+    const bool other = f.schedule != Schedule() && f.schedule.kind != PipelineSchedule::BreadthFirst &&
+                       !(f.pp > 1 && f.schedule == least_v(f.pp));
     if (other || (cut && f.stage < 2)) continue;  // lower stages need more
     Keys settings = keys(f, 1, CheckpointGranularity::Layer);
     std::optional<Config> config = read(settings);

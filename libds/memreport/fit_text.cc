@@ -13,6 +13,7 @@ namespace {
 std::string schedule_of(const Arrangement& a) {
   if (a.mesh.pp == 1 && a.schedule != PipelineSchedule::BreadthFirst) return "-";
   std::string name(schedule_name(a.schedule));
+  if (a.schedule == PipelineSchedule::ZeroBubbleV) return name + fmt::format(" {:.3g}", a.memory_limit);
   if (a.virtual_stages > 1) name += fmt::format(" {}", a.virtual_stages);
   return name;
 }
@@ -64,6 +65,7 @@ Json arrangement_json(const Arrangement& a) {
                {"step_s", a.time.step_s},
                {"bubble_fraction", a.time.bubble_fraction},
                {"keys", a.keys}};
+  if (a.schedule == PipelineSchedule::ZeroBubbleV) json["memory_limit"] = a.memory_limit;
   if (a.offloaded != Offloaded::AsItIs) json["offloaded"] = offloaded_name(a.offloaded);
   return json;
 }

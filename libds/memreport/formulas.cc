@@ -58,6 +58,10 @@ double layer_activations(const LayerShape& layer, i64 tp, bool sequence_parallel
 
 double layers_in_flight(const PipelineShape& p) {
   DS_ASSERT(p.stages >= 1 && p.chunks >= 1);
+  if (p.v_passes > 0) {
+    const i64 all = 2 * p.micro_batches;
+    return real(p.layers) * real(all > 0 ? std::min(p.v_passes, all) : p.v_passes) / real(2 * p.stages);
+  }
   if (p.chunks > 1 && !p.breadth_first()) return real(p.layers) * (1 + real(p.stages - 1) / real(p.stages * p.chunks));
   return real(p.layers) * micro_batches_in_flight(p) / real(p.stages);
 }

@@ -67,11 +67,13 @@ double layer_activations(const LayerShape& layer, i64 tp, bool sequence_parallel
 struct PipelineShape {
   i64 layers = 1, stages = 1, chunks = 1;
   i64 micro_batches = 0;  // of a step; 0: at least as many as stages
+  i64 v_passes = 0;       // of a V: passes of a chunk that a stage keeps at most (most_kept_passes); 0: none
   bool breadth_first() const noexcept { return stages == 1 && chunks > 1; }
 };
 
 // How many layers' activations the first stage holds at most, section 4.2.3: L with 1F1B (p micro-batches of L/p
-// layers; fewer if there are fewer micro-batches), L(1 + (p - 1)/(pv)) interleaved; of chunks of one stage, all of all.
+// layers; fewer if there are fewer micro-batches), L(1 + (p - 1)/(pv)) interleaved; of chunks of one stage, all of all;
+// of a V as many passes of L/(2p) layers as it keeps at most.
 double layers_in_flight(const PipelineShape& pipeline);
 
 // Beside the layers, section 4.3: the embedding's dropout mask sbh of each micro-batch under way; of a last stage that

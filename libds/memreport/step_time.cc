@@ -331,7 +331,7 @@ class Stages {
     for (int stage = 0; stage < mesh.pp; ++stage) {
       std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1, trains_all ? 0 : stage};
       for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
-        const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
+        const size_t block = static_cast<size_t>(pipeline::schedule_of(config).placement().block_of(stage, chunk));
         layers.push_back(cuts[block + 1] - cuts[block]);
         for (i64 l = cuts[block]; l < cuts[block + 1]; ++l) layers.push_back(model_.layers[l]->cache().window);
       }
@@ -406,11 +406,14 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
                       const Links* links) {
   DS_ASSERT(stages.size() == schedules.size());
   const std::vector<StageTime> times = times_of(model, stages, machine, links);
-  std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
-  for (size_t chunk = 0; chunk < stages[0].plan->stage.chunks.size(); ++chunk) {
-    for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
+  const pipeline::Placement& placement = stages[0].plan->stage.placement;
+  const size_t chunks = stages[0].plan->stage.chunks.size();
+  std::vector<pipeline::Costs> blocks(chunks * times.size());
+  for (size_t s = 0; s < times.size(); ++s) {
+    for (size_t c = 0; c < chunks; ++c)
+      blocks[placement.block_of(static_cast<int>(s), static_cast<i64>(c))] = times[s].chunks[c];
   }
-  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
+  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);
   StepTime step = busy_step(times);
   step.ops = ops_of(*stages[busiest_of(times)].work, machine);
   step.pipeline_s = timeline.makespan;

@@ -89,8 +89,8 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
   };
-  // Activations and gradients travel between neighbouring stages, gradients of tied embeddings between the first and
-  // the last stage, and keys and values around the parts of a sequence.
+  // Activations and gradients travel between neighbouring stages, gradients of tied embeddings between the stages of
+  // both ends, and keys and values around the parts of a sequence.
   const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
   i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels +
                groups(s.workers, outer_allocations);
@@ -140,8 +140,8 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.workers, calls.axes[Axis::Outer].largest);
   for_each_split_axis([&](Axis axis) { add(calls.axes[axis].ranks, calls.axes[axis].largest); });
   for (const auto& [name, split] : calls.splits) add(split.ranks, split.largest);
-  add(s.pp, calls.activations);
-  add(s.pp, calls.gradients);
+  add(s.pp, calls.down);
+  add(s.pp, calls.up);
   return sum;
 }
 
@@ -159,14 +159,14 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     outer_ = make_axis(outer_ranks(shape_, coord_), "outer", ahead, over_device);
     tp_ = make_axis(tp_ranks(shape_, coord_), "tp", at_once, over_device);
     sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
-    activations_ = make_axis(pp, "activations", ahead, over_device);
-    gradients_ = make_axis(pp, "gradients", ahead, over_device);
+    down_ = make_axis(pp, "down", ahead, over_device);
+    up_ = make_axis(pp, "up", ahead, over_device);
     for (const DpSplit& split : splits_)
       groups_.push_back(make_axis(split_ranks(shape_, split, coord_), split.name, options, over_device));
     by_axis_[Axis::Dp] = dp_;
     by_axis_[Axis::Sp] = sp_;
     by_axis_[Axis::Tp] = tp_;
-    by_axis_[Axis::Pp] = gradients_;
+    by_axis_[Axis::Pp] = up_;
     by_axis_[Axis::Outer] = outer_;
     for_each_split_axis([&](Axis axis) { by_axis_[axis] = split(axis_name(axis)); });
   } catch (const Error& e) {  // ranks that have not reached this point must fail with the same error

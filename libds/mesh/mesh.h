@@ -59,7 +59,7 @@ i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::s
 // The largest calls of a rank over the world, over each axis and over other splits of dp; for pp, over each of its two
 // communicators.
 struct MeshCalls {
-  LargestCalls world, activations, gradients;
+  LargestCalls world, down, up;
   struct Group {
     int ranks = 1;
     LargestCalls largest = {};
@@ -111,14 +111,14 @@ class Mesh {
   Communicator& sp() const noexcept { return *sp_; }
   // By axis: the communicators above, and splits of dp whose name is that of an axis. Null: the mesh has no such axis.
   const ByAxis<Communicator*>& by_axis() const noexcept { return by_axis_; }
-  // Two communicators over the pipeline stages, rank = stage, one for each kind of message. Their operations run in the
-  // background, so that receives can be posted ahead. Each kind has its own order, and a waiting message does not block
-  // the other kind.
-  Communicator& activations() const noexcept { return *activations_; }
-  Communicator& gradients() const noexcept { return *gradients_; }
-  // For small collectives of the stages outside the pipeline's messages. Uses the gradients' communicator, which has no
-  // message in flight then; a third communicator would cost memory.
-  Communicator& pp() const noexcept { return *gradients_; }
+  // Two communicators over the pipeline stages, rank = stage, one for each way of messages: to the next stage, and to
+  // the previous one. Their operations run in the background, so that receives can be posted ahead. Each way has its
+  // own order, and a waiting message does not block the other way.
+  Communicator& down() const noexcept { return *down_; }
+  Communicator& up() const noexcept { return *up_; }
+  // For small collectives of the stages outside the pipeline's messages. Uses the communicator of the way up, which has
+  // no message in flight then; a third communicator would cost memory.
+  Communicator& pp() const noexcept { return *up_; }
 
   // Aborts all ranks (Communicator::abort).
   void abort(const Error& why) noexcept { world_->abort(why); }
@@ -146,8 +146,7 @@ class Mesh {
   MeshCoord coord_;
   std::vector<Comm> axes_;
   Communicator* alone_ = nullptr;  // serves all axes of size one
-  Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *activations_ = nullptr,
-               *gradients_ = nullptr;
+  Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *down_ = nullptr, *up_ = nullptr;
   std::vector<Communicator*> groups_;  // of the splits
   ByAxis<Communicator*> by_axis_;
 };

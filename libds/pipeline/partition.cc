@@ -32,6 +32,25 @@ std::optional<std::vector<i64>> cuts_within(std::span<const i64> before, int par
   return cuts;
 }
 
+// By layer: the multiplications of a token's forward pass, with whole matrices, and attention to half of the tokens, or
+// to all that a window shows. An embedding multiplies nothing.
+std::vector<i64> multiplied_of(const model::Model& model, i64 tokens) {
+  std::vector<i64> multiplied = {0};
+  for (i64 l = 1; l < std::ssize(model.layers); ++l) {
+    const model::Layer& layer = *model.layers[l];
+    i64 n = 0;
+    for (const model::ParamRow& row : layer.rows()) n += row.matrices().count > 0 ? row.whole_numel() : 0;
+    if (l + 1 == std::ssize(model.layers)) {
+      for (const model::ParamRow& row : model.shared) n += row.whole_numel();
+    } else if (layer.is_block()) {
+      const i64 window = layer.cache().window, seen = model.causal ? div_ceil(tokens, 2) : tokens;
+      n += 2 * (window > 0 ? std::min(window, seen) : seen) * model.num_heads * model.head_dim;
+    }
+    multiplied.push_back(n);
+  }
+  return multiplied;
+}
+
 }  // namespace
 
 std::vector<i64> uniform_cuts(i64 items, int parts) {
@@ -103,6 +122,7 @@ std::vector<i64> cuts_of(const Config& config, const model::Model& model) {
   if (parts == 1) return {0, std::ssize(model.layers)};
   const Checkpointing checkpointing = checkpointing_of(config);
   const std::vector<LayerCost> layers = layer_costs(model);
+  if (p.partition == "compute") return balanced_cuts(multiplied_of(model, config.data.seq_length), parts);
   std::vector<i64> bytes;
   for (size_t l = 0; l < layers.size(); ++l) {
     const auto& layer = model.layers[l];

@@ -2,7 +2,7 @@
 #pragma once
 // Assigns layers to the blocks of a pipeline: `parts` runs of layers, none of them empty. The cuts are parts + 1
 // numbers; part k contains the layers from cuts[k] up to cuts[k + 1]. With several chunks per stage there are stages *
-// chunks parts, and part b is block b (schedule.h: block_of).
+// chunks parts, and part b is block b (schedule.h: Placement).
 //
 // All functions throw Errc::Config if there are more parts than layers.
 
@@ -43,7 +43,8 @@ std::vector<i64> partition(std::string_view method, std::span<const LayerCost> l
                            std::string_view key = "pipeline.partition");
 
 // The cuts that a configuration asks for, the same on every rank: those of partition(), or with "memory" those that
-// balance what parameters with their gradients and Adam's states, and a micro-batch's activations, take.
+// balance what parameters with their gradients and Adam's states, and a micro-batch's activations, take; with "compute"
+// those that balance the operations of matrix products and attention.
 std::vector<i64> cuts_of(const Config& config, const model::Model& model);
 
 }  // namespace ds::pipeline

@@ -5,6 +5,8 @@
 #include <array>
 #include <set>
 
+#include "pipeline/v_schedule.h"
+
 namespace ds::pipeline {
 namespace {
 
@@ -33,6 +35,7 @@ i64 num_warmup(const ScheduleOptions& o, i64 passes) {
     case ScheduleKind::OneFOneB:
     case ScheduleKind::ZeroBubbleH1: return std::min(later_stages, passes);
     case ScheduleKind::Interleaved: return std::min(2 * later_stages + (o.chunks - 1) * i64{o.stages}, passes);
+    case ScheduleKind::ZeroBubbleV: break;  // v_orders()
   }
   return 0;
 }
@@ -64,23 +67,26 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
 
 // Adds the transfers of inputs and outputs to a stage's order of passes, and leaves out the backward passes that the
 // model does not have.
-std::vector<Instr> with_transfers(const std::vector<Instr>& order, const ScheduleOptions& o) {
+std::vector<Instr> with_transfers(const std::vector<Instr>& order, const Placement& placement, int stage, int chunks,
+                                  i64 backward_end) {
   std::vector<Instr> schedule;
-  const i64 last = i64{o.stages} * o.chunks - 1;
+  const i64 last = i64{placement.stages} * chunks - 1;
   for (const Instr& pass : order) {
-    const i64 block = block_of(o.stages, o.stage, pass.chunk);
-    if (pass.op != Op::Forward && block < o.backward_end) continue;
+    const i64 block = placement.block_of(stage, pass.chunk);
+    if (pass.op != Op::Forward && block < backward_end) continue;
     const auto add = [&](bool needed, Op op) {
       if (needed) schedule.push_back({op, pass.micro, pass.chunk});
     };
-    const bool forward = pass.op == Op::Forward, others = o.stages > 1;
+    const bool forward = pass.op == Op::Forward;
     const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
-    add(forward && (block == 0 || (block == last && others)), Op::Load);
-    add(forward && block > 0 && others, Op::RecvActivation);
-    add(input_grad && block < last && others, Op::RecvGrad);
+    const bool from_before = block > 0 && !placement.stays(block - 1),
+               to_next = block < last && !placement.stays(block);
+    add(forward && (block == 0 || (block == last && placement.stage_of(0) != stage)), Op::Load);
+    add(forward && from_before, Op::RecvActivation);
+    add(input_grad && to_next, Op::RecvGrad);
     schedule.push_back(pass);
-    add(forward && block < last && others, Op::SendActivation);
-    add(input_grad && block > o.backward_end && others, Op::SendGrad);
+    add(forward && to_next, Op::SendActivation);
+    add(input_grad && from_before && block > backward_end, Op::SendGrad);
   }
   return schedule;
 }
@@ -110,7 +116,8 @@ ScheduleOptions schedule_of(const Config& config) {
   return {.kind = p.stages * p.virtual_stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
           .stages = narrow<int>(p.stages),
           .micro_batches = config.batch.accumulation,
-          .chunks = narrow<int>(p.virtual_stages)};
+          .chunks = narrow<int>(p.virtual_stages),
+          .memory_limit = p.memory_limit};
 }
 
 ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts) {
@@ -120,25 +127,46 @@ ScheduleOptions schedule_of(const Config& config, const model::Model& model, std
 }
 
 std::string why_not(const ScheduleOptions& o) {
-  return schedule_problem({.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks}, o.micro_batches);
+  return schedule_problem(
+      {.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks, .memory_limit = o.memory_limit},
+      o.micro_batches);
 }
 
 std::vector<Instr> make_schedule(const ScheduleOptions& options) {
   const std::string why = why_not(options);
   DS_CHECK(why.empty(), Errc::Config, "{}", why);
   DS_ASSERT(options.stage >= 0 && options.stage < options.stages);
-  return with_transfers(compute_order(options), options);
+  const bool v = options.kind == ScheduleKind::ZeroBubbleV;
+  return with_transfers(v ? v_orders(options)[static_cast<size_t>(options.stage)] : compute_order(options),
+                        options.placement(), options.stage, options.chunks, options.backward_end);
 }
 
-std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, int chunks) {
-  DS_ASSERT(stage >= 0 && stage < stages && micro_batches >= 0 && chunks >= 1);
-  const ScheduleOptions o{.stages = stages, .stage = stage, .micro_batches = micro_batches, .chunks = chunks};
-  std::vector<Instr> order;
-  for (i64 k = 0; k < micro_batches * chunks; ++k) {
-    const Position at = forward_position(o, k);
-    order.push_back({Op::Forward, at.micro, at.chunk});
+std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
+  const std::string why = why_not(options);
+  DS_CHECK(why.empty(), Errc::Config, "{}", why);
+  std::vector<std::vector<Instr>> orders(static_cast<size_t>(options.stages));
+  if (options.kind == ScheduleKind::ZeroBubbleV) orders = v_orders(options);
+  for (options.stage = 0; options.stage < options.stages; ++options.stage) {
+    std::vector<Instr>& order = orders[static_cast<size_t>(options.stage)];
+    if (options.kind != ScheduleKind::ZeroBubbleV) order = compute_order(options);
+    order = with_transfers(order, options.placement(), options.stage, options.chunks, options.backward_end);
   }
-  return with_transfers(order, o);
+  return orders;
+}
+
+std::vector<Instr> make_eval_schedule(const Placement& placement, int stage, i64 micro_batches, int chunks) {
+  DS_ASSERT(stage >= 0 && stage < placement.stages && micro_batches >= 0 && chunks >= 1);
+  std::vector<Instr> order;
+  if (placement.v) {
+    order = v_eval_order(placement, stage, micro_batches, chunks);
+  } else {
+    const ScheduleOptions o{.stages = placement.stages, .micro_batches = micro_batches, .chunks = chunks};
+    for (i64 k = 0; k < micro_batches * chunks; ++k) {
+      const Position at = forward_position(o, k);
+      order.push_back({Op::Forward, at.micro, at.chunk});
+    }
+  }
+  return with_transfers(order, placement, stage, chunks, 0);
 }
 
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {
@@ -149,17 +177,30 @@ StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {
           .backward = max_live(schedule, chunk, is(Op::BackwardInput), is(Op::BackwardWeight))};
 }
 
+i64 gradient_slots_before(std::span<const Instr> schedule, i64 chunk) {
+  i64 live = 0, most = 1;
+  for (const Instr& i : schedule) {
+    if (i.chunk == chunk && (i.op == Op::Backward || i.op == Op::BackwardInput)) most = std::max(most, ++live);
+    if (i.chunk == chunk - 1 && (i.op == Op::Backward || i.op == Op::BackwardWeight)) --live;
+  }
+  return most;
+}
+
 KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batches) {
   const std::vector<std::vector<i64>> none(static_cast<size_t>(chunks),
                                            std::vector<i64>(static_cast<size_t>(micro_batches), 0));
-  // By chunk and micro-batch: the instruction that returns the slot. Chunks of the only stage read the output in place.
+  // By chunk and micro-batch: the instruction that returns the slot. A chunk that receives nothing reads the output of
+  // the previous one in place.
   std::vector<std::vector<i64>> last_use = none;
-  const bool in_place = std::ranges::find(schedule, Op::SendActivation, &Instr::op) == schedule.end();
+  std::vector<bool> in_place(static_cast<size_t>(chunks), true);
+  for (const Instr& i : schedule) {
+    if (i.op == Op::RecvActivation) in_place[i.chunk] = false;
+  }
   for (i64 at = 0; at < std::ssize(schedule); ++at) {
     const Instr& i = schedule[static_cast<size_t>(at)];
     if (i.op == Op::Load || i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::SendGrad) continue;
     last_use[i.chunk][i.micro] = at;
-    if (in_place && i.chunk > 0) last_use[i.chunk - 1][i.micro] = at;
+    if (in_place[i.chunk] && i.chunk > 0) last_use[i.chunk - 1][i.micro] = at;
   }
   KeptSlots slots{.of = none};
   std::set<i64> free = {0};

@@ -9,27 +9,30 @@ namespace ds::pipeline {
 namespace {
 
 struct Message {
+  bool activation;
   i64 micro, block;  // the block that receives it
   double ready;
 };
 
-// The messages of one kind that a stage sends, in order.
+// The messages that a stage sends one way, in order.
 struct Channel {
   std::vector<Message> sent;
-  std::vector<double> taken;  // times of receipt; may be fewer
+  std::vector<double> taken;       // times of receipt; may be fewer
+  std::vector<size_t> of_kind[2];  // of gradients and of activations: their places in `sent`
 };
 
 class Simulation {
  public:
-  Simulation(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& adversity)
+  Simulation(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& adversity,
+             bool v)
       : schedules_(schedules),
         costs_(costs),
         adversity_(adversity),
+        placement_{.stages = narrow<int>(std::ssize(schedules)), .v = v},
         rng_(adversity.seed),
         next_(schedules.size()),
         now_(schedules.size()),
-        activations_(schedules.size()),
-        grads_(schedules.size()) {
+        channels_{std::vector<Channel>(schedules.size()), std::vector<Channel>(schedules.size())} {
     i64 chunks = 1;
     for (const auto& schedule : schedules) {
       for (const Instr& instr : schedule) chunks = std::max(chunks, instr.chunk + 1);
@@ -51,8 +54,10 @@ class Simulation {
 
  private:
   i64 num_stages() const { return narrow<i64>(schedules_.size()); }
-  i64 wrap(i64 stage) const { return (stage + num_stages()) % num_stages(); }
-  const Costs& costs(i64 block) const { return costs_[static_cast<size_t>(block) % costs_.size()]; }
+  const Costs& costs(i64 block) const {
+    const bool by_stage = std::ssize(costs_) == num_stages();
+    return costs_[static_cast<size_t>(by_stage ? placement_.stage_of(block) : block) % costs_.size()];
+  }
   double delay() { return adversity_.delay > 0 ? adversity_.delay * static_cast<double>(rng_() >> 11) * 0x1p-53 : 0; }
 
   // Runs the stage's next instruction; false if there is none or it has to wait.
@@ -60,19 +65,21 @@ class Simulation {
     const size_t s = static_cast<size_t>(stage);
     if (next_[s] == schedules_[s].size()) return false;
     const Instr& instr = schedules_[s][next_[s]];
-    const i64 block = block_of(narrow<int>(num_stages()), narrow<int>(stage), instr.chunk);
+    const i64 block = placement_.block_of(narrow<int>(stage), instr.chunk);
     const Costs& cost = costs(block);
+    const bool takes = block + 1 < num_blocks_ && !placement_.stays(block),  // the next block takes a message
+        gives = block > 0 && !placement_.stays(block - 1);                   // and so does the previous one
     const bool goes = [&] {
       switch (instr.op) {
         case Op::Load: return true;
-        case Op::RecvActivation: return receive(activations_, wrap(stage - 1), stage, instr, block);
-        case Op::RecvGrad: return receive(grads_, wrap(stage + 1), stage, instr, block);
-        case Op::SendActivation: return send(activations_[s], {instr.micro, block + 1, now_[s]});
-        case Op::SendGrad: return send(grads_[s], {instr.micro, block - 1, now_[s]});
-        case Op::Forward: return pass(stage, instr, cost.forward, activations_[s], block + 1 < num_blocks_);
-        case Op::BackwardInput: return pass(stage, instr, cost.backward_input, grads_[s], block > 0);
-        case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, grads_[s], false);
-        case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, grads_[s], block > 0);
+        case Op::RecvActivation:
+        case Op::RecvGrad: return receive(stage, instr, block);
+        case Op::SendActivation: return send(stage, instr, {true, instr.micro, block + 1, now_[s]});
+        case Op::SendGrad: return send(stage, instr, {false, instr.micro, block - 1, now_[s]});
+        case Op::Forward: return pass(stage, instr, cost.forward, Op::SendActivation, takes);
+        case Op::BackwardInput: return pass(stage, instr, cost.backward_input, Op::SendGrad, gives);
+        case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, Op::SendGrad, false);
+        case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
       }
       return false;
     }();
@@ -80,34 +87,43 @@ class Simulation {
     return goes;
   }
 
-  static bool send(Channel& channel, Message message) {
+  std::vector<Channel>& channels_of(const Instr& instr, Op op) {
+    return channels_[static_cast<size_t>(placement_.way_of(op, instr.chunk))];
+  }
+
+  bool send(i64 stage, const Instr& instr, const Message& message) {
+    Channel& channel = channels_of(instr, instr.op)[stage];
+    channel.of_kind[message.activation].push_back(channel.sent.size());
     channel.sent.push_back(message);
     return true;
   }
 
-  bool receive(std::vector<Channel>& channels, i64 from, i64 stage, const Instr& instr, i64 block) {
-    Channel& channel = channels[from];
+  bool receive(i64 stage, const Instr& instr, i64 block) {
+    Channel& channel = channels_of(instr, instr.op)[placement_.peer_of(narrow<int>(stage), instr.op, instr.chunk)];
     if (channel.taken.size() == channel.sent.size()) return false;
     const Message& message = channel.sent[channel.taken.size()];
+    const bool activation = instr.op == Op::RecvActivation;
     DS_CHECK(
-        message.micro == instr.micro && message.block == block, Errc::Internal,
+        message.micro == instr.micro && message.block == block && message.activation == activation, Errc::Internal,
         "internal error: stage {} is at {} of micro-batch {} for block {}, and the next message is micro-batch {} for "
         "block {}",
         stage, op_name(instr.op), instr.micro, block, message.micro, message.block);
-    const i64 sender_block = &channels == &grads_ ? block + 1 : block - 1;
+    const i64 sender_block = activation ? block - 1 : block + 1;
     double& now = now_[stage];
     now = std::max(now, message.ready) + costs(sender_block).send + delay();
     channel.taken.push_back(now);
     return true;
   }
 
-  bool pass(i64 stage, const Instr& instr, double cost, const Channel& channel, bool sends) {
+  bool pass(i64 stage, const Instr& instr, double cost, Op send, bool sends) {
     double& now = now_[stage];
+    const Channel& channel = channels_of(instr, send)[stage];
     // The message that used this buffer before.
-    const i64 before = narrow<i64>(channel.sent.size()) - adversity_.send_buffers;
+    const std::vector<size_t>& of_kind = channel.of_kind[send == Op::SendActivation];
+    const i64 before = narrow<i64>(of_kind.size()) - adversity_.send_buffers;
     if (sends && before >= 0) {
-      if (before >= narrow<i64>(channel.taken.size())) return false;
-      now = std::max(now, channel.taken[before]);
+      if (of_kind[before] >= channel.taken.size()) return false;
+      now = std::max(now, channel.taken[of_kind[before]]);
     }
     const double end = now + cost + delay();
     timeline_.stages[stage].push_back({instr, now, end});
@@ -124,20 +140,21 @@ class Simulation {
                   fmt::format("internal error: stage {} waits forever at {} of micro-batch {}, chunk {}", stage,
                               op_name(instr.op), instr.micro, instr.chunk));
     }
-    DS_CHECK(
-        activations_[s].taken.size() == activations_[s].sent.size() && grads_[s].taken.size() == grads_[s].sent.size(),
-        Errc::Internal, "internal error: stage {} sends a message that nobody receives", stage);
+    for (const std::vector<Channel>& way : channels_)
+      DS_CHECK(way[s].taken.size() == way[s].sent.size(), Errc::Internal,
+               "internal error: stage {} sends a message that nobody receives", stage);
   }
 
   std::span<const std::vector<Instr>> schedules_;
   std::span<const Costs> costs_;
   const Adversity& adversity_;
+  Placement placement_;
   std::mt19937_64 rng_;
   i64 num_blocks_ = 0;
-  // Per stage: its next instruction, its clock, its messages to the next and previous stages.
+  // Per stage: its next instruction, its clock.
   std::vector<size_t> next_;
   std::vector<double> now_;
-  std::vector<Channel> activations_, grads_;
+  std::vector<Channel> channels_[2];  // by Way: the messages of each stage
   Timeline timeline_;
 };
 
@@ -157,21 +174,20 @@ double Timeline::bubble_fraction() const noexcept {
 }
 
 Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
-                  const Adversity& adversity) {
+                  const Adversity& adversity, bool v) {
   DS_ASSERT(!schedules.empty() && !costs.empty() && adversity.send_buffers > 0);
-  return Simulation(schedules, costs, adversity).run();
+  return Simulation(schedules, costs, adversity, v).run();
 }
 
-std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
-  std::vector<std::vector<Instr>> schedules;
-  for (options.stage = 0; schedules.empty() || options.stage < options.stages; ++options.stage) {
-    schedules.push_back(make_schedule(options));
-  }
-  return schedules;
+Timeline simulate(const ScheduleOptions& options, std::span<const Costs> costs, const Adversity& adversity) {
+  return simulate(make_schedules(options), costs, adversity, options.placement().v);
 }
 
 bool formula_is_exact(const ScheduleOptions& o, const Costs& c) {
   if (o.backward_end > 0) return false;  // blocks differ
+  if (o.kind == ScheduleKind::ZeroBubbleV)
+    return o.memory_limit >= 1 && o.micro_batches >= o.stages && c.forward == c.backward_input &&
+           c.forward == c.backward_weight;
   return o.kind != ScheduleKind::ZeroBubbleH1 ||
          (o.micro_batches >= o.stages && c.backward_weight <= std::min(c.forward, c.backward_input));
 }
@@ -185,6 +201,7 @@ double idle_formula(const ScheduleOptions& o, const Costs& c) {
     case ScheduleKind::Interleaved:
     case ScheduleKind::BreadthFirst: return other_stages * pass;
     case ScheduleKind::ZeroBubbleH1: return other_stages * (c.forward + c.backward_input - c.backward_weight);
+    case ScheduleKind::ZeroBubbleV: return other_stages * c.forward;
   }
   return 0;
 }
@@ -198,8 +215,7 @@ double bubble_formula(const ScheduleOptions& o, const Costs& c) {
 
 double bubble_fraction(const ScheduleOptions& o) {
   const Costs costs;
-  return formula_is_exact(o, costs) ? bubble_formula(o, costs)
-                                    : simulate(make_schedules(o), {&costs, 1}).bubble_fraction();
+  return formula_is_exact(o, costs) ? bubble_formula(o, costs) : simulate(o, {&costs, 1}).bubble_fraction();
 }
 
 }  // namespace ds::pipeline

@@ -34,23 +34,25 @@ struct Timeline {
 struct Adversity {
   u64 seed = 0;
   double delay = 0;  // maximum random delay of each pass and each message
-  // Messages of one kind that a stage buffers until they are taken; the next pass that sends such a message waits for a
-  // free buffer.
+  // Messages of one way and kind that a stage buffers until they are taken; the next pass that sends such a message
+  // waits for a free buffer.
   i64 send_buffers = std::numeric_limits<i64>::max();
 };
 
 // Runs schedules[i] on stage i. A receive waits for its message. A send does not wait, but a stage sends its messages
-// of one kind one at a time, and each transfer starts only when the receiver is ready: the worst case allowed by
-// schedule.h. Loads take no time. Block b has the costs costs[b % costs.size()]: one entry for all blocks, one per
-// stage, or one per block. Throws Errc::Internal, naming the place, if schedules deadlock, a receiver gets an
-// unexpected message, or a message is left over.
-Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& = {});
-
-// make_schedule for all stages; options.stage is ignored.
-std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options);
+// of one way one at a time, and each transfer starts only when the receiver is ready: the worst case allowed by
+// schedule.h. Loads take no time. v: the blocks are placed as a V. costs: one entry for all blocks, one per stage, or
+// one per block. Throws Errc::Internal, naming the place, if schedules deadlock, a receiver gets an unexpected message,
+// or a message is left over.
+Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& = {},
+                  bool v = false);
+// Runs the schedules of these options; options.stage is ignored.
+Timeline simulate(const ScheduleOptions& options, std::span<const Costs> costs, const Adversity& = {});
 
 // Theoretical idle time of each stage, with equal costs for all blocks and free messages. Exact for ZeroBubbleH1 if
-// micro_batches >= stages and backward_weight <= min(forward, backward_input); always exact for the other kinds.
+// micro_batches >= stages and backward_weight <= min(forward, backward_input); for ZeroBubbleV with all the memory of
+// 1F1B if micro_batches >= stages and all passes cost the same: the first micro-batch takes so long to reach the last
+// stage. Always exact for the other kinds.
 bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
 // The idle share of the total time; 0.43 for 1F1B with 4 stages and 4 micro-batches.

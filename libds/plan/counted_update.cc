@@ -235,7 +235,7 @@ std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const 
   for (const auto& [name, group] : zeropp_) calls.split(name).add(group->size(), group->largest());
   add(Axis::Tp, tp_);
   add(Axis::Outer, outer_);
-  calls.gradients.add(pp_.largest());
+  calls.up.add(pp_.largest());
   return traffic_;
 }
 

@@ -183,20 +183,18 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   });
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
-  const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
-  const auto times = [&](pipeline::Op op) { return std::ranges::count(plan.stage.schedule, op, &pipeline::Instr::op); };
-  const auto sends = [&](pipeline::Op op, int to, LargestCalls& by) {
-    const i64 n = times(op);
-    if (n == 0) return;
-    by.sent_to.insert(to);
+  for (const pipeline::Instr& i : plan.stage.schedule) {
+    using pipeline::Op;
+    if (i.op == Op::RecvActivation || i.op == Op::RecvGrad)
+      ++messages[std::string(message_text(Axis::Pp, Collective::Recv))].calls;
+    if (i.op != Op::SendActivation && i.op != Op::SendGrad) continue;
+    const pipeline::Placement& placement = plan.stage.placement;
+    const bool down = placement.way_of(i.op, i.chunk) == pipeline::Way::Down;
+    (down ? calls.down : calls.up).sent_to.insert(placement.peer_of(plan.coord.pp, i.op, i.chunk));
     CommCount& count = messages[std::string(message_text(Axis::Pp, Collective::Send))];
-    count.calls += n;
-    count.bytes += n * stream_bytes;
-  };
-  sends(pipeline::Op::SendActivation, next, calls.activations);
-  sends(pipeline::Op::SendGrad, previous, calls.gradients);
-  if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
-    messages[std::string(message_text(Axis::Pp, Collective::Recv))].calls += n;
+    ++count.calls;
+    count.bytes += stream_bytes;
+  }
   axes.note(calls);
   return messages;
 }

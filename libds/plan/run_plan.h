@@ -38,23 +38,30 @@ struct ChunkPlan {
   pipeline::Chunk chunk;
   std::vector<pipeline::LayerCall> forward, backward, weight;  // of Forward; Backward or BackwardInput; BackwardWeight
   std::span<const pipeline::LayerCall> calls(pipeline::Op op) const noexcept;  // none of an op that runs no layers
-  // Slots of the gradients that wait for BackwardWeight, and of messages that come in: one more of each than are under
-  // way, so that a receive can be posted ahead.
-  i64 working_slots = 1, input_slots = 2, grad_slots = 2;
+  // Slots of the gradients that wait for BackwardWeight, and of messages: one more of each than are under way, so that
+  // a receive can be posted ahead.
+  i64 working_slots = 1, input_slots = 2, grad_in_slots = 2, grad_out_slots = 2;
   // With a split backward pass forward passes work in a slot of their own, the first one, where 1.
   i64 scratch_slots = 0;
   i64 working_bytes = 0;             // of one slot
   bool first = false, last = false;  // of the model
+  // Its input is the output of the chunk before it, on this stage, which gets its gradient the same way: both are read
+  // where they were written.
+  bool continues = false;
   // Whether the gradient of its input goes to the block before, and that of its output comes from the next one: what is
   // before Model::backward_end() has none.
   bool sends_gradient = false, gets_gradient = false;
+  bool receives() const noexcept { return !first && !continues; }  // its input is a message
 };
 
 // The layer calls of a rank's pipeline stage, in order.
 struct StageCalls {
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
+  pipeline::Placement placement;
   bool split_backward = false;
+  // Whether this chunk's output is read in place by the next one.
+  bool stays(size_t chunk) const noexcept { return chunk + 1 < chunks.size() && chunks[chunk + 1].continues; }
   // All micro-batches go through a chunk of the only stage before the next chunk, which finds its inputs where they
   // were written.
   bool breadth_first = false;

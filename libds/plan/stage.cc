@@ -120,15 +120,17 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
            plan.offload.inputs == OffloadDevice::Nvme ? "nvme_path" : "cpu_checkpointing");
   schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
-  plan.stage.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
+  plan.stage.placement = schedule.placement();
+  plan.stage.split_backward = pipeline::splits_backward(schedule.kind) && plan.trains();
   plan.stage.breadth_first = schedule.kind == PipelineSchedule::BreadthFirst;
   plan.stage.schedule = pipeline::make_schedule(schedule);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
-    const size_t block = static_cast<size_t>(pipeline::block_of(plan.mesh.pp, plan.coord.pp, c));
+    const size_t block = static_cast<size_t>(plan.stage.placement.block_of(plan.coord.pp, c));
     ChunkPlan chunk;
     chunk.chunk = pipeline::make_chunk(model, cuts[block], cuts[block + 1], pipeline::checkpointing_of(config));
     chunk.first = cuts[block] == 0;
     chunk.last = cuts[block + 1] == num_layers;
+    chunk.continues = block > 0 && plan.stage.placement.stays(static_cast<i64>(block) - 1);
     chunk.sends_gradient = static_cast<i64>(block) > schedule.backward_end;
     chunk.gets_gradient = static_cast<i64>(block) >= schedule.backward_end && !chunk.last;
     chunk.forward = pipeline::forward_calls(chunk.chunk);
@@ -140,16 +142,16 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
       chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
       chunk.working_slots = chunk.scratch_slots + (chunk.chunk.has_backward() ? stash.backward : 0);
     }
-    if (plan.stage.breadth_first) {
-      chunk.input_slots = 0;
-      chunk.grad_slots = plan.micro_batches;
-    } else {
-      chunk.input_slots = stash.forward + 1;
-      chunk.grad_slots = stash.backward + 1;
-    }
+    chunk.input_slots = chunk.continues ? 0 : stash.forward + 1;
+    chunk.grad_in_slots = chunk.grad_out_slots = plan.stage.breadth_first ? plan.micro_batches : stash.backward + 1;
+    if (chunk.continues && !plan.stage.breadth_first)
+      chunk.grad_out_slots = plan.stage.chunks.back().grad_in_slots =
+          pipeline::gradient_slots_before(plan.stage.schedule, c);
     plan.stage.chunks.push_back(std::move(chunk));
   }
 
+  plan.first_stage = plan.stage.placement.stage_of(0);
+  plan.last_stage = plan.stage.placement.stage_of(i64{plan.mesh.pp} * p.virtual_stages - 1);
   plan.embeds = plan.stage.chunks.front().first;
   plan.projects = plan.stage.chunks.back().last;
   plan.activations.kept = pipeline::kept_slots(plan.stage.schedule, p.virtual_stages, plan.micro_batches);
@@ -172,16 +174,17 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
     }
     if (!plan.trains()) {
       chunk.working_slots = 1;
-      chunk.input_slots = plan.use == ConfigUse::Generate || plan.stage.breadth_first ? 0 : 2;
-      chunk.grad_slots = 0;
+      chunk.input_slots = plan.use == ConfigUse::Generate || !chunk.receives() ? 0 : 2;
+      chunk.grad_in_slots = chunk.grad_out_slots = 0;
     }
     if (plan.stage.split_backward && plan.trains())
       a.working_bytes += chunk.working_slots * chunk.working_bytes;
     else
       a.working_bytes = std::max(a.working_bytes, chunk.working_bytes);
     if (!plan.stage.breadth_first)
-      a.stream_slots += (chunk.first ? 0 : chunk.input_slots) +
-                        (i64{chunk.sends_gradient} + i64{chunk.gets_gradient}) * chunk.grad_slots;
+      a.stream_slots += (chunk.receives() ? chunk.input_slots : 0) +
+                        (chunk.sends_gradient && !chunk.continues ? chunk.grad_out_slots : 0) +
+                        (chunk.gets_gradient ? chunk.grad_in_slots : 0);
   }
   if (a.offload_inputs && plan.trains()) a.inputs = input_uses(plan, model);
   // Gradients between a chunk and the next one, and between it and the one before.

@@ -227,7 +227,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   if (plan.trains() && plan.aux_losses > 0) {  // stages add their layers' losses
     CountingCommunicator pp(plan.coord.pp, plan.mesh.pp);
     pp.all_reduce(nullptr, plan.loss_counts().aux(), DType::I64, ReduceOp::Sum, kStatsText);
-    calls.gradients.add(pp.largest());
+    calls.up.add(pp.largest());
   }
   if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
   for (const i64 numbers : update.saved_numbers()) calls.world.add({.combined_bytes = numbers * 8});

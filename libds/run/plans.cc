@@ -25,9 +25,8 @@ chart::PlanChart chart_of(const Config& config, int world_size) {
   const model::Model& model = plans.of(0)->model;
   const pipeline::ScheduleOptions schedule = pipeline::schedule_of(config, model, pipeline::cuts_of(config, model));
   const pipeline::Costs costs;
-  chart::PlanChart chart{.schedule = schedule,
-                         .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
-                         .bubble_formula = {}};
+  chart::PlanChart chart{
+      .schedule = schedule, .timeline = pipeline::simulate(schedule, {&costs, 1}), .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
   for (const StagePlan& s : plan_stages(plans)) {
     chart::StageRow& row = chart.stages.emplace_back();

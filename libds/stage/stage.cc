@@ -140,13 +140,14 @@ void Stage::make_chunks() {
       if (c.sends_gradient) chunk.grads_out = turns[later % 2];
       if (c.gets_gradient) chunk.grads_in = turns[(later + 1) % 2];
     } else {
-      if (!c.first) chunk.inputs = streams(c.input_slots);
-      if (c.sends_gradient) chunk.grads_out = streams(c.grad_slots);
-      if (c.gets_gradient) chunk.grads_in = streams(c.grad_slots);
+      if (c.receives()) chunk.inputs = streams(c.input_slots);
+      if (c.sends_gradient)
+        chunk.grads_out = c.continues ? chunks_[chunks_.size() - 2].grads_in : streams(c.grad_out_slots);
+      if (c.gets_gradient) chunk.grads_in = streams(c.grad_in_slots);
     }
     chunk.inputs_here.resize(c.input_slots);
-    chunk.grads_here.resize(c.grad_slots);
-    chunk.grads_sent.resize(c.grad_slots);
+    chunk.grads_here.resize(c.grad_in_slots);
+    chunk.grads_sent.resize(c.grad_out_slots);
     const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
       model::ActivationPlanner planner({.kept = kept + kept_slot * plan_->activations.kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
@@ -162,7 +163,7 @@ void Stage::make_chunks() {
     for (i64 micro = 0; plan_->trains() && micro < plan_->micro_batches; ++micro) {
       const i64 kept_slot = plan_->activations.kept.of[chunks_.size() - 1][micro],
                 working_slot = c.scratch_slots + micro % std::max<i64>(c.working_slots - c.scratch_slots, 1),
-                grad_slot = micro % c.grad_slots;
+                grad_slot = micro % c.grad_out_slots;
       const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
       chunk.views.push_back(found->second);
       if (!is_new) continue;
@@ -375,9 +376,7 @@ void Stage::post_receives(size_t end) {
     if (instr.op == Op::RecvActivation) {
       receive_activation(instr);
     } else if (instr.op == Op::RecvGrad) {
-      const TensorView dy = slot_of(chunk.grads_in, instr.micro);
-      slot_of(chunk.grads_here, instr.micro) =
-          mesh_.gradients().recv(dy.data, dy.bytes(), next(), message_text(Axis::Pp, Collective::Recv));
+      slot_of(chunk.grads_here, instr.micro) = receive(instr.op, instr.chunk, slot_of(chunk.grads_in, instr.micro));
     }
   }
 }
@@ -391,15 +390,26 @@ void Stage::post_next_receive(size_t at) {
   if (next_receive_ < plan_->stage.schedule.size()) post_receives(next_receive_ + 1);
 }
 
+Communicator& Stage::way_of(Op op, i64 chunk) const noexcept {
+  return plan_->stage.placement.way_of(op, chunk) == pipeline::Way::Down ? mesh_.down() : mesh_.up();
+}
+
+Ticket Stage::send(Op op, i64 chunk, const TensorView& data) {
+  return way_of(op, chunk).send(data.data, data.bytes(), plan_->stage.placement.peer_of(plan_->coord.pp, op, chunk),
+                                message_text(Axis::Pp, Collective::Send));
+}
+
+Ticket Stage::receive(Op op, i64 chunk, const TensorView& to) {
+  return way_of(op, chunk).recv(to.data, to.bytes(), plan_->stage.placement.peer_of(plan_->coord.pp, op, chunk),
+                                message_text(Axis::Pp, Collective::Recv));
+}
+
 void Stage::send(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (instr.op == Op::SendActivation) {
-    const TensorView y = acts_of(instr).back().output;
-    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next(), message_text(Axis::Pp, Collective::Send));
+    output_sent(instr) = send(instr.op, instr.chunk, acts_of(instr).back().output);
   } else {
-    const TensorView dx = slot_of(chunk.grads_out, instr.micro);
-    slot_of(chunk.grads_sent, instr.micro) =
-        mesh_.gradients().send(dx.data, dx.bytes(), previous(), message_text(Axis::Pp, Collective::Send));
+    slot_of(chunk.grads_sent, instr.micro) = send(instr.op, instr.chunk, slot_of(chunk.grads_out, instr.micro));
   }
 }
 
@@ -418,7 +428,7 @@ Ticket& Stage::output_sent(const Instr& instr) noexcept {
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (plan_->stage.chunks[instr.chunk].first) return {};
-  if (plan_->stage.breadth_first) {
+  if (plan_->stage.chunks[instr.chunk].continues) {
     const Chunk& before = chunks_[instr.chunk - 1];
     return before.forward[before.views[instr.micro]].back().output;
   }
@@ -570,23 +580,19 @@ void Stage::evaluate(const Instr& instr) {
   const size_t c = static_cast<size_t>(instr.chunk);
   if (instr.op == Op::RecvActivation) receive_activation(instr);
   if (instr.op == Op::SendActivation) {
-    const TensorView y = chunks_[c].eval.back().output;
-    sent_ = mesh_.activations().send(y.data, y.bytes(), next(), message_text(Axis::Pp, Collective::Send));
+    sent_ = send(instr.op, instr.chunk, chunks_[c].eval.back().output);
   }
   if (instr.op != Op::Forward) return;
   sent_.wait();  // of the previous micro-batch: layers alternate between output buffers
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
-  const TensorView x = plan_->stage.breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
+  const TensorView x = plan_->stage.chunks[c].continues ? chunks_[c - 1].eval.back().output : input_of(instr);
   forward(c, ctx, x, chunks_[c].eval, [](i64) {});
 }
 
 void Stage::receive_activation(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
-  const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
-  const TensorView x = chunk.inputs[slot];
-  chunk.inputs_here[slot] =
-      mesh_.activations().recv(x.data, x.bytes(), previous(), message_text(Axis::Pp, Collective::Recv));
+  slot_of(chunk.inputs_here, instr.micro) = receive(instr.op, instr.chunk, slot_of(chunk.inputs, instr.micro));
 }
 
 void Stage::logits(TensorView out) {

@@ -75,8 +75,9 @@ class Stage {
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   Device& device() const noexcept { return device_; }
-  int next() const noexcept { return (plan_->coord.pp + 1) % plan_->mesh.pp; }
-  int previous() const noexcept { return (plan_->coord.pp + plan_->mesh.pp - 1) % plan_->mesh.pp; }
+  // Starts a message of the pipeline to or from a neighbouring stage.
+  Ticket send(pipeline::Op op, i64 chunk, const TensorView& data);
+  Ticket receive(pipeline::Op op, i64 chunk, const TensorView& to);
 
  private:
   // A chunk of layers, and its memory for the micro-batches in flight.
@@ -85,7 +86,7 @@ class Stage {
     std::vector<std::vector<model::LayerActs>> forward, backward;
     std::vector<size_t> views;
     std::vector<model::LayerActs> eval;
-    std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages of the pipeline
+    std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages, or between two chunks
     std::vector<Ticket> inputs_here, grads_here;          // of posted receives
     std::vector<Ticket> grads_sent;
   };
@@ -93,6 +94,7 @@ class Stage {
   void take_pass_memory();
   void fill_pass_memory();
   i64 stream_bytes() const noexcept;  // of a message of the pipeline
+  Communicator& way_of(pipeline::Op op, i64 chunk) const noexcept;
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
   // The documents of a micro-batch, set by load_documents(): [2, B, sequence length] and [B, sequence length]; or

@@ -58,7 +58,7 @@ void Combine::add_uses_of_shared(bool own) {
     }
     return;
   }
-  const int peer = embeds ? plan_.mesh.pp - 1 : 0;
+  const int peer = embeds ? plan_.last_stage : plan_.first_stage;
   for (const zero::Segment& s : segments) {
     UpdatePlan::for_each_exchange(s.slice * slices, [&](i64 begin, i64 n) {
       const zero::TierLease lease = slice(s, begin, n, zero::LeaseTo::Write);

@@ -48,6 +48,7 @@ struct UpdatePlan {
   MeshShape mesh;
   MeshCoord coord;
   bool embeds = false, projects = false;  // has the model's first layer, and its last
+  int first_stage = 0, last_stage = 0;    // the pipeline stages that have them
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   std::vector<const model::ParamRow*> params;  // by number

@@ -39,6 +39,33 @@ near() {
   cmp one.safetensors zb.safetensors
 }
 
+@test "a V gives the bits of one rank, resumes at other schedules, and is planned" {
+  ds-train cfg.json --out one
+  v=(--set pipeline.stages=3 --set pipeline.schedule=zb-v)
+  ds-launch -n 3 ds-train cfg.json --out v "${v[@]}" --set pipeline.memory_limit=0.67
+  [ "$(losses one)" = "$(losses v)" ]
+  ds-launch -n 4 ds-train cfg.json --out mpi --set pipeline.stages=2 --set pipeline.schedule=zb-v \
+    --set zero_optimization.stage=2 --set communication.backend=mpi
+  [ "$(losses one)" = "$(losses mpi)" ]
+  for run in one v mpi; do ds-ckpt-merge $run -o $run.safetensors; done
+  cmp one.safetensors v.safetensors
+  cmp one.safetensors mpi.safetensors
+  # From the middle of one to the end of the other.
+  ds-launch -n 3 ds-train cfg.json --out a --resume one/step-00000003 "${v[@]}"
+  ds-launch -n 2 ds-train cfg.json --out b --resume v/step-00000003 --set pipeline.stages=2
+  for run in a b; do
+    [ "$(losses one | tail -n 3)" = "$(losses $run)" ]
+    ds-ckpt-merge $run -o $run.safetensors
+    cmp one.safetensors $run.safetensors
+  done
+  text=$(ds-train cfg.json --resume one --generate "line 7" --max-tokens 20 --temperature 0)
+  run -0 --separate-stderr ds-launch -n 3 ds-train cfg.json --resume v --generate "line 7" --max-tokens 20 --temperature 0 "${v[@]}"
+  [ "$output" = "$text" ]
+  # Idle until the last stage has its first input: two forward passes of the 8 * 6 that a stage has.
+  run -0 --separate-stderr ds-launch -n 3 ds-train cfg.json --check "${v[@]}"
+  [[ $output == *"zb-v: 3 stages, 2 chunks each, 8 micro-batches; bubble 4.0 % (formula 4.0 %)"* ]]
+}
+
 @test "tensor and sequence parallelism follow one rank, and a checkpoint loads at any arrangement" {
   ds-train cfg.json --out one
   ds-launch -n 4 ds-train cfg.json --out cut --set pipeline.stages=2 --set tensor_parallel.tp_size=2 \
@@ -150,6 +177,10 @@ PY
   run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 \
     --set pipeline.schedule=interleaved --set pipeline.virtual_stages=9223372036854775807
   [[ $stderr == *"pipeline.virtual_stages"*"must be an integer, 1 to 1024"* ]]
+  run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --set pipeline.stages=3 --set pipeline.schedule=zb-v \
+    --set pipeline.memory_limit=0.5 --set pipeline.partition=blocks
+  [[ $stderr == *"pipeline.memory_limit: 0.5: pipeline.schedule zb-v of 3 stages takes 0.6667 or more"* ]]
+  [[ $stderr == *"pipeline.partition: must be"*'"compute"'* ]]
   run -2 --separate-stderr ds-train cfg.json --set pipeline.stage=2
   [[ $stderr == *"did you mean pipeline.stages?"* ]]
   [ ! -e runs ]

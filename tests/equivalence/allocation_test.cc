@@ -197,6 +197,8 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   c.pipeline.schedule = PipelineSchedule::Interleaved;
   c.pipeline.virtual_stages = 2;
   expect_no_allocation(c, 2, "pp2 interleaved");
+  c.pipeline.schedule = PipelineSchedule::ZeroBubbleV;
+  expect_no_allocation(c, 2, "pp2 zb-v");
   c.pipeline.stages = 1;
   c.pipeline.schedule = PipelineSchedule::BreadthFirst;
   expect_no_allocation(c, 1, "breadth-first");

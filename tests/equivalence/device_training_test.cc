@@ -681,7 +681,9 @@ Config config_of(DType work, const Layout& l, bool offload = false) {
 
 TEST_P(DeviceParallel, PipelinesGiveTheSameBits) {
   const Trace want = train(config_of(GetParam(), {}), 1);
-  for (const Layout& l : {Layout{.pp = 2, .stage = 1}, {.pp = 2, .schedule = Kind::ZeroBubbleH1}})
+  for (const Layout& l : {Layout{.pp = 2, .stage = 1},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2}})
     expect_same_training(train(config_of(GetParam(), l), 2), want, l.name());
 }
 
@@ -743,8 +745,9 @@ TEST_P(DeviceParallel, InputsInAFileChangeNoBit) {
 }
 
 TEST_P(DeviceParallel, GraphsOfStagesChangeNoBit) {
-  for (const Layout& l :
-       {Layout{.pp = 2}, {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .stage = 3}}) {
+  for (const Layout& l : {Layout{.pp = 2},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .stage = 3},
+                          {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2}}) {
     Config config = config_of(GetParam(), l);
     const Trace want = train(config, 2);
     config.cuda.graphs = test_device() != nullptr;

@@ -249,6 +249,7 @@ std::vector<Layout> layouts_of(const Case& c) {
                                  {.dp = 2, .stage = 3},
                                  {.pp = 2, .stage = 1},
                                  {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1},
+                                 {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
                                  {.tp = 2, .sequence = true},
                                  {.sp = 2},
                                  {.dp = 2, .sp = 2, .stage = 2},

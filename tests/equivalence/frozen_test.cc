@@ -123,6 +123,8 @@ TEST(Frozen, TakesTheStepsOfARateOfZeroInEveryPipeline) {
                              {.pp = 2, .schedule = Kind::ZeroBubbleH1},
                              {.pp = 4, .schedule = Kind::ZeroBubbleH1, .stage = 1},
                              {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                             {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
+                             {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2, .stage = 3},
                              {.schedule = Kind::BreadthFirst, .chunks = 2, .stage = 3},
                              {.dp = 2, .schedule = Kind::BreadthFirst, .chunks = 4, .stage = 3}});
 }

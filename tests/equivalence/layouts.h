@@ -20,13 +20,14 @@ struct Layout {
   i64 interval = 1;
   bool partition = false;
   i64 stage = 0;
+  double memory_limit = 1;
 
   int ranks() const { return dp * pp * tp * sp; }
   std::string name() const {
-    return fmt::format("dp{} pp{} tp{} sp{} {}x{}{}{} checkpoints {}/{}{} stage {}", dp, pp, tp, sp,
-                       schedule_name(schedule), chunks, sequence ? " sequence" : "",
-                       mode == SequenceParallelMode::Ring ? " ring" : "", static_cast<int>(checkpoints), interval,
-                       partition ? " cut" : "", stage);
+    return fmt::format("dp{} pp{} tp{} sp{} {}x{}{}{}{} checkpoints {}/{}{} stage {}", dp, pp, tp, sp,
+                       schedule_name(schedule), chunks, memory_limit < 1 ? fmt::format(" of {}", memory_limit) : "",
+                       sequence ? " sequence" : "", mode == SequenceParallelMode::Ring ? " ring" : "",
+                       static_cast<int>(checkpoints), interval, partition ? " cut" : "", stage);
   }
 };
 
@@ -35,7 +36,11 @@ inline Config config_of(const ModelConfig& model, const Layout& l, i64 micro_bat
   Config c = tiny_config(model, l.dp, micro_batches / l.dp, l.stage);
   c.data.seq_length = 16;
   c.reduce_order = ReduceOrder::Micro;
-  c.pipeline = {.stages = l.pp, .schedule = l.schedule, .partition = "uniform", .virtual_stages = l.chunks};
+  c.pipeline = {.stages = l.pp,
+                .schedule = l.schedule,
+                .partition = "uniform",
+                .virtual_stages = l.chunks,
+                .memory_limit = l.memory_limit};
   c.tensor_parallel = {.tp_size = l.tp, .sequence_parallel = l.sequence};
   c.sequence_parallel.size = l.sp;
   c.sequence_parallel.mode = l.mode;

@@ -181,6 +181,11 @@ TEST(Lending, ChangesNoBit) {
            {.layout = {.pp = 3, .schedule = Kind::GPipe, .stage = 1}, .order = boundary},
            {.layout = {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .stage = 2}, .llama = true},
            {.layout = {.pp = 3, .schedule = Kind::ZeroBubbleH1}, .micro_batches = 6},
+           {.layout = {.pp = 3, .schedule = Kind::ZeroBubbleV, .chunks = 2}, .micro_batches = 6},
+           {.layout = {.pp = 4, .schedule = Kind::ZeroBubbleV, .chunks = 2, .stage = 2, .memory_limit = 0.5},
+           .llama = true,
+           .micro_batches = 6},
+           {.layout = {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2, .stage = 3}, .type = DType::BF16},
            {.layout =
                 {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective, .stage = 2}},
            {.layout = {.dp = 2,
@@ -224,7 +229,8 @@ TEST(Lending, ChangesNoBitInAnyCombination) {
                              {.pp = 2, .sp = 2, .mode = kRing},
                              {.dp = 2, .pp = 2, .tp = 2},
                              {.pp = 2, .tp = 2, .sp = 2}}) {
-    for (const Kind schedule : {Kind::OneFOneB, Kind::Naive, Kind::GPipe, Kind::Interleaved, Kind::ZeroBubbleH1}) {
+    for (const Kind schedule :
+         {Kind::OneFOneB, Kind::Naive, Kind::GPipe, Kind::Interleaved, Kind::ZeroBubbleH1, Kind::ZeroBubbleV}) {
       if (mesh.pp == 1 && schedule != Kind::OneFOneB) continue;
       for (const Granularity granularity : {Granularity::None, Granularity::Layer, Granularity::Selective}) {
         for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {
@@ -232,7 +238,7 @@ TEST(Lending, ChangesNoBitInAnyCombination) {
             for (const bool llama : {false, true}) {
               Lent a{.layout = mesh, .llama = llama, .order = order};
               a.layout.schedule = schedule;
-              a.layout.chunks = schedule == Kind::Interleaved ? 2 : 1;
+              a.layout.chunks = schedule == Kind::Interleaved || schedule == Kind::ZeroBubbleV ? 2 : 1;
               a.layout.checkpoints = granularity;
               a.layout.stage = stage;
               a.type = tried % 2 == 0 ? DType::F32 : DType::BF16;

@@ -188,6 +188,7 @@ TEST(OffloadInputs, ChangeNoBit) {
                             {.pp = 2, .schedule = Kind::GPipe, .interval = 2},
                             {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
                             {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
                             {.tp = 2},
                             {.tp = 2, .interval = 3, .partition = true},
                             {.tp = 2, .sequence = true, .stage = 1},

@@ -55,6 +55,7 @@ TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
                               {.schedule = Kind::BreadthFirst, .chunks = 3},
                               {.schedule = Kind::BreadthFirst, .chunks = 2, .stage = 3},
                               {.pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 3},
+                              {.pp = 3, .schedule = Kind::ZeroBubbleV, .chunks = 2},
                               {.tp = 2, .sequence = true},
                               {.sp = 2},
                               {.checkpoints = Granularity::Layer}}) {

@@ -18,7 +18,8 @@ Config config_of(const ModelConfig& model, const Layout& l, int ranks) {
   c.data.seq_length = 16;
   c.reduce_order = ReduceOrder::Micro;
   c.pipeline = {.stages = l.pp, .schedule = l.schedule, .partition = "uniform"};
-  if (l.schedule == PipelineSchedule::Interleaved) c.pipeline.virtual_stages = 2;
+  if (l.schedule == PipelineSchedule::Interleaved || l.schedule == PipelineSchedule::ZeroBubbleV)
+    c.pipeline.virtual_stages = 2;
   c.tensor_parallel = {.tp_size = l.tp, .sequence_parallel = l.rows};
   c.sequence_parallel.size = l.sp;
   c.sequence_parallel.mode = l.ring ? SequenceParallelMode::Ring : SequenceParallelMode::Ulysses;
@@ -34,7 +35,7 @@ ModelConfig with_four_heads(ModelConfig m) {
   if (m.family == Family::Gpt2) m.kv_heads = 4;
   m.head_dim = 8;
   m.hidden = 32;
-  m.layers = 2;
+  m.layers = 4;
   return m;
 }
 
@@ -48,8 +49,10 @@ TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
   }
   Rank self(backend, ranks);
   const std::vector<Layout> layouts =
-      ranks == 2   ? std::vector<Layout>{{2, 1, 1, 1}, {1, 2, 1, 3}, {1, 1, 2, 2}}
-      : ranks == 3 ? std::vector<Layout>{{3, 1, 1, 0, PipelineSchedule::ZeroBubbleH1}}
+      ranks == 2
+          ? std::vector<Layout>{{2, 1, 1, 1}, {1, 2, 1, 3}, {1, 1, 2, 2}, {2, 1, 1, 0, PipelineSchedule::ZeroBubbleV}}
+      : ranks == 3 ? std::vector<Layout>{{3, 1, 1, 0, PipelineSchedule::ZeroBubbleH1},
+                                         {3, 1, 1, 2, PipelineSchedule::ZeroBubbleV}}
                    : std::vector<Layout>{{2, 2, 1, 1},
                                          {2, 1, 2, 3},
                                          {2, 1, 1, 3, PipelineSchedule::ZeroBubbleH1},

@@ -211,6 +211,10 @@ struct Moved {
       for (const char* s : {"pipeline.stages=2", "pipeline.schedule=interleaved", "gradient_accumulation_steps=2"})
         set.push_back(s);
     }
+    if (key.path == "pipeline.memory_limit") {
+      world = 16;
+      for (const char* s : {"pipeline.stages=16", "pipeline.schedule=zb-v"}) set.push_back(s);
+    }
     if (key.path == "pipeline.schedule" || key.path == "pipeline.partition") {
       world = 2;
       set.push_back("pipeline.stages=2");

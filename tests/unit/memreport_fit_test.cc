@@ -53,8 +53,8 @@ std::vector<Tried> try_all(int ranks) {
     all.push_back({predict(r.config, world, DeviceKind::Cuda).worst_group().device_bytes,
                    predict_time(r.config, world, DeviceKind::Cuda, kHardware).tokens_per_s});
   };
-  const std::pair<const char*, int> schedules[] = {{"1f1b", 1},        {"zb-h1", 1},       {"interleaved", 2},
-                                                   {"interleaved", 3}, {"interleaved", 4}, {"naive", 1}};
+  const std::pair<const char*, int> schedules[] = {
+      {"1f1b", 1}, {"zb-h1", 1}, {"interleaved", 2}, {"interleaved", 3}, {"interleaved", 4}, {"naive", 1}, {"zb-v", 2}};
   for (const int tp : {1, 2, 4}) {
     for (const int sp : {1, 2, 4}) {
       for (const int pp : {1, 2, 4, 8}) {
@@ -68,14 +68,20 @@ std::vector<Tried> try_all(int ranks) {
                 if (rows && tp == 1) continue;
                 for (const auto& [schedule, chunks] : schedules) {
                   if (pp == 1 && std::string(schedule) != "1f1b") continue;
-                  look_at({fmt::format("tensor_parallel.tp_size={}", tp), fmt::format("sequence_parallel_size={}", sp),
-                           fmt::format("pipeline.stages={}", pp), fmt::format("pipeline.schedule={}", schedule),
-                           fmt::format("pipeline.virtual_stages={}", chunks),
-                           fmt::format("zero_optimization.stage={}", stage),
-                           fmt::format("zero_optimization.overlap_comm={}", stage > 0),
-                           fmt::format("train_micro_batch_size_per_gpu={}", micro),
-                           fmt::format("activation_checkpointing.granularity={}", recompute),
-                           fmt::format("tensor_parallel.sequence_parallel={}", rows)});
+                  const bool v = std::string_view(schedule) == "zb-v";
+                  for (const char* limit : {"1", "0.75", "0.5"}) {
+                    if (limit != std::string_view("1") && !(v && pp == 4)) continue;
+                    look_at({fmt::format("tensor_parallel.tp_size={}", tp),
+                             fmt::format("sequence_parallel_size={}", sp), fmt::format("pipeline.stages={}", pp),
+                             fmt::format("pipeline.schedule={}", schedule),
+                             fmt::format("pipeline.virtual_stages={}", chunks),
+                             fmt::format("zero_optimization.stage={}", stage),
+                             fmt::format("zero_optimization.overlap_comm={}", stage > 0),
+                             fmt::format("train_micro_batch_size_per_gpu={}", micro),
+                             fmt::format("activation_checkpointing.granularity={}", recompute),
+                             fmt::format("tensor_parallel.sequence_parallel={}", rows),
+                             fmt::format("pipeline.memory_limit={}", limit)});
+                  }
                 }
               }
             }
@@ -124,8 +130,8 @@ TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   const FitResult all = fit(source(), options(kWorkspace + (i64{3} << 20)), kHardware);
   std::set<PipelineSchedule> schedules;
   for (const Arrangement& a : all.fitting) schedules.insert(a.schedule);
-  EXPECT_EQ(schedules,
-            (std::set{PipelineSchedule::OneFOneB, PipelineSchedule::Interleaved, PipelineSchedule::ZeroBubbleH1}));
+  EXPECT_EQ(schedules, (std::set{PipelineSchedule::OneFOneB, PipelineSchedule::Interleaved,
+                                 PipelineSchedule::ZeroBubbleH1, PipelineSchedule::ZeroBubbleV}));
   for (const size_t most : {size_t{1}, size_t{4}, size_t{25}}) {
     if (most == 4 && !test::in_slow_set()) continue;
     const FitResult some = fit(source(), options(kWorkspace + (i64{3} << 20), most), kHardware);
@@ -273,7 +279,7 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
 // From some length on, the time of a step is extrapolated from shorter ones: it grows as before.
 TEST(Hardware, StepsOfAnyLength) {
   const World world{.ranks = 8, .nodes = 2};
-  for (const char* schedule : {"1f1b", "zb-h1", "interleaved", "gpipe", "naive"}) {
+  for (const char* schedule : {"1f1b", "zb-h1", "zb-v", "interleaved", "gpipe", "naive"}) {
     for (const int stage : {0, 1, 3}) {
       SCOPED_TRACE(fmt::format("{}, stage {}", schedule, stage));
       const auto time = [&](i64 accumulation) {
@@ -281,7 +287,9 @@ TEST(Hardware, StepsOfAnyLength) {
             kText, "cfg",
             std::vector<std::string>{
                 "pipeline.stages=4", fmt::format("pipeline.schedule={}", schedule),
-                fmt::format("pipeline.virtual_stages={}", schedule == std::string_view("interleaved") ? 2 : 1),
+                fmt::format(
+                    "pipeline.virtual_stages={}",
+                    schedule == std::string_view("interleaved") || schedule == std::string_view("zb-v") ? 2 : 1),
                 fmt::format("zero_optimization.stage={}", stage), fmt::format("train_batch_size={}", 2 * accumulation),
                 fmt::format("gradient_accumulation_steps={}", accumulation), "train_micro_batch_size_per_gpu=1"},
             8, ConfigUse::Inspect);

@@ -194,8 +194,8 @@ TEST(Mesh, CountsAreOfAllCommunicatorsTogether) {
     mesh.world().all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "stats").wait();
     mesh.dp().all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "stats").wait();
     mesh.tp().all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "tp").wait();
-    mesh.activations().barrier("pp");
-    mesh.gradients().barrier("pp");
+    mesh.down().barrier("pp");
+    mesh.up().barrier("pp");
     const auto counts = mesh.counts();
     EXPECT_EQ(counts.at("stats").calls, 2);
     EXPECT_EQ(counts.at("stats").bytes, 2 * 3 * 8 / 4 + 2 * 8 / 2);

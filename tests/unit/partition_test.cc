@@ -140,6 +140,22 @@ TEST(Partition, EachMethodWeighsLayersItsWay) {
   EXPECT_THAT(config_error([&] { partition("param", layers, 2); }), HasSubstr("\"type:REGEX\""));
 }
 
+// The embedding looks up, the head multiplies by the matrix of both: a head of two blocks is a part, the embedding is
+// none.
+TEST(Partition, ComputeIsWhatLayersMultiply) {
+  const auto cuts = [](std::string_view partition) {
+    const ConfigResult r = parse_config(
+        R"({"model": {"type": "gpt2", "vocab_size": 768, "n_positions": 64, "n_embd": 32, "n_layer": 6, "n_head": 2},
+            "data": {"seq_length": 64}, "train_batch_size": 2, "pipeline": {"stages": 2, "schedule": "zb-v"}})",
+        "cfg", std::vector<std::string>{fmt::format("pipeline.partition={}", partition)}, 2, ConfigUse::Inspect);
+    EXPECT_TRUE(r.ok()) << r.message();
+    EXPECT_EQ(r.config.pipeline.virtual_stages, 2);
+    return cuts_of(r.config, model::make_model(r.config, model::Shard{}));
+  };
+  EXPECT_EQ(cuts("compute"), (Cuts{0, 3, 5, 7, 8}));
+  EXPECT_EQ(cuts("parameters"), (Cuts{0, 1, 4, 7, 8}));
+}
+
 TEST(Partition, MorePartsThanLayersIsAMistake) {
   for (const std::string& message : {config_error([] { uniform_cuts(3, 8); }), config_error([] {
                                        balanced_cuts(std::vector<i64>{1, 2, 3}, 8);

@@ -23,7 +23,7 @@ using ::testing::Not;
 
 PlanChart chart(const ScheduleOptions& options, const Costs& costs = {}) {
   return {.schedule = options,
-          .timeline = simulate(make_schedules(options), {&costs, 1}),
+          .timeline = simulate(options, {&costs, 1}),
           .bubble_formula = bubble_formula(options, costs)};
 }
 
@@ -33,7 +33,7 @@ PlanChart with_table(PlanChart chart, int ranks_per_stage) {
     StageRow row{.heads = 12, .params = 31'234'567, .memory_bytes = i64{5} << 28};
     for (int d = 0; d < ranks_per_stage; ++d) row.ranks.push_back(d * p + i);
     for (int c = 0; c < chart.schedule.chunks; ++c) {
-      const i64 block = pipeline::block_of(p, i, c);
+      const i64 block = chart.schedule.placement().block_of(i, c);
       row.layers.push_back({block == 0 ? "embed" : fmt::format("h.{}", 3 * block), fmt::format("h.{}", 3 * block + 2)});
     }
     chart.stages.push_back(std::move(row));

@@ -135,6 +135,18 @@ TEST(PlanMemory, StagesKeepAsManyMicroBatchesAsTheScheduleHasUnderWay) {
   c.pipeline = {.stages = 4, .schedule = Kind::Interleaved, .partition = "type:Block", .virtual_stages = 3};
   const double want = (4 * 3 + 4 - 1) * (block + 2 * sbh);
   EXPECT_NEAR(static_cast<double>(memory(c, mesh, 0, Tag::Activations)) / want, 1, 0.05);
+  // A V: that share of 1F1B's 2 p chunks, on each stage.
+  for (const auto& [limit, kept] : {std::pair{1.0, 8}, {0.75, 6}, {0.5, 4}}) {
+    c.pipeline = {.stages = 4,
+                  .schedule = Kind::ZeroBubbleV,
+                  .partition = "type:Block",
+                  .virtual_stages = 2,
+                  .memory_limit = limit};
+    for (const int stage : {0, 1, 3})
+      EXPECT_NEAR(static_cast<double>(memory(c, mesh, stage, Tag::Activations)) / (kept * (2 * block + 2 * sbh)), 1,
+                  0.1)
+          << limit << " stage " << stage;
+  }
 }
 
 // Logits in 16 bits have half the memory, and passes over them half the bytes; the same rows are computed at a time.

@@ -14,7 +14,8 @@ namespace schedule_test {
 using ::testing::HasSubstr;
 
 constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst};
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst,
+                                   ScheduleKind::ZeroBubbleV};
 
 bool computes(Op op) {
   return op == Op::Forward || op == Op::Backward || op == Op::BackwardInput || op == Op::BackwardWeight;
@@ -49,15 +50,23 @@ void for_all(F f) {
     for (int p = 1; p <= 8; ++p) {
       for (i64 m = 1; m <= 32; ++m) {
         for (int v = 1; v <= 4; ++v) {
-          const ScheduleOptions options{kind, p, 0, m, v};
-          if (!why_not(options).empty()) continue;
-          SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
-          f(options);
-          if (::testing::Test::HasFatalFailure()) return;
+          for (const double limit : {1.0, 0.7, 0.5}) {
+            const ScheduleOptions options{kind, p, 0, m, v, 0, limit};
+            if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
+            SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
+            f(options);
+            if (::testing::Test::HasFatalFailure()) return;
+          }
         }
       }
     }
   }
+}
+
+// The first block loads tokens, and the last one targets, unless they are there already.
+bool loads(const ScheduleOptions& o, i64 block) {
+  const i64 last = i64{o.stages} * o.chunks - 1;
+  return block == 0 || (block == last && o.placement().stage_of(0) != o.placement().stage_of(last));
 }
 
 TEST(Schedule, OneStageIsLoadForwardBackwardInTurn) {
@@ -81,6 +90,11 @@ TEST(Schedule, ComputesInTheOrderOfThePapers) {
             "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
   EXPECT_EQ(compute_text(schedule(Interleaved, 2, 1, 4, 2), true),
             "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
+  // Written out by hand for the first period; weight gradients fill what is left.
+  EXPECT_EQ(compute_text(make_schedule({ZeroBubbleV, 4, 3, 4, 2, 0, 0.5}), true).substr(0, 47),
+            "F0a F0b F1a F1b b0b b0a W0b W0a F2a F2b b1b b1a");
+  EXPECT_EQ(compute_text(make_schedule({ZeroBubbleV, 2, 0, 2, 2}), true),
+            "F0a F1a F0b b0b F1b b1b W0b b0a W1b W0a b1a W1a");
   EXPECT_EQ(compute_text(schedule(BreadthFirst, 1, 0, 2, 3), true), "F0a F1a F0b F1b F0c F1c B0c B1c B0b B1b B0a B1a");
 }
 
@@ -113,12 +127,21 @@ TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
             "Load0 RecvActivation0 Forward0 Backward0 SendGrad0 ");
   EXPECT_EQ(full_text(schedule(ScheduleKind::ZeroBubbleH1, 2, 1, 1)),
             "Load0 RecvActivation0 Forward0 BackwardInput0 SendGrad0 BackwardWeight0 ");
-  EXPECT_EQ(full_text(make_eval_schedule(2, 0, 2, 1)),
+  EXPECT_EQ(full_text(make_eval_schedule({2}, 0, 2, 1)),
             "Load0 Forward0 SendActivation0 Load1 Forward1 SendActivation1 ");
-  EXPECT_EQ(full_text(make_eval_schedule(2, 1, 1, 2)),
+  EXPECT_EQ(full_text(make_eval_schedule({2}, 1, 1, 2)),
             "RecvActivation0 Forward0 SendActivation0 Load0 RecvActivation0 Forward0 ");
-  EXPECT_EQ(compute_text(make_eval_schedule(2, 0, 3, 2), true), "F0a F1a F0b F1b F2a F2b");  // a group of one
-  EXPECT_EQ(full_text(make_eval_schedule(1, 0, 2, 2)), "Load0 Forward0 Forward0 Load1 Forward1 Forward1 ");
+  EXPECT_EQ(compute_text(make_eval_schedule({2}, 0, 3, 2), true), "F0a F1a F0b F1b F2a F2b");  // a group of one
+  EXPECT_EQ(full_text(make_eval_schedule({1}, 0, 2, 2)), "Load0 Forward0 Forward0 Load1 Forward1 Forward1 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::ZeroBubbleV, 2, 0, 1, 2)),
+            "Load0 Forward0 SendActivation0 RecvActivation0 Forward0 BackwardInput0 SendGrad0 BackwardWeight0 "
+            "RecvGrad0 BackwardInput0 BackwardWeight0 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::ZeroBubbleV, 2, 1, 1, 2)),
+            "RecvActivation0 Forward0 Forward0 SendActivation0 RecvGrad0 BackwardInput0 BackwardInput0 SendGrad0 "
+            "BackwardWeight0 BackwardWeight0 ");
+  EXPECT_EQ(full_text(make_eval_schedule({2, true}, 1, 2, 2)),
+            "RecvActivation0 Forward0 Forward0 SendActivation0 RecvActivation1 Forward1 Forward1 SendActivation1 ");
+  EXPECT_EQ(compute_text(make_eval_schedule({2, true}, 0, 3, 2), true), "F0a F1a F0b F2a F1b F2b");
   EXPECT_EQ(full_text(schedule(ScheduleKind::BreadthFirst, 1, 0, 1, 2)),
             "Load0 Forward0 Forward0 Backward0 Backward0 ");
 }
@@ -128,37 +151,90 @@ TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
 TEST(Schedule, IsComplete) {
   for_all([](ScheduleOptions o) {
     const i64 last = i64{o.stages} * o.chunks - 1;
+    const auto stays = [&](i64 block) { return o.placement().stays(block); };
     for (o.stage = 0; o.stage < o.stages; ++o.stage) {
       std::map<std::pair<i64, Op>, i64> next;  // (chunk, op) -> micro-batch
       for (const Instr& i : make_schedule(o)) {
         ASSERT_EQ(i.micro, (next[{i.chunk, i.op}]++)) << op_name(i.op);
         const auto done = [&](Op op) { return next[{i.chunk, op}] > i.micro; };
-        const i64 block = block_of(o.stages, o.stage, i.chunk);
+        const i64 block = o.placement().block_of(o.stage, i.chunk);
         if (i.op == Op::Forward) {
-          ASSERT_EQ(done(Op::Load), block == 0 || (block == last && o.stages > 1));
-          ASSERT_EQ(done(Op::RecvActivation), block > 0 && o.stages > 1);
+          ASSERT_EQ(done(Op::Load), loads(o, block));
+          ASSERT_EQ(done(Op::RecvActivation), block > 0 && !stays(block - 1));
         }
         if (i.op == Op::Backward || i.op == Op::BackwardInput) {
           ASSERT_TRUE(done(Op::Forward));
-          ASSERT_EQ(done(Op::RecvGrad), block < last && o.stages > 1);
+          ASSERT_EQ(done(Op::RecvGrad), block < last && !stays(block));
         }
         ASSERT_TRUE(i.op != Op::BackwardWeight || done(Op::BackwardInput));
         ASSERT_TRUE(i.op != Op::SendActivation || done(Op::Forward));
         ASSERT_TRUE(i.op != Op::SendGrad || done(Op::Backward) || done(Op::BackwardInput));
       }
-      const bool split = o.kind == ScheduleKind::ZeroBubbleH1;
+      const bool split = splits_backward(o.kind);
       for (i64 c = 0; c < o.chunks; ++c) {
-        const i64 block = block_of(o.stages, o.stage, c), m = o.micro_batches;
-        ASSERT_EQ((next[{c, Op::Load}]), block == 0 || (block == last && o.stages > 1) ? m : 0);
+        const i64 block = o.placement().block_of(o.stage, c), m = o.micro_batches;
+        ASSERT_EQ((next[{c, Op::Load}]), loads(o, block) ? m : 0);
         ASSERT_EQ((next[{c, Op::Forward}]), m);
         ASSERT_EQ((next[{c, Op::Backward}]), split ? 0 : m);
         ASSERT_EQ((next[{c, Op::BackwardInput}]), split ? m : 0);
         ASSERT_EQ((next[{c, Op::BackwardWeight}]), split ? m : 0);
-        ASSERT_EQ((next[{c, Op::SendActivation}]), block < last && o.stages > 1 ? m : 0);
-        ASSERT_EQ((next[{c, Op::SendGrad}]), block > 0 && o.stages > 1 ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendActivation}]), block < last && !stays(block) ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendGrad}]), block > 0 && !stays(block - 1) ? m : 0);
       }
     }
   });
+}
+
+// A way from one stage to the next has messages in the order in which they are received, in a V of both kinds.
+TEST(Schedule, MessagesOfAWayAreReceivedInTheOrderOfTheirSends) {
+  for_all([](const ScheduleOptions& o) {
+    const std::vector<std::vector<Instr>> schedules = make_schedules(o);
+    const Placement placement = o.placement();
+    std::map<std::tuple<int, int, Way>, std::vector<std::tuple<bool, i64, i64>>> sent,
+        received;  // activation, micro, block
+    for (int stage = 0; stage < o.stages; ++stage) {
+      ScheduleOptions own = o;
+      own.stage = stage;
+      ASSERT_EQ(make_schedule(own), schedules[stage]);
+      for (const Instr& i : schedules[stage]) {
+        const bool activation = i.op == Op::SendActivation || i.op == Op::RecvActivation;
+        const i64 block = placement.block_of(stage, i.chunk);
+        const int peer = placement.peer_of(stage, i.op, i.chunk);
+        const Way way = placement.way_of(i.op, i.chunk);
+        if (i.op == Op::SendActivation || i.op == Op::SendGrad) {
+          const i64 to = block + (activation ? 1 : -1);
+          ASSERT_EQ(placement.stage_of(to), peer);
+          sent[{stage, peer, way}].emplace_back(activation, i.micro, to);
+        } else if (i.op == Op::RecvActivation || i.op == Op::RecvGrad) {
+          received[{peer, stage, way}].emplace_back(activation, i.micro, block);
+        }
+      }
+    }
+    ASSERT_EQ(sent, received);
+  });
+}
+
+// A gradient between two chunks of a stage has a slot from the pass that makes it to the last one that reads it.
+TEST(Schedule, GradientsBetweenChunksOfAStageAreRings) {
+  for (int p = 2; p <= 8; ++p) {
+    for (const i64 m : {1, 2, 7, 24}) {
+      const std::vector<Instr> instrs = make_schedule({ScheduleKind::ZeroBubbleV, p, p - 1, m, 2});
+      const i64 slots = gradient_slots_before(instrs, 1);
+      std::set<i64> taken;
+      size_t most = 1;
+      for (const Instr& i : instrs) {
+        if (i.op == Op::BackwardInput && i.chunk == 1) {
+          ASSERT_TRUE(taken.insert(i.micro % slots).second) << p << " " << m;
+          most = std::max(most, taken.size());
+        }
+        if (i.chunk == 0 && (i.op == Op::BackwardInput || i.op == Op::BackwardWeight)) {
+          ASSERT_TRUE(taken.contains(i.micro % slots));
+          if (i.op == Op::BackwardWeight) taken.erase(i.micro % slots);
+        }
+      }
+      ASSERT_EQ(slots, static_cast<i64>(most));
+    }
+  }
 }
 
 // Slot k % size of a stash is free when micro-batch k comes, and no smaller stash would do.
@@ -230,25 +306,26 @@ TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
   for_all([](ScheduleOptions o) {
     if (o.micro_batches % 5 != 1 && o.micro_batches % 8 != 0) return;
     for (o.backward_end = 0; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
-      const bool others = o.stages > 1;
+      const auto stays = [&](i64 block) { return o.placement().stays(block); };
       for (o.stage = 0; o.stage < o.stages; ++o.stage) {
         const std::vector<Instr> instrs = make_schedule(o);
         std::map<std::pair<i64, Op>, i64> times;
         for (const Instr& i : instrs) ++times[{i.chunk, i.op}];
         for (i64 c = 0; c < o.chunks; ++c) {
-          const i64 block = block_of(o.stages, o.stage, c), m = o.micro_batches, last = i64{o.stages} * o.chunks - 1;
+          const i64 block = o.placement().block_of(o.stage, c), m = o.micro_batches,
+                    last = i64{o.stages} * o.chunks - 1;
           ASSERT_EQ((times[{c, Op::Forward}]), m);
           ASSERT_EQ((times[{c, Op::Backward}] + times[{c, Op::BackwardInput}]), block >= o.backward_end ? m : 0);
           ASSERT_EQ((times[{c, Op::BackwardWeight}]), (times[{c, Op::BackwardInput}]));
-          ASSERT_EQ((times[{c, Op::SendGrad}]), block > o.backward_end && others ? m : 0);
-          ASSERT_EQ((times[{c, Op::RecvGrad}]), block >= o.backward_end && block < last && others ? m : 0);
+          ASSERT_EQ((times[{c, Op::SendGrad}]), block > o.backward_end && !stays(block - 1) ? m : 0);
+          ASSERT_EQ((times[{c, Op::RecvGrad}]), block >= o.backward_end && block < last && !stays(block) ? m : 0);
         }
         const KeptSlots slots = kept_slots(instrs, o.chunks, o.micro_batches);
         std::map<i64, std::pair<i64, i64>> taken;  // slot -> chunk, micro-batch
         i64 most = 0;
         const auto gives_back = [&](i64 chunk, i64 micro) { return taken.erase(slots.of[chunk][micro]) == 1; };
         for (const Instr& i : instrs) {
-          const bool backward = block_of(o.stages, o.stage, i.chunk) >= o.backward_end;
+          const bool backward = o.placement().block_of(o.stage, i.chunk) >= o.backward_end;
           if (i.op == Op::Forward) {
             ASSERT_TRUE(taken.try_emplace(slots.of[i.chunk][i.micro], i.chunk, i.micro).second);
             most = std::max(most, std::ssize(taken));
@@ -258,8 +335,9 @@ TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
             ASSERT_TRUE(gives_back(i.chunk, i.micro));
           }
           // Read in place by the next chunk, of which it may be the input of its first layer's backward pass.
-          const bool reads =
-              !others && i.chunk > 0 && i.chunk - 1 < o.backward_end && i.op == (backward ? Op::Backward : Op::Forward);
+          const bool reads = i.chunk > 0 && stays(o.placement().block_of(o.stage, i.chunk - 1)) &&
+                             o.placement().block_of(o.stage, i.chunk - 1) < o.backward_end &&
+                             (backward ? i.op == Op::Backward || i.op == Op::BackwardWeight : i.op == Op::Forward);
           if (reads) {
             ASSERT_TRUE(gives_back(i.chunk - 1, i.micro));
           }
@@ -267,7 +345,7 @@ TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
         ASSERT_TRUE(taken.empty());
         ASSERT_EQ(slots.count, most);
         for (i64 c = 0; c < o.chunks; ++c) {
-          if (block_of(o.stages, o.stage, c) < o.backward_end) {
+          if (o.placement().block_of(o.stage, c) < o.backward_end) {
             ASSERT_EQ(stash_sizes(instrs, c).forward, 1);
           }
         }
@@ -291,6 +369,19 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
           ASSERT_EQ(sizes.forward, std::min<i64>(p, m));
           ASSERT_EQ(sizes.backward, std::min<i64>(o.stage + 1, m));
           break;
+        case ScheduleKind::ZeroBubbleV: {
+          const i64 most = most_kept_passes({.stages = p, .memory_limit = o.memory_limit});
+          ASSERT_LE(kept_slots(instrs, v, m).count, most);
+          if (o.memory_limit == 1 && m >= 2 * p) {
+            ASSERT_EQ(kept_slots(instrs, v, m).count, most);
+          }
+          i64 waiting = 0;  // weight gradients
+          for (const Instr& i : instrs) {
+            waiting += i.op == Op::BackwardInput ? 1 : i.op == Op::BackwardWeight ? -1 : 0;
+            ASSERT_LE(waiting, p);
+          }
+          break;
+        }
         case ScheduleKind::Interleaved: {
           i64 live = 0, most = 0;
           for (const Instr& i : instrs) {
@@ -302,10 +393,10 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
           for (i64 c = 0; c < v; ++c) ASSERT_LE(stash_sizes(instrs, c).forward, std::min<i64>(2 * p, m));
         }
       }
-      ASSERT_TRUE(o.kind == ScheduleKind::ZeroBubbleH1 || sizes.backward == 1);
+      ASSERT_TRUE(splits_backward(o.kind) || sizes.backward == 1);
     }
   });
-  const StashSizes eval = stash_sizes(make_eval_schedule(4, 1, 9, 1), 0);
+  const StashSizes eval = stash_sizes(make_eval_schedule({4}, 1, 9, 1), 0);
   EXPECT_EQ(eval.forward, 1);
   EXPECT_EQ(eval.backward, 1);
 }
@@ -318,6 +409,14 @@ TEST(Schedule, SaysWhyThereIsNone) {
   EXPECT_EQ(why(Interleaved, 4, 8, 2), "");
   EXPECT_EQ(why(ZeroBubbleH1, 4, 3, 1), "");
   EXPECT_EQ(why(BreadthFirst, 1, 3, 4), "");
+  EXPECT_EQ(why(ZeroBubbleV, 4, 1, 2), "");
+  EXPECT_THAT(why(ZeroBubbleV, 4, 8, 1), HasSubstr("pipeline.virtual_stages 1: pipeline.schedule zb-v takes 2"));
+  EXPECT_THAT(why(ZeroBubbleV, 1, 8, 2), HasSubstr("pipeline.stages is 1, it takes 2 or more"));
+  for (const int p : {2, 3, 4, 5, 6, 7, 8, 12, 64}) {
+    const double least = static_cast<double>(2 * ((p + 4) / 3)) / (2 * p);
+    EXPECT_EQ(why_not({ZeroBubbleV, p, 0, 8, 2, 0, least}), "") << p;
+    EXPECT_THAT(why_not({ZeroBubbleV, p, 0, 8, 2, 0, least - 0.01}), HasSubstr("pipeline.memory_limit")) << p;
+  }
   EXPECT_THAT(why(BreadthFirst, 4, 3, 2), HasSubstr("pipeline.stages is 4, it takes 1"));
   EXPECT_THAT(why(BreadthFirst, 1, 3, 1), HasSubstr("pipeline.virtual_stages is 1, it takes 2 or more"));
   EXPECT_THAT(why(Interleaved, 4, 6, 2), HasSubstr("gradient_accumulation_steps 6 is no multiple of the 4"));

@@ -236,6 +236,7 @@ TEST_P(Scratch, IsWhatEveryRankOfAMeshHolds) {
          {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2, .schedule = Kind::ZeroBubbleH1}, Layout{.tp = 2, .stage = 1},
           Layout{.tp = 2, .sequence = true}, Layout{.sp = 2, .mode = Mode::Ulysses},
           Layout{.sp = 2, .mode = Mode::Ring}, Layout{.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+          Layout{.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
           Layout{.pp = 2, .tp = 2, .checkpoints = Granularity::Layer, .stage = 1}}) {
       if (l.chunks > 1 && config.layers < 4) config.layers = 4;
       for (const int threads : {1, 2}) {
@@ -460,6 +461,7 @@ TEST(Scratch, IsWalkedCallByCallOnEveryRankOfAMesh) {
          {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2, .schedule = Kind::ZeroBubbleH1}, Layout{.tp = 2, .stage = 1},
           Layout{.tp = 2, .sequence = true}, Layout{.sp = 2, .mode = Mode::Ulysses},
           Layout{.sp = 2, .mode = Mode::Ring}, Layout{.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+          Layout{.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
           Layout{.pp = 2, .tp = 2, .checkpoints = Granularity::Layer, .stage = 1},
           Layout{.dp = 2, .checkpoints = Granularity::Selective}}) {
       if (l.chunks > 1 && model.layers < 4) model.layers = 4;

@@ -13,7 +13,8 @@ using ::testing::HasSubstr;
 using Schedules = std::vector<std::vector<Instr>>;
 
 constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst};
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst,
+                                   ScheduleKind::ZeroBubbleV};
 const std::vector<Costs> kUnit = {Costs{}};
 
 // Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
@@ -23,11 +24,13 @@ void for_all(F f) {
     for (int p = 1; p <= 8; ++p) {
       for (i64 m = 1; m <= 32; ++m) {
         for (int v = 1; v <= 4; ++v) {
-          const ScheduleOptions options{kind, p, 0, m, v};
-          if (!why_not(options).empty()) continue;
-          SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
-          f(options);
-          if (::testing::Test::HasFatalFailure()) return;
+          for (const double limit : {1.0, 0.7, 0.5}) {
+            const ScheduleOptions options{kind, p, 0, m, v, 0, limit};
+            if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
+            SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
+            f(options);
+            if (::testing::Test::HasFatalFailure()) return;
+          }
         }
       }
     }
@@ -48,10 +51,11 @@ TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
   u64 seed = 0;
   for_all([&](const ScheduleOptions& o) {
     const Schedules schedules = make_schedules(o);
+    const bool v = o.placement().v;
     for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
-      ASSERT_NO_THROW(simulate(schedules, kUnit, {.send_buffers = send_buffers}));
+      ASSERT_NO_THROW(simulate(schedules, kUnit, {.send_buffers = send_buffers}, v));
       ASSERT_NO_THROW(simulate(schedules, std::vector<Costs>{{1, 1, 1, 0.3}},
-                               {.seed = ++seed, .delay = 5, .send_buffers = send_buffers}));
+                               {.seed = ++seed, .delay = 5, .send_buffers = send_buffers}, v));
     }
   });
 }
@@ -60,12 +64,15 @@ TEST(Simulate, EvaluationEndsForAnyNumberOfMicroBatches) {
   for (int p = 1; p <= 8; ++p) {
     for (int v = 1; v <= 4; ++v) {
       for (i64 m = 0; m <= 32; ++m) {
-        Schedules schedules;
-        for (int i = 0; i < p; ++i) schedules.push_back(make_eval_schedule(p, i, m, v));
-        for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
-          const Timeline timeline =
-              simulate(schedules, kUnit, {.seed = static_cast<u64>(m), .delay = 3, .send_buffers = send_buffers});
-          for (const auto& spans : timeline.stages) ASSERT_EQ(static_cast<i64>(spans.size()), m * v);
+        for (const Placement& placement : {Placement{p}, Placement{p, true}}) {
+          if (placement.v && v != 2) continue;
+          Schedules schedules;
+          for (int i = 0; i < p; ++i) schedules.push_back(make_eval_schedule(placement, i, m, v));
+          for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+            const Timeline timeline = simulate(
+                schedules, kUnit, {.seed = static_cast<u64>(m), .delay = 3, .send_buffers = send_buffers}, placement.v);
+            for (const auto& spans : timeline.stages) ASSERT_EQ(static_cast<i64>(spans.size()), m * v);
+          }
         }
       }
     }
@@ -77,6 +84,7 @@ TEST(Simulate, IdleTimesAreThoseOfThePapers) {
   for_all([](const ScheduleOptions& o) {
     const bool zero_bubble = o.kind == ScheduleKind::ZeroBubbleH1;
     if (zero_bubble && o.micro_batches < o.stages) return;
+    if (o.kind == ScheduleKind::ZeroBubbleV) return;  // below
     for (const Costs& costs : {Costs{1, 1, 1}, Costs{3, 4, 2}, Costs{5, 7, 5}, Costs{8, 3, 9}}) {
       if (zero_bubble && costs.backward_weight > std::min(costs.forward, costs.backward_input)) continue;
       for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
@@ -95,16 +103,14 @@ TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
     if (o.micro_batches % 5 != 1) return;
     for (o.backward_end = 1; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
       for (const i64 send_buffers : {i64{1}, i64{1} << 40})
-        (void)simulate(make_schedules(o), kUnit, {.seed = 7, .delay = 3, .send_buffers = send_buffers});
-      ASSERT_EQ(bubble_fraction(o), simulate(make_schedules(o), kUnit).bubble_fraction());
+        (void)simulate(o, kUnit, {.seed = 7, .delay = 3, .send_buffers = send_buffers});
+      ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction());
     }
   });
 }
 
 TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
-  for_all([](const ScheduleOptions& o) {
-    ASSERT_EQ(bubble_fraction(o), simulate(make_schedules(o), kUnit).bubble_fraction());
-  });
+  for_all([](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction()); });
 }
 
 // A simulation of these would take memory by the product.
@@ -122,6 +128,54 @@ TEST(Simulate, BubblesOfKnownSizes) {
   EXPECT_DOUBLE_EQ(bubble({OneFOneB, 4, 0, 8}), 3. / 11);
   EXPECT_DOUBLE_EQ(bubble({Interleaved, 4, 0, 8, 2}), 3. / 19);
   EXPECT_DOUBLE_EQ(bubble({ZeroBubbleH1, 4, 0, 8}), 1. / 9);
+}
+
+// A V of equal passes is idle only until the first micro-batch is at the last stage, a sixth of 1F1B's idle time; no
+// schedule of its blocks is idle for less. One send buffer is enough for that.
+TEST(Simulate, AVIsIdleUntilTheLastStageHasItsFirstInput) {
+  for (int p = 2; p <= 64; p = p < 8 ? p + 1 : 2 * p) {
+    for (const i64 m : {i64{p}, 2 * i64{p} + 1, 4 * i64{p}}) {
+      const ScheduleOptions o{ScheduleKind::ZeroBubbleV, p, 0, m, 2};
+      ASSERT_TRUE(formula_is_exact(o));
+      for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+        const Timeline t = simulate(o, kUnit, {.send_buffers = send_buffers});
+        for (size_t stage = 0; stage < t.stages.size(); ++stage) ASSERT_EQ(t.idle(stage), p - 1) << p << " " << m;
+        ASSERT_EQ(t.bubble_fraction(), bubble_formula(o));
+      }
+      EXPECT_EQ(6 * idle_formula(o), 2 * idle_formula({.stages = p, .micro_batches = m}));
+    }
+  }
+}
+
+// V-Half: half of 1F1B's idle time with (p + 2) / 2 micro-batches' activations. V-Min: two thirds with (p + 4) / 3.
+TEST(Simulate, AVOfLessMemoryIsIdleForAsLongAsThePapersSay) {
+  const auto idle_of_1f1b = [](const ScheduleOptions& o, i64 kept) {
+    ScheduleOptions of_kept = o;
+    of_kept.memory_limit = static_cast<double>(kept) / static_cast<double>(2 * o.stages);
+    double most = 0;
+    for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+      const Timeline t = simulate(of_kept, kUnit, {.send_buffers = send_buffers});
+      for (size_t stage = 0; stage < t.stages.size(); ++stage)
+        most = std::max(most, t.idle(stage) / static_cast<double>(6 * (o.stages - 1)));
+    }
+    return most;
+  };
+  for (const int p : {4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64}) {
+    for (const i64 m : {i64{p}, 3 * i64{p}}) {
+      const ScheduleOptions o{ScheduleKind::ZeroBubbleV, p, 0, m, 2};
+      EXPECT_LE(idle_of_1f1b(o, p + 2), 0.51) << p << " " << m;
+      const double least = idle_of_1f1b(o, least_kept_passes(p));
+      EXPECT_LE(least, 0.67) << p << " " << m;
+      EXPECT_GT(least, 0.4) << p << " " << m;
+      // More memory never costs time.
+      double last = least;
+      for (i64 kept = least_kept_passes(p) + 1; p <= 9 && kept <= 2 * p; ++kept) {
+        const double more = idle_of_1f1b(o, kept);
+        EXPECT_LE(more, last) << p << " " << m << " " << kept;
+        last = more;
+      }
+    }
+  }
 }
 
 // If its conditions do not hold, ZB-H1's formula promises too much.
@@ -152,7 +206,7 @@ TEST(Simulate, CostsAreOfAllBlocksOrStagesOrOfEachBlock) {
     for (int stage = 0; stage < 2; ++stage) {
       for (const Span& s : t.stages[stage]) {
         if (s.instr.op != Op::Forward) continue;
-        result[block_of(2, stage, s.instr.chunk)] = s.end - s.begin;
+        result[Placement{2}.block_of(stage, s.instr.chunk)] = s.end - s.begin;
       }
     }
     return result;

@@ -352,13 +352,15 @@ struct EvalConfig {
 };
 
 // How the pipeline stages process micro-batches; see pipeline/schedule.h.
-enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst };
+enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst, ZeroBubbleV };
 struct PipelineConfig {
   i64 stages = 1;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
-  // Balances "parameters", "uniform" (layers), "memory", or layers whose type matches "type:REGEX".
+  // Balances "parameters", "uniform" (layers), "memory", "compute", or layers whose type matches "type:REGEX".
   std::string partition = "parameters";
-  i64 virtual_stages = 1;  // chunks of layers per stage; more than 1 with Interleaved and BreadthFirst
+  i64 virtual_stages = 1;  // chunks of layers per stage: 2 with ZeroBubbleV, more than 1 if Interleaved or BreadthFirst
+  // ZeroBubbleV: the most activations that a stage keeps, as a share of those of 1F1B's first stage.
+  double memory_limit = 1;
 };
 
 // Tensor parallelism: each matrix is cut over tp_size ranks.

@@ -198,6 +198,7 @@ struct Arrangement {
   i64 micro = 0, accumulation = 0;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;  // meaningful with several stages
   i64 virtual_stages = 1;
+  double memory_limit = 1;         // PipelineConfig::memory_limit
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
   Offloaded offloaded = Offloaded::AsItIs;
