@@ -5,15 +5,16 @@
 // al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
 // A unit (a layer, or the matrix that two layers share) is gathered and reduced as one. Its rows lie one after the
-// other in one or two segments, each row at a multiple of 8 elements; a segment is padded to a multiple of P * 128
-// elements and cut into P equal slices; rank r owns slice r. If states are stored in blocks, both alignments are
+// other in one or two segments, each row at a multiple of 8 elements, in their order but for rows that lie directly
+// after an earlier one (ParamRow::after); a segment is padded to a multiple of P * 128 elements and cut into P equal
+// slices; rank r owns slice r. If states are stored in blocks, both alignments are
 // multiples of a block, so that no block is cut:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements, which are always
-// whole on every rank), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
+// whole on every rank; rows that lie directly after each other count as one), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
 // blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
 // so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
 // memory-centric tiling). At other stages a unit is one segment. Rows that are not trained have segments of their own,
@@ -115,6 +116,7 @@ struct Piece {
 
 // Elements of a block of codes that are sent (ZeRO++).
 inline constexpr i64 kCodeBlock = 256;
+static_assert(kCodeBlock <= model::kRowBlock && kRowAlignment <= model::kRowBlock);
 
 class Layout {
  public:

@@ -479,6 +479,7 @@ struct Config {
   GradientReduce gradient_reduce = GradientReduce::Mean;  // gradient_allreduce_op; Sum requires LossNorm::Micro
   LossConfig loss;
   bool deterministic = false;
+  bool joined_products = true;  // model.joined_products
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
   i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
