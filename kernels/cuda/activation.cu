@@ -71,9 +71,7 @@ void activation_bwd(TensorView dx, TensorView dy, TensorView x, Activation kind,
 }
 
 void swiglu_fwd(TensorView y, TensorView gate, TensorView up, Stream& s) noexcept {
-  with_work_type(y.dtype, [&]<class T>(T) {
-    swiglu<T>("swiglu_fwd", s, {y}, {gate, up}, Each<SwigluForward>{});
-  });
+  with_work_type(y.dtype, [&]<class T>(T) { swiglu<T>("swiglu_fwd", s, {y}, {gate, up}, Each<SwigluForward>{}); });
 }
 
 void swiglu_bwd(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream& s) noexcept {

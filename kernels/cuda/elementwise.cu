@@ -56,17 +56,17 @@ void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView resid
   const i64 R = y.dim(0), C = y.dim(1);
   if (R == 0 || C == 0) return;
   with_work_type(y.dtype, [&]<class T>(T) {
-    const BiasResidualArgs<T> args{
-        .y = y.as<T>(),
-        .x = x.as<float>(),
-        .bias = bias.as<T>(),
-        .residual = residual.as<T>(),
-        .R = R,
-        .C = C,
-        .y_stride = y.stride[0],
-        .residual_stride = residual.stride[0],
-        .wide = C % kPack<T> == 0 && y.stride[0] % kPack<T> == 0 && residual.stride[0] % kPack<T> == 0 &&
-                all_aligned(16, {y.data, x.data, bias.data, residual.data})};
+    const BiasResidualArgs<T> args{.y = y.as<T>(),
+                                   .x = x.as<float>(),
+                                   .bias = bias.as<T>(),
+                                   .residual = residual.as<T>(),
+                                   .R = R,
+                                   .C = C,
+                                   .y_stride = y.stride[0],
+                                   .residual_stride = residual.stride[0],
+                                   .wide = C % kPack<T> == 0 && y.stride[0] % kPack<T> == 0 &&
+                                           residual.stride[0] % kPack<T> == 0 &&
+                                           all_aligned(16, {y.data, x.data, bias.data, residual.data})};
     const dim3 grid(static_cast<unsigned>(ceil_div(R * args.packs(), kElementwiseThreads)));
     launch(bias_residual_kernel<T>, {grid, kElementwiseThreads, 0}, c.stream(), args);
   });

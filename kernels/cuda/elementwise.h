@@ -185,7 +185,8 @@ struct RowOperands {
 
 // A thread per pack of a row; f as above.
 template <class To, class From, int kOut, int kIn, class F>
-__global__ void __launch_bounds__(kElementwiseThreads) elementwise_rows_kernel(RowOperands<To, From, kOut, kIn> a, F f) {
+__global__ void __launch_bounds__(kElementwiseThreads)
+    elementwise_rows_kernel(RowOperands<To, From, kOut, kIn> a, F f) {
   constexpr int kWidth = RowOperands<To, From, kOut, kIn>::kWidth;
   const i64 item = i64{block_index().x} * kElementwiseThreads + thread_index();
   const i64 row = item / a.packs, column = (item - row * a.packs) * kWidth;

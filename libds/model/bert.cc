@@ -168,10 +168,9 @@ class BertBlock final : public BertLayer {
     };
     // In the order of enum Saved, Gradient, Temporary.
     qkv_.add_outputs(a.saved, [&](i64 columns) { return p.attention(work, {R, columns}); });
-    add(a.saved,
-        {p.attention(work, {R, Q_}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}), p.saved(f32, {S}),
-         p.saved(f32, {S}), p.saved(work, {S, C_}), p.saved(work, {R, F_}), p.saved(work, {R, F_}),
-         p.saved(work, {S, C_}), p.saved(f32, {S}), p.saved(f32, {S})});
+    add(a.saved, {p.attention(work, {R, Q_}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}), p.saved(f32, {S}),
+                  p.saved(f32, {S}), p.saved(work, {S, C_}), p.saved(work, {R, F_}), p.saved(work, {R, F_}),
+                  p.saved(work, {S, C_}), p.saved(f32, {S}), p.saved(f32, {S})});
     if (pass.mode == Mode::Train) {
       a.gradients = {p.gradient(work, {S, C_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_})};
       qkv_.add_outputs(a.gradients, [&](i64 columns) { return p.gradient(work, {R, columns}); });

@@ -198,8 +198,8 @@ bool LinearGroup::joined() const noexcept {
   return true;
 }
 
-// Rows in tiles have no data. A layer around this one may have moved rows to other memory. In a dry run all views are of
-// one place.
+// Rows in tiles have no data. A layer around this one may have moved rows to other memory. In a dry run all views are
+// of one place.
 bool LinearGroup::joined(RowViews views) const noexcept {
   if (!joined()) return false;
   const auto lies_after = [&](size_t map, size_t row) {
@@ -249,8 +249,8 @@ void LinearGroup::plan(LayerActs& acts, ActivationPlanner& planner, DType work, 
   for (const Linear& map : maps_) map.plan(acts, planner, work, R, mode, attention);
 }
 
-void LinearGroup::forward(const PassContext& ctx, RowViews params, const LayerActs& acts,
-                          std::span<const TensorView> y, TensorView x) const {
+void LinearGroup::forward(const PassContext& ctx, RowViews params, const LayerActs& acts, std::span<const TensorView> y,
+                          TensorView x) const {
   if (joined(params))
     return linear_forward(ctx, all(y), x, all(params, 0),
                           {.bias = maps_[0].spec().bias ? all(params, 1) : TensorView{}});

@@ -14,17 +14,17 @@
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements, which are always
-// whole on every rank; rows that lie directly after each other count as one), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
-// blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
-// so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
-// memory-centric tiling). At other stages a unit is one segment. Rows that are not trained have segments of their own,
-// after the trained ones of their unit, one for each form in which they are stored, and tiles that are numbered after
-// all trained ones: a layout of gradients is the same without them. Ownership is the same at stages 0 to 2, and does
-// not depend on bucket sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the
-// same numbers of units and parameters: a layer has a unit in each layout. A rank may hold only some of the units (a
-// pipeline stage): all units keep their numbers, and are cut as if all were there, so that a unit on two stages is cut
-// alike on both. Shard arrays (fp32 sums, masters, moments) are the owned slices of all trained segments, one after the
-// other; at stage 0 every rank keeps all slices.
+// whole on every rank; rows that lie directly after each other count as one), and tiles: if a layer has more than
+// stage3_tile_size elements, each of its matrices is cut into blocks of rows of at most so many elements, and each
+// block is a unit of its own, numbered after those of the layers, so that neither the layer nor a matrix is ever whole
+// in memory (Rajbhandari et al., "ZeRO-Infinity", 2021: memory-centric tiling). At other stages a unit is one segment.
+// Rows that are not trained have segments of their own, after the trained ones of their unit, one for each form in
+// which they are stored, and tiles that are numbered after all trained ones: a layout of gradients is the same without
+// them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit that are reduced
+// over other ranks have a layout of their own, with the same numbers of units and parameters: a layer has a unit in
+// each layout. A rank may hold only some of the units (a pipeline stage): all units keep their numbers, and are cut as
+// if all were there, so that a unit on two stages is cut alike on both. Shard arrays (fp32 sums, masters, moments) are
+// the owned slices of all trained segments, one after the other; at stage 0 every rank keeps all slices.
 
 #include <algorithm>
 #include <span>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear maps of one input as one product: the training of maps apart but for the rounding of an input's gradient, with
-// the same bits however a run is cut. Parameters, their initial values and states of optimizers are those of maps apart.
+// the same bits however a run is cut. Parameters, their initial values and states of optimizers are those of maps
+// apart.
 
 #include "ds/linear.h"
 #include "equivalence/tiers.h"
@@ -257,8 +258,7 @@ TEST(Joined, RowsThatAreStoredAlikeStayJoined) {
       }
       return m;
     };
-    const Trace base = train(config_for(model, {}), {}, stored),
-                exact = train(config_for(model, {}), {}, Hooks{});
+    const Trace base = train(config_for(model, {}), {}, stored), exact = train(config_for(model, {}), {}, Hooks{});
     EXPECT_FALSE(same_bits(base.losses, exact.losses)) << "nothing is stored";
     for (const Layout& l : {Layout{.stage = 3}, {.dp = 2, .stage = 1}, {.dp = 4, .stage = 3}}) {
       const Trace t = train(config_for(model, l), l, stored);

@@ -174,7 +174,8 @@ TEST(Activation, SwigluOfStridedRowsHasTheBitsOfContiguousOnes) {
   Stream s{.pool = &pool};
   for (const OpTable* ops : backends()) {
     for (DType t : kWorkDTypes) {
-      for (const auto& [R, F, gap] : {std::array<i64, 3>{1, 5, 0}, {3, 7, 1}, {5, 16, 8}, {40, 1000, 0}, {3, 20000, 3}}) {
+      for (const auto& [R, F, gap] :
+           {std::array<i64, 3>{1, 5, 0}, {3, 7, 1}, {5, 16, 8}, {40, 1000, 0}, {3, 20000, 3}}) {
         const std::string what = describe(ops, t, Activation::Silu, R * F);
         const i64 stride = 2 * F + gap;
         Tensor gate(t, {R, F}), up(t, {R, F}), dy(t, {R, F}), y(t, {R, F}), dgate(t, {R, F}), dup(t, {R, F});

@@ -383,7 +383,9 @@ TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
 // Two matrices and their biases, as two linear maps declare them, between other rows.
 Rows two_maps() {
   Rows r = rows({40});
-  const auto add = [&](std::vector<i64> shape, i64 after) { r.push_back({.name = "p", .shape = shape, .after = after}); };
+  const auto add = [&](std::vector<i64> shape, i64 after) {
+    r.push_back({.name = "p", .shape = shape, .after = after});
+  };
   add({32, 16}, -1);
   add({256}, -1);
   add({16, 16}, 1);

@@ -27,7 +27,8 @@ void activation_bwd(TensorView dx, TensorView dy, TensorView x, Activation kind,
 
 namespace {
 
-// Calls f(r, c, lanes) for the vectors of strided rows [R,C], or of one row of all elements if the tensors have no gaps.
+// Calls f(r, c, lanes) for the vectors of strided rows [R,C], or of one row of all elements if the tensors have no
+// gaps.
 template <class F>
 void for_row_vectors(Stream& stream, std::initializer_list<TensorView> tensors, F&& f) noexcept {
   const TensorView& first = *tensors.begin();

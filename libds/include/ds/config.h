@@ -479,7 +479,6 @@ struct Config {
   GradientReduce gradient_reduce = GradientReduce::Mean;  // gradient_allreduce_op; Sum requires LossNorm::Micro
   LossConfig loss;
   bool deterministic = false;
-  bool joined_products = true;  // model.joined_products
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
   i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
@@ -487,7 +486,8 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   PublishedModelConfig published;
-  ModelConfig model;  // read from published.path or inline; layers == 0 if neither is given
+  ModelConfig model;            // read from published.path or inline; layers == 0 if neither is given
+  bool joined_products = true;  // becomes model.joined_products
   DataConfig data;
   CurriculumConfig curriculum;
   RandomLtdConfig random_ltd;

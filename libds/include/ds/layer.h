@@ -75,16 +75,16 @@ struct ParamRow {
   // over this many neighbouring ranks, each of which has seen other tokens or heads.
   int also_summed = 1;
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
-  // The number in its layer of the row that it lies directly after in memory, so that both are parts of one matrix or
-  // vector; -1: none. Unless lies_after() they lie anywhere. The other row consists of whole blocks of kRowBlock.
-  i64 after = -1;
   i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
   bool counted = true;
+  // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix
+  // or vector; -1: none. That row consists of whole blocks of kRowBlock. See lies_after().
+  i64 after = -1;
 
   i64 numel() const noexcept { return product(shape); }
   MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
-  // Whether a row of these, those of its layer, lies directly after another one, unless it is in tiles.
+  // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
     if (after < 0) return false;
     const ParamRow& other = rows[static_cast<size_t>(after)];
