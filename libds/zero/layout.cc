@@ -33,6 +33,19 @@ std::string trained_rows(Layout::Units units) {
   return trained;
 }
 
+// Which rows lie directly after another one than the one before them.
+std::string moved_rows(Layout::Units units) {
+  std::string moved;
+  i64 param = 0;
+  for (const auto& unit : units) {
+    for (size_t r = 0; r < unit.size(); ++r, ++param) {
+      if (unit[r].lies_after(unit) && std::cmp_not_equal(unit[r].after + 1, r))
+        moved += fmt::format("{}:{} ", param, unit[r].after);
+    }
+  }
+  return moved;
+}
+
 }  // namespace
 
 namespace {
@@ -102,6 +115,8 @@ Layout Layout::make(Units units, const LayoutOptions& options) {
   const std::string trained = trained_rows(units);
   if (trained.find_first_not_of('\1') != trained.npos)
     layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
+  if (const std::string moved = moved_rows(units); !moved.empty())
+    layout.moved_ = fmt::format(" moved={:08x}", static_cast<u32>(XXH3_64bits(moved.data(), moved.size())));
   layout.rows_.resize(trained.size());
   for (size_t p = 0; p < trained.size(); ++p) layout.rows_[p].param = narrow<i64>(p);
 
@@ -258,9 +273,9 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}", options_.num_ranks, options_.stage,
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}{}", options_.num_ranks, options_.stage,
                      options_.slice_alignment(),
-                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_);
+                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_, moved_);
 }
 
 }  // namespace ds::zero

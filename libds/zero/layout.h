@@ -171,8 +171,8 @@ class Layout {
   std::vector<Piece> held_pieces(int rank) const;
 
   // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
-  // follows, and with rows that are not trained, " frozen=" and a hash of which they are and how
-  // they are stored.
+  // follows, with rows that are not trained " frozen=" and a hash of which they are and how they are stored, and with
+  // rows that lie in another order than the model's " moved=" and a hash of the order.
   std::string id() const;
 
  private:
@@ -190,7 +190,7 @@ class Layout {
   std::vector<RowPlace> rows_, places_;
   std::vector<MatrixTile> tiles_;
   i64 shard_elems_ = 0, num_elements_ = 0, num_units_ = 0;  // num_units_: before those of tiles
-  std::string frozen_;                                      // the part of id() about rows that are not trained
+  std::string frozen_, moved_;  // the parts of id() about rows that are not trained, and that lie after others
 };
 
 }  // namespace ds::zero

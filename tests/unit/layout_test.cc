@@ -443,6 +443,19 @@ TEST(Layout, RowsLieDirectlyAfterOthersWhereverTheyAreKeptAlike) {
   }
 }
 
+// Arrays of one rank that are saved in the order of a layout must not return in another order.
+TEST(Layout, IsNamedAnotherIfRowsLieInAnotherOrder) {
+  const LayoutOptions options{.num_ranks = 2, .stage = 1};
+  Rows plain = two_maps();
+  for (model::ParamRow& row : plain) row.after = -1;
+  EXPECT_EQ(make({plain}, options).id().find("moved"), std::string::npos);
+  EXPECT_NE(make({two_maps()}, options).id(), make({plain}, options).id());
+  Rows in_order = rows({256, 256});
+  const std::string id = make({in_order}, options).id();
+  in_order[1].after = 0;
+  EXPECT_EQ(make({in_order}, options).id(), id);
+}
+
 // At stage 3 what lies side by side is small as a whole, or not.
 TEST(Layout, RowsThatLieAfterOthersPersistTogether) {
   const auto persistent = [](i64 threshold) {
