@@ -42,6 +42,15 @@ void with_activation(Activation kind, F&& f) noexcept {
   }
 }
 
+// SwiGLU of contiguous tensors or of strided rows.
+template <class T, int kOut, int kIn, class F>
+void swiglu(const char* name, Stream& s, const TensorView (&out)[kOut], const TensorView (&in)[kIn], F f) noexcept {
+  const auto contiguous = [](const TensorView& v) { return v.contiguous(); };
+  if (std::ranges::all_of(out, contiguous) && std::ranges::all_of(in, contiguous))
+    return elementwise<T, T>(name, s, out, in, f);
+  elementwise_rows<T, T>(name, s, out, in, f);
+}
+
 }  // namespace
 
 void activation_fwd(TensorView y, TensorView x, Activation kind, Stream& s) noexcept {
@@ -62,14 +71,12 @@ void activation_bwd(TensorView dx, TensorView dy, TensorView x, Activation kind,
 }
 
 void swiglu_fwd(TensorView y, TensorView gate, TensorView up, Stream& s) noexcept {
-  with_work_type(y.dtype, [&]<class T>(T) {
-    elementwise<T, T>("swiglu_fwd", s, {y}, {gate, up}, Each<SwigluForward>{});
-  });
+  with_work_type(y.dtype, [&]<class T>(T) { swiglu<T>("swiglu_fwd", s, {y}, {gate, up}, Each<SwigluForward>{}); });
 }
 
 void swiglu_bwd(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream& s) noexcept {
   with_work_type(dy.dtype, [&]<class T>(T) {
-    elementwise<T, T>("swiglu_bwd", s, {dgate, dup}, {dy, gate, up}, Each<SwigluBackward>{});
+    swiglu<T>("swiglu_bwd", s, {dgate, dup}, {dy, gate, up}, Each<SwigluBackward>{});
   });
 }
 

@@ -157,6 +157,56 @@ __global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(Operan
   }
 }
 
+// The operands of an elementwise op [R,C] whose rows are strided. All may alias element for element.
+template <class To, class From, int kOut, int kIn>
+struct RowOperands {
+  static constexpr int kWidth = Operands<To, From, kOut, kIn>::kWidth;
+
+  To* out[kOut];
+  const From* in[kIn];
+  i64 out_stride[kOut], in_stride[kIn];
+  i64 R, C, packs;  // of a row
+  bool aligned;     // every pack is whole and aligned to its size
+
+  RowOperands(const TensorView (&to)[kOut], const TensorView (&from)[kIn]) noexcept
+      : R(to[0].dim(0)), C(to[0].dim(1)), packs(ceil_div(C, i64{kWidth})), aligned(C % kWidth == 0) {
+    const auto agrees = [](const TensorView& v, size_t size) {
+      return reinterpret_cast<size_t>(v.data) % (kWidth * size) == 0 && v.stride[0] % kWidth == 0;
+    };
+    for (int k = 0; k < kOut; ++k)
+      out[k] = to[k].template as<To>(), out_stride[k] = to[k].stride[0], aligned &= agrees(to[k], sizeof(To));
+    for (int k = 0; k < kIn; ++k)
+      in[k] = from[k].template as<From>(), in_stride[k] = from[k].stride[0], aligned &= agrees(from[k], sizeof(From));
+  }
+  Launch launch() const noexcept {
+    return {dim3(static_cast<unsigned>(ceil_div(R * packs, i64{kElementwiseThreads}))), kElementwiseThreads, 0};
+  }
+};
+
+// A thread per pack of a row; f as above.
+template <class To, class From, int kOut, int kIn, class F>
+__global__ void __launch_bounds__(kElementwiseThreads)
+    elementwise_rows_kernel(RowOperands<To, From, kOut, kIn> a, F f) {
+  constexpr int kWidth = RowOperands<To, From, kOut, kIn>::kWidth;
+  const i64 item = i64{block_index().x} * kElementwiseThreads + thread_index();
+  const i64 row = item / a.packs, column = (item - row * a.packs) * kWidth;
+  if (row >= a.R) return;
+  Pack<From, kWidth> x[kIn];
+  float in[kIn][kWidth], out[kOut][kWidth];
+  DS_UNROLL for (int k = 0; k < kIn; ++k) {
+    const From* const from = a.in[k] + row * a.in_stride[k];
+    a.aligned ? x[k].load(from + column) : x[k].load_some(from, column, 0, a.C);
+  }
+  DS_UNROLL for (int k = 0; k < kIn; ++k) x[k].get(in[k]);
+  f(out, in, column);
+  DS_UNROLL for (int k = 0; k < kOut; ++k) {
+    Pack<To, kWidth> y;
+    y.set(out[k]);
+    To* const to = a.out[k] + row * a.out_stride[k];
+    a.aligned ? y.store(to + column) : y.store_some(to, column, 0, a.C);
+  }
+}
+
 // Turns f(y, x), which computes float (&y)[kOut] of one element from const float (&x)[kIn], into a function of packs.
 template <class F>
 struct Each {
@@ -171,6 +221,17 @@ struct Each {
     }
   }
 };
+
+// The same of rows that are strided: f does not use `first`.
+template <class To, class From, int kOut, int kIn, class F>
+void elementwise_rows(const char* name, Stream& s, const TensorView (&out)[kOut], const TensorView (&in)[kIn],
+                      F f) noexcept {
+  const RowOperands<To, From, kOut, kIn> operands(out, in);
+  if (operands.R == 0 || operands.C == 0) return;
+  Context& c = context(s);
+  launch(elementwise_rows_kernel<To, From, kOut, kIn, F>, operands.launch(), c.stream(), operands, f);
+  c.check(cudaGetLastError(), name);
+}
 
 // Computes the outputs, all of type To, from the inputs, all of type From and all of the same size.
 template <class To, class From, int kOut, int kIn, class F>

@@ -15,14 +15,15 @@ void activation_bwd(TensorView dx, TensorView dy, TensorView x, Activation f, St
 }
 
 void swiglu_fwd(TensorView y, TensorView gate, TensorView up, Stream&) noexcept {
-  for (i64 i = 0; i < y.numel(); ++i) put(y, i, activate(Activation::Silu, get(gate, i)) * get(up, i));
+  for (i64 i = 0; i < y.numel(); ++i)
+    put(y, place(y, i), activate(Activation::Silu, get(gate, place(gate, i))) * get(up, place(up, i)));
 }
 
 void swiglu_bwd(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream&) noexcept {
   for (i64 i = 0; i < dy.numel(); ++i) {
-    const double d = get(dy, i), g = get(gate, i), u = get(up, i);
-    put(dgate, i, d * u * activation_derivative(Activation::Silu, g));
-    put(dup, i, d * activate(Activation::Silu, g));
+    const double d = get(dy, place(dy, i)), g = get(gate, place(gate, i)), u = get(up, place(up, i));
+    put(dgate, place(dgate, i), d * u * activation_derivative(Activation::Silu, g));
+    put(dup, place(dup, i), d * activate(Activation::Silu, g));
   }
 }
 

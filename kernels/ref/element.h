@@ -40,4 +40,9 @@ inline void put(const TensorView& v, i64 i, double x) noexcept {
   }
 }
 
+// The place of element i, in row-major order, of a tensor whose rows [R,C] may be strided.
+inline i64 place(const TensorView& v, i64 i) noexcept {
+  return v.rank == 2 ? i / v.dim(1) * v.stride[0] + i % v.dim(1) : i;
+}
+
 }  // namespace ds::ref

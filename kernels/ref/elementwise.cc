@@ -15,7 +15,8 @@ void add(TensorView y, TensorView a, TensorView b, Stream&) noexcept {
 
 void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream&) noexcept {
   for (i64 i = 0; i < y.numel(); ++i) {
-    put(y, i, get(x, i) + (bias ? get(bias, i % y.dim(1)) : 0) + (residual ? get(residual, i) : 0));
+    const double sum = get(x, i) + (bias ? get(bias, i % y.dim(1)) : 0);
+    put(y, place(y, i), sum + (residual ? get(residual, place(residual, i)) : 0));
   }
 }
 

@@ -230,6 +230,7 @@ void resolve_model(Config& c, const ConfigText& text, const ProgramParts& parts,
                    std::vector<Diagnostic>& diagnostics) {
   const size_t before = diagnostics.size();
   read_model_section(c, text, parts, r, diagnostics);
+  c.model.joined_products = c.joined_products;
   if (!has_error(std::span(diagnostics).subspan(before))) return;
   c.model.layers = 0;
   r.mark_broken("model");

@@ -767,6 +767,7 @@ constexpr Key kKeys[] = {
     effect("cuda.attention", slot_of<&C::cuda, &CudaConfig::attention>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
+    effect("joined_products", slot_of<&C::joined_products>),
     effect("loss_norm", slot_of<&C::loss, &LossConfig::norm>),
     effect("label_smoothing", slot_of<&C::loss, &LossConfig::label_smoothing>, kBelowOne),
     effect("z_loss", slot_of<&C::loss, &LossConfig::z_loss>, kRate),

@@ -2,6 +2,7 @@
 // BERT: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018). Post-LayerNorm blocks that see
 // the whole sequence, learned positions and segments, biases everywhere, and the head of masked language modelling.
 
+#include <array>
 #include <cmath>
 
 #include "base/check.h"
@@ -27,8 +28,11 @@ class BertLayer : public Layer {
   void table(const std::string& name, i64 size, i64 width) {
     rows_.push_back(whole_row(matrix(name, size, width), shard_));
   }
+  LinearSpec spec(const std::string& name, i64 in, i64 out, Split split) const {
+    return {.name = name_ + name, .in = in, .out = out, .split = split, .std = std_};
+  }
   Linear linear(const std::string& name, i64 in, i64 out, Split split) {
-    return {rows_, {.name = name_ + name, .in = in, .out = out, .split = split, .std = std_}, shard_};
+    return {rows_, spec(name, in, out, split), shard_};
   }
   // Returns the row of the weight; the bias follows.
   size_t norm(const std::string& name, i64 size) {
@@ -126,9 +130,11 @@ class BertBlock final : public BertLayer {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.causal = false;
     attention_.dropout = c.attn_dropout;
-    query_ = linear(".attention.self.query", C_, C_, Split::Column);
-    key_ = linear(".attention.self.key", C_, C_, Split::Column);
-    value_ = linear(".attention.self.value", C_, C_, Split::Column);
+    const auto column = [&](const char* name) { return spec(name, C_, C_, Split::Column); };
+    qkv_ = LinearGroup(
+        rows_,
+        std::array{column(".attention.self.query"), column(".attention.self.key"), column(".attention.self.value")},
+        shard, c.joined_products);
     attn_ = linear(".attention.output.dense", C_, C_, Split::Row);
     norm1_ = norm(".attention.output.LayerNorm", C_);
     wide_ = linear(".intermediate.dense", C_, c.intermediate, Split::Column);
@@ -139,9 +145,9 @@ class BertBlock final : public BertLayer {
 
   std::string_view type() const noexcept override { return block_type(Family::Bert); }
   bool is_block() const noexcept override { return true; }
-  std::vector<Linear*> linears() override { return {&query_, &key_, &value_, &attn_, &wide_, &narrow_}; }
+  std::vector<Linear*> linears() override { return {&qkv_[0], &qkv_[1], &qkv_[2], &attn_, &wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {
-    const size_t query = query_.weight(), key = key_.weight(), value = value_.weight(), attn = attn_.weight(),
+    const size_t query = qkv_[0].weight(), key = qkv_[1].weight(), value = qkv_[2].weight(), attn = attn_.weight(),
                  wide = wide_.weight(), narrow = narrow_.weight();
     switch (which) {
       case Products::Forward:
@@ -157,30 +163,23 @@ class BertBlock final : public BertLayer {
     const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R);
     const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
+    const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
+      to.insert(to.end(), views);
+    };
     // In the order of enum Saved, Gradient, Temporary.
-    a.saved = {p.attention(work, {R, Q_}),
-               p.attention(work, {R, Q_}),
-               p.attention(work, {R, Q_}),
-               p.attention(work, {R, Q_}),
-               p.attention(f32, {B, H_, T}),
-               p.saved(work, {S, C_}),
-               p.saved(f32, {S}),
-               p.saved(f32, {S}),
-               p.saved(work, {S, C_}),
-               p.saved(work, {R, F_}),
-               p.saved(work, {R, F_}),
-               p.saved(work, {S, C_}),
-               p.saved(f32, {S}),
-               p.saved(f32, {S})};
+    qkv_.add_outputs(a.saved, [&](i64 columns) { return p.attention(work, {R, columns}); });
+    add(a.saved, {p.attention(work, {R, Q_}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}), p.saved(f32, {S}),
+                  p.saved(f32, {S}), p.saved(work, {S, C_}), p.saved(work, {R, F_}), p.saved(work, {R, F_}),
+                  p.saved(work, {S, C_}), p.saved(f32, {S}), p.saved(f32, {S})});
     if (pass.mode == Mode::Train) {
-      a.gradients = {p.gradient(work, {S, C_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
-                     p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_})};
+      a.gradients = {p.gradient(work, {S, C_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_})};
+      qkv_.add_outputs(a.gradients, [&](i64 columns) { return p.gradient(work, {R, columns}); });
       for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {R, Q_})};
     }
     plan_attention(a, p, shard_, pass, {H_, H_, D_});
-    for (const Linear* linear : {&query_, &key_, &value_}) linear->plan(a, p, work, R, pass.mode, /*attention=*/true);
+    qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
     for (const Linear* linear : {&attn_, &wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
     return a;
   }
@@ -216,9 +215,7 @@ class BertBlock final : public BertLayer {
                     {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])}, heads(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
     const TensorView sum = partial_sum(ctx, a.input_grad);
-    input(query_, sum, g[kDQ], first_term(ctx, dsum1));
-    input(key_, sum, g[kDK], sum);
-    input(value_, sum, g[kDV], sum);
+    qkv_.backward_input(ctx, p, a, sum, std::span(g).subspan(kDQ), first_term(ctx, dsum1));
     sum_partials(ctx, a.input_grad, dsum1);
   }
 
@@ -231,10 +228,7 @@ class BertBlock final : public BertLayer {
     weight(narrow_, all_rows(ctx, drops ? branch(a, kDNarrow) : g[kDSum2]), s[kActivated]);
     weight(wide_, g[kDWide], all_rows(ctx, s[kMiddle]));
     weight(attn_, all_rows(ctx, drops ? branch(a, kDProj) : g[kDSum1]), s[kAttn]);
-    const TensorView all = all_rows(ctx, x);
-    weight(query_, g[kDQ], all);
-    weight(key_, g[kDK], all);
-    weight(value_, g[kDV], all);
+    qkv_.backward_weight(ctx, out, a, std::span(g).subspan(kDQ), all_rows(ctx, x));
     for (const auto& [row, grad] :
          {std::pair{norm1_, kDNorm1W}, {norm1_ + 1, kDNorm1B}, {norm2_, kDNorm2W}, {norm2_ + 1, kDNorm2B}})
       round_gradient(ctx, out.own[row], g[grad]);
@@ -274,10 +268,7 @@ class BertBlock final : public BertLayer {
 
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    const TensorView all = all_rows(ctx, x);
-    query_.forward(ctx, p, a, s[kQ], all);
-    key_.forward(ctx, p, a, s[kK], all);
-    value_.forward(ctx, p, a, s[kV], all);
+    qkv_.forward(ctx, p, a, std::span(s).subspan(kQ), all_rows(ctx, x));
     attend(ctx, heads(ctx, s[kAttn]), s[kLse], {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])},
            dropout_.attention(ctx, attention_), a);
   }
@@ -296,7 +287,7 @@ class BertBlock final : public BertLayer {
     return a.gradients.size() > which ? a.gradients[which] : TensorView{};
   }
   TensorView heads(const PassContext& ctx, TensorView rows) const {
-    return heads_view(rows, ctx.B, ctx.T, H_, D_, Q_, 0);
+    return heads_view(rows, ctx.B, ctx.T, H_, D_, rows.stride[0], 0);
   }
 
   i64 C_, H_, D_, Q_, F_;
@@ -305,7 +296,8 @@ class BertBlock final : public BertLayer {
   BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0;
-  Linear query_, key_, value_, attn_, wide_, narrow_;
+  LinearGroup qkv_;
+  Linear attn_, wide_, narrow_;
 };
 
 // Logits = LayerNorm(activation(x W + b)) E^T + bias, where E is the word embedding.

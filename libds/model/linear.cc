@@ -173,6 +173,109 @@ void Linear::backward_weight(const PassContext& ctx, RowViews grads, const Layer
   weight(branch_rows_ + 1, dy, a.inner, Orientation::OutIn);
 }
 
+LinearGroup::LinearGroup(std::vector<ParamRow>& rows, std::span<const LinearSpec> specs, const Shard& shard, bool join)
+    : rows_(&rows) {
+  for (const LinearSpec& spec : specs) maps_.emplace_back(rows, spec, shard);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    join &= specs[i].orientation == Orientation::OutIn && specs[i].bias == specs[0].bias && out(i) % 8 == 0;
+    const size_t weight = maps_[i].weight(), last = weight + (specs[i].bias ? 1 : 0);
+    for (size_t row = weight; row <= last && i + 1 < specs.size(); ++row) join &= rows[row].numel() % kRowBlock == 0;
+  }
+  for (size_t i = 1; i < specs.size() && join; ++i) {
+    for (size_t row = 0; row <= (specs[i].bias ? 1 : 0); ++row)
+      rows[maps_[i].weight() + row].after = narrow<i64>(maps_[i - 1].weight() + row);
+  }
+}
+
+bool LinearGroup::joined() const noexcept {
+  const std::vector<ParamRow>& rows = *rows_;
+  for (size_t i = 0; i < maps_.size(); ++i) {
+    if (maps_[i].has_branch()) return false;
+    for (size_t row = 0; row <= (maps_[i].spec().bias ? 1 : 0) && i > 0; ++row) {
+      if (!rows[maps_[i].weight() + row].lies_after(rows)) return false;
+    }
+  }
+  return true;
+}
+
+// Rows in tiles have no data. A layer around this one may have moved rows to other memory. In a dry run all views are
+// of one place.
+bool LinearGroup::joined(RowViews views) const noexcept {
+  if (!joined()) return false;
+  const auto lies_after = [&](size_t map, size_t row) {
+    const TensorView &other = views.own[maps_[map - 1].weight() + row], &v = views.own[maps_[map].weight() + row];
+    return v.data == static_cast<char*>(other.data) + other.bytes() || v.data == other.data;
+  };
+  for (size_t i = 0; i < maps_.size(); ++i) {
+    if (!views.own[maps_[i].weight()]) return false;
+    for (size_t row = 0; row <= (maps_[i].spec().bias ? 1 : 0) && i > 0; ++row) {
+      if (!lies_after(i, row)) return false;
+    }
+  }
+  return true;
+}
+
+i64 LinearGroup::out() const noexcept {
+  i64 n = 0;
+  for (size_t i = 0; i < maps_.size(); ++i) n += out(i);
+  return n;
+}
+
+// The matrices of all maps (row 0), or their biases (row 1), as one.
+TensorView LinearGroup::all(RowViews views, size_t row) const noexcept {
+  TensorView v = views.own[maps_[0].weight() + row];
+  v.shape[0] = out();
+  return v;
+}
+
+TensorView LinearGroup::all(std::span<const TensorView> outputs) const noexcept {
+  TensorView v = outputs[0];
+  v.shape[1] = out();
+  return v;
+}
+
+void LinearGroup::add_outputs(std::vector<TensorView>& views, FunctionRef<TensorView(i64)> take) const {
+  TensorView whole = joined() ? take(out()) : TensorView{};
+  for (size_t i = 0; i < maps_.size(); ++i) {
+    TensorView v = joined() ? whole : take(out(i));
+    v.shape[1] = out(i);
+    views.push_back(v);
+    if (whole) whole.data = static_cast<char*>(whole.data) + out(i) * dtype_bytes(whole.dtype);
+  }
+}
+
+void LinearGroup::plan(LayerActs& acts, ActivationPlanner& planner, DType work, i64 R, Mode mode,
+                       bool attention) const {
+  for (const Linear& map : maps_) map.plan(acts, planner, work, R, mode, attention);
+}
+
+void LinearGroup::forward(const PassContext& ctx, RowViews params, const LayerActs& acts, std::span<const TensorView> y,
+                          TensorView x) const {
+  if (joined(params))
+    return linear_forward(ctx, all(y), x, all(params, 0),
+                          {.bias = maps_[0].spec().bias ? all(params, 1) : TensorView{}});
+  for (size_t i = 0; i < maps_.size(); ++i) maps_[i].forward(ctx, params, acts, y[i], x);
+}
+
+void LinearGroup::backward_input(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView dx,
+                                 std::span<const TensorView> dy, TensorView dx_residual) const {
+  if (joined(params)) return linear_backward_input(ctx, dx, all(dy), all(params, 0), Orientation::OutIn, dx_residual);
+  for (size_t i = 0; i < maps_.size(); ++i) {
+    maps_[i].backward_input(ctx, params, acts, dx, dy[i], dx_residual);
+    dx_residual = dx;
+  }
+}
+
+void LinearGroup::backward_weight(const PassContext& ctx, RowViews grads, const LayerActs& acts,
+                                  std::span<const TensorView> dy, TensorView x) const {
+  if (!joined(grads)) {
+    for (size_t i = 0; i < maps_.size(); ++i) maps_[i].backward_weight(ctx, grads, acts, dy[i], x);
+    return;
+  }
+  const bool bias = maps_[0].spec().bias && grads.own[maps_[0].weight() + 1];
+  linear_backward_weight(ctx, all(grads, 0), bias ? all(grads, 1) : TensorView{}, all(dy), x, Orientation::OutIn);
+}
+
 size_t Layer::attach(FunctionRef<LowRank(const Linear&)> choose) {
   size_t number = 0;  // of branches
   for (Linear* linear : linears()) {

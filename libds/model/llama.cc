@@ -2,6 +2,7 @@
 // Llama and its relatives: Touvron et al., "LLaMA" (2023); Qwen2, Qwen3 technical reports. Pre-RMSNorm blocks, rotary
 // positions, grouped-query attention, SwiGLU. Qwen2 adds biases on q, k, v; Qwen3 normalises each query and key head.
 
+#include <array>
 #include <cmath>
 
 #include "config/parallel.h"
@@ -62,15 +63,16 @@ class LlamaBlock final : public Layer {
     };
     // Cut by heads, or by the outputs of the gated MLP; `heads` 0: any cut.
     const auto column = [&](const std::string& n, i64 out, bool bias, i64 heads) {
-      return Linear(rows_,
-                    {.name = name_ + n,
-                     .in = C_,
-                     .out = out,
-                     .split = Split::Column,
-                     .bias = bias,
-                     .std = c.initializer_range,
-                     .heads = heads},
-                    shard);
+      return LinearSpec{.name = name_ + n,
+                        .in = C_,
+                        .out = out,
+                        .split = Split::Column,
+                        .bias = bias,
+                        .std = c.initializer_range,
+                        .heads = heads};
+    };
+    const auto group = [&](std::initializer_list<LinearSpec> specs, bool join) {
+      return LinearGroup(rows_, specs, shard, join);
     };
     const auto row = [&](const std::string& n, i64 in, bool bias) {
       return Linear(
@@ -79,9 +81,11 @@ class LlamaBlock final : public Layer {
           shard);
     };
     norm1_ = add(whole_row(norm(".input_layernorm", C_), shard));
-    q_ = column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0);
-    k_ = column(".self_attn.k_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads);
-    v_ = column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads);
+    // Norms of heads read and write their rows without gaps.
+    qkv_ = group({column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0),
+                  column(".self_attn.k_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads),
+                  column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads)},
+                 c.joined_products && !qk_norm_);
     o_ = row(".self_attn.o_proj", c.heads * D_, c.output_bias);
     if (qk_norm_) {
       // One for all heads; each rank sees only its own.
@@ -94,8 +98,9 @@ class LlamaBlock final : public Layer {
       k_norm_ = add(of_heads(".self_attn.k_norm"));
     }
     norm2_ = add(whole_row(norm(".post_attention_layernorm", C_), shard));
-    gate_ = column(".mlp.gate_proj", c.intermediate, c.mlp_bias, 0);
-    up_ = column(".mlp.up_proj", c.intermediate, c.mlp_bias, 0);
+    gate_up_ = group({column(".mlp.gate_proj", c.intermediate, c.mlp_bias, 0),
+                      column(".mlp.up_proj", c.intermediate, c.mlp_bias, 0)},
+                     c.joined_products);
     down_ = row(".mlp.down_proj", c.intermediate, c.mlp_bias);
     allow_tiles();
   }
@@ -103,10 +108,12 @@ class LlamaBlock final : public Layer {
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(attention_.window, G_, D_); }
-  std::vector<Linear*> linears() override { return {&q_, &k_, &v_, &o_, &gate_, &up_, &down_}; }
+  std::vector<Linear*> linears() override {
+    return {&qkv_[0], &qkv_[1], &qkv_[2], &o_, &gate_up_[0], &gate_up_[1], &down_};
+  }
   std::vector<size_t> products(Products which) const override {
-    const size_t q = q_.weight(), k = k_.weight(), v = v_.weight(), o = o_.weight(), gate = gate_.weight(),
-                 up = up_.weight(), down = down_.weight();
+    const size_t q = qkv_[0].weight(), k = qkv_[1].weight(), v = qkv_[2].weight(), o = o_.weight(),
+                 gate = gate_up_[0].weight(), up = gate_up_[1].weight(), down = down_.weight();
     switch (which) {
       case Products::Forward: return {q, k, v, o, gate, up, down};
       case Products::Recompute: return {q, k, v, o, gate, up};
@@ -118,15 +125,20 @@ class LlamaBlock final : public Layer {
   }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
-    const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R), Q = H_ * D_, K = G_ * D_;
+    const i64 B = pass.B, T = pass.T, R = pass.rows(), S = stream_rows(shard_, pass.mode, R), Q = H_ * D_;
     const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
+    const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
+      to.insert(to.end(), views);
+    };
+    const auto gradients = [&](i64 columns) { return p.gradient(work, {R, columns}); };
     // In the order of enum Saved, Gradient, Temporary.
-    a.saved = {
-        p.attention(work, {S, C_}), p.attention(f32, {S}),     p.attention(work, {R, Q}),    p.attention(work, {R, K}),
-        p.attention(work, {R, K}),  p.attention(work, {R, Q}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}),
-        p.saved(work, {S, C_}),     p.saved(f32, {S}),         p.saved(work, {R, F_}),       p.saved(work, {R, F_}),
-        p.saved(work, {R, F_})};
+    a.saved = {p.attention(work, {S, C_}), p.attention(f32, {S})};
+    qkv_.add_outputs(a.saved, [&](i64 columns) { return p.attention(work, {R, columns}); });
+    add(a.saved, {p.attention(work, {R, Q}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}),
+                  p.saved(work, {S, C_}), p.saved(f32, {S})});
+    gate_up_.add_outputs(a.saved, [&](i64 columns) { return p.saved(work, {R, columns}); });
+    a.saved.push_back(p.saved(work, {R, F_}));
     if (qk_norm_) {
       for (const i64 heads : {H_, G_}) {
         a.saved.push_back(p.attention(work, {R * heads, D_}));
@@ -134,9 +146,10 @@ class LlamaBlock final : public Layer {
       }
     }
     if (pass.mode == Mode::Train) {
-      a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
-                     p.gradient(work, {R, Q}),  p.gradient(work, {R, K}),  p.gradient(work, {R, K}),
-                     p.gradient(f32, {C_}),     p.gradient(f32, {C_})};
+      gate_up_.add_outputs(a.gradients, gradients);
+      a.gradients.push_back(p.gradient(work, {S, C_}));
+      qkv_.add_outputs(a.gradients, gradients);
+      add(a.gradients, {p.gradient(f32, {C_}), p.gradient(f32, {C_})});
       if (qk_norm_) {
         for (const i64 heads : {H_, G_}) {
           a.gradients.push_back(p.gradient(work, {R, heads * D_}));
@@ -146,8 +159,10 @@ class LlamaBlock final : public Layer {
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q})};
     }
     plan_attention(a, p, shard_, pass, {H_, G_, D_});
-    for (const Linear* linear : {&q_, &k_, &v_}) linear->plan(a, p, work, R, pass.mode, /*attention=*/true);
-    for (const Linear* linear : {&o_, &gate_, &up_, &down_}) linear->plan(a, p, work, R, pass.mode);
+    qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
+    o_.plan(a, p, work, R, pass.mode);
+    gate_up_.plan(a, p, work, R, pass.mode);
+    down_.plan(a, p, work, R, pass.mode);
     return a;
   }
 
@@ -169,18 +184,14 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const TensorView dnorm = a.temporary[0], dattn = a.temporary[1];
-    const auto input = [&](const Linear& w, TensorView out, TensorView d, TensorView onto = {}) {
-      w.backward_input(ctx, p, a, out, d, onto);
-    };
-    input(down_, g[kDGate], all_rows(ctx, dy));
+    down_.backward_input(ctx, p, a, g[kDGate], all_rows(ctx, dy));
     ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
     const TensorView sum = partial_sum(ctx, dnorm);
-    input(gate_, sum, g[kDGate]);
-    input(up_, sum, g[kDUp], sum);
+    gate_up_.backward_input(ctx, p, a, sum, from(g, kDGate));
     sum_partials(ctx, dnorm);
     ctx.ops.rmsnorm_bwd(g[kDMiddle], g[kDNorm2], dnorm, dy, s[kMiddle], p.own[norm2_], s[kRstd2], ctx.stream);
 
-    input(o_, dattn, all_rows(ctx, g[kDMiddle]));
+    o_.backward_input(ctx, p, a, dattn, all_rows(ctx, g[kDMiddle]));
     const Heads dh = heads(ctx, g[kDQ], g[kDK], g[kDV]);
     attend_backward(ctx, dh, queries(ctx, dattn), heads(ctx, s[kQ], s[kK], s[kV]), queries(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
@@ -189,9 +200,7 @@ class LlamaBlock final : public Layer {
       head_norm_backward(ctx, g[kDQRaw], g[kDQNorm], g[kDQ], s[kQRaw], p.own[q_norm_], s[kQRstd], H_);
       head_norm_backward(ctx, g[kDKRaw], g[kDKNorm], g[kDK], s[kKRaw], p.own[k_norm_], s[kKRstd], G_);
     }
-    input(q_, sum, dq(a));
-    input(k_, sum, dk(a), sum);
-    input(v_, sum, g[kDV], sum);
+    qkv_.backward_input(ctx, p, a, sum, dqkv(a));
     sum_partials(ctx, dnorm);
     ctx.ops.rmsnorm_bwd(a.input_grad, g[kDNorm1], dnorm, g[kDMiddle], x, p.own[norm1_], s[kRstd1], ctx.stream);
   }
@@ -200,16 +209,10 @@ class LlamaBlock final : public Layer {
                        const LayerActs& a) const override {
     const auto& s = a.saved;
     const auto& g = a.gradients;
-    const auto weight = [&](const Linear& w, TensorView d, TensorView in) { w.backward_weight(ctx, out, a, d, in); };
-    weight(down_, all_rows(ctx, dy), s[kGated]);
-    const TensorView norm2 = all_rows(ctx, s[kNorm2]);
-    weight(gate_, g[kDGate], norm2);
-    weight(up_, g[kDUp], norm2);
-    weight(o_, all_rows(ctx, g[kDMiddle]), s[kAttn]);
-    const TensorView norm1 = all_rows(ctx, s[kNorm1]);
-    weight(q_, dq(a), norm1);
-    weight(k_, dk(a), norm1);
-    weight(v_, g[kDV], norm1);
+    down_.backward_weight(ctx, out, a, all_rows(ctx, dy), s[kGated]);
+    gate_up_.backward_weight(ctx, out, a, from(g, kDGate), all_rows(ctx, s[kNorm2]));
+    o_.backward_weight(ctx, out, a, all_rows(ctx, g[kDMiddle]), s[kAttn]);
+    qkv_.backward_weight(ctx, out, a, dqkv(a), all_rows(ctx, s[kNorm1]));
     round_gradient(ctx, out.own[norm1_], g[kDNorm1]);
     round_gradient(ctx, out.own[norm2_], g[kDNorm2]);
     if (qk_norm_) {
@@ -256,10 +259,7 @@ class LlamaBlock final : public Layer {
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     ctx.ops.rmsnorm_fwd(s[kNorm1], s[kRstd1], x, p.own[norm1_], eps_, ctx.stream);
-    const TensorView norm1 = all_rows(ctx, s[kNorm1]);
-    q_.forward(ctx, p, a, s[kQ], norm1);
-    k_.forward(ctx, p, a, s[kK], norm1);
-    v_.forward(ctx, p, a, s[kV], norm1);
+    qkv_.forward(ctx, p, a, from(s, kQ), all_rows(ctx, s[kNorm1]));
     if (qk_norm_) {
       head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
       head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
@@ -273,9 +273,7 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     o_.forward(ctx, p, a, s[kMiddle], s[kAttn], {.residual = x});
     ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
-    const TensorView norm2 = all_rows(ctx, s[kNorm2]);
-    gate_.forward(ctx, p, a, s[kGate], norm2);
-    up_.forward(ctx, p, a, s[kUp], norm2);
+    gate_up_.forward(ctx, p, a, from(s, kGate), all_rows(ctx, s[kNorm2]));
     ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
   }
 
@@ -291,16 +289,21 @@ class LlamaBlock final : public Layer {
     const i64 rows = ctx.B * ctx.T * num_heads;
     ctx.ops.rmsnorm_bwd(dx.reshaped({rows, D_}), dweight, dy.reshaped({rows, D_}), {}, raw, weight, rstd, ctx.stream);
   }
+  static std::span<const TensorView> from(const std::vector<TensorView>& views, size_t first) {
+    return std::span(views).subspan(first);
+  }
   // Gradients of the products' results.
-  TensorView dq(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDQRaw : kDQ]; }
-  TensorView dk(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDKRaw : kDK]; }
+  std::array<TensorView, 3> dqkv(const LayerActs& a) const {
+    const auto& g = a.gradients;
+    return {g[qk_norm_ ? kDQRaw : kDQ], g[qk_norm_ ? kDKRaw : kDK], g[kDV]};
+  }
 
   TensorView queries(const PassContext& ctx, TensorView rows) const {
-    return heads_view(rows, ctx.B, ctx.T, H_, D_, H_ * D_, 0);
+    return heads_view(rows, ctx.B, ctx.T, H_, D_, rows.stride[0], 0);
   }
   Heads heads(const PassContext& ctx, TensorView q, TensorView k, TensorView v) const {
-    return {queries(ctx, q), heads_view(k, ctx.B, ctx.T, G_, D_, G_ * D_, 0),
-            heads_view(v, ctx.B, ctx.T, G_, D_, G_ * D_, 0)};
+    return {queries(ctx, q), heads_view(k, ctx.B, ctx.T, G_, D_, k.stride[0], 0),
+            heads_view(v, ctx.B, ctx.T, G_, D_, v.stride[0], 0)};
   }
   void rotate_heads(const PassContext& ctx, const Heads& h, bool inverse) const {
     for (const TensorView& x : {h.q, h.k}) rotate(ctx, x, ctx.rotations[kRotation], inverse);
@@ -314,7 +317,8 @@ class LlamaBlock final : public Layer {
   BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
-  Linear q_, k_, v_, o_, gate_, up_, down_;
+  LinearGroup qkv_, gate_up_;
+  Linear o_, down_;
 };
 
 }  // namespace

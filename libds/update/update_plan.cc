@@ -135,12 +135,21 @@ std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
 
 namespace {
 
+// Rows that lie directly after earlier ones come after them here, too: neighbours in memory are neighbours.
+void add_in_memory_order(std::vector<zero::Piece>& pieces, const zero::Piece& piece, const model::ParamRow& row,
+                         const zero::Layout& layout) {
+  const i64 unit = layout.segments()[piece.segment].unit;
+  const i64 after = row.after < 0 || layout.is_tile(unit) ? -1 : layout.units()[unit].first_param + row.after;
+  auto at = std::find_if(pieces.rbegin(), pieces.rend(), [&](const zero::Piece& p) { return p.param == after; }).base();
+  pieces.insert(at == pieces.begin() ? pieces.end() : at, piece);
+}
+
 CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
   CombinePlan combine;
   for (const zero::ShardsPlan& s : plan.shards) {
     const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
     const auto place = [&](const zero::Piece& p) { return bases[s.grad_segment(p.segment)] + p.segment_offset; };
-    i64 end = -1;
+    std::vector<zero::Piece> judged;
     for (const zero::Piece& piece : own ? s.layout.whole_pieces() : s.layout.owned_pieces(s.rank)) {
       const model::ParamRow& row = plan.row_of(piece.param);
       if (!row.trained) continue;
@@ -150,8 +159,11 @@ CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
       const i64 divisor = row.divisor == 0 ? plan.mesh.dp : row.divisor;
       if (const i64 up = plan.mesh.dp * terms, down = divisor * of_all; up != down)
         combine.scaled.push_back({piece, static_cast<float>(up) / static_cast<float>(down)});
-      if (!plan.judges(piece)) continue;
-      // The kernels handle neighbours in one call.
+      if (plan.judges(piece)) add_in_memory_order(judged, piece, row, s.layout);
+    }
+    // The kernels handle neighbours in one call.
+    i64 end = -1;
+    for (const zero::Piece& piece : judged) {
       if (place(piece) == end) {
         combine.judged.back().count += piece.count;
       } else {

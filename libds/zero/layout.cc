@@ -33,6 +33,43 @@ std::string trained_rows(Layout::Units units) {
   return trained;
 }
 
+// Which rows lie directly after another one than the one before them.
+std::string moved_rows(Layout::Units units) {
+  std::string moved;
+  i64 param = 0;
+  for (const auto& unit : units) {
+    for (size_t r = 0; r < unit.size(); ++r, ++param) {
+      if (unit[r].lies_after(unit) && std::cmp_not_equal(unit[r].after + 1, r))
+        moved += fmt::format("{}:{} ", param, unit[r].after);
+    }
+  }
+  return moved;
+}
+
+}  // namespace
+
+namespace {
+
+using Rows = std::span<const model::ParamRow>;
+
+// The row that lies directly after row r of a unit; as many as there are rows: none.
+size_t next_of(Rows rows, size_t r) {
+  size_t next = 0;
+  while (next < rows.size() && !(std::cmp_equal(rows[next].after, r) && rows[next].lies_after(rows))) ++next;
+  return next;
+}
+
+// The numbers of the rows of a unit in runs, each of a row and those that lie directly after it.
+std::vector<std::vector<size_t>> runs_of(Rows rows) {
+  std::vector<std::vector<size_t>> runs;
+  for (size_t first = 0; first < rows.size(); ++first) {
+    if (rows[first].lies_after(rows)) continue;
+    std::vector<size_t>& run = runs.emplace_back();
+    for (size_t r = first; r < rows.size(); r = next_of(rows, r)) run.push_back(r);
+  }
+  return runs;
+}
+
 }  // namespace
 
 // How a rank keeps the parameters of a row.
@@ -50,12 +87,13 @@ std::vector<std::vector<Layout::Kept>> Layout::kept_rows(Units units, const Layo
     }
     if (!kZero[options.stage].shard_params) continue;
     i64 sharded = 0;
-    for (size_t r = 0; r < unit.size(); ++r) {
-      if (of_unit[r] == Kept::Elsewhere) continue;
-      const i64 n = std::max(unit[r].numel(), unit[r].room);  // equal on all ranks of a tensor-parallel group
-      if (unit[r].storage == model::Storage::Work && n <= options.persistence_threshold &&
+    for (const std::vector<size_t>& run : runs_of(unit)) {
+      if (of_unit[run[0]] == Kept::Elsewhere) continue;
+      i64 n = 0;
+      for (const size_t r : run) n += std::max(unit[r].numel(), unit[r].room);  // equal on all ranks of tp
+      if (unit[run[0]].storage == model::Storage::Work && n <= options.persistence_threshold &&
           persistent_total + n <= options.model_persistence_threshold) {
-        of_unit[r] = Kept::Persistent;
+        for (const size_t r : run) of_unit[r] = Kept::Persistent;
         persistent_total += n;
       } else {
         sharded += n;
@@ -77,6 +115,8 @@ Layout Layout::make(Units units, const LayoutOptions& options) {
   const std::string trained = trained_rows(units);
   if (trained.find_first_not_of('\1') != trained.npos)
     layout.frozen_ = fmt::format(" frozen={:08x}", static_cast<u32>(XXH3_64bits(trained.data(), trained.size())));
+  if (const std::string moved = moved_rows(units); !moved.empty())
+    layout.moved_ = fmt::format(" moved={:08x}", static_cast<u32>(XXH3_64bits(moved.data(), moved.size())));
   layout.rows_.resize(trained.size());
   for (size_t p = 0; p < trained.size(); ++p) layout.rows_[p].param = narrow<i64>(p);
 
@@ -137,14 +177,18 @@ void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const 
             .storage = storage,
             .offset = unit.padded};
   bool any = false;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    if (kept[r] != want || rows[r].trained != of_trained || rows[r].storage != storage) continue;
+  for (const std::vector<size_t>& run : runs_of(rows)) {
+    const model::ParamRow& first = rows[run[0]];
+    if (kept[run[0]] != want || first.trained != of_trained || first.storage != storage) continue;
     any = true;
-    const i64 n = rows[r].numel(), number = unit.first_param + narrow<i64>(r);
-    s.numel = align_up(s.numel, options_.row_alignment());
-    rows_[number] = {number, narrow<i64>(segments_.size()), s.numel, n};
-    s.numel += std::max(n, rows[r].room);
-    unit.numel += n;
+    for (const size_t r : run) {
+      const i64 n = rows[r].numel(), number = unit.first_param + narrow<i64>(r);
+      DS_ASSERT(kept[r] == want && (r == run[0] || s.numel % options_.row_alignment() == 0));
+      s.numel = align_up(s.numel, options_.row_alignment());
+      rows_[number] = {number, narrow<i64>(segments_.size()), s.numel, n};
+      s.numel += std::max(n, rows[r].room);
+      unit.numel += n;
+    }
   }
   if (!any) return;
   s.slice = align_up(div_ceil(s.numel, i64{num_ranks()}), options_.slice_alignment());
@@ -191,12 +235,16 @@ std::vector<Layout::Range> Layout::gaps_of(i64 unit) const {
   std::vector<Range> gaps;
   if (is_tile(unit)) return gaps;
   for (const Segment& s : segments_of(unit)) {
+    std::vector<RowPlace> rows;
+    for (const RowPlace& row : std::span(rows_).subspan(first, last - first)) {
+      if (row.segment == &s - segments_.data()) rows.push_back(row);
+    }
+    std::ranges::sort(rows, {}, &RowPlace::offset);
     i64 end = 0;
     const auto up_to = [&](i64 begin) {
       if (begin > end) gaps.push_back({s.offset + end, begin - end});
     };
-    for (const RowPlace& row : std::span(rows_).subspan(first, last - first)) {
-      if (row.segment != &s - segments_.data()) continue;
+    for (const RowPlace& row : rows) {
       up_to(row.offset);
       end = row.offset + row.numel;
     }
@@ -225,9 +273,9 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}", options_.num_ranks, options_.stage,
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}{}", options_.num_ranks, options_.stage,
                      options_.slice_alignment(),
-                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_);
+                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_, moved_);
 }
 
 }  // namespace ds::zero

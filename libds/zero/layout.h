@@ -5,25 +5,26 @@
 // al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
 // A unit (a layer, or the matrix that two layers share) is gathered and reduced as one. Its rows lie one after the
-// other in one or two segments, each row at a multiple of 8 elements; a segment is padded to a multiple of P * 128
-// elements and cut into P equal slices; rank r owns slice r. If states are stored in blocks, both alignments are
+// other in one or two segments, each row at a multiple of 8 elements, in their order but for rows that lie directly
+// after an earlier one (ParamRow::after); a segment is padded to a multiple of P * 128 elements and cut into P equal
+// slices; rank r owns slice r. If states are stored in blocks, both alignments are
 // multiples of a block, so that no block is cut:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements, which are always
-// whole on every rank), and tiles: if a layer has more than stage3_tile_size elements, each of its matrices is cut into
-// blocks of rows of at most so many elements, and each block is a unit of its own, numbered after those of the layers,
-// so that neither the layer nor a matrix is ever whole in memory (Rajbhandari et al., "ZeRO-Infinity", 2021:
-// memory-centric tiling). At other stages a unit is one segment. Rows that are not trained have segments of their own,
-// after the trained ones of their unit, one for each form in which they are stored, and tiles that are numbered after
-// all trained ones: a layout of gradients is the same without them. Ownership is the same at stages 0 to 2, and does
-// not depend on bucket sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the
-// same numbers of units and parameters: a layer has a unit in each layout. A rank may hold only some of the units (a
-// pipeline stage): all units keep their numbers, and are cut as if all were there, so that a unit on two stages is cut
-// alike on both. Shard arrays (fp32 sums, masters, moments) are the owned slices of all trained segments, one after the
-// other; at stage 0 every rank keeps all slices.
+// whole on every rank; rows that lie directly after each other count as one), and tiles: if a layer has more than
+// stage3_tile_size elements, each of its matrices is cut into blocks of rows of at most so many elements, and each
+// block is a unit of its own, numbered after those of the layers, so that neither the layer nor a matrix is ever whole
+// in memory (Rajbhandari et al., "ZeRO-Infinity", 2021: memory-centric tiling). At other stages a unit is one segment.
+// Rows that are not trained have segments of their own, after the trained ones of their unit, one for each form in
+// which they are stored, and tiles that are numbered after all trained ones: a layout of gradients is the same without
+// them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit that are reduced
+// over other ranks have a layout of their own, with the same numbers of units and parameters: a layer has a unit in
+// each layout. A rank may hold only some of the units (a pipeline stage): all units keep their numbers, and are cut as
+// if all were there, so that a unit on two stages is cut alike on both. Shard arrays (fp32 sums, masters, moments) are
+// the owned slices of all trained segments, one after the other; at stage 0 every rank keeps all slices.
 
 #include <algorithm>
 #include <span>
@@ -115,6 +116,7 @@ struct Piece {
 
 // Elements of a block of codes that are sent (ZeRO++).
 inline constexpr i64 kCodeBlock = 256;
+static_assert(kCodeBlock <= model::kRowBlock && kRowAlignment <= model::kRowBlock);
 
 class Layout {
  public:
@@ -169,8 +171,8 @@ class Layout {
   std::vector<Piece> held_pieces(int rank) const;
 
   // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
-  // follows, and with rows that are not trained, " frozen=" and a hash of which they are and how
-  // they are stored.
+  // follows, with rows that are not trained " frozen=" and a hash of which they are and how they are stored, and with
+  // rows that lie in another order than the model's " moved=" and a hash of the order.
   std::string id() const;
 
  private:
@@ -188,7 +190,7 @@ class Layout {
   std::vector<RowPlace> rows_, places_;
   std::vector<MatrixTile> tiles_;
   i64 shard_elems_ = 0, num_elements_ = 0, num_units_ = 0;  // num_units_: before those of tiles
-  std::string frozen_;                                      // the part of id() about rows that are not trained
+  std::string frozen_, moved_;  // the parts of id() about rows that are not trained, and that lie after others
 };
 
 }  // namespace ds::zero

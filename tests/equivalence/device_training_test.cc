@@ -82,6 +82,31 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
   }
 }
 
+// q, k and v, with their biases, and gate and up: one product each.
+TEST_P(DeviceTraining, JoinedProductsGiveTheSameBitsAtEveryStage) {
+  ModelConfig model = tiny_llama();
+  model.family = Family::Qwen2;
+  model.hidden = 16;
+  model.heads = 16;
+  model.kv_heads = 8;
+  model.head_dim = 32;
+  model.intermediate = 64;
+  model.qk_norm = false;
+  model.attention_bias = true;
+  const Trace want = train(config_of(model, GetParam(), 1, 2, 0), 1);
+  for (const i64 stage : {1, 3}) {
+    Config c = config_of(model, GetParam(), 2, 1, stage);
+    c.zero.param_persistence_threshold = 3000;  // of one matrix of a group, but not of all
+    const std::string what = fmt::format("stage {}", stage);
+    expect_same_training(train(c, 2), want, what);
+  }
+  model.joined_products = false;
+  const Trace apart = train(config_of(model, GetParam(), 1, 2, 0), 1);
+  EXPECT_FALSE(same_bits(apart.weights, want.weights)) << "nothing is joined";
+  const double unit = GetParam() == DType::F32 ? 1e-5 : 1e-2;
+  expect_close(apart, want, "apart", {.loss = unit, .first_norm = unit, .norm = 10 * unit});
+}
+
 TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
   for (const OptimizerType type : {OptimizerType::Sgd, OptimizerType::Lion, OptimizerType::Adagrad, OptimizerType::Lamb,
                                    OptimizerType::Muon, OptimizerType::AdamW8bit}) {

@@ -72,6 +72,7 @@ Hooks decoded(const Config& config, const Trace& of) {
 
 Config config(const ModelConfig& model, const Layout& l, DType work, i64 micro = 4) {
   Config c = config_of(model, l, micro);
+  c.model.joined_products = false;  // matrices in different forms are apart, and those of one form may be joined
   c.bf16.enabled = work == DType::BF16;
   c.fp16 = {.enabled = work == DType::F16, .loss_scale = 256};
   c.communication_data_type = wire_type_of(work);

@@ -168,5 +168,65 @@ TEST(Activation, GoldenValues) {
   EXPECT_NEAR(y.value[1], -0.189645450053108878, 1e-15);
 }
 
+// The columns of one matrix: results have the bits of contiguous tensors, and what lies between rows stays.
+TEST(Activation, SwigluOfStridedRowsHasTheBitsOfContiguousOnes) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    for (DType t : kWorkDTypes) {
+      for (const auto& [R, F, gap] :
+           {std::array<i64, 3>{1, 5, 0}, {3, 7, 1}, {5, 16, 8}, {40, 1000, 0}, {3, 20000, 3}}) {
+        const std::string what = describe(ops, t, Activation::Silu, R * F);
+        const i64 stride = 2 * F + gap;
+        Tensor gate(t, {R, F}), up(t, {R, F}), dy(t, {R, F}), y(t, {R, F}), dgate(t, {R, F}), dup(t, {R, F});
+        Tensor both(t, {R, stride}), dboth(t, {R, stride}), wide(t, {R, stride}), strided_y(t, {R, F});
+        gate.randomize(1, 3.0f);
+        up.randomize(2);
+        dy.randomize(3);
+        for (Tensor* tensor : {&both, &dboth, &wide}) tensor->fill(7);
+        const auto columns = [&](const Tensor& of, i64 first) {
+          TensorView v = of;
+          v.data = static_cast<char*>(v.data) + first * dtype_bytes(t);
+          v.shape[1] = F;
+          return v;
+        };
+        const auto put = [&](Tensor& to, i64 first, const Tensor& from) {
+          for (i64 i = 0; i < R * F; ++i) to.set(i / F * stride + first + i % F, from.at(i));
+        };
+        const auto taken = [&](const Tensor& from, i64 first) {
+          Tensor to(t, {R, F});
+          for (i64 i = 0; i < R * F; ++i) to.set(i, from.at(i / F * stride + first + i % F));
+          return to;
+        };
+        put(both, 0, gate);
+        put(both, F, up);
+        put(dboth, 0, dy);  // as layers have it: dgate overwrites dy
+        for (const OpTable* of : {ops, &ref_ops()}) {
+          of->swiglu_fwd(y, gate, up, s);
+          of->swiglu_fwd(strided_y, columns(both, 0), columns(both, F), s);
+          expect_same_bits(strided_y, y, what + " forward");
+          of->swiglu_fwd(columns(wide, F), gate, columns(both, F), s);
+          expect_same_bits(taken(wide, F), y, what + " forward, all but the gate strided");
+          Tensor grads = dboth;
+          of->swiglu_bwd(dgate, dup, dy, gate, up, s);
+          of->swiglu_bwd(columns(grads, 0), columns(grads, F), columns(grads, 0), columns(both, 0), columns(both, F),
+                         s);
+          expect_same_bits(taken(grads, 0), dgate, what + " dgate");
+          expect_same_bits(taken(grads, F), dup, what + " dup");
+          for (i64 i = 0; i < R * stride; ++i) {
+            if (i % stride >= 2 * F) {
+              EXPECT_EQ(grads.at(i), 7) << what;
+            }
+            if (i % stride < F || i % stride >= 2 * F) {
+              EXPECT_EQ(wide.at(i), 7) << what;
+            }
+          }
+        }
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 }  // namespace activation_test
 }  // namespace ds::testing

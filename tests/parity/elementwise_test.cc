@@ -74,6 +74,22 @@ TEST(Elementwise, BiasAndResidualAreAddedInOrderAndRoundedOnce) {
                 expect_close(got, of_ref, 2.1, what + " ref");
                 ops->bias_residual(in_place, x, b, r ? in_place.view() : r, s);
                 expect_same_bits(in_place, want, what + " onto the residual");
+                for (const i64 gap : {1, 8}) {  // strided rows
+                  Tensor wide(t, {R, C + gap});
+                  for (i64 i = 0; i < R * C; ++i) wide.set(i / C * (C + gap) + i % C, residual.at(i));
+                  TensorView rows = wide;
+                  rows.shape[1] = C;
+                  for (const OpTable* of : {ops, &ref_ops()}) {
+                    Tensor again = wide;
+                    TensorView y = again;
+                    y.shape[1] = C;
+                    of->bias_residual(y, x, b, r ? rows : r, s);
+                    Tensor taken(t, {R, C});
+                    for (i64 i = 0; i < R * C; ++i) taken.set(i, again.at(i / C * (C + gap) + i % C));
+                    of == ops ? expect_same_bits(taken, want, what + " strided")
+                              : expect_close(taken, want, 2.1, what + " strided ref");
+                  }
+                }
                 if (t == DType::F32) {
                   Tensor onto_x = x;
                   ops->bias_residual(onto_x, onto_x, b, r, s);

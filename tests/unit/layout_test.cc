@@ -380,5 +380,97 @@ TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
   }
 }
 
+// Two matrices and their biases, as two linear maps declare them, between other rows.
+Rows two_maps() {
+  Rows r = rows({40});
+  const auto add = [&](std::vector<i64> shape, i64 after) {
+    r.push_back({.name = "p", .shape = shape, .after = after});
+  };
+  add({32, 16}, -1);
+  add({256}, -1);
+  add({16, 16}, 1);
+  add({16}, 2);
+  r.push_back({.name = "p", .shape = {24}});
+  return r;
+}
+
+TEST(Layout, RowsLieDirectlyAfterOthersWhereverTheyAreKeptAlike) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (int P = 1; P <= 4; ++P) {
+      for (const i64 block : {i64{1}, model::kRowBlock}) {
+        for (const i64 threshold : {0, 100, 256, 300, 1000}) {  // 256: the second matrix by itself
+          for (const bool of_gradients : {false, true}) {
+            for (const std::vector<size_t>& frozen : {std::vector<size_t>{}, {3}, {1, 3}, {1, 2, 3, 4}}) {
+              Rows unit = two_maps();
+              for (const size_t r : frozen) unit[r].trained = false;
+              const Layout layout = make({rows({100}), unit}, {.num_ranks = P,
+                                                               .stage = stage,
+                                                               .persistence_threshold = threshold,
+                                                               .model_persistence_threshold = 10'000,
+                                                               .block = block,
+                                                               .of_gradients = of_gradients});
+              const auto place = [&](size_t r) { return layout.rows()[r + 1]; };
+              for (const auto& [row, after] : {std::pair<size_t, size_t>{3, 1}, {4, 2}}) {
+                if (unit[row].trained != unit[after].trained || place(row).segment < 0) continue;
+                EXPECT_TRUE(unit[row].lies_after(unit));
+                EXPECT_EQ(place(row).segment, place(after).segment);
+                EXPECT_EQ(place(row).offset, place(after).offset + place(after).numel);
+              }
+              i64 gaps = 0;
+              for (const Layout::Range& gap : layout.gaps_of(1)) {
+                EXPECT_GT(gap.count, 0);
+                gaps += gap.count;
+              }
+              i64 numel = 0;
+              for (const Segment& s : layout.segments_of(1)) numel += s.numel;
+              EXPECT_EQ(gaps + layout.units()[1].numel, numel);
+              std::map<std::pair<i64, i64>, i64> taken;  // by segment and offset: ends
+              for (const RowPlace& row : layout.places()) {
+                taken[{row.segment, row.offset}] = row.offset + row.numel;
+                EXPECT_EQ(row.offset % layout.options().row_alignment(), 0);
+              }
+              EXPECT_EQ(taken.size(), layout.places().size());
+              for (auto next = std::next(taken.begin()), row = taken.begin(); next != taken.end(); ++row, ++next) {
+                if (row->first.first == next->first.first) {
+                  EXPECT_LE(row->second, next->first.second);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Arrays of one rank that are saved in the order of a layout must not return in another order.
+TEST(Layout, IsNamedAnotherIfRowsLieInAnotherOrder) {
+  const LayoutOptions options{.num_ranks = 2, .stage = 1};
+  Rows plain = two_maps();
+  for (model::ParamRow& row : plain) row.after = -1;
+  EXPECT_EQ(make({plain}, options).id().find("moved"), std::string::npos);
+  EXPECT_NE(make({two_maps()}, options).id(), make({plain}, options).id());
+  Rows in_order = rows({256, 256});
+  const std::string id = make({in_order}, options).id();
+  in_order[1].after = 0;
+  EXPECT_EQ(make({in_order}, options).id(), id);
+}
+
+// At stage 3 what lies side by side is small as a whole, or not.
+TEST(Layout, RowsThatLieAfterOthersPersistTogether) {
+  const auto persistent = [](i64 threshold) {
+    const Layout layout =
+        make({two_maps()},
+             {.num_ranks = 2, .stage = 3, .persistence_threshold = threshold, .model_persistence_threshold = 10'000});
+    std::vector<bool> of_rows;
+    for (const RowPlace& row : layout.rows()) of_rows.push_back(layout.segments()[row.segment].persistent);
+    return of_rows;
+  };
+  EXPECT_EQ(persistent(256), (std::vector{true, false, false, false, false, true}));
+  EXPECT_EQ(persistent(272), (std::vector{true, false, true, false, true, true}));
+  EXPECT_EQ(persistent(767), (std::vector{true, false, true, false, true, true}));
+  EXPECT_EQ(persistent(768), (std::vector{true, true, true, true, true, true}));
+}
+
 }  // namespace layout_test
 }  // namespace ds::zero

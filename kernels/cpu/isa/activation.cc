@@ -25,10 +25,31 @@ void activation_bwd(TensorView dx, TensorView dy, TensorView x, Activation kind,
   });
 }
 
+namespace {
+
+// Calls f(r, c, lanes) for the vectors of strided rows [R,C], or of one row of all elements if the tensors have no
+// gaps.
+template <class F>
+void for_row_vectors(Stream& stream, std::initializer_list<TensorView> tensors, F&& f) noexcept {
+  const TensorView& first = *tensors.begin();
+  if (std::ranges::all_of(tensors, [](const TensorView& v) { return v.contiguous(); }))
+    return for_all_vectors(stream, first.numel(), [&](i64 c, auto n) { f(0, c, n); });
+  const i64 C = first.dim(1);
+  for_tiles(
+      stream, first.dim(0),
+      [&](i64 begin, i64 end) {
+        for (i64 r = begin; r < end; ++r) for_vectors(0, C, [&](i64 c, auto n) { f(r, c, n); });
+      },
+      std::max<i64>(1, kTileElements / std::max<i64>(1, C)));
+}
+
+}  // namespace
+
 void swiglu_fwd(TensorView y, TensorView gate, TensorView up, Stream& stream) noexcept {
   with_work_type(y.dtype, [&]<class T>(T) {
-    for_all_vectors(stream, y.numel(), [yp = y.as<T>(), gp = gate.as<T>(), up_ = up.as<T>()](i64 i, auto n) {
-      store(yp + i, activate<Activation::Silu>(load(gp + i, n)) * load(up_ + i, n), n);
+    for_row_vectors(stream, {y, gate, up}, [=](i64 r, i64 c, auto n) {
+      const auto at = [=](const TensorView& v) { return v.as<T>() + r * v.stride[0] + c; };
+      store(at(y), activate<Activation::Silu>(load(at(gate), n)) * load(at(up), n), n);
     });
   });
 }
@@ -36,12 +57,13 @@ void swiglu_fwd(TensorView y, TensorView gate, TensorView up, Stream& stream) no
 void swiglu_bwd(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up,
                 Stream& stream) noexcept {
   with_work_type(dy.dtype, [&]<class T>(T) {
-    for_all_vectors(stream, dy.numel(), [=, d = dy.as<T>()](i64 i, auto n) {
-      const Vec dq = load(d + i, n), g = load(gate.as<T>() + i, n), u = load(up.as<T>() + i, n);
+    for_row_vectors(stream, {dy, dgate, dup, gate, up}, [=](i64 r, i64 c, auto n) {
+      const auto at = [=](const TensorView& v) { return v.as<T>() + r * v.stride[0] + c; };
+      const Vec dq = load(at(dy), n), g = load(at(gate), n), u = load(at(up), n);
       const SigmoidPair s = sigmoid_pair(g);
       const Vec silu = g * s.plus;
-      store(dup.as<T>() + i, dq * silu, n);
-      store(dgate.as<T>() + i, dq * u * fma(silu, s.minus, s.plus), n);
+      store(at(dup), dq * silu, n);
+      store(at(dgate), dq * u * fma(silu, s.minus, s.plus), n);
     });
   });
 }

@@ -21,12 +21,12 @@ void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView resid
   const i64 C = y.dim(1);
   with_work_type(y.dtype, [&]<class T>(T) {
     const auto row = [=](i64 r, auto has_bias, auto has_residual) {
-      T* const to = y.as<T>() + r * C;
+      T* const to = y.as<T>() + r * y.stride[0];
       const float* const from = x.as<float>() + r * C;
       for_vectors(0, C, [=](i64 c, auto n) {
         Vec sum = load(from + c, n);
         if constexpr (has_bias.value) sum = sum + load(bias.as<T>() + c, n);
-        if constexpr (has_residual.value) sum = sum + load(residual.as<T>() + r * C + c, n);
+        if constexpr (has_residual.value) sum = sum + load(residual.as<T>() + r * residual.stride[0] + c, n);
         store(to + c, sum, n);
       });
     };

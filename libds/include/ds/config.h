@@ -493,7 +493,8 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   PublishedModelConfig published;
-  ModelConfig model;  // read from published.path or inline; layers == 0 if neither is given
+  ModelConfig model;            // read from published.path or inline; layers == 0 if neither is given
+  bool joined_products = true;  // becomes model.joined_products
   DataConfig data;
   CurriculumConfig curriculum;
   RandomLtdConfig random_ltd;

@@ -49,6 +49,10 @@ constexpr std::string_view storage_name(Storage s) noexcept {
   return kNames[static_cast<size_t>(s)];
 }
 
+// Elements of the largest blocks of codes that are stored or sent, each with one scale; no block has elements of two
+// rows.
+inline constexpr i64 kRowBlock = 256;
+
 // One parameter, with its Hugging Face name, shape and orientation.
 struct ParamRow {
   std::string name;
@@ -74,9 +78,18 @@ struct ParamRow {
   i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
   bool counted = true;
+  // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix
+  // or vector; -1: none. That row consists of whole blocks of kRowBlock. See lies_after().
+  i64 after = -1;
 
   i64 numel() const noexcept { return product(shape); }
   MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
+  // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
+  bool lies_after(std::span<const ParamRow> rows) const noexcept {
+    if (after < 0) return false;
+    const ParamRow& other = rows[static_cast<size_t>(after)];
+    return trained == other.trained && storage == other.storage && group == other.group;
+  }
   // This rank's part as layers see it: a vector, a matrix, or a batch of matrices [count, rows, cols].
   TensorView view(DType dtype, void* data) const noexcept {
     const MatrixShape m = matrices();

@@ -41,6 +41,7 @@ class DS_API Linear {
 
   const LinearSpec& spec() const noexcept { return spec_; }
   size_t weight() const noexcept { return weight_; }  // number of its row
+  bool has_branch() const noexcept { return branch_.rank > 0; }
 
   // Appends the rows of a branch, A and B; they are cut as the inputs and outputs of the map are. number: of this
   // branch among those of the layer. Call this at most once, before all of the following.
@@ -76,6 +77,46 @@ class DS_API Linear {
   Shard shard_;
   LowRank branch_;
   size_t weight_ = 0, branch_rows_ = 0, number_ = 0;
+};
+
+// Linear maps of one input. Where their matrices lie one after the other in memory, and their biases likewise, they are
+// one map to the outputs of all, with one product in each direction. The gradient of the input is then the sum over all
+// outputs, rounded once; apart, it is rounded after each map. Nothing else differs but the shapes of products.
+//
+// They are joined by their shapes alone, so a run has the same bits at every ZeRO stage and on any number of ranks:
+// matrices are stored [out, in], outputs are multiples of 8, and each matrix and bias but the last one is a multiple of
+// kRowBlock. Three things keep them apart: a branch, rows of which some are trained or stored otherwise, and tiles.
+class DS_API LinearGroup {
+ public:
+  LinearGroup() = default;
+  // Appends the rows of each map in turn, which the group refers to. join: whether they may be joined.
+  LinearGroup(std::vector<ParamRow>& rows, std::span<const LinearSpec> specs, const Shard& shard, bool join);
+
+  Linear& operator[](size_t map) noexcept { return maps_[map]; }
+  const Linear& operator[](size_t map) const noexcept { return maps_[map]; }
+  // Whether the outputs of all maps are the columns of one matrix.
+  bool joined() const noexcept;
+  // Appends memory for the outputs of the maps, [R, out] each, made by take(columns): perhaps parts of one matrix.
+  void add_outputs(std::vector<TensorView>& views, FunctionRef<TensorView(i64)> take) const;
+
+  // As in Linear, for all maps. y, dy: by map, memory of add_outputs.
+  void plan(LayerActs& acts, ActivationPlanner& planner, DType work, i64 R, Mode mode, bool attention = false) const;
+  void forward(const PassContext& ctx, RowViews params, const LayerActs& acts, std::span<const TensorView> y,
+               TensorView x) const;
+  void backward_input(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView dx,
+                      std::span<const TensorView> dy, TensorView dx_residual = {}) const;
+  void backward_weight(const PassContext& ctx, RowViews grads, const LayerActs& acts, std::span<const TensorView> dy,
+                       TensorView x) const;
+
+ private:
+  bool joined(RowViews views) const noexcept;
+  i64 out(size_t map) const noexcept { return (*rows_)[maps_[map].weight()].shape[0]; }
+  i64 out() const noexcept;
+  TensorView all(RowViews views, size_t row) const noexcept;
+  TensorView all(std::span<const TensorView> outputs) const noexcept;
+
+  const std::vector<ParamRow>* rows_ = nullptr;  // of the layer
+  std::vector<Linear> maps_;
 };
 
 }  // namespace ds::model

@@ -101,6 +101,9 @@ struct ModelConfig {
   std::vector<bool> sliding_layers = {};  // [layers], empty when sliding_window is 0
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
 
+  // Whether linear maps of the same input are one product where their shapes allow it (ds/linear.h, LinearGroup).
+  bool joined_products = true;
+
   // Null: the zoo builds the family's model. Else `source` builds it from these sizes, and `family` only says how it is
   // used: with learned or rotary positions, trained on the next token or on masks.
   std::shared_ptr<const model::Source> source = {};

@@ -388,7 +388,8 @@ struct OpTable {
   // Elementwise over [N] (any shape, contiguous). activation_bwd: dx = dy * activation'(x); dx may alias dy.
   void (*activation_fwd)(TensorView y, TensorView x, Activation, Stream&) noexcept;
   void (*activation_bwd)(TensorView dx, TensorView dy, TensorView x, Activation, Stream&) noexcept;
-  // Shazeer: "GLU Variants Improve Transformer". y = silu(gate) * up. dgate may alias dy or gate, dup may alias up.
+  // Shazeer: "GLU Variants Improve Transformer". y = silu(gate) * up. dgate may alias dy or gate, dup may alias up. All [R,F]
+  // with strided rows, or contiguous of any shape.
   void (*swiglu_fwd)(TensorView y, TensorView gate, TensorView up, Stream&) noexcept;
   void (*swiglu_bwd)(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream&) noexcept;
 
@@ -474,7 +475,8 @@ struct OpTable {
   // y = a + b, one dtype; y may alias a or b.
   void (*add)(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
   // y[R,C] = (x + bias) + residual, rounded once: the end of a linear map whose sums x [R,C] fp32 come from several ranks.
-  // bias [C] and residual [R,C], both optional, have y's dtype. y may alias residual, and x if that is fp32 as well.
+  // bias [C] and residual [R,C], both optional, have y's dtype. y may alias residual, and x if that is fp32 as well. y and
+  // residual may have strided rows.
   void (*bias_residual)(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream&) noexcept;
   // y = x converted. May alias if the dtypes are equal (then it is a copy).
   void (*cast)(TensorView y, TensorView x, Stream&) noexcept;
