@@ -63,7 +63,7 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps 
   }
   for (std::thread& t : threads) t.join();
   if (error) std::rethrow_exception(error);
-  traces[0].logits = traces[static_cast<size_t>(ranks) - 1].logits;  // of the last stage
+  if (traces[0].logits.empty()) traces[0].logits = traces[static_cast<size_t>(ranks) - 1].logits;  // of the last stage
   return traces[0];
 }
 
