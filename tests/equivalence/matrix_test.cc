@@ -356,11 +356,12 @@ const Trace& one_ranks_training(const Config& config) {
 }
 
 // In fp32 as promised (measured: 1e-7 of the loss, 6e-8 of the norm). In 16 bit a sum over ranks is rounded elsewhere,
-// and 20 steps make that grow: three times what was measured, and of later norms nothing.
+// and 20 steps make that grow: three times what was measured, and of later norms nothing. Most of it comes in the last
+// steps, after gradients of many times the clipped norm.
 Tolerance tolerance_of(DType type) {
   constexpr double any = std::numeric_limits<double>::infinity();
   if (type == DType::F32) return {.loss = 1e-5, .first_norm = 1e-5, .norm = 1e-3};
-  if (type == DType::F16) return {.loss = 6e-3, .first_norm = 5e-4, .norm = any};
+  if (type == DType::F16) return {.loss = 1e-3, .late_loss = 6e-3, .first_norm = 5e-4, .norm = any};
   return {.loss = 1e-2, .first_norm = 7e-3, .norm = any};
 }
 
