@@ -77,8 +77,10 @@ void resolve_precision(Config& c, Reader& r) {
 
 void check_precision(const Config& c, Reader& r) {
   if (c.loss.logits != DType::F32 && c.loss.logits != c.work_dtype() && !r.broken(kLogits))
-    r.error(kLogits, fmt::format("\"{}\": logits are in fp32, or in the type of the parameters, {}",
-                                 dtype_text(c.loss.logits), dtype_text(c.work_dtype())));
+    r.error(kLogits, fmt::format("\"{}\": logits are in fp32{}", dtype_text(c.loss.logits),
+                                 c.work_dtype() == DType::F32 ? ", like the parameters"
+                                                              : fmt::format(", or in the type of the parameters, {}",
+                                                                            dtype_text(c.work_dtype()))));
   const DType sums = c.grad_accum_dtype;
   if (sums == DType::F32 || r.broken(kSums)) return;
   const bool masters = c.own_masters();

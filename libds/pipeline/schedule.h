@@ -3,8 +3,8 @@
 // A schedule is data: the instructions of one training step of one pipeline stage. Stage executes it, and predictions
 // read it. Data parallelism alone is the schedule of a single stage.
 //
-// The model is cut into stages * chunks blocks, which a Placement assigns to stages. All kinds have one shape: some
-// forward passes to warm up, then forward and backward passes in turn, then the remaining backward passes.
+// The model is cut into stages * chunks blocks, which a Placement assigns to stages. All kinds but the last have one
+// shape: some forward passes to warm up, then forward and backward passes in turn, then the remaining backward ones.
 //   Naive         no warm-up: one micro-batch in the whole pipeline at a time
 //   GPipe         all forward passes first (Huang et al. 2019)
 //   OneFOneB      as many as there are later stages: PipeDream-flush (Narayanan et al. 2021, "Memory-efficient ...")

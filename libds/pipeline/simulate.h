@@ -58,7 +58,7 @@ double idle_formula(const ScheduleOptions&, const Costs& = {});
 // The idle share of the total time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
 double bubble_formula(const ScheduleOptions&, const Costs& = {});
 // The same for any schedule, equal bit for bit to a simulation in which each pass takes time 1. Simulates only where
-// the formula is not exact, which needs fewer micro-batches than stages.
+// the formula is not exact (formula_is_exact).
 double bubble_fraction(const ScheduleOptions&);
 
 }  // namespace ds::pipeline

@@ -19,8 +19,10 @@ struct Pattern {
 
 // Which of them is best depends on the number of stages: with some, two passes of a stage fall on the same time, and
 // one has to wait. In the order of the memory that they take, the largest first.
-constexpr Pattern kPatterns[] = {{2, 4},       {2, 3, 3, 3},    {1, 3, 3, 3}, {1, 3},       {1, 2, 3, 3},
-                                 {1, 2, 3, 1}, {1, 2, 1, 1, 2}, {1, 2},       {1, 1, 3, 3}, {1, 1}};
+constexpr Pattern kPatterns[] = {{2, 4},          {1, 4, 5, 6, 1}, {1, 4, 5, 5, 1}, {1, 4, 5, 4, 1}, {1, 4, 4, 4, 2},
+                                 {1, 4, 4, 4, 1}, {1, 4, 4, 2, 1}, {1, 4, 3, 2, 1}, {1, 4, 2, 3, 1}, {2, 3, 3, 3},
+                                 {1, 3, 4, 1, 1}, {1, 3, 3, 3},    {1, 3},          {1, 2, 3, 3},    {1, 2, 3, 1},
+                                 {1, 2, 1, 1, 2}, {1, 2},          {1, 1, 3, 3},    {1, 1}};
 constexpr i64 kPeriod = 6;
 
 // Forward passes and input gradients of a stage in the order of a pattern.

@@ -29,9 +29,11 @@ void choose_attention(const Config& config, const model::Model& model, const pla
   GpuKernels kernels = device.gpu_kernels();
   kernels.cudnn = true;
   const GpuMeter calls = plan::meter_run(config, model, plan, kernels);
-  // A plan takes a tenth of a second or more. With many lengths of steps the others are found when they are needed.
+  // A plan takes a tenth of a second or more. "auto" finds all of them now, since it could not take other kernels
+  // later. Else those beyond a few, of runs with many lengths of steps, are found when they are needed.
   constexpr size_t kPrepared = 8;
-  const auto prepared = std::span(calls.cudnn).first(std::min(calls.cudnn.size(), kPrepared));
+  const auto prepared =
+      std::span(calls.cudnn).first(asked ? std::min(calls.cudnn.size(), kPrepared) : calls.cudnn.size());
   const Json mine = {{"library", device.attention_library()},
                      {"problem", device.prepare_attention(prepared)},
                      {"refusal", calls.refusal != nullptr ? calls.refusal : ""},

@@ -16,10 +16,10 @@ GpuKernels kernels_of(const Config& config, int compute_capability) noexcept;
 inline constexpr int kUnknownGpu = 9;  // the compute capability of a GPU of which nothing is known: Hopper
 
 // The same choice on all ranks: cuDNN, if each of them can use it in the same version and it has plans for the run's
-// passes that it supports (eight shapes are tried), or the kernels of libds for all attention. cuda.attention "auto"
-// warns if cuDNN would compute some of it and cannot; "cudnn" throws Errc::Unavailable, on all ranks, unless it
-// computes the attention of all training and evaluation passes. Collective; nothing on CPUs. speaks: this
-// rank warns.
+// passes that it supports ("auto" tries all shapes, "cudnn" eight), or the kernels of libds for all attention.
+// cuda.attention "auto" warns if cuDNN would compute some of it and cannot; "cudnn" throws Errc::Unavailable, on all
+// ranks, unless it computes the attention of all training and evaluation passes. Collective; nothing on CPUs. speaks:
+// this rank warns.
 void choose_attention(const Config& config, const model::Model& model, const plan::RunPlan& plan, Device& device,
                       Communicator& world, bool speaks = true);
 

@@ -141,10 +141,11 @@ void Trained::load_rank_local(const std::string& dir, const CheckpointMeta& meta
   }
   if (lost == 0 || mesh.rank() != 0) return;
   if (!there.empty())
-    return log_message(LogLevel::Warning,
-                       fmt::format("{} was made by another layout of ranks, or with another optimizer, or other "
-                                   "intervals or groups of it: what {} there is lost",
-                                   dir, named_for_people(there)));
+    return log_message(
+        LogLevel::Warning,
+        fmt::format("{} was made by another layout of ranks, or with another optimizer or joined_products, or other "
+                    "intervals or groups of it: what {} there is lost",
+                    dir, named_for_people(there)));
   std::set<std::string> names;
   for (const auto& [name, view] : engine->rank_local()) names.insert(name);
   if (engine->config().optimizer.diloco.workers > 1) names.insert("worker");

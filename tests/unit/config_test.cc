@@ -265,7 +265,7 @@ const Wrong kWrong[] = {
      "data_types.grad_accum_dtype: \"bf16\": sums are in fp32, or in the type of the parameters, fp32"},
     {R"("fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"})", kBad, "of the parameters, fp16"},
     {R"("data_types": {"logits_dtype": "bf16"})", kBad,
-     "data_types.logits_dtype: \"bf16\": logits are in fp32, or in the type of the parameters, fp32"},
+     "data_types.logits_dtype: \"bf16\": logits are in fp32, like the parameters"},
     {R"("bf16": {"enabled": true}, "data_types": {"logits_dtype": "fp16"})", kBad, "of the parameters, bf16"},
     {R"("data_types": {"logit_dtype": "fp32"})", kBad, "data_types.logits_dtype"},
     {R"("bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32")",

@@ -49,8 +49,8 @@ constexpr std::string_view storage_name(Storage s) noexcept {
   return kNames[static_cast<size_t>(s)];
 }
 
-// Elements of the largest blocks of codes that are stored or sent, each with one scale; no block has elements of two
-// rows.
+// Elements of the largest blocks of codes that states and rows are stored in, each with one scale; no such block has
+// elements of two rows.
 inline constexpr i64 kRowBlock = 256;
 
 // One parameter, with its Hugging Face name, shape and orientation.

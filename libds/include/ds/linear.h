@@ -81,7 +81,7 @@ class DS_API Linear {
 
 // Linear maps of one input. Where their matrices lie one after the other in memory, and their biases likewise, they are
 // one map to the outputs of all, with one product in each direction. The gradient of the input is then the sum over all
-// outputs, rounded once; apart, it is rounded after each map. Nothing else differs but the shapes of products.
+// outputs, rounded once; apart, it is rounded after each map. Only shapes of products and places of rows differ, too.
 //
 // They are joined by their shapes alone, so a run has the same bits at every ZeRO stage and on any number of ranks:
 // matrices are stored [out, in], outputs are multiples of 8, and each matrix and bias but the last one is a multiple of
