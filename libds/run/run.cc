@@ -14,6 +14,7 @@
 #include "ds/log.h"
 #include "mesh/from_config.h"
 #include "probe/host.h"
+#include "run/attention.h"
 #include "run/connect.h"
 #include "run/predict.h"
 #include "run/run_state.h"

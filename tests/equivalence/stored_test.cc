@@ -3,6 +3,8 @@
 // run with them takes the steps of one whose frozen parameters are their decoded values, however it is cut; its memory
 // has their codes alone, and its checkpoints the values that it used.
 
+#include <list>
+
 #include "checkpoint/reader.h"
 #include "ds/linear.h"
 #include "equivalence/checkpoints.h"

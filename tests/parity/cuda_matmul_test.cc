@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "cuda/context.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 #include "parity/parity.h"
