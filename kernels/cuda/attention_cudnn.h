@@ -26,6 +26,23 @@ struct AttentionCall {
   AttentionParams params;
 };
 
+inline AttentionCall forward_call(const TensorView& o, const TensorView& lse, const TensorView& q, const TensorView& k,
+                                  const TensorView& v, const AttentionParams& p) noexcept {
+  return {.o = o, .lse = lse, .q = q, .k = k, .v = v, .dq = {}, .dk = {}, .dv = {}, .dout = {}, .params = p};
+}
+inline AttentionCall backward_call(const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                                   const TensorView& dout, const TensorView& q, const TensorView& k,
+                                   const TensorView& v, const TensorView& o, const TensorView& lse,
+                                   const AttentionParams& p) noexcept {
+  AttentionCall call = forward_call(o, lse, q, k, v, p);
+  call.backward = true;
+  call.dq = dq;
+  call.dk = dk;
+  call.dv = dv;
+  call.dout = dout;
+  return call;
+}
+
 struct AttentionShapeHash {
   size_t operator()(const AttentionShape& shape) const noexcept;
 };

@@ -59,7 +59,7 @@ class Device {
   // Memory that its ops hold for themselves.
   virtual i64 scratch_bytes() const noexcept = 0;
 
-  // What that memory depends on, of a GPU: GpuMeter predicts it.
+  // The parts of a GPU on which that memory depends: GpuMeter predicts it.
   virtual GpuKernels gpu_kernels() const noexcept { return {}; }
   // "cuDNN 9.19.0", while it computes the attention that it supports (CudaOptions::cudnn_attention); else empty.
   virtual std::string attention_library() const { return {}; }

@@ -34,10 +34,6 @@ std::optional<Links> links_of(const std::string& file) {
   return read_links(read_text_file(file, kMaxDocument, Errc::Config), file);
 }
 
-}  // namespace
-
-namespace {
-
 const Gpu& gpu_of(const std::string& name) {
   for (const Gpu& g : kGpus) {
     if (g.name == name) return g;

@@ -236,7 +236,14 @@ plan::TagBytes Models::own_memory(const Config& config, const World& world, cons
 
 Prediction predict(const Config& config, const World& world, DeviceKind device) {
   Models models;
-  return predict(config, world, device, models);
+  Prediction p = predict(config, world, device, models);
+  const std::vector<i64> cuts = models.cuts(config, p.mesh);
+  for (int stage = 0; stage < p.mesh.pp; ++stage) {
+    const MeshCoord at{.pp = stage};
+    run::require_cudnn(config, models.of(config, p.mesh, at), models.plan(config, p.mesh, at, device, cuts),
+                       run::kernels_of(config, world.compute_capability));
+  }
+  return p;
 }
 
 Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models) {

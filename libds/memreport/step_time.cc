@@ -369,6 +369,7 @@ StepTime extended(const StepTime& a, const StepTime& b, double times) {
         &StepTime::communication_s, &StepTime::hidden_s, &StepTime::optimizer_s, &StepTime::publish_s,
         &StepTime::files_s, &StepTime::copies_s, &StepTime::cores_s, &StepTime::step_s})
     t.*field = at(a.*field, b.*field);
+  for (size_t s = 0; s < b.stage_idle_s.size(); ++s) t.stage_idle_s.push_back(at(a.stage_idle_s[s], b.stage_idle_s[s]));
   for (const auto& [name, seconds] : b.messages_s) {
     const auto in_a = a.messages_s.find(name);
     t.messages_s[name] = at(in_a == a.messages_s.end() ? 0 : in_a->second, seconds);
@@ -418,6 +419,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
   step.ops = ops_of(*stages[busiest_of(times)].work, machine);
   step.pipeline_s = timeline.makespan;
   step.bubble_fraction = timeline.bubble_fraction();
+  for (size_t s = 0; s < times.size() && times.size() > 1; ++s) step.stage_idle_s.push_back(timeline.idle(s));
   return finished(std::move(step), model, *stages[0].plan, machine, times);
 }
 

@@ -108,7 +108,9 @@ std::string text(const Prediction& p, bool all) {
   out += fmt::format("{} tokens per step; {:.4g} FLOPs per token, {:.4g} per step\n", p.tokens_per_step,
                      p.flops_per_token, p.flops_per_token * tokens);
   if (p.bubble_fraction > 0)
-    out += fmt::format("pipeline bubble: {:.1f} % of the ranks' time\n", 100 * p.bubble_fraction);
+    out += fmt::format(
+        "pipeline bubble: {:.1f} % of the ranks' time, if a backward pass takes as long as two forward passes\n",
+        100 * p.bubble_fraction);
   if (p.groups.size() > 1) out += "\n" + stages_text(p);
   for (const RankGroup& g : p.groups) {
     if (all || &g == &p.worst_group()) out += "\n" + group_text(g, p) + "\n" + traffic_text(g);
@@ -165,7 +167,7 @@ std::string json(const Prediction& p) {
 
 std::string text(const StepTime& t) {
   std::string out;
-  const auto line = [&](const char* name, double seconds, const char* what) {
+  const auto line = [&](std::string_view name, double seconds, const char* what) {
     out += fmt::format("  {:<20} {:>12.3f} ms{}\n", name, 1e3 * seconds, what);
   };
   out += "time of a step\n";
@@ -182,6 +184,7 @@ std::string text(const StepTime& t) {
   if (t.cores_s > 0) line("waiting for cores", t.cores_s, "  the node has fewer than its ranks have threads");
   line("step", t.step_s, "");
   if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
+  for (size_t s = 0; s < t.stage_idle_s.size(); ++s) line(fmt::format("  idle, stage {}", s), t.stage_idle_s[s], "");
   out += fmt::format("  {:<20} {:>12.6g}\n  {:<20} {:>12.1f} %\n", "tokens/s", t.tokens_per_s, "MFU", 100 * t.mfu);
   if (t.lacks_offload)
     out += "  without what is copied between the GPU and the host for what is offloaded, and updates there\n";
@@ -207,6 +210,7 @@ std::string json(const StepTime& t) {
                  {"mfu", t.mfu},
                  {"messages_s", t.messages_s},
                  {"ops", ops}});
+  if (!t.stage_idle_s.empty()) document["stage_idle_s"] = t.stage_idle_s;
   if (t.files_s > 0) document["files_s"] = t.files_s;
   if (t.copies_s > 0) document["copies_s"] = t.copies_s;
   if (t.lacks_offload) document["lacks_offload"] = true;

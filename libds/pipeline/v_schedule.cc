@@ -31,7 +31,7 @@ std::vector<Instr> pattern_order(const Pattern& t, i64 stages, i64 stage, i64 mi
   const i64 down = stage * t.down, up = last * t.down + t.forward_turn + below * t.up;
   const i64 top = last * (t.down + t.up) + t.forward_turn + t.top;
   const i64 back_down = top + stage * t.down, back_up = top + last * t.down + t.backward_turn + below * t.up;
-  // When the first micro-batch has them. Of two at the same time, gradients come first: they free memory.
+  // When the first micro-batch has them. If two fall on the same time, gradients come first: they free memory.
   struct Timed {
     i64 at, chunk;
     Op op;

@@ -21,6 +21,14 @@ GpuKernels kernels_of(const Config& config, int compute_capability) noexcept {
   return gpu_kernels(compute_capability, wants_cudnn(config));
 }
 
+void require_cudnn(const Config& config, const model::Model& model, const plan::RunPlan& plan,
+                   const GpuKernels& kernels) {
+  if (plan.device == DeviceKind::Cpu || config.cuda.attention != CudaAttention::Cudnn || !wants_cudnn(config)) return;
+  const char* const refusal = plan::meter_run(config, model, plan, kernels).refusal;
+  DS_CHECK(refusal == nullptr, Errc::Unavailable,
+           "cuda.attention \"cudnn\": cuDNN does not compute all attention of this run: {}", refusal);
+}
+
 void choose_attention(const Config& config, const model::Model& model, const plan::RunPlan& plan, Device& device,
                       Communicator& world, bool speaks) {
   if (device.is_host() || !wants_cudnn(config)) return;

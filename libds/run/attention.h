@@ -15,6 +15,11 @@ bool wants_cudnn(const Config& config) noexcept;
 GpuKernels kernels_of(const Config& config, int compute_capability) noexcept;
 inline constexpr int kUnknownGpu = 9;  // the compute capability of a GPU of which nothing is known: Hopper
 
+// Throws Errc::Unavailable if the configuration asks for cuDNN, and it would not compute all attention of the plan's
+// passes on such a GPU.
+void require_cudnn(const Config& config, const model::Model& model, const plan::RunPlan& plan,
+                   const GpuKernels& kernels);
+
 // The same choice on all ranks: cuDNN, if each of them can use it in the same version and it has plans for the run's
 // passes that it supports ("auto" tries all shapes, "cudnn" eight), or the kernels of libds for all attention.
 // cuda.attention "auto" warns if cuDNN would compute some of it and cannot; "cudnn" throws Errc::Unavailable, on all

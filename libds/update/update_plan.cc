@@ -139,9 +139,12 @@ namespace {
 void add_in_memory_order(std::vector<zero::Piece>& pieces, const zero::Piece& piece, const model::ParamRow& row,
                          const zero::Layout& layout) {
   const i64 unit = layout.segments()[piece.segment].unit;
-  const i64 after = row.after < 0 || layout.is_tile(unit) ? -1 : layout.units()[unit].first_param + row.after;
-  auto at = std::find_if(pieces.rbegin(), pieces.rend(), [&](const zero::Piece& p) { return p.param == after; }).base();
-  pieces.insert(at == pieces.begin() ? pieces.end() : at, piece);
+  if (row.after < 0 || layout.is_tile(unit)) return pieces.push_back(piece);
+  const i64 first = layout.units()[unit].first_param, after = first + row.after;
+  // No further back than to the first piece of the unit.
+  const auto end = std::find_if(pieces.rbegin(), pieces.rend(), [&](const zero::Piece& p) { return p.param < first; });
+  const auto at = std::find_if(pieces.rbegin(), end, [&](const zero::Piece& p) { return p.param == after; });
+  pieces.insert(at == end ? pieces.end() : at.base(), piece);
 }
 
 CombinePlan combine_plan(const UpdatePlan& plan, bool own) {

@@ -46,10 +46,6 @@ std::string moved_rows(Layout::Units units) {
   return moved;
 }
 
-}  // namespace
-
-namespace {
-
 using Rows = std::span<const model::ParamRow>;
 
 // The row that lies directly after row r of a unit; as many as there are rows: none.

@@ -17,6 +17,7 @@
 #include "parity/device_ops.h"
 #include "plan/planned.h"
 #include "plan/scratch.h"
+#include "setting.h"
 #include "slow_set.h"
 #include "temp_directory.h"
 
@@ -84,15 +85,7 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
 
 // q, k and v, with their biases, and gate and up: one product each.
 TEST_P(DeviceTraining, JoinedProductsGiveTheSameBitsAtEveryStage) {
-  ModelConfig model = tiny_llama();
-  model.family = Family::Qwen2;
-  model.hidden = 16;
-  model.heads = 16;
-  model.kv_heads = 8;
-  model.head_dim = 32;
-  model.intermediate = 64;
-  model.qk_norm = false;
-  model.attention_bias = true;
+  ModelConfig model = joinable_qwen2();
   const Trace want = train(config_of(model, GetParam(), 1, 2, 0), 1);
   for (const i64 stage : {1, 3}) {
     Config c = config_of(model, GetParam(), 2, 1, stage);
@@ -127,7 +120,7 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
   }
 }
 
-// What ops hold after each step is the memory that the plan's calls are predicted to take.
+// Checks that ops hold, after each step, the memory that the plan's calls are predicted to take.
 void expect_predicted_scratch(const Config& c, int ranks, bool by_cudnn) {
   Hooks hooks;
   hooks.same_logits = false;
@@ -162,8 +155,7 @@ TEST_P(DeviceTraining, SoDoesAttentionByCudnn) {
   const char* const plugin = std::getenv("DS_CUDA_PLUGIN");
   if (plugin == nullptr || std::string_view(plugin).find("sim") == std::string_view::npos)
     GTEST_SKIP() << "of the simulator";
-  setenv("DS_SIM_CUDNN", "9.19.0", 1);
-  setenv("DS_TEST_ATTENTION", "cudnn", 1);
+  const Setting version("DS_SIM_CUDNN", "9.19.0"), attention("DS_TEST_ATTENTION", "cudnn");
   ModelConfig gpt2 = tiny_gpt2();
   gpt2.hidden = 48, gpt2.head_dim = 16, gpt2.intermediate = 4 * 48;
   for (const ModelConfig& model : {gpt2, tiny_llama()}) {
@@ -171,8 +163,6 @@ TEST_P(DeviceTraining, SoDoesAttentionByCudnn) {
     c.data.split = 0;
     expect_predicted_scratch(c, 2, GetParam() != DType::F32);
   }
-  unsetenv("DS_TEST_ATTENTION");
-  unsetenv("DS_SIM_CUDNN");
 }
 
 // 1-bit and 0/1 Adam: ranks of a device average by signs, in the memory that is predicted.

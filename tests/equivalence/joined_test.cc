@@ -23,18 +23,7 @@ ModelConfig llama() {
   c.qk_norm = false;
   return c;
 }
-// With biases, which lie apart from the matrices: biases of whole blocks.
-ModelConfig qwen2() {
-  ModelConfig c = llama();
-  c.family = Family::Qwen2;
-  c.hidden = 16;
-  c.heads = 16;
-  c.kv_heads = 8;
-  c.head_dim = 32;
-  c.attention_bias = true;
-  return c;
-}
-// All inputs of whose products but one go to one map.
+// Its one group is q, k and v.
 ModelConfig bert() {
   ModelConfig c = tiny_bert();
   c.hidden = 256;
@@ -43,7 +32,7 @@ ModelConfig bert() {
   c.intermediate = 32;
   return c;
 }
-const ModelConfig kModels[] = {llama(), qwen2(), bert()};
+const ModelConfig kModels[] = {llama(), joinable_qwen2(), bert()};
 
 ModelConfig apart(ModelConfig c) {
   c.joined_products = false;
@@ -169,7 +158,7 @@ TEST(Joined, AreDecidedByShapes) {
     return rows;
   };
   EXPECT_EQ(joins(llama()), 3u);  // k, v, up
-  EXPECT_EQ(joins(qwen2()), 5u);
+  EXPECT_EQ(joins(joinable_qwen2()), 5u);
   EXPECT_EQ(joins(bert()), 4u);
   EXPECT_EQ(joins(apart(bert())), 0u);
   ModelConfig c = llama();
@@ -180,13 +169,13 @@ TEST(Joined, AreDecidedByShapes) {
   EXPECT_EQ(joins(c), 2u);
   c.intermediate = 68;
   EXPECT_EQ(joins(c), 2u);
-  c = qwen2();
+  c = joinable_qwen2();
   c.heads = c.kv_heads = 4;  // biases of half a block
   EXPECT_EQ(joins(c), 1u);
   EXPECT_EQ(joins(of_four_heads(tiny_gpt2())), 0u);
 }
 
-// What runs of `model` have in common whether its maps may be joined or not.
+// Checks the properties that runs of `model` have whether its maps may be joined or not.
 void expect_apart(const Config& c, const Layout& l, const Hooks& hooks, const std::string& what) {
   Config other = c;
   other.model = apart(c.model);

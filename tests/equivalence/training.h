@@ -55,6 +55,20 @@ inline ModelConfig tiny_llama() {
   return c;
 }
 
+// A model whose maps of one input are joined (LinearGroup), with biases that lie apart from the matrices.
+inline ModelConfig joinable_qwen2() {
+  ModelConfig c = tiny_llama();
+  c.family = Family::Qwen2;
+  c.hidden = 16;
+  c.heads = 16;
+  c.kv_heads = 8;
+  c.head_dim = 32;
+  c.intermediate = 64;
+  c.qk_norm = false;
+  c.attention_bias = true;
+  return c;
+}
+
 // `c` with four heads, and with widths that tp and sp of 2 and 4 divide.
 inline ModelConfig of_four_heads(ModelConfig c) {
   c.kv_heads = c.kv_heads == c.heads ? 4 : 2;

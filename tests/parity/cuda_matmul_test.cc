@@ -5,28 +5,16 @@
 
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 
 #include "cuda/context.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 #include "parity/parity.h"
+#include "setting.h"
 
 namespace ds::testing {
 namespace cuda_matmul_test {
-
-// An environment variable for as long as this lives.
-class Setting {
- public:
-  Setting(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
-  ~Setting() { unsetenv(name_); }
-  Setting(const Setting&) = delete;
-  Setting& operator=(const Setting&) = delete;
-
- private:
-  const char* name_;
-};
 
 struct Ops {
   decltype(OpTable::matmul) matmul;

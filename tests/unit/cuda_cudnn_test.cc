@@ -142,8 +142,8 @@ TEST(CudaCudnn, ServesWhatNvidiasTableHas) {
     EXPECT_EQ(refused(call_of({.T = 77, .S = 77}, backward)), "");
 
     EXPECT_EQ(refused(call_of({}, backward, DType::F32)), "dtype");
-    EXPECT_EQ(refused(call_of({.D = 36}, backward)), "head dim");
-    EXPECT_EQ(refused(call_of({.D = 136}, backward)), "head dim");
+    EXPECT_EQ(refused(call_of({.D = 36}, backward)), "a head dim that is no multiple of 8 up to 128");
+    EXPECT_EQ(refused(call_of({.D = 136}, backward)), "a head dim that is no multiple of 8 up to 128");
     EXPECT_EQ(refused(call_of({.T = 1}, backward)), "lengths");
     EXPECT_EQ(refused(call_of({.B = 0}, backward)), "lengths");
     EXPECT_EQ(refused(call_of({.T = 384, .S = 128}, backward)), "rows without keys");

@@ -8,6 +8,8 @@
 #include <fstream>
 
 #include "base/json.h"
+#include "ds/memreport.h"
+#include "expect_error.h"
 #include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "plan/scratch.h"
@@ -83,7 +85,7 @@ TEST(GpuScratch, CudnnServesAmpereAndHopper) {
   EXPECT_FALSE(run::kernels_of(fp32, 9).cudnn);
 }
 
-// What cuDNN does not support is stated, with its reason, and the rest is still its own.
+// A call that cuDNN does not support is reported with the reason, and cuDNN computes the others.
 TEST(GpuScratch, TheMeterStatesWhatCudnnRefuses) {
   const auto refusal = [](std::vector<std::string> overrides) {
     const GpuMeter meter = meter_of(config_of("gpt2-124m", std::move(overrides)), gpu_kernels(9, true));
@@ -93,11 +95,25 @@ TEST(GpuScratch, TheMeterStatesWhatCudnnRefuses) {
   EXPECT_EQ(refusal({}), "");
   EXPECT_EQ(refusal({"model.attn_pdrop=0.1"}), "dropout");
   EXPECT_EQ(refusal({R"(sparse_attention={"mode": "fixed"})"}), "sparse layout");
-  EXPECT_EQ(refusal({"model.n_head=4"}), "head dim");
+  EXPECT_EQ(refusal({"model.n_head=4"}), "a head dim that is no multiple of 8 up to 128");
   EXPECT_EQ(refusal({"bf16.enabled=false"}), "dtype");
   // Evaluations have no dropout, but use the kernels that their run trains with.
   EXPECT_TRUE(
       meter_of(config_of("gpt2-124m", {"model.attn_pdrop=0.1", "data.split=0.1"}), gpu_kernels(9, true)).cudnn.empty());
+}
+
+// A prediction of a run that would be refused is refused likewise.
+TEST(GpuScratch, CudnnThatIsAskedForIsRequired) {
+  const auto predicted = [](std::vector<std::string> overrides, int compute_capability) {
+    overrides.emplace_back("cuda.attention=cudnn");
+    return [=] {
+      memreport::predict(config_of("gpt2-124m", overrides), {.compute_capability = compute_capability},
+                         DeviceKind::Cuda);
+    };
+  };
+  EXPECT_NO_THROW(predicted({}, 9)());
+  expect_error(Errc::Unavailable, ::testing::HasSubstr("cuda.attention \"cudnn\""), predicted({}, 10));
+  expect_error(Errc::Unavailable, ::testing::HasSubstr("of this run: dropout"), predicted({"model.attn_pdrop=0.1"}, 9));
 }
 
 }  // namespace gpu_scratch_test

@@ -8,14 +8,13 @@
 #include <map>
 #include <set>
 
+#include "unit/every_schedule.h"
+
 namespace ds::pipeline {
 namespace schedule_test {
 
+using testing::for_every_schedule;
 using ::testing::HasSubstr;
-
-constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst,
-                                   ScheduleKind::ZeroBubbleV};
 
 bool computes(Op op) {
   return op == Op::Forward || op == Op::Backward || op == Op::BackwardInput || op == Op::BackwardWeight;
@@ -41,26 +40,6 @@ std::string full_text(const std::vector<Instr>& schedule) {
 
 std::vector<Instr> schedule(ScheduleKind kind, int stages, int stage, i64 micro_batches, int chunks = 1) {
   return make_schedule({kind, stages, stage, micro_batches, chunks});
-}
-
-// Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
-template <class F>
-void for_all(F f) {
-  for (const ScheduleKind kind : kKinds) {
-    for (int p = 1; p <= 8; ++p) {
-      for (i64 m = 1; m <= 32; ++m) {
-        for (int v = 1; v <= 4; ++v) {
-          for (const double limit : {1.0, 0.7, 0.5}) {
-            const ScheduleOptions options{kind, p, 0, m, v, 0, limit};
-            if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
-            SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
-            f(options);
-            if (::testing::Test::HasFatalFailure()) return;
-          }
-        }
-      }
-    }
-  }
 }
 
 // The first block loads tokens, and the last one targets, unless they are there already.
@@ -149,7 +128,7 @@ TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
 // Each chunk of each stage sees each micro-batch once per pass, gradients in ascending order, receives and sends where
 // there is a neighbour.
 TEST(Schedule, IsComplete) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     const i64 last = i64{o.stages} * o.chunks - 1;
     const auto stays = [&](i64 block) { return o.placement().stays(block); };
     for (o.stage = 0; o.stage < o.stages; ++o.stage) {
@@ -187,7 +166,7 @@ TEST(Schedule, IsComplete) {
 
 // A way from one stage to the next has messages in the order in which they are received, in a V of both kinds.
 TEST(Schedule, MessagesOfAWayAreReceivedInTheOrderOfTheirSends) {
-  for_all([](const ScheduleOptions& o) {
+  for_every_schedule([](const ScheduleOptions& o) {
     const std::vector<std::vector<Instr>> schedules = make_schedules(o);
     const Placement placement = o.placement();
     std::map<std::tuple<int, int, Way>, std::vector<std::tuple<bool, i64, i64>>> sent,
@@ -239,7 +218,7 @@ TEST(Schedule, GradientsBetweenChunksOfAStageAreRings) {
 
 // Slot k % size of a stash is free when micro-batch k comes, and no smaller stash would do.
 TEST(Schedule, StashesAreRings) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     for (o.stage = 0; o.stage < o.stages; ++o.stage) {
       const std::vector<Instr> instrs = make_schedule(o);
       for (i64 c = 0; c < o.chunks; ++c) {
@@ -276,7 +255,7 @@ TEST(Schedule, StashesAreRings) {
 
 // No two micro-batches are in one slot at a time, and there are as many slots as the schedule has under way at once.
 TEST(Schedule, ChunksShareTheSlotsOfTheirActivations) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     for (o.stage = 0; o.stage < o.stages; ++o.stage) {
       const std::vector<Instr> instrs = make_schedule(o);
       const KeptSlots slots = kept_slots(instrs, o.chunks, o.micro_batches);
@@ -303,7 +282,7 @@ TEST(Schedule, ChunksShareTheSlotsOfTheirActivations) {
 // Blocks before the one in which the backward pass ends have no backward pass, and get no gradients. The output of one
 // stays until it has been sent, or read in place.
 TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     if (o.micro_batches % 5 != 1 && o.micro_batches % 8 != 0) return;
     for (o.backward_end = 0; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
       const auto stays = [&](i64 block) { return o.placement().stays(block); };
@@ -355,7 +334,7 @@ TEST(Schedule, BlocksBeforeTheEndOfTheBackwardPassOnlyRunForward) {
 }
 
 TEST(Schedule, StashesAreThoseOfThePapers) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     const i64 p = o.stages, m = o.micro_batches, v = o.chunks;
     for (o.stage = 0; o.stage < o.stages; ++o.stage) {
       const std::vector<Instr> instrs = make_schedule(o);

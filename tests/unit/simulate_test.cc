@@ -6,36 +6,16 @@
 
 #include <algorithm>
 
+#include "unit/every_schedule.h"
+
 namespace ds::pipeline {
 namespace simulate_test {
 
+using testing::for_every_schedule;
 using ::testing::HasSubstr;
 using Schedules = std::vector<std::vector<Instr>>;
 
-constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst,
-                                   ScheduleKind::ZeroBubbleV};
 const std::vector<Costs> kUnit = {Costs{}};
-
-// Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
-template <class F>
-void for_all(F f) {
-  for (const ScheduleKind kind : kKinds) {
-    for (int p = 1; p <= 8; ++p) {
-      for (i64 m = 1; m <= 32; ++m) {
-        for (int v = 1; v <= 4; ++v) {
-          for (const double limit : {1.0, 0.7, 0.5}) {
-            const ScheduleOptions options{kind, p, 0, m, v, 0, limit};
-            if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
-            SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
-            f(options);
-            if (::testing::Test::HasFatalFailure()) return;
-          }
-        }
-      }
-    }
-  }
-}
 
 std::string error_of(const Schedules& schedules) {
   try {
@@ -49,7 +29,7 @@ std::string error_of(const Schedules& schedules) {
 // For any delays, and even if a stage holds one message of each kind at a time.
 TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
   u64 seed = 0;
-  for_all([&](const ScheduleOptions& o) {
+  for_every_schedule([&](const ScheduleOptions& o) {
     const Schedules schedules = make_schedules(o);
     const bool v = o.placement().v;
     for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
@@ -81,7 +61,7 @@ TEST(Simulate, EvaluationEndsForAnyNumberOfMicroBatches) {
 
 // Integers, so that every sum is exact.
 TEST(Simulate, IdleTimesAreThoseOfThePapers) {
-  for_all([](const ScheduleOptions& o) {
+  for_every_schedule([](const ScheduleOptions& o) {
     const bool zero_bubble = o.kind == ScheduleKind::ZeroBubbleH1;
     if (zero_bubble && o.micro_batches < o.stages) return;
     if (o.kind == ScheduleKind::ZeroBubbleV) return;  // below
@@ -99,7 +79,7 @@ TEST(Simulate, IdleTimesAreThoseOfThePapers) {
 }
 
 TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
-  for_all([](ScheduleOptions o) {
+  for_every_schedule([](ScheduleOptions o) {
     if (o.micro_batches % 5 != 1) return;
     for (o.backward_end = 1; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
       for (const i64 send_buffers : {i64{1}, i64{1} << 40})
@@ -110,7 +90,8 @@ TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
 }
 
 TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
-  for_all([](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction()); });
+  for_every_schedule(
+      [](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction()); });
 }
 
 // A simulation of these would take memory by the product.

@@ -321,6 +321,8 @@ TEST(StepTime, BubbleIsTheSimulations) {
     EXPECT_NEAR(t.bubble_fraction, timeline.bubble_fraction(), 1e-12);
     EXPECT_NEAR(t.pipeline_s, timeline.makespan, 1e-12);
     EXPECT_GT(t.bubble_fraction, 0);
+    ASSERT_EQ(t.stage_idle_s.size(), 2u);
+    for (size_t s = 0; s < 2; ++s) EXPECT_NEAR(t.stage_idle_s[s], timeline.idle(s), 1e-12);
   }
 }
 

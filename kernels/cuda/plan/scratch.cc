@@ -68,23 +68,13 @@ bool by_cudnn(const cudnn::AttentionCall& call, Stream& stream) noexcept {
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  by_cudnn({.o = o, .lse = lse, .q = q, .k = k, .v = v, .dq = {}, .dk = {}, .dv = {}, .dout = {}, .params = p}, stream);
+  by_cudnn(cudnn::forward_call(o, lse, q, k, v, p), stream);
 }
 
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
-  const cudnn::AttentionCall call = {.backward = true,
-                                     .o = o,
-                                     .lse = lse,
-                                     .q = q,
-                                     .k = k,
-                                     .v = v,
-                                     .dq = dq,
-                                     .dk = dk,
-                                     .dv = dv,
-                                     .dout = dout,
-                                     .params = p};
-  if (!by_cudnn(call, stream)) note(stream, scratch::attention_bwd_bytes(q.dim(0), q.dim(1), q.dim(2)));
+  if (!by_cudnn(cudnn::backward_call(dq, dk, dv, dout, q, k, v, o, lse, p), stream))
+    note(stream, scratch::attention_bwd_bytes(q.dim(0), q.dim(1), q.dim(2)));
 }
 
 void evoformer_attention_fwd(TensorView, TensorView, TensorView q, TensorView, TensorView, TensorView, TensorView,

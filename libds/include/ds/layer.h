@@ -365,6 +365,8 @@ struct LowRank;
 class DS_API Layer {
  public:
   virtual ~Layer() = default;
+  Layer(const Layer&) = delete;  // groups of its linear maps refer to its rows
+  Layer& operator=(const Layer&) = delete;
 
   const std::string& name() const noexcept { return name_; }
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }

@@ -120,6 +120,7 @@ struct StepTime {
   double in_layer_communication_s = 0;  // of tp and sp; part of the passes
   double pipeline_s = 0;                // all passes of all stages, from the first to the last
   double bubble_fraction = 0;           // idle time of stages / all time
+  std::vector<double> stage_idle_s{};   // of each pipeline stage, in pipeline_s; empty without a pipeline
   double communication_s = 0;           // exposed: of dp during the passes and after them, without the publication
   double hidden_s = 0;                  // hidden: of dp
   double optimizer_s = 0;
