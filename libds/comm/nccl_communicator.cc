@@ -2,13 +2,18 @@
 // nccl: collectives between GPUs on the Comm queue. NCCL moves bytes, but sums are ours, since its rings and trees add
 // in an order of their own: a reduce-scatter is an exchange of slices, which sends as much as a ring, (P-1)/P n,
 // followed by a fold in rank order. One staging area serves both, since one queue runs them in turn. Only integer
-// reductions, whose order does not matter, are NCCL's. Operations that NCCL does not promise (NaN wins a maximum; sends
-// that do not wait for the receiver) and that no step needs go through host memory and the world.
+// reductions, whose order does not matter, are NCCL's. Operations that NCCL does not promise (NaN wins a maximum) and
+// that no step needs go through host memory and the world.
 //
-// Nothing hangs. The communicator is non-blocking: no call into NCCL waits for a peer. A watcher checks NCCL, the world
-// (which knows of peers that failed, died or left) and the age of the oldest unfinished operation. On a failure it
-// informs the world and aborts NCCL, which ends the work on the stream. NCCL does not compare calls: a mismatch is
-// noticed if the world shows the peers' calls, else as a timeout.
+// Messages along a link (CommOptions::links) go from device to device. NCCL runs the operations of a communicator in
+// the order of its calls, and a send ends only with its receive, so a link has a NCCL communicator of its two ranks and
+// a queue of its own at each end: it waits for nothing but its own earlier messages. The first message is sent when the
+// link is made, since NCCL connects the two ranks in it. All other messages go through host memory.
+//
+// Nothing hangs. No call into NCCL waits for a peer. A watcher checks NCCL, the world (which knows of peers that
+// failed, died or left) and the age of the oldest unfinished operation of each connection. On a failure it informs the
+// world and aborts NCCL, which ends the work on the streams. NCCL does not compare calls: a mismatch is noticed if the
+// world shows the peers' calls, else as a timeout.
 
 #include <algorithm>
 #include <condition_variable>
@@ -20,6 +25,7 @@
 #include "base/thread.h"
 #include "comm/make_communicator.h"
 #include "comm/nccl_api.h"
+#include "comm/nccl_connection.h"
 #include "comm/staging.h"
 
 namespace ds {
@@ -27,6 +33,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
+using nccl::Connection, nccl::EnqueuedOperation, nccl::first;
 
 constexpr i64 kStagingBytes = i64{64} << 20;  // received slices of a fold: one round
 constexpr i64 kStagingStep = i64{1} << 20;    // increment by which staging grows
@@ -35,64 +42,6 @@ constexpr i64 kGatherBytes = i64{64} << 10;   // smaller sums of floats are gath
 constexpr auto kWatchPeriod = 50ms;
 constexpr auto kUnderWay = 500ms;  // for messages in flight from a peer that has left
 constexpr auto kHearsay = 1s;      // for the world to report which rank died, when NCCL reports an error without a rank
-constexpr auto kGrace = 2s;        // for peers to finalise together
-constexpr int kYields = 100;
-constexpr auto kSleep = 50us;
-
-std::string describe(const nccl::Api& api, nccl::Comm comm, nccl::Result r) {
-  const char* last = comm != nullptr ? api.GetLastError(comm) : nullptr;
-  return fmt::format("{}{}{}", api.GetErrorString(r), last != nullptr && *last != 0 ? ": " : "",
-                     last != nullptr ? last : "");
-}
-
-// State that tickets need; lives as long as they do.
-struct Timeline {
-  explicit Timeline(Device& d) : device(d) { spare.reserve(256); }
-  ~Timeline() {
-    for (const Device::Event e : spare) device.destroy(e);
-  }
-  Device::Event take() {
-    {
-      const std::lock_guard lock(mutex);
-      if (!spare.empty()) {
-        const Device::Event e = spare.back();
-        spare.pop_back();
-        return e;
-      }
-    }
-    return device.make_event();
-  }
-  void give(Device::Event e) {
-    const std::lock_guard lock(mutex);
-    spare.push_back(e);
-  }
-
-  Device& device;
-  FailureLatch failure;
-  std::mutex mutex;
-  std::vector<Device::Event> spare;
-};
-
-struct EnqueuedOperation final : Ticket::State {
-  EnqueuedOperation(std::shared_ptr<Timeline> t, const CallInfo& call)
-      : timeline(std::move(t)), info(call), ready(timeline->take()), end(timeline->take()) {}
-  ~EnqueuedOperation() override {
-    timeline->give(ready);
-    timeline->give(end);
-  }
-  void wait() override {
-    timeline->failure.throw_if_set();
-    timeline->device.wait(Queue::Compute, end);
-  }
-  bool done() const override { return timeline->failure.get() != nullptr || finished(); }
-  bool finished() const { return enqueued.load(std::memory_order_acquire) && timeline->device.reached(end); }
-
-  const std::shared_ptr<Timeline> timeline;
-  const CallInfo info;
-  const Device::Event ready;  // inputs are ready
-  const Device::Event end;
-  std::atomic<bool> enqueued{false};  // `end` is recorded
-};
 
 // The information about a call that the world shows: its number, and enough of the rest to notice a difference.
 struct Shown {
@@ -123,21 +72,23 @@ class NcclCommunicator final : public BaseCommunicator {
         overlap_(options.progress_thread),
         api_(nccl::load()),
         host_(world, device_),
-        timeline_(std::make_shared<Timeline>(device_)),
+        timeline_(std::make_shared<nccl::Timeline>(device_)),
+        all_(api_, device_, Queue::Comm),
         fence_(device_.make_event()),
         uncaught_at_birth_(std::uncaught_exceptions()),
         fold_sources_(static_cast<size_t>(size())) {
     try {
-      connect();
-    } catch (...) {
-      device_.destroy(fence_);
-      throw;
+      connect(options.links);
+    } catch (const Error& e) {
+      give_up(e);
+      leave();
+      throw_if_failed();
     }
     try {
       watcher_ = start_thread("the thread that watches NCCL", [this] { watch(); });
     } catch (const Error& e) {
       abort(e);
-      device_.destroy(fence_);
+      leave();
       throw;
     }
   }
@@ -146,8 +97,11 @@ class NcclCommunicator final : public BaseCommunicator {
     if (std::uncaught_exceptions() > uncaught_at_birth_) {
       abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
     } else {
-      try {
-        device_.synchronize(Queue::Comm);  // the watcher ends stuck work
+      try {  // the watcher ends stuck work
+        for_each_connection([&](Connection& c) {
+          c.expect_all();
+          device_.synchronize(c.queue());
+        });
       } catch (const Error& e) {
         abort(e);
       }
@@ -158,8 +112,7 @@ class NcclCommunicator final : public BaseCommunicator {
     }
     wake_.notify_one();
     watcher_.join();
-    disconnect();
-    device_.destroy(fence_);
+    leave();
   }
 
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
@@ -177,61 +130,81 @@ class NcclCommunicator final : public BaseCommunicator {
     i64 offset, bytes, position;
   };
 
-  static bool is_error(nccl::Result r) noexcept { return r != nccl::Result::Success && r != nccl::Result::InProgress; }
-  // The first error; b if there is none.
-  static nccl::Result first(nccl::Result a, nccl::Result b) noexcept { return is_error(a) ? a : b; }
+  // The end at this rank of messages from one rank to another.
+  struct Link {
+    Link(const MessageLink& link, const nccl::Api& api, Device& device)
+        : ranks(link), connection(api, device, device.make_queue()) {}
+    const MessageLink ranks;
+    Connection connection;
+    u64 calls = 0;
+  };
+
   static size_t count(i64 n) noexcept { return static_cast<size_t>(n); }
 
-  void connect() {
+  void for_each_connection(auto&& visit) {
+    visit(all_);
+    for (Link& link : links_) visit(link.connection);
+  }
+
+  void connect(std::span<const MessageLink> links) {
     device_.synchronize();  // also makes the device current for this thread, as NCCL needs
+    connect(all_, make_id(0), rank(), size(), fmt::format("its {} ranks", size()));
+    if (!links.empty()) first_message_ = device_buffer(device_, ledger_, Tag::Comm, 1);
+    std::vector<nccl::UniqueId> ids;
+    for (const MessageLink& link : links) ids.push_back(make_id(link.from));
+    // In one order on all ranks, since the two ranks of a link wait for each other.
+    for (size_t i = 0; i < links.size(); ++i) {
+      if (links[i].from == rank() || links[i].to == rank())
+        connect(links_.emplace_back(links[i], api_, device_), ids[i]);
+    }
+  }
+
+  // `root` makes the id of a NCCL communicator; all ranks learn it.
+  nccl::UniqueId make_id(int root) {
     nccl::UniqueId id{};
-    if (rank() == 0) {
+    if (rank() == root) {
       const nccl::Result r = api_.GetUniqueId(&id);
-      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL found no network address: {}", describe(api_, nullptr, r));
+      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL found no network address: {}", all_.describe(r));
     }
-    world_.broadcast(id.internal.data(), static_cast<i64>(sizeof id), 0, "nccl.connect").wait();
-    nccl::Config config;
-    nccl::Result r = api_.CommInitRankConfig(&comm_, size(), id, rank(), &config);
-    try {
-      const auto limit = Clock::now() + std::chrono::duration<double>(timeout_s_);
-      while (r == nccl::Result::InProgress) {
-        world_.look_for_failures();
-        DS_CHECK(Clock::now() < limit, Errc::Timeout, "NCCL did not connect its {} ranks within {} s", size(),
-                 timeout_s_);
-        std::this_thread::sleep_for(1ms);
-        r = state();
-      }
-      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL cannot connect: {}", describe(api_, comm_, r));
-    } catch (const Error& e) {
-      give_up(e);
-      throw_if_failed();
-    }
+    world_.broadcast(id.internal.data(), static_cast<i64>(sizeof id), root, "nccl.connect").wait();
+    return id;
   }
 
-  // The result of CommGetAsyncError; InProgress while a call is running.
-  nccl::Result state() {
-    nccl::Result r{};
-    const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
-    return first(asked, r);
+  void connect(Connection& c, const nccl::UniqueId& id, int own, int members, const std::string& ranks) {
+    finish_connecting(c, c.begin(id, own, members), ranks);
   }
 
-  // NCCL requires all ranks to finalise; aborts if they do not within the grace time.
-  void disconnect() noexcept {
-    const std::lock_guard lock(nccl_mutex_);
-    if (comm_ != nullptr) {
-      nccl::Result r = api_.CommFinalize(comm_);
-      for (const auto limit = Clock::now() + kGrace; r == nccl::Result::InProgress && Clock::now() < limit;) {
-        std::this_thread::sleep_for(1ms);
-        r = state();
-      }
-      if (r == nccl::Result::Success) {
-        api_.CommDestroy(comm_);
-        comm_ = nullptr;
-      }
-    }
-    abort_nccl();
-    for (const auto limit = Clock::now() + kGrace; aborting_ && aborting_->load() && Clock::now() < limit;)
+  void connect(Link& link, const nccl::UniqueId& id) {
+    const std::string ranks =
+        fmt::format("ranks {} and {} for messages", world_rank(link.ranks.from), world_rank(link.ranks.to));
+    const bool sends = link.ranks.from == rank();
+    Connection& c = link.connection;
+    connect(c, id, sends ? 0 : 1, 2, ranks);
+    auto* const data = static_cast<std::byte*>(first_message_.data());
+    const auto pass = [&](nccl::Comm comm) { return sends ? c.send(comm, data, 1, 1) : c.recv(comm, data, 1, 0); };
+    finish_connecting(c, c.launch(pass).value_or(nccl::Result::Success), ranks);
+    device_.record(fence_, c.queue());
+    wait_for([&] { return device_.reached(fence_); }, ranks);
+  }
+
+  void finish_connecting(Connection& c, nccl::Result r, const std::string& ranks) {
+    wait_for([&] { return r != nccl::Result::InProgress || (r = c.state()) != nccl::Result::InProgress; }, ranks);
+    DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL cannot connect: {}", c.describe(r));
+  }
+
+  void wait_for(auto&& done, const std::string& ranks) {
+    const auto limit = Clock::now() + std::chrono::duration<double>(timeout_s_);
+    while (!done()) {
+      world_.look_for_failures();
+      DS_CHECK(Clock::now() < limit, Errc::Timeout, "NCCL did not connect {} within {} s", ranks, timeout_s_);
       std::this_thread::sleep_for(1ms);
+    }
+  }
+
+  void leave() noexcept {
+    for_each_connection([](Connection& c) { c.disconnect(); });
+    for (const Link& link : links_) device_.destroy_queue(link.connection.queue());
+    device_.destroy(fence_);
   }
 
   Ticket submit(Operation&& op) override {
@@ -253,7 +226,10 @@ class NcclCommunicator final : public BaseCommunicator {
       case OpKind::Reduce: return through_host(op);
       case OpKind::Barrier: device_.synchronize(Queue::Comm); return through_host(op);
       case OpKind::Send:
-      case OpKind::Recv: return through_host(op);
+      case OpKind::Recv: {
+        Link* const link = link_of(op);
+        return link != nullptr ? pass(op, *link) : through_host(op);
+      }
       case OpKind::Allocate:
       case OpKind::Attach: break;
     }
@@ -273,56 +249,63 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  // `work` puts the operation on the Comm queue, after everything that is on Compute now.
+  // A collective operation, which `work` puts on the Comm queue.
   template <class Work>
   Ticket enqueue(const Operation& op, Work&& work) {
+    const CallInfo info = call_info(op, calls_++);
+    world_.show(Shown::of(info).pack());
+    return enqueue(all_, info, !overlap_, std::forward<Work>(work));
+  }
+
+  // Null: the message goes through host memory.
+  Link* link_of(const Operation& op) {
+    const MessageLink ranks = op.kind == OpKind::Send ? MessageLink{rank(), op.peer} : MessageLink{op.peer, rank()};
+    const auto found = std::ranges::find(links_, ranks, &Link::ranks);
+    return found != links_.end() ? &*found : nullptr;
+  }
+
+  Ticket pass(const Operation& op, Link& link) {
+    const OpSegment& s = op.segments[0];
+    if (s.slice_bytes == 0) return {};
+    Connection& c = link.connection;
+    const bool sends = op.kind == OpKind::Send;
+    return enqueue(c, call_info(op, link.calls++), !sends && !overlap_, [&] {
+      group(c, [&](nccl::Comm comm) {
+        return sends ? c.send(comm, s.source, s.slice_bytes, 1) : c.recv(comm, s.target, s.slice_bytes, 0);
+      });
+    });
+  }
+
+  // `work` puts the operation on the connection's queue, after everything that is on Compute now. at_once: later work
+  // on Compute comes after it.
+  template <class Work>
+  Ticket enqueue(Connection& c, const CallInfo& info, bool at_once, Work&& work) {
     auto state = std::allocate_shared<EnqueuedOperation>(
-        std::pmr::polymorphic_allocator<EnqueuedOperation>(operation_memory()), timeline_, call_info(op, calls_++));
+        std::pmr::polymorphic_allocator<EnqueuedOperation>(operation_memory()), timeline_, info, &c != &all_);
     device_.record(state->ready, Queue::Compute);
-    device_.wait(Queue::Comm, state->ready);
-    world_.show(Shown::of(state->info).pack());
-    {
-      const std::lock_guard lock(pending_mutex_);
-      while (!pending_.empty() && pending_.front()->finished()) pending_.pop_front();
-      pending_.push_back(state);
-    }
+    device_.wait(c.queue(), state->ready);
+    c.add(state);
     work();
-    device_.record(state->end, Queue::Comm);
+    device_.record(state->end, c.queue());
     state->enqueued.store(true, std::memory_order_release);
-    if (!overlap_) device_.wait(Queue::Compute, state->end);
+    if (at_once) device_.wait(Queue::Compute, state->end);
     return Ticket(std::move(state));
   }
 
-  // One group of NCCL calls. `calls` returns the first error. Returns when the group is on the stream; the watcher ends
-  // a wait for peers that do not arrive.
+  // One group of NCCL calls, each of which the connection's communicator is given. Returns when it is on the stream.
   template <class Calls>
-  void group(Calls&& calls) {
-    nccl::Result r{};
-    {
-      const std::lock_guard lock(nccl_mutex_);
-      if (comm_ == nullptr) throw_if_failed();
-      r = api_.GroupStart();
-      if (r == nccl::Result::Success) {
-        const nccl::Result made = calls();
-        r = first(made, api_.GroupEnd());
-      }
-    }
-    for (int round = 0; r == nccl::Result::InProgress; ++round) {
-      if (round < kYields) {
-        std::this_thread::yield();
-      } else {
-        std::this_thread::sleep_for(kSleep);
-      }
-      const std::lock_guard lock(nccl_mutex_);
-      if (comm_ == nullptr) throw_if_failed();
-      r = state();
-    }
+  void group(Connection& c, Calls&& calls) {
+    const std::optional<nccl::Result> r = c.group(calls);
     if (r == nccl::Result::Success) return;
-    report(r);
+    if (r) report(c, *r);
     throw_if_failed();
   }
+  template <class Calls>
+  void group(Calls&& calls) {
+    group(all_, std::forward<Calls>(calls));
+  }
 
-  void* stream() { return device_.native(Queue::Comm); }
+  void* stream() const { return all_.stream(); }
 
   // `result`: F32, or the wire dtype, to which sums are rounded.
   void reduce_scatter(std::span<const OpSegment> segments, DType wire, bool accumulate, DType result) {
@@ -355,14 +338,14 @@ class NcclCommunicator final : public BaseCommunicator {
     const auto received = [&](int from, const Part& p) {
       return staging + (from - (from > rank() ? 1 : 0)) * used + p.position;
     };
-    group([&] {
+    group([&](nccl::Comm comm) {
       nccl::Result r{};
       for (int step = 1; step < size(); ++step) {
         const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
         for (const Part& p : parts_) {
           const OpSegment& s = *p.segment;
-          r = first(r, send_bytes(s.source + to * s.slice_bytes + p.offset, p.bytes, to));
-          r = first(r, recv_bytes(received(from, p), p.bytes, from));
+          r = first(r, all_.send(comm, s.source + to * s.slice_bytes + p.offset, p.bytes, to));
+          r = first(r, all_.recv(comm, received(from, p), p.bytes, from));
         }
       }
       return r;
@@ -398,11 +381,11 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void all_gather(std::span<const OpSegment> segments) {
-    group([&] {
+    group([&](nccl::Comm comm) {
       nccl::Result r{};
       for (const OpSegment& s : segments) {
         if (s.slice_bytes == 0) continue;
-        r = first(r, api_.AllGather(s.source, s.target, count(s.slice_bytes), nccl::DataType::Uint8, comm_, stream()));
+        r = first(r, api_.AllGather(s.source, s.target, count(s.slice_bytes), nccl::DataType::Uint8, comm, stream()));
       }
       return r;
     });
@@ -414,8 +397,8 @@ class NcclCommunicator final : public BaseCommunicator {
                                : op.reduce == ReduceOp::Max ? nccl::RedOp::Max
                                                             : nccl::RedOp::Min;
     if (s.slice_bytes == 0) return;
-    group([&] {
-      return api_.AllReduce(s.target, s.target, count(s.slice_bytes / 8), nccl::DataType::Int64, reduce, comm_,
+    group([&](nccl::Comm comm) {
+      return api_.AllReduce(s.target, s.target, count(s.slice_bytes / 8), nccl::DataType::Int64, reduce, comm,
                             stream());
     });
   }
@@ -437,7 +420,9 @@ class NcclCommunicator final : public BaseCommunicator {
     if (rest == 0) return;
     const i64 gathered_bytes = align_up(size() * rest, kAlignment), elems = rest / elem;
     std::byte *const staging = room(gathered_bytes + elems * 4), *const data = whole.target + done;
-    group([&] { return api_.AllGather(data, staging, count(rest), nccl::DataType::Uint8, comm_, stream()); });
+    group([&](nccl::Comm comm) {
+      return api_.AllGather(data, staging, count(rest), nccl::DataType::Uint8, comm, stream());
+    });
     for (int q = 0; q < size(); ++q) fold_sources_[q] = staging + q * rest;
     if (dtype == DType::F32) {
       fold(reinterpret_cast<float*>(data), dtype, elems, false);
@@ -449,19 +434,19 @@ class NcclCommunicator final : public BaseCommunicator {
   void broadcast(const Operation& op) {
     const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
-    group([&] {
-      return api_.Broadcast(s.target, s.target, count(s.slice_bytes), nccl::DataType::Uint8, op.peer, comm_, stream());
+    group([&](nccl::Comm comm) {
+      return api_.Broadcast(s.target, s.target, count(s.slice_bytes), nccl::DataType::Uint8, op.peer, comm, stream());
     });
   }
 
   void all_to_all(const OpSegment& s) {
     if (s.slice_bytes == 0) return;
-    group([&] {
+    group([&](nccl::Comm comm) {
       nccl::Result r{};
       for (int step = 1; step < size(); ++step) {
         const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
-        r = first(r, send_bytes(s.source + to * s.slice_bytes, s.slice_bytes, to));
-        r = first(r, recv_bytes(s.target + from * s.slice_bytes, s.slice_bytes, from));
+        r = first(r, all_.send(comm, s.source + to * s.slice_bytes, s.slice_bytes, to));
+        r = first(r, all_.recv(comm, s.target + from * s.slice_bytes, s.slice_bytes, from));
       }
       return r;
     });
@@ -472,11 +457,11 @@ class NcclCommunicator final : public BaseCommunicator {
     const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
     if (op.peer == rank()) copy_own(s.target + rank() * s.slice_bytes, s.source, s.slice_bytes);
-    group([&] {
-      if (op.peer != rank()) return send_bytes(s.source, s.slice_bytes, op.peer);
+    group([&](nccl::Comm comm) {
+      if (op.peer != rank()) return all_.send(comm, s.source, s.slice_bytes, op.peer);
       nccl::Result r{};
       for (int q = 0; q < size(); ++q) {
-        if (q != rank()) r = first(r, recv_bytes(s.target + q * s.slice_bytes, s.slice_bytes, q));
+        if (q != rank()) r = first(r, all_.recv(comm, s.target + q * s.slice_bytes, s.slice_bytes, q));
       }
       return r;
     });
@@ -486,11 +471,11 @@ class NcclCommunicator final : public BaseCommunicator {
     const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
     if (op.peer == rank()) copy_own(s.target, s.source + rank() * s.slice_bytes, s.slice_bytes);
-    group([&] {
-      if (op.peer != rank()) return recv_bytes(s.target, s.slice_bytes, op.peer);
+    group([&](nccl::Comm comm) {
+      if (op.peer != rank()) return all_.recv(comm, s.target, s.slice_bytes, op.peer);
       nccl::Result r{};
       for (int q = 0; q < size(); ++q) {
-        if (q != rank()) r = first(r, send_bytes(s.source + q * s.slice_bytes, s.slice_bytes, q));
+        if (q != rank()) r = first(r, all_.send(comm, s.source + q * s.slice_bytes, s.slice_bytes, q));
       }
       return r;
     });
@@ -499,13 +484,6 @@ class NcclCommunicator final : public BaseCommunicator {
   void copy_own(std::byte* target, const std::byte* source, i64 bytes) {
     if (target != source) device_.copy(target, source, bytes, Queue::Comm);
   }
-  nccl::Result send_bytes(const std::byte* source, i64 bytes, int to) {
-    return api_.Send(source, count(bytes), nccl::DataType::Uint8, to, comm_, stream());
-  }
-  nccl::Result recv_bytes(std::byte* target, i64 bytes, int from) {
-    return api_.Recv(target, count(bytes), nccl::DataType::Uint8, from, comm_, stream());
-  }
-
   // Staging of at least this size; it grows in the first steps.
   std::byte* room(i64 bytes) {
     if (bytes > staging_.bytes()) {
@@ -524,34 +502,13 @@ class NcclCommunicator final : public BaseCommunicator {
     } catch (const Error& e) {
       timeline_->failure.set({e.code(), e.what(), e.rank()});
     }
-    const std::lock_guard lock(nccl_mutex_);
-    abort_nccl();
-  }
-
-  // Requires nccl_mutex_. Runs on a thread of its own, since it has been seen to wait for dead peers: it first ends the
-  // work on the stream, and only then frees NCCL's resources.
-  void abort_nccl() noexcept {
-    if (comm_ == nullptr) return;
-    aborting_ = std::make_shared<std::atomic<bool>>(true);
-    try {
-      start_thread("a thread that ends NCCL", [abort = api_.CommAbort, comm = comm_, aborting = aborting_] {
-        abort(comm);
-        aborting->store(false);
-      }).detach();
-    } catch (const Error&) {  // NCCL's resources are freed with the process
-      aborting_->store(false);
-    }
-    comm_ = nullptr;
+    for_each_connection([](Connection& c) { c.abort(); });
   }
 
   // NCCL's errors name no rank; the world may know more, a little later.
-  void report(nccl::Result r) noexcept {
-    std::string words;
-    {
-      const std::lock_guard lock(nccl_mutex_);
-      if (comm_ != nullptr) words = describe(api_, comm_, r);
-    }
-    const std::shared_ptr<EnqueuedOperation> op = oldest();
+  void report(Connection& c, nccl::Result r) noexcept {
+    const std::string words = c.describe(r);
+    const std::shared_ptr<EnqueuedOperation> op = c.oldest();
     try {
       for (const auto limit = Clock::now() + kHearsay; Clock::now() < limit; std::this_thread::sleep_for(5ms))
         world_.look_for_failures();
@@ -561,43 +518,18 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  // Null: all are finished.
-  std::shared_ptr<EnqueuedOperation> oldest() {
-    const std::lock_guard lock(pending_mutex_);
-    while (!pending_.empty() && pending_.front()->finished()) pending_.pop_front();
-    return pending_.empty() ? nullptr : pending_.front();
-  }
-
   void watch() {
-    u64 watched = ~u64{0};  // the call whose age is measured
-    Clock::time_point since{}, left{};
     std::unique_lock lock(watch_mutex_);
     while (!wake_.wait_for(lock, kWatchPeriod, [this] { return stop_; })) {
       lock.unlock();
       try {
         world_.look_for_failures();
-        if (const nccl::Result r = async_error(); is_error(r)) {
-          report(r);
-          return;
-        }
-        const auto now = Clock::now();
-        if (const auto op = oldest()) {
-          // The clock starts when the inputs are ready and all earlier operations are done.
-          if (op->info.number != watched || !device_.reached(op->ready)) {
-            watched = op->info.number;
-            since = left = now;
-          }
-          compare_calls(op->info);
-          if (const int peer = one_that_left(); peer < 0) {
-            left = now;
-          } else if (now - left > kUnderWay) {
-            throw Error(Errc::Comm,
-                        fmt::format("rank {} has left while rank {} is in {}", world_rank(peer), own_number(),
-                                    op->info.describe()),
-                        world_rank(peer));
-          }
-          if (now - since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info);
-        }
+        for_each_connection([&](Connection& c) {
+          if (const nccl::Result r = c.state(); nccl::is_error(r)) report(c, r);
+        });
+        if (timeline_->failure.get() != nullptr) return;
+        watch(all_, nullptr);
+        for (Link& link : links_) watch(link.connection, &link);
       } catch (const std::exception& e) {
         give_up(as_error(e));
         return;
@@ -606,12 +538,30 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  nccl::Result async_error() {
-    const std::lock_guard lock(nccl_mutex_);
-    return comm_ != nullptr ? state() : nccl::Result::Success;
+  // link: null if the connection is that of all ranks.
+  void watch(Connection& c, const Link* link) {
+    const std::shared_ptr<EnqueuedOperation> op = c.oldest();
+    if (op == nullptr) return;
+    const auto now = Clock::now();
+    Connection::Watch& watched = c.watch;
+    // The clock starts when the operation is due and all earlier ones are done.
+    if (op->info.number != watched.call || !op->is_due()) watched = {op->info.number, now, now};
+    if (link == nullptr) compare_calls(op->info);
+    if (const int peer = one_that_left(link); peer < 0) {
+      watched.left = now;
+    } else if (now - watched.left > kUnderWay) {
+      throw Error(
+          Errc::Comm,
+          fmt::format("rank {} has left while rank {} is in {}", world_rank(peer), own_number(), op->info.describe()),
+          world_rank(peer));
+    }
+    if (now - watched.since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info, link);
   }
 
-  int one_that_left() const {
+  int peer_of(const Link& link) const noexcept { return link.ranks.from == rank() ? link.ranks.to : link.ranks.from; }
+
+  int one_that_left(const Link* link) const {
+    if (link != nullptr) return world_.has_left(peer_of(*link)) ? peer_of(*link) : -1;
     for (int q = 0; q < size(); ++q) {
       if (q != rank() && world_.has_left(q)) return q;
     }
@@ -631,7 +581,14 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
-  [[noreturn]] void report_absence(const CallInfo& call) const {
+  [[noreturn]] void report_absence(const CallInfo& call, const Link* link) const {
+    if (link != nullptr) {
+      const int peer = world_rank(peer_of(*link));
+      throw Error(Errc::Timeout,
+                  fmt::format("rank {} did not arrive within {} s: rank {} is in {}", peer, timeout_s_, own_number(),
+                              call.describe()),
+                  peer);
+    }
     for (int q = 0; q < size(); ++q) {
       const u64 shown = q == rank() ? 0 : world_.shown(q);
       const u64 calls = Shown::unpack(shown).calls;
@@ -652,24 +609,19 @@ class NcclCommunicator final : public BaseCommunicator {
   const bool overlap_;
   const nccl::Api api_;
   Staging host_;
-  const std::shared_ptr<Timeline> timeline_;
+  const std::shared_ptr<nccl::Timeline> timeline_;
+  Connection all_;          // of all ranks
+  std::deque<Link> links_;  // that begin or end at this rank
   const Device::Event fence_;
   const int uncaught_at_birth_;
 
   MemoryLedger ledger_;
+  Buffer first_message_;  // of every link; freed after NCCL has ended, since freeing waits for the device
   Buffer staging_;
   std::vector<Part> parts_;
   std::vector<std::byte*> fold_sources_;
   std::vector<TensorView> fold_views_;
   u64 calls_ = 0;
-
-  std::mutex nccl_mutex_;      // for calls on comm_, none of which waits for a peer
-  nccl::Comm comm_ = nullptr;  // null: aborted
-  std::shared_ptr<std::atomic<bool>> aborting_;
-
-  std::mutex pending_mutex_;
-  std::deque<std::shared_ptr<EnqueuedOperation>, std::pmr::polymorphic_allocator<std::shared_ptr<EnqueuedOperation>>>
-      pending_{operation_memory()};
 
   std::mutex watch_mutex_;
   std::condition_variable wake_;
@@ -678,6 +630,16 @@ class NcclCommunicator final : public BaseCommunicator {
 };
 
 }  // namespace
+
+// Every other link first, so that they can be made side by side.
+std::vector<MessageLink> ring_links(int ranks, int step) {
+  std::vector<MessageLink> links;
+  for (const int first_rank : {0, 1}) {
+    for (int from = first_rank; from < ranks && ranks > 1; from += 2)
+      links.push_back({from, (from + step + ranks) % ranks});
+  }
+  return links;
+}
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions& options) {
   DS_ASSERT(options.device != nullptr);

@@ -153,7 +153,8 @@ void Worlds::abort(const Error& why) noexcept {
     if (comm) comm->abort(why);
 }
 
-Endpoint connect(const std::string& name, const RankInfo& ranks, Worlds& worlds, const Options& options) {
+Endpoint connect(const std::string& name, const RankInfo& ranks, Worlds& worlds, const Options& options,
+                 const std::vector<MessageLink>& links) {
   const std::string backend = resolve_backend(name, ranks);
   Endpoint e{.backend = backend, .device = nullptr, .world = nullptr, .over_device = nullptr};
   if (!is_over_device(backend)) {
@@ -165,7 +166,7 @@ Endpoint connect(const std::string& name, const RankInfo& ranks, Worlds& worlds,
   std::string why;
   e.device = make_cuda_device(ranks.local_rank % num_cuda_devices(why));
   e.world = &worlds.get("auto");
-  const CommOptions over{.timeout_s = options.timeout_s, .device = e.device.get()};
+  const CommOptions over{.timeout_s = options.timeout_s, .device = e.device.get(), .links = links};
   if (backend == "nccl") check_own_gpus(*e.world, *e.device);
   e.over_device = backend == "nccl" ? make_nccl_communicator(*e.world, over) : make_staged_communicator(*e.world, over);
   return e;

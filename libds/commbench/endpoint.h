@@ -45,7 +45,9 @@ void check_backend(const std::string& backend, const RankInfo& ranks);
 void check_gpus(const std::string& backend, const RankInfo& ranks);
 bool is_over_device(const std::string& backend);  // for a backend that check_backend() accepts
 // Collective. Throws Errc::Unavailable if NCCL cannot be loaded, or ranks would share a GPU.
-Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worlds, const Options& options);
+// links: messages that go from GPU to GPU, if the backend can.
+Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worlds, const Options& options,
+                 const std::vector<MessageLink>& links);
 
 // The place of this rank, and those of all ranks. Collective.
 std::vector<RankPlace> gather_places(Communicator& world, const Endpoint& endpoint);

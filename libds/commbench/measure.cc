@@ -201,7 +201,9 @@ Result run(const Options& options, const RankInfo& ranks, const Hooks& hooks) {
   Worlds worlds(ranks, {.timeout_s = options.timeout_s, .progress_thread = !options.blocking});
   try {
     std::vector<Endpoint> endpoints;
-    for (const std::string& b : options.backends) endpoints.push_back(connect(b, ranks, worlds, options));
+    const std::vector<MessageLink> links =
+        message_links(select_operations(options, ranks.world_size), options, ranks.world_size);
+    for (const std::string& b : options.backends) endpoints.push_back(connect(b, ranks, worlds, options, links));
     return measure(options, endpoints, hooks);
   } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
     worlds.abort(e);

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "base/check.h"
+#include "comm/make_communicator.h"
 #include "commbench/sizes.h"
 #include "device/device.h"
 
@@ -281,9 +282,20 @@ i64 source_bytes(i64 size) noexcept { return align(size); }
 // Sums are in fp32 where 16 bits came in, which doubles a slice.
 i64 target_bytes(i64 size, int ranks) noexcept { return align(size) + align(2 * div_ceil(size, ranks)) + kTail; }
 
-bool takes_part(const Operation& o, int rank, int ranks) noexcept {
-  const bool in_pairs = o.issue == pairs || o.issue == ping_pong || o.issue == stream;
-  return !in_pairs || (rank ^ 1) < ranks;
+namespace {
+bool in_pairs(const Operation& o) noexcept { return o.issue == pairs || o.issue == ping_pong || o.issue == stream; }
+}  // namespace
+
+bool takes_part(const Operation& o, int rank, int ranks) noexcept { return !in_pairs(o) || (rank ^ 1) < ranks; }
+
+std::vector<MessageLink> message_links(const Operation& o, int ranks) {
+  if (o.issue == ring) return ring_links(ranks, 1);
+  std::vector<MessageLink> links;
+  for (int first = 0; in_pairs(o) && first + 1 < ranks; first += 2) {
+    links.push_back({first, first + 1});
+    links.push_back({first + 1, first});
+  }
+  return links;
 }
 
 }  // namespace ds::commbench

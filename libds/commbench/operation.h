@@ -73,4 +73,7 @@ i64 target_bytes(i64 size, int ranks) noexcept;
 // Whether a rank takes part: in operations on pairs the last of an odd number has no partner and is idle.
 bool takes_part(const Operation& operation, int rank, int ranks) noexcept;
 
+// From which ranks to which it sends messages.
+std::vector<MessageLink> message_links(const Operation& operation, int ranks);
+
 }  // namespace ds::commbench

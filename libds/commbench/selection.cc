@@ -135,6 +135,18 @@ Selection select_operations(const Options& o, int ranks) {
   return selection;
 }
 
+std::vector<MessageLink> message_links(const Selection& selection, const Options& options, int ranks) {
+  std::vector<MessageLink> links;
+  const auto add = [&](const MessageLink& link) {
+    if (std::ranges::find(links, link) == links.end()) links.push_back(link);
+  };
+  for (const Operation* operation : selection.operations) std::ranges::for_each(message_links(*operation, ranks), add);
+  for (int step = 1; (options.matrix || options.links) && step < ranks; ++step) {
+    for (int from = 0; from < ranks; ++from) add({from, (from + step) % ranks});
+  }
+  return links;
+}
+
 void validate(const Options& o, const RankInfo& ranks) {
   select_operations(o, ranks.world_size);
   DS_CHECK(o.backends.size() == 1 || o.backends.size() == 2, Errc::Config,

@@ -23,6 +23,9 @@ struct Selection {
   std::vector<i64> counts(const Operation& operation, const Options& options, int ranks) const;
 };
 
+// The messages of these operations, and of the pairs that are measured.
+std::vector<MessageLink> message_links(const Selection& selection, const Options& options, int ranks);
+
 // Throws Errc::Config.
 Selection select_operations(const Options& options, int ranks);
 

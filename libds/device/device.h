@@ -49,6 +49,9 @@ class Device {
   virtual Stream& stream(Queue queue = Queue::Compute) noexcept = 0;  // Copies has none, since it runs no ops
   // The cudaStream_t of a queue; null on the CPU.
   virtual void* native(Queue queue) noexcept = 0;
+  // A stream without ops, for messages that must not wait for other work; exists until destroy_queue().
+  virtual Queue make_queue() = 0;
+  virtual void destroy_queue(Queue queue) noexcept = 0;
   // True if host code may access its memory and every call is done when it returns.
   bool is_host() const noexcept { return kind() == DeviceKind::Cpu; }
 
@@ -111,6 +114,8 @@ class Device {
 class SynchronousDevice : public Device {
  public:
   void* native(Queue) noexcept override { return nullptr; }
+  Queue make_queue() override { return Queue::Comm; }
+  void destroy_queue(Queue) noexcept override {}
   void start_upload(void* to, const void* from, i64 bytes) override { upload(to, from, bytes); }
   void start_download(void* to, const void* from, i64 bytes) override { download(to, from, bytes); }
   void synchronize(Queue) override {}

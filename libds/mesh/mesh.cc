@@ -158,9 +158,14 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     dp_ = one_axis ? world_.get() : make_axis(dp, "dp", options, over_device);
     outer_ = make_axis(outer_ranks(shape_, coord_), "outer", ahead, over_device);
     tp_ = make_axis(tp_ranks(shape_, coord_), "tp", at_once, over_device);
-    sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
-    down_ = make_axis(pp, "down", ahead, over_device);
-    up_ = make_axis(pp, "up", ahead, over_device);
+    const auto with_links = [](CommOptions o, size_t ranks, int step) {
+      o.links = ring_links(static_cast<int>(ranks), step);
+      return o;
+    };
+    const std::vector<int> sp = sp_ranks(shape_, coord_);
+    sp_ = make_axis(sp, "sp", with_links(at_once, sp.size(), 1), over_device);
+    down_ = make_axis(pp, "down", with_links(ahead, pp.size(), 1), over_device);
+    up_ = make_axis(pp, "up", with_links(ahead, pp.size(), -1), over_device);
     for (const DpSplit& split : splits_)
       groups_.push_back(make_axis(split_ranks(shape_, split, coord_), split.name, options, over_device));
     by_axis_[Axis::Dp] = dp_;

@@ -71,6 +71,8 @@ class OpClock final : public Device {
   }
   Stream& stream(Queue queue) noexcept override { return device_.stream(queue); }
   void* native(Queue queue) noexcept override { return device_.native(queue); }
+  Queue make_queue() override { return device_.make_queue(); }
+  void destroy_queue(Queue queue) noexcept override { device_.destroy_queue(queue); }
   void* allocate(i64 bytes) noexcept override { return device_.allocate(bytes); }
   void release(void* p) noexcept override { device_.release(p); }
   DeviceMemory memory() const override { return device_.memory(); }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stand-in for NCCL on machines without a GPU: its entry points over threads of one process and host memory. Ranks
 // meet by unique id; a thread of the communicator carries out a group of calls while the caller polls, as non-blocking
-// NCCL does. Sends wait for their receiver, and calls that meet must be of one kind and size. No streams: a group is
-// done when the communicator no longer returns InProgress, which suits devices whose queues run at once.
+// NCCL does. Sends wait for their receiver, and calls that meet must be of one kind and size. A stream may be a
+// MessageQueue (queued_device.h). On others a group is done when the communicator no longer returns InProgress, which
+// suits devices whose queues run at once; on a MessageQueue it is then enqueued, and runs after the groups before it.
 // ds_test_nccl_fault switches faults on.
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "comm/nccl_api.h"
+#include "queued_device.h"
 
 namespace {
 
@@ -53,12 +55,17 @@ size_t bytes_of(DataType t) { return t == DataType::Int64 ? 8 : 1; }
 
 namespace ds::nccl {
 
+struct GroupOfCalls {
+  std::vector<std::function<bool(CommImpl&)>> calls;  // first sends, then what waits
+  test::MessageQueue* stream = nullptr;
+};
+
 struct CommImpl {
   int rank = 0, size = 0;
   std::shared_ptr<Meeting> meeting;
   std::mutex mutex;
   std::condition_variable wake;
-  std::deque<std::vector<std::function<bool(CommImpl&)>>> groups;  // each: first sends, then what waits
+  std::deque<GroupOfCalls> groups;
   bool stop = false;
   std::atomic<bool> aborted{false};
   std::atomic<int> unfinished{0};
@@ -69,7 +76,7 @@ struct CommImpl {
 
   void loop() {
     for (;;) {
-      std::vector<std::function<bool(CommImpl&)>> group;
+      GroupOfCalls group;
       {
         std::unique_lock lock(mutex);
         wake.wait(lock, [this] { return stop || !groups.empty(); });
@@ -80,12 +87,25 @@ struct CommImpl {
       if (faulty(kNeverComes)) {
         std::unique_lock lock(mutex);
         wake.wait(lock, [this] { return stop || aborted; });
+        finish(group);
+        while (!groups.empty()) {
+          finish(groups.front());
+          groups.pop_front();
+        }
         return;
       }
       bool fine = true;
-      for (auto& call : group) fine = fine && call(*this);
+      for (auto& call : group.calls) fine = fine && call(*this);
       if (faulty(kAsyncError)) error = Result::RemoteError;
       if (!fine && !aborted && error == Result::Success) error = Result::InvalidUsage;
+      finish(group);
+    }
+  }
+
+  void finish(const GroupOfCalls& group) {
+    if (group.stream != nullptr) {
+      group.stream->end();
+    } else {
       --unfinished;
     }
   }
@@ -147,6 +167,7 @@ struct Group {
   int depth = 0;
   Comm comm = nullptr;
   Phases phases;
+  ds::test::MessageQueue* stream = nullptr;
 };
 thread_local Group group;
 
@@ -154,12 +175,13 @@ void append(Calls& to, Calls&& from) {
   for (auto& f : from) to.push_back(std::move(f));
 }
 
-Result submit(Comm comm, Phases phases) {
+Result submit(Comm comm, ds::nccl::CudaStream stream, Phases phases) {
   if (comm == nullptr || group.depth == 0 || (group.comm != nullptr && group.comm != comm))
     return Result::InvalidArgument;
   if (comm->error != Result::Success) return comm->error;
   if (comm->unfinished > 0) return Result::InvalidUsage;  // the caller has not waited
   group.comm = comm;
+  group.stream = ds::test::MessageQueue::of(stream);
   append(group.phases.post, std::move(phases.post));
   append(group.phases.take, std::move(phases.take));
   append(group.phases.settle, std::move(phases.settle));
@@ -168,8 +190,8 @@ Result submit(Comm comm, Phases phases) {
 
 // Sends to every rank if `sends`, receives from every rank of `from` and hands over what came.
 template <class Take>
-Result collective(Comm comm, const char* kind, const void* source, size_t bytes, bool sends, std::vector<int> from,
-                  Take take) {
+Result collective(Comm comm, ds::nccl::CudaStream stream, const char* kind, const void* source, size_t bytes,
+                  bool sends, std::vector<int> from, Take take) {
   auto posted = std::make_shared<std::vector<std::shared_ptr<Message>>>();
   Phases phases;
   if (sends) {
@@ -190,7 +212,7 @@ Result collective(Comm comm, const char* kind, const void* source, size_t bytes,
   phases.settle.push_back([=](CommImpl& c) {
     return std::all_of(posted->begin(), posted->end(), [&](const auto& m) { return c.wait_taken(*m); });
   });
-  return submit(comm, std::move(phases));
+  return submit(comm, stream, std::move(phases));
 }
 
 // This thread is in an entry point: its allocations are ours.
@@ -310,17 +332,21 @@ DS_TEST_NCCL Result ncclGroupEnd() {
   Calls calls = std::move(all.phases.post);
   append(calls, std::move(all.phases.take));
   append(calls, std::move(all.phases.settle));
-  ++all.comm->unfinished;
+  if (all.stream != nullptr) {
+    all.stream->begin();
+  } else {
+    ++all.comm->unfinished;
+  }
   {
     const std::lock_guard lock(all.comm->mutex);
-    all.comm->groups.push_back(std::move(calls));
+    all.comm->groups.push_back({std::move(calls), all.stream});
   }
   all.comm->wake.notify_all();
-  return Result::InProgress;
+  return all.stream != nullptr ? Result::Success : Result::InProgress;
 }
 
 DS_TEST_NCCL Result ncclSend(const void* source, size_t count, DataType type, int peer, Comm comm,
-                             ds::nccl::CudaStream) {
+                             ds::nccl::CudaStream stream) {
   const Inside guard;
   auto sent = std::make_shared<std::shared_ptr<Message>>();
   Phases phases;
@@ -329,10 +355,11 @@ DS_TEST_NCCL Result ncclSend(const void* source, size_t count, DataType type, in
     return true;
   });
   phases.settle.push_back([=](CommImpl& c) { return c.wait_taken(**sent); });
-  return submit(comm, std::move(phases));
+  return submit(comm, stream, std::move(phases));
 }
 
-DS_TEST_NCCL Result ncclRecv(void* target, size_t count, DataType type, int peer, Comm comm, ds::nccl::CudaStream) {
+DS_TEST_NCCL Result ncclRecv(void* target, size_t count, DataType type, int peer, Comm comm,
+                             ds::nccl::CudaStream stream) {
   const Inside guard;
   Phases phases;
   phases.take.push_back([=](CommImpl& c) {
@@ -340,32 +367,32 @@ DS_TEST_NCCL Result ncclRecv(void* target, size_t count, DataType type, int peer
     if (m != nullptr) std::memcpy(target, m->data.data(), m->data.size());
     return m != nullptr;
   });
-  return submit(comm, std::move(phases));
+  return submit(comm, stream, std::move(phases));
 }
 
 DS_TEST_NCCL Result ncclAllGather(const void* source, void* target, size_t count, DataType type, Comm comm,
-                                  ds::nccl::CudaStream) {
+                                  ds::nccl::CudaStream stream) {
   const Inside guard;
   const size_t bytes = count * bytes_of(type);
-  return collective(comm, "all_gather", source, bytes, true, everyone(*comm), [=](const Came& came) {
+  return collective(comm, stream, "all_gather", source, bytes, true, everyone(*comm), [=](const Came& came) {
     for (size_t i = 0; i < came.size(); ++i)
       std::memcpy(static_cast<std::byte*>(target) + i * bytes, came[i]->data.data(), bytes);
   });
 }
 
 DS_TEST_NCCL Result ncclBroadcast(const void* source, void* target, size_t count, DataType type, int root, Comm comm,
-                                  ds::nccl::CudaStream) {
+                                  ds::nccl::CudaStream stream) {
   const Inside guard;
   const size_t bytes = count * bytes_of(type);
-  return collective(comm, "broadcast", source, bytes, root == comm->rank, {root},
+  return collective(comm, stream, "broadcast", source, bytes, root == comm->rank, {root},
                     [=](const Came& came) { std::memcpy(target, came[0]->data.data(), bytes); });
 }
 
 DS_TEST_NCCL Result ncclAllReduce(const void* source, void* target, size_t count, DataType type, RedOp op, Comm comm,
-                                  ds::nccl::CudaStream) {
+                                  ds::nccl::CudaStream stream) {
   const Inside guard;
   if (type != DataType::Int64) return Result::InvalidArgument;
-  return collective(comm,
+  return collective(comm, stream,
                     op == RedOp::Sum   ? "sum"
                     : op == RedOp::Max ? "max"
                                        : "min",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Communicators over device memory, on CPU devices: self, staged over threads, and nccl over threads with a library of
-// ours in NCCL's place (tests/nccl_threads).
+// ours in NCCL's place (tests/nccl_threads), without links and with links between neighbours.
 
 #include <dlfcn.h>
 #include <gmock/gmock.h>
@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "../comm_exercise.h"
+#include "../nccl_threads/queued_device.h"
 #include "../slow_set.h"
 #include "comm/make_communicator.h"
 
@@ -58,17 +59,30 @@ class Broken {
   static void set(int rank, Fault fault) { of_test_nccl<void (*)(int, int)>("ds_test_nccl_fault")(rank, fault); }
 };
 
-std::unique_ptr<Communicator> make(std::string_view backend, Communicator& world, const CommOptions& options) {
+// "links": nccl with links both ways around the ring.
+std::unique_ptr<Communicator> make(std::string_view backend, Communicator& world, CommOptions options) {
   if (backend == "staged") return make_staged_communicator(world, options);
   use_test_nccl();
+  if (backend == "links") {
+    options.links = ring_links(world.size(), 1);
+    for (const MessageLink& link : ring_links(world.size(), -1)) {
+      if (world.size() > 2) options.links.push_back(link);
+    }
+  }
   return make_nccl_communicator(world, options);
+}
+
+std::unique_ptr<Device> make_device(std::string_view backend) {
+  auto cpu = make_cpu_device(*cpu_ops(), 1);
+  if (backend == "links") return std::make_unique<test::QueuedDevice>(std::move(cpu));
+  return cpu;
 }
 
 // body(communicator over a device's memory, its world) on `size` threads.
 void run_ranks(std::string_view backend, int size, double timeout_s,
                const std::function<void(Communicator&, Communicator& world)>& body) {
   run_threads(size, {.timeout_s = timeout_s}, [&](Communicator& world) {
-    const auto device = make_cpu_device(*cpu_ops(), 1);
+    const std::unique_ptr<Device> device = make_device(backend);
     const auto c = make(backend, world, {.timeout_s = timeout_s, .device = device.get()});
     body(*c, world);
   });
@@ -105,7 +119,7 @@ class DeviceComms : public ::testing::TestWithParam<std::tuple<const char*, int>
 
 TEST_P(DeviceComms, PassTheExercise) {
   run_ranks(backend(), ranks(), 60, [&](Communicator& c, Communicator&) {
-    EXPECT_EQ(c.backend(), backend());
+    EXPECT_EQ(c.backend(), backend() == "links" ? "nccl" : backend());
     test::exercise(c, c.size() <= 3 ? 70001 : 9001);
   });
 }
@@ -148,7 +162,8 @@ TEST_P(DeviceComms, CountWhatAHostCommunicatorCounts) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, DeviceComms,
-                         ::testing::Combine(::testing::Values("staged", "nccl"), test::values_of<int>({1, 2, 3}, {4})),
+                         ::testing::Combine(::testing::Values("staged", "nccl", "links"),
+                                            test::values_of<int>({1, 2, 3}, {4})),
                          [](const auto& test) {
                            return fmt::format("{}{}", std::get<0>(test.param), std::get<1>(test.param));
                          });
@@ -212,9 +227,9 @@ TEST_P(EachDeviceComm, TicketsOutliveTheirCommunicator) {
   });
 }
 
-TEST_P(EachDeviceComm, SteadyStateAllocatesNothing) {
+void expect_no_allocation(std::string_view backend) {
   inside_nccl = of_test_nccl<bool (*)()>("ds_test_nccl_inside");
-  run_ranks(GetParam(), 2, 20, [&](Communicator& c, Communicator&) {
+  run_ranks(backend, 2, 20, [&](Communicator& c, Communicator&) {
     std::vector<float> x(2 * 30000), shard(30000);
     i64 verdict = 1;
     const std::vector<ReduceScatterSegment> rs = {{x.data(), shard.data(), 100}, {x.data() + 200, shard.data(), 29900}};
@@ -225,6 +240,9 @@ TEST_P(EachDeviceComm, SteadyStateAllocatesNothing) {
         c.all_gather({&ag, 1}, "dp.all_gather").wait();
         t.wait();
       }
+      Ticket sent = c.send(x.data(), 30000 * 4, 1 - c.rank(), "pp.send");
+      c.recv(x.data() + 30000, 30000 * 4, 1 - c.rank(), "pp.recv").wait();
+      sent.wait();
       c.all_reduce(&verdict, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
     };
     for (int i = 0; i < 5; ++i) step();
@@ -237,6 +255,9 @@ TEST_P(EachDeviceComm, SteadyStateAllocatesNothing) {
     c.barrier("t");
   });
 }
+
+TEST_P(EachDeviceComm, SteadyStateAllocatesNothing) { expect_no_allocation(GetParam()); }
+TEST(NcclLinks, SteadyStateAllocatesNothing) { expect_no_allocation("links"); }
 
 TEST_P(EachDeviceComm, AbortReachesPendingAndLaterCalls) {
   run_ranks(GetParam(), 3, 20, [](Communicator& c, Communicator&) {
@@ -372,6 +393,145 @@ TEST(NcclFailure, AnAbortThatHangsIsNotWaitedForLong) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 4s);
 }
 
+// On two ranks with links.
+void run_linked(double timeout_s, const std::function<void(Communicator&, Communicator& world)>& body) {
+  run_ranks("links", 2, timeout_s, body);
+}
+
+TEST(NcclLinks, AReceiveDoesNotMakeTheHostWait) {
+  run_linked(20, [](Communicator& c, Communicator& world) {
+    std::vector<i64> x(1000, 1 + c.rank()), y(1000);
+    Ticket received, sent;
+    if (c.rank() == 0) {
+      received = c.recv(y.data(), 8000, 1, "t");
+      EXPECT_FALSE(received.done());
+    }
+    world.barrier("t");
+    sent = c.send(x.data(), 8000, 1 - c.rank(), "t");
+    if (c.rank() == 1) received = c.recv(y.data(), 8000, 0, "t");
+    received.wait();
+    EXPECT_TRUE(received.done());
+    EXPECT_EQ(y, std::vector<i64>(1000, 2 - c.rank()));
+    sent.wait();
+  });
+}
+
+// The way back and collectives do not wait for a message that nobody has received yet.
+TEST(NcclLinks, AMessageDelaysNoOtherWork) {
+  run_linked(20, [](Communicator& c, Communicator& world) {
+    i64 a = 7, b = 0, x = 1;
+    Ticket first;
+    if (c.rank() == 0) first = c.send(&a, 8, 1, "down");
+    if (c.rank() == 1) c.send(&a, 8, 0, "up").wait();
+    if (c.rank() == 0) c.recv(&b, 8, 1, "up").wait();
+    c.all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "t").wait();
+    EXPECT_EQ(x, 2);
+    EXPECT_EQ(first.done(), c.rank() == 1);
+    world.barrier("t");
+    if (c.rank() == 1) c.recv(&b, 8, 0, "down").wait();
+    first.wait();
+    EXPECT_EQ(b, 7);
+  });
+}
+
+TEST(NcclLinks, OtherMessagesGoThroughHostMemory) {
+  run_threads(3, {.timeout_s = 20}, [](Communicator& world) {
+    const auto device = make_device("links");
+    use_test_nccl();
+    const auto c = make_nccl_communicator(world, {.timeout_s = 20, .device = device.get(), .links = ring_links(3, 1)});
+    std::vector<i64> x(5000, c->rank()), y(5000);
+    const auto pass = [&](int step) {
+      Ticket sent = c->send(x.data(), 40000, (c->rank() + step + 3) % 3, "t");
+      c->recv(y.data(), 40000, (c->rank() - step + 3) % 3, "t").wait();
+      sent.wait();
+      EXPECT_EQ(y.back(), (c->rank() - step + 3) % 3);
+    };
+    pass(1);
+    EXPECT_EQ(c->staging_bytes(), 0);
+    pass(-1);
+    EXPECT_EQ(c->staging_bytes(), 80000);
+  });
+}
+
+TEST(NcclLinks, APeerThatNeverReceivesIsATimeoutThatNamesIt) {
+  run_linked(0.4, [](Communicator& c, Communicator&) {
+    i64 x = 0;
+    if (c.rank() == 1) {
+      std::this_thread::sleep_for(1500ms);
+      EXPECT_EQ(error_of([&] { c.throw_if_failed(); }).code(), Errc::Timeout);
+      return;
+    }
+    const Error e = error_of([&] {
+      c.send(&x, 8, 1, "pp.send").wait();
+      c.throw_if_failed();
+    });
+    EXPECT_EQ(e.code(), Errc::Timeout);
+    EXPECT_EQ(e.rank(), 1);
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not arrive within 0.4 s"), HasSubstr("send \"pp.send\"")));
+  });
+}
+
+TEST(NcclLinks, ARankThatLeftIsNotWaitedFor) {
+  run_linked(20, [](Communicator& c, Communicator& world) {
+    world.barrier("t");
+    if (c.rank() == 1) return;
+    i64 x = 0;
+    const auto start = std::chrono::steady_clock::now();
+    const Error e = error_of([&] {
+      c.recv(&x, 8, 1, "t").wait();
+      c.throw_if_failed();
+    });
+    EXPECT_EQ(e.code(), Errc::Comm);
+    EXPECT_EQ(e.rank(), 1);
+    EXPECT_THAT(e.what(), HasSubstr("rank 1 has left"));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+  });
+}
+
+TEST(NcclLinks, AMessageThatNobodyWaitsForDoesNotKeepARankForEver) {
+  const Error e = error_of([] {
+    run_threads(2, {.timeout_s = 20}, [](Communicator& world) {
+      const auto device = make_device("links");
+      {
+        const auto c = make("links", world, {.timeout_s = 0.3, .device = device.get()});
+        i64 x = 0;
+        if (world.rank() == 0) {
+          c->recv(&x, 8, 1, "t");
+        } else {
+          std::this_thread::sleep_for(1500ms);
+        }
+      }
+      world.throw_if_failed();
+    });
+  });
+  EXPECT_EQ(e.code(), Errc::Timeout);
+  EXPECT_EQ(e.rank(), 1);
+}
+
+TEST(NcclLinks, AnErrorOfNcclNamesTheMessage) {
+  const Broken broken(1, kAsyncError);  // the receiver of a link
+  const Error e = error_of([] {
+    run_linked(20, [](Communicator& c, Communicator&) {
+      i64 x = 0;
+      for (int i = 0; i < 1000; ++i) {
+        Ticket sent = c.send(&x, 8, 1 - c.rank(), "pp.send");
+        c.recv(&x, 8, 1 - c.rank(), "pp.recv").wait();
+        sent.wait();
+        c.throw_if_failed();
+      }
+    });
+  });
+  EXPECT_EQ(e.code(), Errc::Comm);
+  EXPECT_THAT(e.what(), HasSubstr("remote process exited"));
+}
+
+TEST(RingLinks, AreThoseOfEachRankOnce) {
+  EXPECT_TRUE(ring_links(1, 1).empty());
+  EXPECT_EQ(ring_links(2, -1), (std::vector<MessageLink>{{0, 1}, {1, 0}}));
+  EXPECT_EQ(ring_links(5, 1), (std::vector<MessageLink>{{0, 1}, {2, 3}, {4, 0}, {1, 2}, {3, 4}}));
+  EXPECT_EQ(ring_links(4, -1), (std::vector<MessageLink>{{0, 3}, {2, 1}, {1, 0}, {3, 2}}));
+}
+
 // A CPU whose events do not happen while it is stuck, like a GPU whose peer hangs.
 class SlowDevice final : public Device {
  public:
@@ -383,6 +543,8 @@ class SlowDevice final : public Device {
   const OpTable& ops() const noexcept override { return cpu_->ops(); }
   Stream& stream(Queue queue) noexcept override { return cpu_->stream(queue); }
   void* native(Queue) noexcept override { return nullptr; }
+  Queue make_queue() override { return Queue::Comm; }
+  void destroy_queue(Queue) noexcept override {}
   void* allocate(i64 bytes) noexcept override { return cpu_->allocate(bytes); }
   void release(void* p) noexcept override { cpu_->release(p); }
   DeviceMemory memory() const override { return {}; }

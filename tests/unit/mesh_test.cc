@@ -10,6 +10,7 @@
 #include <set>
 
 #include "../mesh_exercise.h"
+#include "../nccl_threads/queued_device.h"
 #include "../slow_set.h"
 #include "comm/make_communicator.h"
 
@@ -30,7 +31,7 @@ std::vector<std::optional<Error>> run_mesh(const MeshShape& shape, const CommOpt
   for (size_t r = 0; r < worlds.size(); ++r) {
     threads.emplace_back([&, r] {
       try {
-        const auto device = make_cpu_device(*cpu_ops(), 1);
+        const auto device = std::make_unique<test::QueuedDevice>(make_cpu_device(*cpu_ops(), 1));
         CommOptions own = options;
         own.device = device.get();
         Mesh mesh(std::move(worlds[r]), shape, own, over_device);

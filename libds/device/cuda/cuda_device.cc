@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device on the CUDA runtime: one GPU, three streams. Part of libds_cuda.so.
+// Device on the CUDA runtime: one GPU, three streams and those of make_queue(). Part of libds_cuda.so.
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <map>
+#include <utility>
+#include <vector>
 
 #include "cuda/attention_cudnn.h"
 #include "cuda/context.h"
@@ -17,6 +21,7 @@
 namespace ds {
 namespace {
 
+constexpr size_t kFirstQueue = static_cast<size_t>(Queue::Copies) + 1;  // that make_queue() made
 constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memory passes through, twice
 
 [[noreturn]] void fail(std::string_view device, const char* where, const char* error, cudaError_t code) {
@@ -69,6 +74,8 @@ class CudaDevice final : public Device {
       cudaStreamSynchronize(copies_);
       cudaStreamDestroy(copies_);
     }
+    for (cudaStream_t queue : queues_)
+      if (queue != nullptr) cudaStreamDestroy(queue);
     for (Half& half : staging_) {
       if (half.memory != nullptr) cudaFreeHost(half.memory);
       if (half.free != nullptr) destroy(half.free);
@@ -82,6 +89,19 @@ class CudaDevice final : public Device {
   const OpTable& ops() const noexcept override { return cuda::ops(); }
   Stream& stream(Queue q) noexcept override { return streams_[static_cast<size_t>(q)]; }
   void* native(Queue q) noexcept override { return cuda_stream(q); }
+  Queue make_queue() override {
+    bind();
+    auto unused = std::find(queues_.begin(), queues_.end(), nullptr);
+    if (unused == queues_.end()) unused = queues_.insert(unused, nullptr);
+    const auto number = kFirstQueue + (unused - queues_.begin());
+    DS_ASSERT(number <= std::numeric_limits<u8>::max());
+    call(cudaStreamCreateWithFlags(&*unused, cudaStreamNonBlocking), "making a stream");
+    return static_cast<Queue>(number);
+  }
+  void destroy_queue(Queue q) noexcept override {
+    bind();
+    cudaStreamDestroy(std::exchange(queues_[static_cast<size_t>(q) - kFirstQueue], nullptr));
+  }
 
   void* allocate(i64 bytes) noexcept override {
     bind();
@@ -303,7 +323,9 @@ class CudaDevice final : public Device {
   // The runtime's current device is per thread.
   void bind() const noexcept { cudaSetDevice(index_); }
   cudaStream_t cuda_stream(Queue q) const noexcept {
-    return q == Queue::Copies ? copies_ : contexts_[static_cast<size_t>(q)]->stream();
+    const auto number = static_cast<size_t>(q);
+    if (number >= kFirstQueue) return queues_[number - kFirstQueue];
+    return q == Queue::Copies ? copies_ : contexts_[number]->stream();
   }
   void call(cudaError_t e, const char* where) const {
     if (e != cudaSuccess) fail(name_, where, cudaGetErrorString(e), e);
@@ -360,6 +382,7 @@ class CudaDevice final : public Device {
   std::array<std::unique_ptr<cuda::Context>, 2> contexts_;  // for Compute and Comm
   std::array<Stream, 2> streams_;
   cudaStream_t copies_ = nullptr;
+  std::vector<cudaStream_t> queues_;  // null: destroyed
   std::array<Half, 2> staging_;
   size_t next_ = 0;
   std::map<const char*, i64, std::less<>> pinned_;  // sizes of pinned memory, by address

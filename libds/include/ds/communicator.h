@@ -37,6 +37,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
@@ -93,6 +94,12 @@ struct CommCount {
   double seconds = 0;
 };
 
+// From one rank of a communicator to another.
+struct MessageLink {
+  int from, to;
+  bool operator==(const MessageLink&) const = default;
+};
+
 struct CommOptions {
   double timeout_s = 300;        // a peer absent for longer is an error
   bool progress_thread = true;   // false: operations except sends run inside the call (overlap_comm off)
@@ -100,6 +107,8 @@ struct CommOptions {
   Trace* trace = nullptr;        // likewise; records their operations
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
   Device* device = nullptr;      // for communicators over device memory
+  // nccl: messages along these go from device to device, all others through host memory. The same list on all ranks.
+  std::vector<MessageLink> links = {};
 };
 
 class DS_API Communicator {
