@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/grad_sums.h"
 
+#include "base/check.h"
 #include "zero/rounded_array.h"
 
 namespace ds::zero {

@@ -7,6 +7,7 @@
 // micro-batches (all Tag::GradAccum).
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "device/device.h"
