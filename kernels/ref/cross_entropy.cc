@@ -49,7 +49,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     }
   }
   if (dweight) {
-    for (i64 i = 0; i < V * C; ++i) put(dweight, i, dw[i]);
+    for (i64 i = 0; i < V * C; ++i) put(dweight, i, (p.add_dweight ? get(dweight, i) : 0) + dw[i]);
   }
   if (dbias) {
     for (i64 v = 0; v < V; ++v) put(dbias, v, db[v]);

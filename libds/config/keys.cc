@@ -768,6 +768,7 @@ constexpr Key kKeys[] = {
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("joined_products", slot_of<&C::joined_products>),
+    effect("gradient_accumulation_fusion", slot_of<&C::gradient_accumulation_fusion>),
     effect("loss_norm", slot_of<&C::loss, &LossConfig::norm>),
     effect("label_smoothing", slot_of<&C::loss, &LossConfig::label_smoothing>, kBelowOne),
     effect("z_loss", slot_of<&C::loss, &LossConfig::z_loss>, kRate),

@@ -10,6 +10,7 @@
 #include "mesh/from_config.h"
 #include "optim/optimizer.h"
 #include "plan/planned.h"
+#include "plan/run_plan.h"
 
 namespace ds::memreport {
 
@@ -50,7 +51,14 @@ std::string explain(const Config& config, const World& world) {
   Subject s;
   const model::Model model = model::make_model(config);
   s.params = static_cast<double>(model.num_params());
+  // Where products add to fp32 sums, one data-parallel rank has no other gradients.
+  Config boundary = config;
+  boundary.reduce_order = ReduceOrder::Boundary;
+  const bool unrounded = mesh.dp == 1 && plan::fuses_gradients(boundary, model);
   s.bytes = {.master = config.work_dtype() != DType::F32 && config.own_masters() ? 0.0 : 4.0,
+             .sent = !unrounded    ? 2.0
+                     : mesh.sp > 1 ? 4.0
+                                   : 0.0,
              .sum = static_cast<double>(dtype_bytes(config.grad_accum_dtype)),
              .states = optimizer_bytes(config, model) / s.params};
   s.model = {.layers = m.layers,

@@ -36,7 +36,7 @@ i64 norm_params(const ModelShape& m) { return (m.rms_norm ? 1 : 2) * m.hidden; }
 StateBytes engine_state_bytes(int stage, bool sums_locally, const EngineBytes& bytes) {
   const double kept = bytes.master + bytes.states;
   if (zero_row(stage).shard_grads) return {2, 0, bytes.sum + kept};
-  return sums_locally ? StateBytes{2, 2 + bytes.sum, kept} : StateBytes{2, 2, bytes.sum + kept};
+  return sums_locally ? StateBytes{2, bytes.sent + bytes.sum, kept} : StateBytes{2, 2, bytes.sum + kept};
 }
 
 ModelStates model_states(double params, int stage, i64 dp, const StateBytes& per_param) {

@@ -25,6 +25,7 @@ inline constexpr StateBytes kFp32Adam{4, 4, 8};    // fp32 parameters are their 
 // Bytes that libds keeps per parameter in 16-bit training, beside the parameter; the defaults are Adam's in fp32.
 struct EngineBytes {
   double master = 4;  // 0: it is its own
+  double sent = 2;    // of its gradient where it is summed over micro-batches, but for the sum
   double sum = 4;     // of its gradients
   double states = 8;  // of the optimizer
 };

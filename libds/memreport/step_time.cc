@@ -77,14 +77,15 @@ class StageModel {
   pipeline::Costs costs_of(const plan::ChunkWork& chunk) {
     const auto cost = [&](Pass pass) {
       const plan::PassWork& w = chunk.of(pass);
-      const double ops = machine_.seconds(w.ops);
+      const double first = machine_.seconds(w.ops), m = micro_batches();
+      const double ops = chunk.later ? (first + (m - 1) * machine_.seconds(chunk.of_later(pass).ops)) / m : first;
       double messages = 0;
       for (const auto& [name, count] : w.messages)
         messages += sent(name, {count.calls * work_.micro_batches, count.bytes * work_.micro_batches});
-      time_.compute += ops * micro_batches();
+      time_.compute += ops * m;
       time_.in_layers += messages;
-      if (pass == Pass::Recompute) time_.recompute += ops * micro_batches();
-      return ops + messages / micro_batches();
+      if (pass == Pass::Recompute) time_.recompute += ops * m;
+      return ops + messages / m;
     };
     const double gradients = machine_.seconds(chunk.gradients);
     time_.compute += gradients;

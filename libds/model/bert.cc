@@ -63,6 +63,7 @@ class BertEmbedding final : public BertLayer {
   ParamRow words() const { return cut_vocabulary(matrix(".word_embeddings", V_, C_), shard_); }
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
+  bool adds_gradients() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     const i64 S = stream_rows(shard_, pass.mode, pass.rows());
@@ -144,6 +145,7 @@ class BertBlock final : public BertLayer {
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Bert); }
+  bool adds_gradients() const noexcept override { return true; }
   bool is_block() const noexcept override { return true; }
   std::vector<Linear*> linears() override { return {&qkv_[0], &qkv_[1], &qkv_[2], &attn_, &wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {
@@ -315,6 +317,7 @@ class BertHead final : public BertLayer {
   }
 
   std::string_view type() const noexcept override { return kHeadType; }
+  bool adds_gradients() const noexcept override { return true; }
   bool splits() const noexcept override { return false; }
   std::vector<Linear*> linears() override { return {&dense_}; }
 
@@ -366,7 +369,7 @@ class BertHead final : public BertLayer {
     round_gradient(ctx, out.own[bias_], g[kDBias]);
     round_gradient(ctx, out.own[norm_], g[kDNormW]);
     round_gradient(ctx, out.own[norm_ + 1], g[kDNormB]);
-    round_gradient(ctx, out.shared, ctx.head_weight_grad);
+    round_projection_gradient(ctx, out.shared);
   }
 
   void logits(const PassContext& ctx, RowViews p, const LayerActs& a, TensorView out) const override {

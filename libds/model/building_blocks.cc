@@ -40,6 +40,18 @@ bool Model::trains_projection() const noexcept {
   return tied() ? std::ranges::any_of(shared, trained) : std::ranges::any_of(layers.back()->rows(), trained);
 }
 
+i64 Model::projection_row() const noexcept {
+  if (tied()) return -1;
+  const std::vector<ParamRow>& rows = layers.back()->rows();
+  i64 row = std::ssize(rows) - 1;
+  while (row >= 0 && rows[static_cast<size_t>(row)].matrices().count == 0) --row;
+  return row;
+}
+
+bool Model::adds_gradients() const noexcept {
+  return std::ranges::all_of(layers, [](const auto& layer) { return layer->adds_gradients(); });
+}
+
 i64 Model::product_rows(i64 R) const noexcept {
   i64 most = R;
   for (const auto& layer : layers) most = std::max(most, layer->product_rows(R));
@@ -128,6 +140,7 @@ class Head final : public Layer {
 
   std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
+  bool adds_gradients() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     const i64 R = stream_rows(shard_, pass.mode, pass.rows());
@@ -172,7 +185,7 @@ class Head final : public Layer {
                        const LayerActs& acts) const override {
     round_gradient(ctx, grads.own[0], acts.gradients[0]);
     if (norm_ == NormKind::LayerNorm) round_gradient(ctx, grads.own[1], acts.gradients[1]);
-    round_gradient(ctx, projection(grads), ctx.head_weight_grad);
+    round_projection_gradient(ctx, projection(grads));
   }
 
   void logits(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView out) const override {
@@ -265,14 +278,15 @@ void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, Te
                             Orientation orientation) {
   const auto [a, b] = orientation == Orientation::OutIn ? std::pair(dy, x) : std::pair(x, dy);
   const auto product = [&](TensorView out, TensorView of_rows) {
-    if (out) ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
+    if (out)
+      ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true, .accumulate = ctx.adds_gradients()}, ctx.stream);
   };
   if (dw.is_whole()) {
     product(dw.whole, a);
   } else {
     dw.tiles->for_each(dw.row, [&](i64 first, TensorView tile) { product(tile, columns(a, first, tile.dim(0))); });
   }
-  if (db) ctx.ops.column_sum(db, dy, false, ctx.stream);
+  if (db) ctx.ops.column_sum(db, dy, ctx.adds_gradients(), ctx.stream);
 }
 
 ParamRow equal_row(ParamRow row, const Shard& shard) {
@@ -366,18 +380,24 @@ void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i
 }
 
 void round_gradient(const PassContext& ctx, TensorView row, TensorView gradient) {
-  if (row) ctx.ops.cast(row, gradient, ctx.stream);
+  if (!row) return;
+  if (ctx.adds_gradients()) return ctx.ops.fold(row, {&gradient, 1}, true, ctx.stream);
+  ctx.ops.cast(row, gradient, ctx.stream);
+}
+
+void round_projection_gradient(const PassContext& ctx, TensorView row) {
+  if (ctx.term == GradTerm::Alone) round_gradient(ctx, row, ctx.head_weight_grad);
 }
 
 void look_up_backward(const PassContext& ctx, TensorView dtable, TensorView dy, TensorView indices) {
-  if (dtable) ctx.ops.embedding_bwd(dtable, dy, indices, 0, false, ctx.stream);
+  if (dtable) ctx.ops.embedding_bwd(dtable, dy, indices, 0, ctx.adds_gradients(), ctx.stream);
 }
 
 void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding) {
   if (!dtable) return;
   const Shard& shard = ctx.groups.shard;
   const i64 first = vocab_begin(vocab, shard, shard.tp_rank), row = padding - first;
-  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, false, ctx.stream);
+  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, ctx.adds_gradients(), ctx.stream);
   if (padding < 0 || row < 0 || row >= dtable.dim(0)) return;
   // The sum over no look-ups is zero.
   ctx.ops.embedding_bwd(dtable.rows(row, 1), dy.rows(0, 0), ctx.ids.rows(0, 0), padding, false, ctx.stream);
@@ -390,7 +410,8 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
                                   .chunk_tokens = chunk,
                                   .label_smoothing = ctx.label_smoothing,
                                   .z_loss = ctx.z_loss,
-                                  .vocab = o.vocab};
+                                  .vocab = o.vocab,
+                                  .add_dweight = ctx.adds_gradients()};
   if (g.shard.tp == 1) {
     return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
                                         ctx.logits, params, ctx.stream);
@@ -416,8 +437,8 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
     if (!o.dh) continue;
     ctx.ops.matmul(g.partial.rows(begin, rows), dz, o.weight, {}, {}, {}, {}, ctx.stream);
     if (o.dweight)
-      ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
-                     ctx.stream);
+      ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {},
+                     {.trans_a = true, .accumulate = params.add_dweight || begin > 0}, ctx.stream);
     if (o.dbias) ctx.ops.column_sum(o.dbias, dz, begin > 0, ctx.stream);
   }
   if (o.dh) sum_partials(ctx, o.dh);

@@ -33,6 +33,7 @@ class Gpt2Embedding final : public Layer {
   }
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
+  bool adds_gradients() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& planner, const PlannedPass& pass) const override {
     LayerActs a;
@@ -122,6 +123,7 @@ class Gpt2Block final : public Layer {
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Gpt2); }
+  bool adds_gradients() const noexcept override { return true; }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(0, H_, D_); }
   std::vector<Linear*> linears() override { return {&qkv_, &proj_, &wide_, &narrow_}; }

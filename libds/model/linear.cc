@@ -166,7 +166,7 @@ void Linear::backward_weight(const PassContext& ctx, RowViews grads, const Layer
     linear_backward_weight(ctx, grads.matrix(row), {}, d, in, orientation);
   };
   weight(weight_, dy, x, spec_.orientation);
-  if (const TensorView db = bias(grads)) ctx.ops.column_sum(db, dy, false, ctx.stream);
+  if (const TensorView db = bias(grads)) ctx.ops.column_sum(db, dy, ctx.adds_gradients(), ctx.stream);
   if (branch_.rank == 0) return;
   const BranchActs& a = acts.branches[number_];
   weight(branch_rows_, a.inner_grad, x, Orientation::OutIn);

@@ -27,6 +27,7 @@ class TokenEmbedding final : public Layer {
   }
 
   std::string_view type() const noexcept override { return kEmbeddingType; }
+  bool adds_gradients() const noexcept override { return true; }
   LayerActs plan(ActivationPlanner&, const PlannedPass&) const override { return {}; }
   void forward(const PassContext& ctx, RowViews params, TensorView, const LayerActs& acts) const override {
     embedding_forward(ctx, acts.output, tied_ ? params.shared : params.own[0], V_);
@@ -106,6 +107,7 @@ class LlamaBlock final : public Layer {
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
+  bool adds_gradients() const noexcept override { return true; }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(attention_.window, G_, D_); }
   std::vector<Linear*> linears() override {

@@ -50,7 +50,8 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   }
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
   if (s.logits_rows > 0) logits = view(s.logits, {s.logits_rows, vocab});
-  if (s.projects && s.gradients && model.trains_projection()) head_weight_grad = view(DType::F32, {vocab, C});
+  if (s.projects && s.gradients && !s.fused && model.trains_projection())
+    head_weight_grad = view(DType::F32, {vocab, C});
   if (s.tile_cols > 0) tile_sum = view(DType::F32, {sizes.product_rows, s.tile_cols});
   if (tp == 1) return;
   const i64 rows = model.shard.padded_rows(sizes.product_rows);

@@ -17,6 +17,7 @@ struct PassSizes {
   bool losses = true;       // computes losses; else the next tokens
   bool projects = false;    // this rank has the output projection
   bool gradients = false;   // and computes its gradient, if it is trained
+  bool fused = false;       // to which sums of micro-batches have memory elsewhere
   i64 logits_rows = 0;      // rows of logits in memory at once
   DType logits = DType::F32;
   i64 tile_cols = 0;       // columns of the widest tiled matrix

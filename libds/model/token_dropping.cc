@@ -37,6 +37,7 @@ class DroppingBlock final : public Layer {
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }
   i64 product_rows(i64 R) const noexcept override { return block_->product_rows(R); }
   bool adds_loss() const noexcept override { return block_->adds_loss(); }
+  bool adds_gradients() const noexcept override { return block_->adds_gradients(); }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
     if (pass.mode != Mode::Train) return block_->plan(p, pass);

@@ -132,7 +132,8 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     count(stream, {"linear_cross_entropy", h.dtype, 0, logits + (gradient ? dlogits : 0) + rows * 8});
     if (dh) count_product(stream, h.dtype, rows, C, V, rows * C * dtype_bytes(dh.dtype) + dlogits + weight.bytes());
     if (dweight)
-      count_product(stream, h.dtype, V, C, rows, dweight.bytes() + dlogits + input + bytes_if(begin > 0, dweight));
+      count_product(stream, h.dtype, V, C, rows,
+                    dweight.bytes() + dlogits + input + bytes_if(p.add_dweight || begin > 0, dweight));
     if (dbias) count(stream, {"column_sum", h.dtype, 0, dbias.bytes() + dlogits + bytes_if(begin > 0, dbias)});
   }
   static_cast<void>(losses), static_cast<void>(targets);  // the eight bytes of a row

@@ -47,6 +47,7 @@ model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
              .tile_cols = plan.tile_cols(),
              .work = plan.work};
   sizes.projects = sizes.gradients = true;
+  sizes.fused = false;
   sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
   model::PassMemory memory(model, sizes);
   make_present(memory, model);
@@ -98,11 +99,11 @@ std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dt
 void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t, Pass)> enter) {
   const model::PassMemory memory = memory_of(model, plan);
-  const model::PassContext ctx =
+  model::PassContext ctx =
       model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, walk.comms);
+  if (plan.fused) ctx.term = walk.later ? model::GradTerm::Later : model::GradTerm::First;
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
-  // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
-  const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
+  const DType fresh = plan.dp().grads.fresh();
   const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh, true);
   for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
     const ChunkPlan& chunk = plan.stage.chunks[c];

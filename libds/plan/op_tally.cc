@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plan/op_tally.h"
 
+#include <span>
 #include <utility>
 
 #include "plan/counted_update.h"
@@ -8,7 +9,9 @@
 namespace ds::plan {
 namespace {
 
-void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan) {
+// passes: by chunk.
+void tally_layers(std::span<ChunkWork::Passes* const> passes, const model::Model& model, const RunPlan& plan,
+                  bool later) {
   const CountingAxes axes(model.shard);
   Stream stream;
   PassWork* pass = nullptr;
@@ -24,11 +27,21 @@ void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan
   };
   const auto enter = [&](size_t chunk, Pass which) {
     take_messages();
-    pass = &work.chunks[chunk].passes[static_cast<size_t>(which)];
+    pass = &(*passes[chunk])[static_cast<size_t>(which)];
     stream.native = &pass->ops;
   };
-  walk_layers(model, plan, {counting_ops(), stream, axes.comms()}, enter);
+  walk_layers(model, plan, {counting_ops(), stream, axes.comms(), later}, enter);
   take_messages();
+}
+
+void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan) {
+  std::vector<ChunkWork::Passes*> first, later;
+  for (ChunkWork& chunk : work.chunks) {
+    first.push_back(&chunk.passes);
+    if (plan.fused) later.push_back(&chunk.later.emplace());
+  }
+  tally_layers(first, model, plan, false);
+  if (plan.fused) tally_layers(later, model, plan, true);
 }
 
 // The losses of each micro-batch, in a rank's own sums: of the head, and of layers that add one.
@@ -99,16 +112,17 @@ OpTotal OpTally::total() const {
 
 OpTally StepWork::total() const {
   OpTally all = optimizer;
-  for (const ChunkWork& chunk : chunks) {
-    for (const PassWork& pass : chunk.passes) all.add(pass.ops, micro_batches);
-    all.add(chunk.gradients);
-  }
+  for (size_t pass = 0; pass < kPasses; ++pass) all.add(total(static_cast<Pass>(pass)));
+  for (const ChunkWork& chunk : chunks) all.add(chunk.gradients);
   return all;
 }
 
 OpTally StepWork::total(Pass pass) const {
   OpTally all;
-  for (const ChunkWork& chunk : chunks) all.add(chunk.of(pass).ops, micro_batches);
+  for (const ChunkWork& chunk : chunks) {
+    if (micro_batches > 0) all.add(chunk.of(pass).ops);
+    if (micro_batches > 1) all.add(chunk.of_later(pass).ops, micro_batches - 1);
+  }
   return all;
 }
 

@@ -17,6 +17,7 @@
 #include <array>
 #include <compare>
 #include <map>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -68,9 +69,13 @@ struct PassWork {
 };
 
 struct ChunkWork {
-  std::array<PassWork, kPasses> passes;  // by Pass; of one micro-batch
-  OpTally gradients;  // of the whole step: rounding to the wire's dtype, sums of micro-batches, of losses
+  using Passes = std::array<PassWork, kPasses>;  // by Pass; of one micro-batch
+  Passes passes;
+  std::optional<Passes> later;  // of those after the first, if they add to sums of gradients that it begins
+  OpTally gradients;            // of the whole step: rounding to the wire's dtype, sums of micro-batches, of losses
   const PassWork& of(Pass pass) const noexcept { return passes[static_cast<size_t>(pass)]; }
+  // Of each micro-batch but the first.
+  const PassWork& of_later(Pass pass) const noexcept { return (later ? *later : passes)[static_cast<size_t>(pass)]; }
 };
 
 // The work of one rank in one step.

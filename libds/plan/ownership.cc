@@ -175,7 +175,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .overlap = z.overlap_comm,
       .micro_batches = plan.micro_batches,
       .reduce_each_micro = plan.reduce_each_micro,
-      .keeps_own = averages};
+      .keeps_own = averages,
+      .fused = plan.fused};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   if (plan.trains()) plan_grad_passes(shards, plan, model, group);
   if (group == 0) shards.grads.sparse = sparse_units(config, plan, shards);

@@ -48,7 +48,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.mesh = mesh;
   plan.coord = coord;
   plan.work = config.work_dtype();
-  plan.wire = config.wire_dtype();
+  plan.fused = fuses_gradients(config, model);
+  // With one data-parallel rank sums are not rounded: ranks of sp exchange them in fp32. A split of one rank among
+  // several data-parallel ones rounds like a larger one, so that the sizes of splits change no bit.
+  plan.wire = plan.fused && mesh.dp == 1 ? DType::F32 : config.wire_dtype();
   plan.B = config.batch.micro;
   plan.sequence_length = config.data.seq_length;
   plan.T = plan.sequence_length / mesh.sp;
@@ -87,6 +90,11 @@ void with_lengths(const RunPlan& plan, const Config& config, const model::Model&
   model::Model of_length = model::make_model(config, model.shard, lengths);
   optim::freeze_groups(of_length, config);
   visit(of_length, plan_of_length(plan, config, of_length, lengths.sequence));
+}
+
+bool fuses_gradients(const Config& config, const model::Model& model) noexcept {
+  return trains(config.use) && config.gradient_accumulation_fusion && config.reduce_order == ReduceOrder::Boundary &&
+         config.batch.accumulation > 1 && config.grad_accum_dtype == DType::F32 && model.adds_gradients();
 }
 
 bool evaluates(const Config& config) noexcept {

@@ -124,6 +124,7 @@ struct RunPlan : update::UpdatePlan {
   i64 stream_shares = 1;                // ranks that share the rows of the residual stream
   i64 aux_losses = 0;                   // layers of the model that add a loss
   bool reduce_each_micro = false;       // "micro" order
+  bool fused = false;                   // layers add to sums of gradients (fuses_gradients)
   i64 update_number = 1;                // of the step that is counted, the last one
   offload::Settings offload;
   StageCalls stage;
@@ -159,6 +160,9 @@ RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::M
 // Calls visit(model, plan) with those of steps of such lengths: the given ones, or plan_of_length().
 void with_lengths(const RunPlan& plan, const Config& config, const model::Model& model, const PassLengths& lengths,
                   FunctionRef<void(const model::Model&, const RunPlan&)> visit);
+
+// Whether layers add to the fp32 sums of a rank's own micro-batches themselves: if there are such sums, and they can.
+bool fuses_gradients(const Config& config, const model::Model& model) noexcept;
 
 // Whether a run that trains evaluates: after its last step at least.
 bool evaluates(const Config& config) noexcept;

@@ -49,14 +49,16 @@ void walk_run(const Config& config, const model::Model& model, const RunPlan& pl
               void* host_native) {
   const CountingAxes axes(model.shard);
   Stream stream{.native = native};
-  const Walk walk{ops, stream, axes.comms()};
+  const Walk walk{ops, stream, axes.comms()}, later{ops, stream, axes.comms(), true};
   bool evaluated = plan.use == ConfigUse::Generate;
   if (plan.trains()) {
     evaluated = !evaluates(config);
     for (const StepLengths::Kind& k : step_lengths(config, plan.update_number).kinds) {
       evaluated |= k.lengths == PassLengths{plan.sequence_length, 0};
-      with_lengths(plan, config, model, k.lengths,
-                   [&](const model::Model& m, const RunPlan& p) { walk_layers(m, p, walk, [](size_t, Pass) {}); });
+      with_lengths(plan, config, model, k.lengths, [&](const model::Model& m, const RunPlan& p) {
+        walk_layers(m, p, walk, [](size_t, Pass) {});
+        if (p.fused) walk_layers(m, p, later, [](size_t, Pass) {});
+      });
     }
     note_sparse(plan, ops, stream);
     CountedUpdate(plan, ops, native, {}, host_native).run([](std::optional<size_t>, i64) {}, 1);

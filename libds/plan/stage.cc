@@ -199,6 +199,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                          .rope_rows = plan.sequence_length,
                          .projects = plan.projects,
                          .gradients = plan.trains(),
+                         .fused = plan.fused,
                          .logits = config.loss.logits,
                          .tile_cols = plan.tile_cols(),
                          .documents = config.data.separate_documents,

@@ -445,6 +445,10 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   ctx.loss_grad = micro.loss_grad;
   ctx.label_smoothing = label_smoothing_;
   ctx.z_loss = z_loss_;
+  if (plan_->fused) {
+    ctx.term = instr.micro == 0 ? model::GradTerm::First : model::GradTerm::Later;
+    ctx.head_weight_grad = projection_sum();
+  }
 
   // Waits for sends of the memory that this instruction overwrites.
   if (instr.op == Op::Forward) {
@@ -456,6 +460,15 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
     slot_of(chunk.grads_here, instr.micro).wait();
   }
   for (const LayerCall& call : plan.calls(instr.op)) run_call(ctx, instr, call, micro);
+}
+
+// The gradient of the output projection, summed over micro-batches; none on other stages, or if it is not trained.
+TensorView Stage::projection_sum() const noexcept {
+  if (!plan_->projects || !model_->trains_projection()) return {};
+  const i64 row = model_->projection_row();
+  if (row < 0) return shards_[0]->grads().rows(plan_->head_use())[0];
+  const size_t group = model_->layers.back()->rows()[row].group;
+  return shards_[group]->grads().rows(plan::RunPlan::unit_of(std::ssize(model_->layers) - 1))[row];
 }
 
 void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
@@ -516,7 +529,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       const bool has_shared = model_->uses_shared(call.layer) && shards_[0]->plan().has_grads(shared);
       const auto rows_of = [&](size_t g) {
         zero::GradStore& grads = shards_[g]->grads();
-        return shards_[g]->plan().has_grads(own) ? grads.acquire(own) : grads.absent(own);
+        return shards_[g]->plan().has_grads(own) ? grads.acquire(own) : grads.rows(own);
       };
       GradTiles tiles(*this, call.layer, instr.micro);
       const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),

@@ -131,6 +131,7 @@ class Stage {
   const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);
+  TensorView projection_sum() const noexcept;
   zero::TierLease stashed(const model::LayerActs& acts, zero::LeaseTo access);
   // Stores the part of an output that plan().partition_inputs and offload_inputs keep.
   void stash(const model::LayerActs& acts);

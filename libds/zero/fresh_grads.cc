@@ -52,6 +52,7 @@ std::vector<i64> staging_bases(const Layout& layout, const GradOptions& options,
 
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options) {
   if (layout.states().shard_grads) return BucketSlots(buckets, options.overlap).elems();
+  if (options.sums_are_final(layout.num_ranks())) return 0;
   i64 n = 0;
   for (const UnitPlace& u : layout.units()) n += u.padded;
   return n;
@@ -63,8 +64,8 @@ i64 staging_elems(const Layout& layout, const GradOptions& options) {
   return end;
 }
 
-FreshGrads::FreshGrads(const Layout& layout, Rows rows, const GradOptions& options, Communicator& comm, Device& device,
-                       MemoryLedger& ledger)
+FreshGrads::FreshGrads(const Layout& layout, GradRows rows, const GradOptions& options, Communicator& comm,
+                       Device& device, MemoryLedger& ledger)
     : layout_(layout),
       device_(device),
       wire_(options.wire),
@@ -97,32 +98,17 @@ void FreshGrads::place_buckets() {
   }
 }
 
-void FreshGrads::place_rows(Rows rows, const GradOptions& options) {
+void FreshGrads::place_rows(GradRows rows, const GradOptions& options) {
   i64 staged = 0;
   staging_base_ = staging_bases(layout_, options, staged);
-  const DType dtype = staged_ ? DType::F32 : wire_;
-  const auto memory_at = [&](size_t u, i64 at) {
+  for (size_t u = 0; u < layout_.units().size(); ++u)
+    gaps_.push_back(u < rows.size() ? layout_.gaps_of(static_cast<i64>(u)) : std::vector<Layout::Range>());
+  if (options.fused) return;
+  const DType dtype = options.fresh();
+  views_ = row_views(layout_, rows, dtype, [&](size_t u, i64 at) -> void* {
     char* const memory = static_cast<char*>(staged_ ? staging_.data() : fresh_.data());
     return memory + ((staged_ ? staging_base_ : unit_base_)[u] + at) * dtype_bytes(dtype);
-  };
-  for (size_t u = 0; u < rows.size(); ++u) {
-    const UnitPlace& unit = layout_.units()[u];
-    gaps_.push_back(layout_.gaps_of(static_cast<i64>(u)));
-    std::vector<TensorView>& views = views_.emplace_back();
-    for (size_t r = 0; r < rows[u].size(); ++r) {
-      const RowPlace& place = layout_.rows()[static_cast<size_t>(unit.first_param) + r];
-      if (place.segment < 0 || layout_.is_tile(layout_.segments()[place.segment].unit)) {
-        views.emplace_back();
-        continue;
-      }
-      const i64 at = layout_.segments()[place.segment].offset + place.offset;
-      views.push_back(rows[u][r].view(dtype, memory_at(u, at)));
-    }
-  }
-  for (const MatrixTile& tile : layout_.tiles()) {
-    gaps_.emplace_back();
-    views_.push_back({TensorView::of(memory_at(static_cast<size_t>(tile.unit), 0), dtype, {tile.rows, tile.cols})});
-  }
+  });
 }
 
 TensorView FreshGrads::at(i64 unit, i64 offset, i64 count) const noexcept {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The memory in which the backward pass writes a rank's gradients, rounded once to the wire dtype: kernels write the
-// work dtype or fp32; for any other wire a unit is written in fp32 to a staging area first. At stages 0 and 1 each
-// bucket has its own memory (the full gradients, Tag::Grads); at stages 2 and 3 buckets take turns in two slots, or in
-// one without overlap (Tag::Buckets). A unit whose matrices are in tiles is acquired while the tiles, which are units
-// of their own, come and go: it has a slot beside theirs.
+// work dtype or fp32; for any other wire a unit is written in fp32 to a staging area first. Where backward adds to sums
+// instead (GradOptions::fused), they hold what is sent of those; if nothing is, there is no such memory. At stages 0
+// and 1 each bucket has its own memory (the full gradients, Tag::Grads); at stages 2 and 3 buckets take turns in two
+// slots, or in one without overlap (Tag::Buckets). A unit whose matrices are in tiles is acquired while the tiles,
+// which are units of their own, come and go: it has a slot beside theirs.
 
 #include <span>
 #include <vector>
@@ -21,9 +22,8 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 
 class FreshGrads {
  public:
-  using Rows = std::span<const std::span<const model::ParamRow>>;
-  // rows: by unit. All outlive it. Collective.
-  FreshGrads(const Layout& layout, Rows rows, const GradOptions& options, Communicator& comm, Device& device,
+  // All outlive it. Collective.
+  FreshGrads(const Layout& layout, GradRows rows, const GradOptions& options, Communicator& comm, Device& device,
              MemoryLedger& ledger);
 
   const Bucket& bucket(size_t number) const noexcept { return buckets_[number]; }
@@ -33,7 +33,7 @@ class FreshGrads {
   size_t slot_of(size_t bucket) const noexcept { return slot_[bucket]; }
   size_t num_slots() const noexcept { return num_slots_; }
 
-  // The memory to which backward writes the rows of a unit; null: rows of another group, or in tiles.
+  // The memory to which backward writes the rows of a unit; null: rows of another group, or in tiles. None if fused.
   std::span<const TensorView> rows(i64 unit) const noexcept { return views_[static_cast<size_t>(unit)]; }
   // Before the first unit of a bucket is written: all that is not a row becomes zero, as in fresh memory.
   void zero_padding(size_t bucket);
@@ -46,7 +46,7 @@ class FreshGrads {
 
  private:
   void place_buckets();
-  void place_rows(Rows rows, const GradOptions& options);
+  void place_rows(GradRows rows, const GradOptions& options);
   TensorView at(i64 unit, i64 offset, i64 count) const noexcept;
   void zero(i64 unit, i64 offset, i64 count);
   void zero_gaps(i64 unit);

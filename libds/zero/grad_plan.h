@@ -4,9 +4,13 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "ds/kernels/tensor.h"
+#include "ds/kernels/thread_pool.h"
+#include "ds/layer.h"
 #include "zero/layout.h"
 
 namespace ds::zero {
@@ -40,12 +44,18 @@ struct GradOptions {
   i64 micro_batches = 1;                      // per step
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
   bool keeps_own = false;                     // stages 0 and 1: some steps do not reduce gradients over ranks
+  // Backward adds to the fp32 sums of the rank's own micro-batches itself (only if accumulates_locally()).
+  bool fused = false;
   // The sharded segments of a unit are reduced by the first of these that has the unit; all other segments densely.
   std::vector<ReductionKind> reductions = {};
   std::vector<SparseUnit> sparse = {};  // ascending: bounds for sparse_reduction()
 
   // Whether backward writes fp32, which commit() rounds to the wire dtype.
-  bool staged() const noexcept { return wire != work && wire != DType::F32; }
+  bool staged() const noexcept { return !fused && wire != work && wire != DType::F32; }
+  // The dtype that backward writes.
+  DType fresh() const noexcept { return fused || staged() ? DType::F32 : wire; }
+  // Whether the sums of its own micro-batches are those of a group of so many ranks: nothing is rounded or sent.
+  bool sums_are_final(i64 ranks) const noexcept { return fused && ranks == 1 && wire == DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
 };
 
@@ -61,5 +71,11 @@ inline constexpr i64 kMostNarrowBucket = i64{1} << 22;
 // Consecutive units of a pass until the next would exceed `bucket_elems`; a larger unit is a bucket of its own. A
 // bucket belongs to one instruction, and units that are written together share a bucket.
 std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options);
+
+// The rows of each unit in memory of that dtype: element i of a unit is at memory_at(unit, i). Null: rows of another
+// group, or in tiles, which follow as units of one row.
+using GradRows = std::span<const std::span<const model::ParamRow>>;  // by unit
+std::vector<std::vector<TensorView>> row_views(const Layout& layout, GradRows rows, DType dtype,
+                                               FunctionRef<void*(size_t unit, i64 element)> memory_at);
 
 }  // namespace ds::zero

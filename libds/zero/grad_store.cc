@@ -6,11 +6,11 @@
 
 namespace ds::zero {
 
-GradStore::GradStore(const Layout& layout, FreshGrads::Rows rows, GradOptions options, const GradParts& parts)
+GradStore::GradStore(const Layout& layout, GradRows rows, GradOptions options, const GradParts& parts)
     : layout_(layout),
       options_(std::move(options)),
       fresh_(layout, rows, options_, parts.ranks.all, parts.device, parts.ledger),
-      sums_(layout, options_, parts.ranks.all, parts.device, parts.ledger, parts.tier),
+      sums_(layout, rows, options_, parts.ranks.all, parts.device, parts.ledger, parts.tier),
       summed_(fresh_.num_buckets(), false) {
   assign_reductions(parts);
 }
@@ -46,7 +46,7 @@ void GradStore::begin(const GradStep& step) {
 std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = fresh_.bucket_of(unit);
   const std::vector<i64>& units = fresh_.bucket(bucket).units;
-  if (unit != units.front()) return fresh_.rows(unit);
+  if (unit != units.front()) return rows(unit);
   for (const auto& r : reductions_ | std::views::reverse) r->release(bucket);
   if (summed_[bucket] && !sums_.in_place()) {
     for (const i64 u : units) {
@@ -54,15 +54,21 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
     }
   }
   fresh_.zero_padding(bucket);
-  return fresh_.rows(unit);
+  return rows(unit);
 }
 
 void GradStore::commit(i64 unit, i64 micro) {
   const bool last_micro = micro + 1 == options_.micro_batches;
-  fresh_.round(unit);
-  if (!reduces_) return sums_.accumulate(unit, fresh_.unit(unit), micro > 0, false);
-  if (options_.accumulates_locally()) sums_.accumulate(unit, fresh_.unit(unit), micro > 0, last_micro);
-  if (!options_.reduce_each_micro && !last_micro) return;
+  if (options_.fused) {
+    if (!reduces_ || !last_micro) return;
+    if (options_.sums_are_final(layout_.num_ranks())) return sums_.keep(unit);
+    sums_.round(unit, fresh_.unit(unit));
+  } else {
+    fresh_.round(unit);
+    if (!reduces_) return sums_.accumulate(unit, fresh_.unit(unit), micro > 0, false);
+    if (options_.accumulates_locally()) sums_.accumulate(unit, fresh_.unit(unit), micro > 0, last_micro);
+    if (!options_.reduce_each_micro && !last_micro) return;
+  }
   const bool continues = options_.reduce_each_micro && micro > 0;
   for (const Segment& s : layout_.segments_of(unit)) reduction_of(s).committed(s, continues);
   const size_t bucket = fresh_.bucket_of(unit);

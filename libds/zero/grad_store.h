@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Gradients of one rank, from the backward pass to the sums that an update reads. Backward overwrites the fresh
-// gradient of a unit (zero/fresh_grads); commit() hands it over; the reduction that each segment has (zero/reduction)
-// makes the sums of it (zero/grad_sums), while earlier layers compute. One mechanism for all stages.
+// gradient of a unit (zero/fresh_grads), or adds to the sums of the rank's own micro-batches (GradOptions::fused);
+// commit() hands it over; the reduction that each segment has (zero/reduction) makes the sums of it (zero/grad_sums),
+// while earlier layers compute. One mechanism for all stages.
 //
 // A matrix that two layers share has a unit for each use here, so that its gradient is the sum of two folds wherever
 // the layers stand: on one pipeline stage or on two.
@@ -18,7 +19,7 @@ namespace ds::zero {
 class GradStore {
  public:
   // rows: by unit. `layout` and what `parts` refers to outlive it. Collective.
-  GradStore(const Layout& layout, FreshGrads::Rows rows, GradOptions options, const GradParts& parts);
+  GradStore(const Layout& layout, GradRows rows, GradOptions options, const GradParts& parts);
   GradStore(const GradStore&) = delete;
   GradStore& operator=(const GradStore&) = delete;
 
@@ -29,8 +30,10 @@ class GradStore {
   // come in the order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free.
   // commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
-  // The rows of a unit without gradients of its own (all null), which is neither acquired nor committed.
-  std::span<const TensorView> absent(i64 unit) const noexcept { return fresh_.rows(unit); }
+  // The same memory, without a lease. A unit without gradients of its own, all null, is neither acquired nor committed.
+  std::span<const TensorView> rows(i64 unit) const noexcept {
+    return options_.fused ? sums_.rows(unit) : fresh_.rows(unit);
+  }
   void commit(i64 unit, i64 micro);
 
   // After the last micro-batch: waits for all reductions. The sums that this rank owns are final, as far as these ranks

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/grad_sums.h"
 
+#include "base/check.h"
 #include "zero/rounded_array.h"
 
 namespace ds::zero {
@@ -38,7 +39,7 @@ i64 grad_accum_elems(const Layout& layout, const GradOptions& options) {
   return n;
 }
 
-GradSums::GradSums(const Layout& layout, const GradOptions& options, Communicator& comm, Device& device,
+GradSums::GradSums(const Layout& layout, GradRows rows, const GradOptions& options, Communicator& comm, Device& device,
                    MemoryLedger& ledger, const MakeArray& tier)
     : layout_(layout),
       device_(device),
@@ -56,6 +57,11 @@ GradSums::GradSums(const Layout& layout, const GradOptions& options, Communicato
         all ? std::make_unique<DeviceArray>(all_.data()) : std::make_unique<DeviceArray>(std::move(memory)), ledger);
     (in_tier ? of_all_ : owned_) = std::move(array);
   }
+  if (options.fused) {
+    DS_ASSERT(all && stored_ == DType::F32);
+    views_ = row_views(layout, rows, DType::F32,
+                       [&](size_t u, i64 at) -> void* { return all_of(static_cast<i64>(u)).as<float>() + at; });
+  }
   if (!in_tier) return;
   owned_base_ = owned_bases(layout, rank_);
   owned_ = as_fp32(tier(device, ledger, Tag::GradAccum, layout.shard_elems() * width, layout.largest_slice() * width),
@@ -65,6 +71,24 @@ GradSums::GradSums(const Layout& layout, const GradOptions& options, Communicato
 std::unique_ptr<TierArray> GradSums::as_fp32(std::unique_ptr<TierArray> kept, MemoryLedger& ledger) const {
   if (stored_ == DType::F32) return kept;
   return std::make_unique<RoundedArray>(device_, ledger, std::move(kept), stored_);
+}
+
+// Segments of a unit lie side by side.
+TensorView GradSums::all_of(i64 unit) const noexcept {
+  const UnitPlace& place = layout_.units()[unit];
+  return all().rows(base_[place.first_segment], place.padded);
+}
+
+void GradSums::round(i64 unit, TensorView fresh) const {
+  if (layout_.units()[unit].num_segments > 0) device_.ops().cast(fresh, all_of(unit), device_.stream());
+}
+
+void GradSums::keep(i64 unit) const {
+  if (!of_all_) return;
+  for (const Segment& s : layout_.segments_of(unit)) {
+    const TierLease lease = lease_owned(s, false);
+    device_.copy(lease.data(), all_of(s).data, s.slice * 4);
+  }
 }
 
 void GradSums::accumulate(i64 unit, TensorView fresh, bool continues, bool round_back) {

@@ -7,6 +7,7 @@
 // micro-batches (all Tag::GradAccum).
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "device/device.h"
@@ -25,8 +26,12 @@ class GradSums {
  public:
   // tier: where the sums of the slices that this rank owns are stored; empty: device memory. At stage 0, where each
   // rank holds all slices, they are in device memory. All outlive it. Collective.
-  GradSums(const Layout& layout, const GradOptions& options, Communicator& comm, Device& device, MemoryLedger& ledger,
-           const MakeArray& tier);
+  GradSums(const Layout& layout, GradRows rows, const GradOptions& options, Communicator& comm, Device& device,
+           MemoryLedger& ledger, const MakeArray& tier);
+
+  // The sums of this rank's own micro-batches of a unit, by row, for a backward pass that adds to them
+  // (GradOptions::fused); null: of another group.
+  std::span<const TensorView> rows(i64 unit) const noexcept { return views_[static_cast<size_t>(unit)]; }
 
   // The fp32 sums of elements [first, first + count) of a segment: of the slice that this rank owns, at stage 0 of all.
   TierLease lease(i64 segment, i64 first, i64 count, LeaseTo access) const {
@@ -55,20 +60,26 @@ class GradSums {
   // Adds a fresh gradient of a unit to the sum of this rank's own micro-batches, or overwrites the sum with it;
   // round_back: then overwrites the gradient with the sum, rounded.
   void accumulate(i64 unit, TensorView fresh, bool continues, bool round_back);
+  // After a backward pass that adds to sums: rounds those of a unit to `fresh`; or, if they are those of all ranks,
+  // moves them to where the sums of the slices that this rank owns are stored.
+  void round(i64 unit, TensorView fresh) const;
+  void keep(i64 unit) const;
 
  private:
   i64 number(const Segment& s) const noexcept { return &s - layout_.segments().data(); }
   i64 num_ranks() const noexcept { return layout_.num_ranks(); }
+  TensorView all_of(i64 unit) const noexcept;
   std::unique_ptr<TierArray> as_fp32(std::unique_ptr<TierArray> kept, MemoryLedger& ledger) const;
 
   const Layout& layout_;
   Device& device_;
   const int rank_;
   const DType stored_;
-  Buffer all_;                          // of all elements, if this rank has them
-  std::unique_ptr<TierArray> owned_;    // of the slices that this rank owns; may be a part of `all_`
-  std::unique_ptr<TierArray> of_all_;   // of all elements, if that is another array
-  std::vector<i64> base_, owned_base_;  // by segment: grad_accum_bases, and where it would begin in owned_
+  Buffer all_;                                  // of all elements, if this rank has them
+  std::unique_ptr<TierArray> owned_;            // of the slices that this rank owns; may be a part of `all_`
+  std::unique_ptr<TierArray> of_all_;           // of all elements, if that is another array
+  std::vector<i64> base_, owned_base_;          // by segment: grad_accum_bases, and where it would begin in owned_
+  std::vector<std::vector<TensorView>> views_;  // by unit, by row
 };
 
 }  // namespace ds::zero

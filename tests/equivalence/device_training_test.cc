@@ -611,6 +611,32 @@ TEST_P(DeviceTraining, FollowsTheCpu) {
   }
 }
 
+// Products add to the sums of micro-batches, of which the first and the later ones have graphs of their own.
+TEST_P(DeviceTraining, SumsOfMicroBatchesFollowTheCpu) {
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+    if (!kAll && model.family != Family::Gpt2) continue;
+    for (const int ranks : {1, 2}) {
+      const auto config = [&](i64 stage, bool graphs = false) {
+        Config c = config_of(model, GetParam(), ranks, 6 / ranks, stage);
+        c.reduce_order = ReduceOrder::Boundary;
+        c.cuda.graphs = graphs && test_device() != nullptr;
+        return c;
+      };
+      const std::string what = fmt::format("{} {} ranks", family_name(model.family), ranks);
+      const Trace got = train(config(0), ranks), want = train_threads(config(0), ranks, kSteps);
+      expect_same_training(train(config(1), ranks), got, what + " stage 1");
+      expect_same_training(train(config(0, true), ranks), got, what + " graphs");
+      const double tolerance = GetParam() == DType::F32 ? 2e-6 : GetParam() == DType::F16 ? 1e-3 : 8e-3;
+      for (size_t s = 0; s < want.losses.size(); ++s) {
+        EXPECT_NEAR(got.losses[s] / want.losses[s], 1, tolerance) << what << " step " << s;
+        EXPECT_NEAR(got.norms[s] / want.norms[s], 1, 10 * tolerance) << what << " step " << s;
+      }
+      for (const Tag tag : {Tag::Grads, Tag::GradAccum, Tag::Workspace})
+        EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+    }
+  }
+}
+
 // Sparse layouts, packed documents, dropped tokens and sequences that grow: ranks of stage 3 give the bits of one rank,
 // and the losses are those of the CPU but for rounding.
 TEST_P(DeviceTraining, WhatChoosesTokensFollowsTheCpu) {

@@ -54,6 +54,7 @@ class ExpertBlock final : public model::Layer {
   }
   std::string_view type() const noexcept override { return "ExpertBlock"; }
   bool is_block() const noexcept override { return true; }
+  bool adds_gradients() const noexcept override { return true; }
   model::LayerActs plan(model::ActivationPlanner& p, const model::PlannedPass& pass) const override {
     return block_->plan(p, pass);
   }
@@ -70,7 +71,7 @@ class ExpertBlock final : public model::Layer {
   void backward_weight(const model::PassContext& ctx, model::RowViews grads, TensorView x, TensorView dy,
                        const model::LayerActs& acts) const override {
     const std::vector<TensorView> own = own_of(grads.own);
-    if (one_group_ && grads.own[which_].data != nullptr)
+    if (one_group_ && grads.own[which_].data != nullptr && !ctx.adds_gradients())
       std::memset(grads.own[which_].data, 0, static_cast<size_t>(grads.own[which_].bytes()));
     block_->backward_weight(ctx, {own, grads.shared}, x, dy, acts);
   }
@@ -163,6 +164,24 @@ TEST(Groups, TrainWithTheBitsOfOne) {
           expect_planned(two, kSteps, what);
         }
       }
+    }
+  }
+}
+
+// Sums of a rank's own micro-batches are rounded where there are several data-parallel ranks, in groups of one rank
+// too.
+TEST(Groups, OfOneRankRoundSumsLikeLargerOnes) {
+  for (const int dp : {kExperts, 2 * kExperts}) {
+    const auto train = [&](bool one_group, i64 stage) {
+      Config c = config({.dp = dp, .stage = stage}, true);
+      c.reduce_order = ReduceOrder::Boundary;
+      return train_threads(c, dp, kSteps, 1, with_experts({kApart, one_group}));
+    };
+    const Trace one = train(true, 1);
+    for (const i64 stage : {0, 1}) {
+      const Trace two = train(false, stage);
+      expect_same_training(two, one, fmt::format("dp {} stage {}", dp, stage));
+      expect_planned(two, kSteps, "");
     }
   }
 }

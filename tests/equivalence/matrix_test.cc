@@ -65,6 +65,7 @@ struct Case {
   Layout layout = {};
   DType type = DType::F32;
   ReduceOrder order = ReduceOrder::Micro;
+  bool fused = true;  // gradient_accumulation_fusion
   LossNorm norm = LossNorm::Micro;
   Batches batches = Batches::Twice;
   i64 length = 12;
@@ -138,7 +139,11 @@ const std::vector<Dimension>& dimensions() {
       {"type", 1, {{"", nothing},
                    {"bf16", [](Case& c) { c.type = DType::BF16; }},
                    {"fp16", [](Case& c) { c.type = DType::F16; }}}},
-      {"order", 1, {{"", nothing}, {"boundary", [](Case& c) { c.order = ReduceOrder::Boundary; }}}},
+      {"order",
+       1,
+       {{"", nothing},
+        {"boundary", [](Case& c) { c.order = ReduceOrder::Boundary; }},
+        {"apart", [](Case& c) { c.order = ReduceOrder::Boundary, c.fused = false; }}}},
       {"norm", 1, {{"", nothing}, {"token", [](Case& c) { c.norm = LossNorm::Token; }}}},
       {"batches", 1, {{"", nothing},
                       {"one", [](Case& c) { c.batches = Batches::One; }},
@@ -182,6 +187,7 @@ Config config_of(const Case& a, const Layout& layout, i64 micro_batches) {
   c.fp16.initial_scale_power = 8;
   c.communication_data_type = wire_type_of(a.type);
   c.reduce_order = a.order;
+  c.gradient_accumulation_fusion = a.fused;
   c.loss.norm = a.norm;
   c.optimizer.lr = 1e-3;
   c.gradient_clipping = 0.5;

@@ -108,11 +108,11 @@ TEST(Accumulation, RanksTimesMicroBatchesAreOneRankWithAll) {
   }
 }
 
-// "boundary" rounds to the wire type once more: the sum of each rank, an error of at most u (2^-24, 2^-8, 2^-11) of it.
-// So the first norm differs by less than 2u, for the norms of two ranks add up to less than twice that of their sum.
-// The update of a weight, a quotient of gradients, differs by about 2u of itself, and so does what the loss has fallen
-// by: less than half of it, which leaves u of the loss. Later norms are of other weights: they only show that no sum of
-// an earlier step is still there.
+// "boundary" rounds to the wire type, not each gradient but the sum of each rank, an error of at most u (2^-24, 2^-8,
+// 2^-11) of it. So the first norm differs by less than 2u, for the norms of two ranks add up to less than twice that of
+// their sum. The update of a weight, a quotient of gradients, differs by about 2u of itself, and so does what the loss
+// has fallen by: less than half of it, which leaves u of the loss. Later norms are of other weights: they only show
+// that no sum of an earlier step is still there.
 TEST(Accumulation, BoundaryOrderIsCloseToMicroOrder) {
   for (const Precision& precision : kPrecisions) {
     const double u = precision.bf16 ? 0x1p-8 : precision.fp16 ? 0x1p-11 : 0x1p-24;

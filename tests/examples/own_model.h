@@ -23,6 +23,7 @@ class Embedding final : public Layer {
         cut_vocabulary({.name = "embedding.weight", .shape = {vocab_, c.hidden}, .std = 0.2f, .decay = true}, shard)};
   }
   std::string_view type() const noexcept override { return "Embedding"; }
+  bool adds_gradients() const noexcept override { return true; }
   LayerActs plan(ActivationPlanner&, const PlannedPass&) const override { return {}; }
   void forward(const PassContext& ctx, RowViews p, TensorView, const LayerActs& acts) const override {
     embedding_forward(ctx, acts.output, p.own[0], vocab_);
@@ -48,6 +49,7 @@ class Block final : public Layer {
     allow_tiles();
   }
   std::string_view type() const noexcept override { return "Block"; }
+  bool adds_gradients() const noexcept override { return true; }
   bool is_block() const noexcept override { return true; }
   std::vector<Linear*> linears() override { return {&wide_, &narrow_}; }
   std::vector<size_t> products(Products which) const override {

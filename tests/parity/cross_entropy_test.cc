@@ -18,6 +18,7 @@ struct Case {
   bool bias = false;  // and its gradient
   float label_smoothing = 0, z_loss = 0;
   DType logits = DType::F32;
+  bool add_dweight = false;  // to random numbers
 
   std::string name() const {
     return std::to_string(T) + "x" + std::to_string(C) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
@@ -36,6 +37,7 @@ Tensor targets_for(i64 T, i64 V) {
 struct Result {
   Tensor losses, dh, dweight, dbias;
 };
+constexpr u32 kDweightSeed = 4;
 
 Result run(const OpTable& ops, const Case& t, int threads) {
   ThreadPool pool(threads);
@@ -51,7 +53,9 @@ Result run(const OpTable& ops, const Case& t, int threads) {
                                   .grad_scale = t.grad_scale,
                                   .chunk_tokens = t.chunk,
                                   .label_smoothing = t.label_smoothing,
-                                  .z_loss = t.z_loss};
+                                  .z_loss = t.z_loss,
+                                  .add_dweight = t.add_dweight};
+  if (t.add_dweight) r.dweight.randomize(kDweightSeed);
   ops.linear_cross_entropy(r.losses, t.dh ? r.dh.view() : none, t.dweight ? r.dweight.view() : none,
                            t.bias ? r.dbias.view() : none, h, weight, t.bias ? bias.view() : none,
                            targets_for(t.T, t.V), logits, params, stream);
@@ -114,6 +118,30 @@ TEST(CrossEntropy, BitsDoNotDependOnThreadsOrOnWhatElseIsWanted) {
       expect_same_bits(run(*ops, t, 2).losses, one.losses, t.name() + " losses alone");
       t.dweight = true;
       expect_same_bits(run(*ops, t, 2).dweight, one.dweight, t.name() + " without dh");
+    }
+  }
+}
+
+TEST(CrossEntropy, AddsToTheGradientOfTheWeight) {
+  for (const OpTable* ops : backends()) {
+    for (const DType work : kWorkDTypes) {
+      Case t{.T = 21, .C = 40, .V = 133, .work = work, .chunk = 24, .grad_scale = 0.1f, .bias = true};
+      const Result before = run(*ops, t, 2);
+      Tensor want(DType::F32, {t.V, t.C});
+      want.randomize(kDweightSeed);
+      for (i64 i = 0; i < want.numel(); ++i) want.set(i, want.at(i) + before.dweight.at(i));
+      t.add_dweight = true;
+      const Result one = run(*ops, t, 2);
+      const std::string what = std::string(ops->name) + " " + t.name();
+      expect_same_bits(one.dweight, want, what);
+      expect_same_bits(one.dh, before.dh, what + ": dh");
+      expect_same_bits(one.dbias, before.dbias, what + ": dbias");
+      expect_same_bits(one.losses, before.losses, what + ": losses");
+      t.chunk = 8;
+      const double rounding = epsilon(work) / epsilon(DType::F32);
+      expect_close(run(*ops, t, 2).dweight, run(ref_ops(), t, 1).dweight, std::max(64.0, 4 * rounding),
+                   what + " in chunks");
+      if (HasFatalFailure()) return;
     }
   }
 }

@@ -170,6 +170,26 @@ TEST(Matmul, EpiloguesAreAppliedOnceAndRoundedOnce) {
   }
 }
 
+// A product is summed by itself and then added, so that sums over micro-batches do not depend on how it is cut.
+TEST(Matmul, AddsProductsThatAreSummedBefore) {
+  const i64 shapes[][3] = {{1, 70, 33},    {4, 131, 385},   {7, 33, 19},   {33, 40, 385},
+                           {43, 100, 801}, {130, 70, 1024}, {6, 1028, 40}, {1028, 24, 16}};
+  for (const OpTable* ops : backends()) {
+    for (const auto& s : shapes) {
+      for_all_kinds([&](DType work, DType out, MatmulParams params) {
+        if (out != DType::F32) return;
+        Case t{.M = s[0], .N = s[1], .K = s[2], .work = work, .out = out, .params = params};
+        Tensor want = run(*ops, t, 2).c;
+        const Matrix before(out, t.M, t.N, 0, 3);
+        for (i64 i = 0; i < want.numel(); ++i) want.set(i, before.all.at(i) + want.at(i));
+        t.params.accumulate = true;
+        expect_same_bits(run(*ops, t, 2).c, want, std::string(ops->name) + " " + t.name());
+      });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(Matmul, AnEmptySumIsZeroAndStillGetsItsEpilogue) {
   for (i64 M : {1, 4, 20}) {
     for_all_kinds([&](DType work, DType out, MatmulParams params) {

@@ -104,7 +104,8 @@ void in_chunks(MatmulFn product, decltype(OpTable::column_sum) sum_columns, Tens
     softmax(z, begin);
     if (dh) product(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight) {
-      product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
+      product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = p.add_dweight || begin > 0},
+              stream);
     }
     if (dbias) sum_columns(dbias, dz, begin > 0, stream);
     begin += rows;

@@ -105,7 +105,8 @@ void linear_cross_entropy(TensorView, TensorView dh, TensorView dweight, TensorV
     matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     if (dh) matmul(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight)
-      matmul(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
+      matmul(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = p.add_dweight || begin > 0},
+             stream);
     if (dbias) column_sum(dbias, dz, begin > 0, stream);
     begin += rows;
   } while (begin < T);

@@ -39,7 +39,7 @@ void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix w
 void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
                            TensorView dx_residual = {});
 // dw = the weight's gradient in the weight's orientation; db = column sums of dy. Neither is computed if it is not
-// wanted.
+// wanted. As all gradients of rows here, they are added to what is there if ctx.term is GradTerm::Later.
 void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
                             Orientation orientation);
 
@@ -167,8 +167,10 @@ struct BlockDropout {
   }
 };
 
-// row = a gradient, rounded; nothing if that is not wanted.
+// row = a gradient [fp32], rounded; nothing if that is not wanted.
 void round_gradient(const PassContext& ctx, TensorView row, TensorView gradient);
+// The same for the output projection, whose gradient is ctx.head_weight_grad.
+void round_projection_gradient(const PassContext& ctx, TensorView row);
 // dtable = the gradient of a table of which each row of dy is a look-up; nothing if that is not wanted.
 void look_up_backward(const PassContext& ctx, TensorView dtable, TensorView dy, TensorView indices);
 
@@ -182,8 +184,9 @@ void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy
 // this rank's rows.
 struct ProjectionLoss {
   TensorView weight{}, bias{};
-  TensorView dh{}, dweight{}, dbias{};  // like h; [V,C] and [V] fp32, or none that is not wanted
-  i64 vocab = 0;                        // over all ranks
+  // Like h; [V,C], added to by ctx.term, and [V] fp32, or none that is not wanted.
+  TensorView dh{}, dweight{}, dbias{};
+  i64 vocab = 0;  // over all ranks
 };
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o);
 // Generation: ctx.logits = logits of the last position of each sequence, over the whole vocabulary.

@@ -493,8 +493,9 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   PublishedModelConfig published;
-  ModelConfig model;            // read from published.path or inline; layers == 0 if neither is given
-  bool joined_products = true;  // becomes model.joined_products
+  ModelConfig model;                         // read from published.path or inline; layers == 0 if neither is given
+  bool joined_products = true;               // becomes model.joined_products
+  bool gradient_accumulation_fusion = true;  // products add to sums of gradients, where these allow it
   DataConfig data;
   CurriculumConfig curriculum;
   RandomLtdConfig random_ltd;

@@ -246,6 +246,10 @@ struct KvCache {
 
 enum class Mode : u8 { Train, Eval, Generate };
 
+// The use of the gradients of a pass: they are of this micro-batch alone; or they are fp32 sums over the micro-batches
+// of a step, which the first one overwrites and later ones add to.
+enum class GradTerm : u8 { Alone, First, Later };
+
 // A pass for which a layer plans its activations: B sequences of T tokens.
 struct PlannedPass {
   DType work = DType::F32;
@@ -293,10 +297,12 @@ struct PassContext {
   TensorView losses{};   // [R] fp32, written by the head; not when generating
   TensorView logits{};   // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
                          // workspace [chunk,V] fp32 or work dtype
-  TensorView tile_sum{};          // [R, most columns] fp32: for products over tiles, if any
-  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection for this micro-batch; none
-                                  // if the projection is not trained
-  float loss_grad = 1;            // d(scaled total)/d(token loss)
+  TensorView tile_sum{};  // [R, most columns] fp32: for products over tiles, if any
+  // Train: [V,C] fp32, the gradient of the output projection, none if the projection is not trained: memory for this
+  // micro-batch, or, unless `term` is Alone, the row of the projection among the gradients of the head.
+  TensorView head_weight_grad{};
+  GradTerm term = GradTerm::Alone;
+  float loss_grad = 1;                    // d(scaled total)/d(token loss)
   float label_smoothing = 0, z_loss = 0;  // see CrossEntropyParams; Train
   RngKey dropout_key{};                   // each use sets its own site
   AttentionBlocks blocks{};               // of Model::layout, for whole sequences from their start
@@ -318,6 +324,8 @@ struct PassContext {
   }
   // True if each row must have the bits that it has alone: the next tokens of several sequences.
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
+  // True if gradients are added to rows, which are fp32.
+  bool adds_gradients() const noexcept { return term == GradTerm::Later; }
 };
 
 // Matrices of which only some rows are in memory at a time.
@@ -404,6 +412,10 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
+  // True if its backward passes obey PassContext::term, as the functions of ds/building_blocks.h and ds/linear.h do. If
+  // all layers of a model do, products of gradients can add to the sums of micro-batches themselves
+  // (gradient_accumulation_fusion).
+  virtual bool adds_gradients() const noexcept { return false; }
   // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}
 
@@ -415,8 +427,8 @@ class DS_API Layer {
   // acts.input_grad = the gradient of x, given that of the output, dy (no aliasing). The head computes the losses here.
   virtual void backward_input(const PassContext&, RowViews params, TensorView x, TensorView dy,
                               const LayerActs& acts) const = 0;
-  // Overwrites every gradient row that is wanted, rounded once to the row's dtype. Call after backward_input, with the
-  // same views.
+  // Overwrites every gradient row that is wanted, rounded once to the row's dtype, or adds to it (ctx.term). Call after
+  // backward_input, with the same views.
   virtual void backward_weight(const PassContext&, RowViews grads, TensorView x, TensorView dy,
                                const LayerActs& acts) const = 0;
   // Recomputes the activations that a layer with `keep` less than All does not have; call before backward_input.
@@ -473,6 +485,10 @@ struct DS_API Model {
   i64 backward_end() const noexcept;
   // Whether the matrix of the output projection is trained: `shared`, or a matrix of the head.
   bool trains_projection() const noexcept;
+  // The row of the head that is the output projection, its last matrix; -1: it is `shared`.
+  i64 projection_row() const noexcept;
+  // Whether all layers can add to sums of gradients (Layer::adds_gradients).
+  bool adds_gradients() const noexcept;
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
   i64 product_rows(i64 R) const noexcept;           // the largest of its layers

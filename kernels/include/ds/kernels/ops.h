@@ -132,8 +132,9 @@ struct CrossEntropyParams {
   // Weight of the uniform distribution in the target: loss = lse - (1 - s) z[target] - s mean z, with lse = ln of the
   // sum of e^z (Szegedy et al., "Rethinking the Inception Architecture", 2015; torch.nn.CrossEntropyLoss).
   float label_smoothing = 0;
-  float z_loss = 0;  // adds z_loss lse^2 (Chowdhery et al., "PaLM", 2022)
-  i64 vocab = 0;     // for a vocabulary in parts: size of all of them together
+  float z_loss = 0;          // adds z_loss lse^2 (Chowdhery et al., "PaLM", 2022)
+  i64 vocab = 0;             // for a vocabulary in parts: size of all of them together
+  bool add_dweight = false;  // linear_cross_entropy adds to dweight instead of overwriting it
 };
 
 // Rows of dtype `work` that start at the same addresses as the rows of z: the in-place result of vocab_grad.
@@ -446,9 +447,8 @@ struct OpTable {
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
   //   workspace [chunk_tokens, V], fp32 or work dtype, to which logits are rounded. dh [T,C] work dtype, dweight [V,C] and
-  //   dbias [V] fp32 (overwritten) are optional:
-  //   without them only losses are computed. Every chunk reads the whole weight (and adds to all of dweight), so chunks of
-  //   less than about 256 tokens cost more than they save.
+  //   dbias [V] fp32 (overwritten, but for add_dweight) are optional: without them only losses are computed. Every chunk
+  //   reads the whole weight (and adds to all of dweight), so chunks of less than about 256 tokens cost more than they save.
   void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                                TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                const CrossEntropyParams&, Stream&) noexcept;
