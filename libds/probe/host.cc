@@ -89,7 +89,9 @@ i64 meminfo_available() {
   return std::numeric_limits<i64>::max();
 }
 
-constexpr i64 kCpuRows = 1024;  // rows of the product that measures a CPU
+// Rows of the product that measures a CPU: about a millisecond for each thread, without a search, so that its memory can
+// be predicted.
+i64 cpu_rows(int threads) noexcept { return threads <= 4 ? 512 : threads <= 32 ? 1024 : 2048; }
 
 // Matrix number i of consecutive n x n matrices.
 TensorView matrix(void* memory, DType work, i64 n, i64 i) noexcept {
@@ -147,10 +149,11 @@ AvailableMemory available_memory() {
 double matmul_rate(Device& device, DType work) {
   // Uses its own threads, so that the scratch of this product does not count as that of training.
   if (device.is_host()) {
-    const auto own = make_cpu_device(device.ops(), device.stream().pool->num_threads());
-    return rate_of_product(*own, work, kCpuRows).first;
+    const int threads = device.stream().pool->num_threads();
+    const auto own = make_cpu_device(device.ops(), threads);
+    return rate_of_product(*own, work, cpu_rows(threads)).first;
   }
-  for (i64 n = 512;; n *= 2) {
+  for (i64 n = 128;; n *= 2) {
     const auto [rate, seconds] = rate_of_product(device, work, n);
     const bool fits = 3 * 4 * n * n * dtype_bytes(work) < device.memory().free / 2;  // room for a product twice as wide
     if (seconds > 1e-3 || n == 8192 || !fits) return rate;
@@ -161,14 +164,15 @@ i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept {
   // The code that oneDNN generates for a product, and its own pages that this touches (12 MiB with AMX).
   constexpr i64 kOneDnnBytes = i64{10} << 20;
   const bool by_onednn = work == DType::BF16 && (cpu.name == "cpu.amx" || cpu.name == "cpu.onednn");
-  const i64 bytes = 3 * kCpuRows * kCpuRows * dtype_bytes(work) + (by_onednn ? kOneDnnBytes : 0);
+  const i64 n = cpu_rows(threads);
+  const i64 bytes = 3 * n * n * dtype_bytes(work) + (by_onednn ? kOneDnnBytes : 0);
   const OpTable* const ops = scratch_ops(cpu.name);
   if (ops == nullptr) return bytes;
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
   char here = 0;  // ops check whether views have data
   const auto at = [&](i64 i) {
-    TensorView v = matrix(nullptr, work, kCpuRows, i);
+    TensorView v = matrix(nullptr, work, n, i);
     v.data = &here;
     return v;
   };
