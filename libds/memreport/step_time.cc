@@ -314,6 +314,19 @@ StepTime busy_step(const std::vector<StageTime>& times) {
   return step;
 }
 
+// Post-validated steps run on: a stage begins the next one when its own update has ended. Of the time from step to
+// step, the pipeline's is the part that is not that of the longest work between passes.
+void run_on(StepTime& step, std::span<const std::vector<pipeline::Instr>> schedules,
+            std::span<const pipeline::Costs> blocks, const std::vector<StageTime>& times, bool v) {
+  std::vector<double> between;
+  for (const StageTime& t : times) between.push_back(t.exposed + t.optimizer + t.publish + t.files + t.copies);
+  const pipeline::SteadySteps steps = pipeline::simulate_steps(schedules, blocks, between, v);
+  step.pipeline_s =
+      steps.period - (step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s);
+  step.bubble_fraction = steps.bubble_fraction();
+  if (times.size() > 1) step.stage_idle_s = steps.idle;
+}
+
 // The stages of a pipeline, each kind of them once.
 class Stages {
  public:
@@ -414,9 +427,13 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
     for (size_t c = 0; c < chunks; ++c)
       blocks[placement.block_of(static_cast<int>(s), static_cast<i64>(c))] = times[s].chunks[c];
   }
-  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);
   StepTime step = busy_step(times);
   step.ops = ops_of(*stages[busiest_of(times)].work, machine);
+  if (stages[0].plan->validates_later()) {
+    run_on(step, schedules, blocks, times, placement.v);
+    return finished(std::move(step), model, *stages[0].plan, machine, times);
+  }
+  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);
   step.pipeline_s = timeline.makespan;
   step.bubble_fraction = timeline.bubble_fraction();
   for (size_t s = 0; s < times.size() && times.size() > 1; ++s) step.stage_idle_s.push_back(timeline.idle(s));

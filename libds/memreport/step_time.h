@@ -12,6 +12,9 @@
 //   cores       where the ranks of a node have more threads than it has cores: no less than all that they compute, over
 //               the cores, and what they send; they fill the bubbles of each other
 //
+// Post-validated steps are simulated one after the other (pipeline::simulate_steps), and the time is that from one to
+// the next. Steps that are undone are not expected.
+//
 // Two activities in n equal portions, one of which waits for the other's, take max(a + b/n, a/n + b): so much of
 // communication is hidden, where something else than the cores that compute carries it (Machine::hides_communication);
 // else it takes their time. It is the bound for portions of one size and even spacing.

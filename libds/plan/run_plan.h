@@ -133,6 +133,8 @@ struct RunPlan : update::UpdatePlan {
 
   // Otherwise there are weights alone: neither gradients nor states, and memory of forward passes.
   bool trains() const noexcept { return ds::trains(use); }
+  // Whether a step's verdict is made within the next step.
+  bool validates_later() const noexcept { return trains() && shards.front().undoes; }
   bool has_sparse_gradients() const noexcept {
     return std::ranges::any_of(shards, [](const zero::ShardsPlan& s) { return !s.grads.sparse.empty(); });
   }
