@@ -42,7 +42,7 @@ class StageModel {
     for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
     data_parallel();
     behind_the_passes();
-    time_.optimizer += machine_.seconds(work_.optimizer);
+    time_.optimizer += machine_.seconds(work_.optimizer) + copies_for_undo();
     return std::move(time_);
   }
 
@@ -148,6 +148,14 @@ class StageModel {
     return gathers;
   }
 
+  // States beside a GPU are copied by its host (offload_to_host).
+  double copies_for_undo() const {
+    const plan::RunPlan::Kept kept = plan_.kept_for_undo();
+    const bool here = plan_.device == DeviceKind::Cpu || plan_.offload.states.device == OffloadDevice::None;
+    const i64 copied = 2 * (kept.params + (here ? kept.states : 0));  // read and written
+    return machine_.memory.empty() ? 0 : machine_.memory.seconds(static_cast<double>(copied));
+  }
+
   // The time for which all ranks wait when the passes are done.
   void behind_the_passes() {
     CommCount publish = traffic(Axis::Dp, Collective::AllGather);
@@ -212,6 +220,8 @@ class StageModel {
 void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
+  if (plan.offload.states.device != OffloadDevice::None)
+    t.on_host += machine.ranks_per_node * 2 * static_cast<double>(plan.kept_for_undo().states) / machine.host_updates;
   t.copies = static_cast<double>(plan.traffic.copies.to_device + plan.traffic.copies.to_host) / machine.host_link;
   // A delayed update goes on beside the passes of the next step.
   t.optimizer += plan.offload.states.delayed_update ? std::max(0.0, t.on_host - t.busy()) : t.on_host;

@@ -8,7 +8,8 @@
 //   exposed     of dp's gathers and reductions, what is not hidden behind the passes they go on beside
 //   files       of what is offloaded to a disk, what is not hidden behind the optimizer (states) and the passes
 //               (gradients and parameters)
-//   optimizer   sums of what stands on several ranks, the norm, AdamW, the publication of parameters
+//   optimizer   sums of what stands on several ranks, the norm, AdamW, copies for an update that may be undone, the
+//               publication of parameters
 //   cores       where the ranks of a node have more threads than it has cores: no less than all that they compute, over
 //               the cores, and what they send; they fill the bubbles of each other
 //

@@ -27,6 +27,20 @@ namespace {
 constexpr i64 kTracedSteps = 5;  // of a start, at most
 constexpr i64 kLostSteps = 10;   // in a row with a loss that is not finite, before a run is given up
 
+using Sent = std::map<std::string, CommCount>;  // messages by "axis.collective"
+
+// a + factor * b
+Sent sum_of(Sent a, const Sent& b, int factor) {
+  for (const auto& [name, count] : b) {
+    CommCount& sum = a[name];
+    sum.calls += factor * count.calls;
+    sum.bytes += factor * count.bytes;
+    sum.seconds += factor * count.seconds;
+    if (factor < 0 && sum.calls == 0) a.erase(name);
+  }
+  return a;
+}
+
 }  // namespace
 
 std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
@@ -85,7 +99,7 @@ class Training {
     Clock::time_point start{};
     i64 length = 0;
     double flops_per_token = 0;
-    std::map<std::string, CommCount> sent{};
+    Sent sent{};
     std::optional<OffloadTraffic> offload{};
   };
   void note_passes();
@@ -110,10 +124,12 @@ class Training {
   TrainResult result_;
   std::vector<i32> ids_, targets_, documents_;  // of a step; documents_: if they are kept apart
   std::optional<ReadAhead> ahead_;
-  Passed passed_;                                                 // of the last step
-  std::map<std::string, CommCount> before_verdict_, of_verdict_;  // messages, since the last call began
-  Clock::time_point completed_{};                                 // when the last step was
-  i64 completed_step_ = 0;                                        // its number
+  Passed passed_;  // of the last step
+  // Messages since the last call began: before the verdict over the step before, and from then until its record has
+  // been written.
+  Sent before_verdict_, between_passes_;
+  Clock::time_point completed_{};  // when the last step was
+  i64 completed_step_ = 0;         // its number
   bool has_work_ = false;
   i64 signal_ = 0;       // what all ranks agreed to stop for
   i64 evaluated_ = -1;   // the step that was evaluated last
@@ -150,24 +166,6 @@ void Training::write_trace() {
   s_.journal.report([&] { replace_text_file(follow_links(s_.request.options.trace), monitor::trace_text(of_ranks)); });
 }
 
-namespace {
-
-using Sent = std::map<std::string, CommCount>;
-
-// a + factor * b
-Sent sum_of(Sent a, const Sent& b, int factor) {
-  for (const auto& [name, count] : b) {
-    CommCount& sum = a[name];
-    sum.calls += factor * count.calls;
-    sum.bytes += factor * count.bytes;
-    sum.seconds += factor * count.seconds;
-    if (factor < 0 && sum.calls == 0) a.erase(name);
-  }
-  return a;
-}
-
-}  // namespace
-
 // The passes of the next step, and the verdict over it; or over the one before, if steps are post-validated.
 void Training::pass_step() {
   const i64 number = taken() + 1;
@@ -183,7 +181,7 @@ void Training::pass_step() {
   engine_.train_at(length);
   engine_.offload().begin_step();
   engine_.time_phases(monitor::Monitors::wants_phases(config_, number));
-  before_verdict_.clear(), of_verdict_.clear();
+  before_verdict_.clear(), between_passes_.clear();
   const bool is_open = engine_.has_open_step();
   if (!is_open) passed_ = {.start = start, .length = length};
   const auto n = static_cast<size_t>(samples * length);
@@ -196,7 +194,7 @@ void Training::pass_step() {
   if (!engine_.has_open_step()) return;
   passed_ = {.start = start, .length = length};
   note_passes();
-  passed_.sent = sum_of(s_.mesh->counts(), of_verdict_, -1);
+  passed_.sent = sum_of(s_.mesh->counts(), between_passes_, -1);
 }
 
 void Training::note_passes() {
@@ -223,7 +221,7 @@ void Training::complete(StepRecord r) {
   const Clock::time_point now = Clock::now();
   const double s = std::chrono::duration<double>(now - std::max(passed_.start, completed_)).count();
   completed_ = now, completed_step_ = r.step;
-  of_verdict_ = sum_of(s_.mesh->counts(), before_verdict_, -1);
+  const Sent of_verdict = sum_of(s_.mesh->counts(), before_verdict_, -1);
   r.samples = engine_.progress().consumed_samples;
   r.step_ms = s * 1e3;
   r.tokens_per_s = static_cast<double>(r.tokens) / s;
@@ -236,7 +234,7 @@ void Training::complete(StepRecord r) {
   const plan::TagBytes counted = s_.record->counted(s_.ledger);
   for (const TagMemory& row : run::memory_table(engine_.plan().memory.by_tag, counted))
     r.memory_bytes[row.tag] = row.counted;
-  for (const auto& [name, count] : sum_of(passed_.sent, of_verdict_, 1)) {
+  for (const auto& [name, count] : sum_of(passed_.sent, of_verdict, 1)) {
     r.comm_bytes[name] = count.bytes;
     if (!config_.monitors.comms_logger.enabled) continue;
     r.comm_calls[name] = count.calls;
@@ -245,6 +243,7 @@ void Training::complete(StepRecord r) {
   r.offload = passed_.offload;
   s_.record->show_step(engine_, r, counted);
   record(r);
+  between_passes_ = sum_of(s_.mesh->counts(), before_verdict_, -1);
 }
 
 void Training::evaluate() {

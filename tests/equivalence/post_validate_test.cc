@@ -30,13 +30,13 @@ ModelConfig llama_model() {
 // Overflows in the first steps, and again whenever the scale has grown; clipping bites in some of the others.
 void in_fp16(Config& c) {
   c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 19, .loss_scale_window = 2};
-  c.gradient_clipping = 1.5;
+  c.gradient_clipping = 1.05;
 }
 void in_bf16(Config& c) {
   c.bf16.enabled = true;
-  c.gradient_clipping = 1.5;
+  c.gradient_clipping = 1.05;
 }
-void in_fp32(Config& c) { c.gradient_clipping = 1.5; }
+void in_fp32(Config& c) { c.gradient_clipping = 1.05; }
 
 Config post_validated(Config c) {
   c.pipeline.post_validate = true;
@@ -122,7 +122,9 @@ TEST(PostValidate, LayoutsAndSchedulesChangeNoBit) {
 TEST(PostValidate, SendsAndAllocatesWhatIsPlanned) {
   for (const Layout& l :
        {Layout{.dp = 2, .stage = 3}, {.pp = 4, .schedule = Kind::ZeroBubbleH2}, {.dp = 2, .pp = 2, .stage = 1}}) {
-    const Trace t = train_threads(post_validated(config_of(gpt2_model(), l)), l.ranks(), 4);
+    Config c = config_of(gpt2_model(), l);
+    c.gradient_clipping = 0;
+    const Trace t = train_threads(post_validated(c), l.ranks(), 4);
     expect_planned(t, 4, l.name());
   }
 }
@@ -134,10 +136,11 @@ TEST(PostValidate, KeepsTheVersionBefore) {
   const Config post = post_validated(c);
   const plan::Planned without(c, MeshShape{}, 0, DeviceKind::Cpu), with(post, MeshShape{}, 0, DeviceKind::Cpu);
   const auto bytes = [](const plan::Planned& p, Tag tag) { return p.plan.memory.by_tag[static_cast<size_t>(tag)]; };
-  for (const Tag tag : {Tag::Master, Tag::Optimizer, Tag::Params}) {
+  for (const Tag tag : {Tag::Master, Tag::Optimizer}) {
     EXPECT_GT(bytes(without, tag), 0);
     EXPECT_EQ(bytes(with, tag), 2 * bytes(without, tag)) << tag_name(tag);
   }
+  EXPECT_EQ(bytes(with, Tag::Params) - bytes(without, Tag::Params), 2 * with.model.num_params());  // without padding
   EXPECT_EQ(bytes(with, Tag::Activations), bytes(without, Tag::Activations));
 }
 
