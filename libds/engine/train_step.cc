@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "comm/message_tag.h"
 #include "config/random_ltd.h"
+#include "ds/kernels/ops.h"
 #include "engine/engine.h"
 
 namespace ds::engine {

@@ -324,15 +324,23 @@ StepTime busy_step(const std::vector<StageTime>& times) {
   return step;
 }
 
-// Post-validated steps run on: a stage begins the next one when its own update has ended. Of the time from step to
-// step, the pipeline's is the part that is not that of the longest work between passes.
+// The time of a stage between the passes of two steps, and the longest such times of all stages in a step's terms.
+double between_passes(const StageTime& t) { return t.exposed + t.optimizer + t.publish + t.files + t.copies; }
+double between_passes(const StepTime& s) {
+  return s.communication_s + s.optimizer_s + s.publish_s + s.files_s + s.copies_s;
+}
+
+// Post-validated steps run on: a stage begins the next one when its own update has ended. The time from one step to the
+// next is less than the sum of the terms where the busiest stage is not the one with the longest update: the pipeline's
+// term is the rest.
+void set_period(StepTime& step, double period) { step.pipeline_s = period - between_passes(step); }
+
 void run_on(StepTime& step, std::span<const std::vector<pipeline::Instr>> schedules,
             std::span<const pipeline::Costs> blocks, const std::vector<StageTime>& times, bool v) {
   std::vector<double> between;
-  for (const StageTime& t : times) between.push_back(t.exposed + t.optimizer + t.publish + t.files + t.copies);
+  for (const StageTime& t : times) between.push_back(between_passes(t));
   const pipeline::SteadySteps steps = pipeline::simulate_steps(schedules, blocks, between, v);
-  step.pipeline_s =
-      steps.period - (step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s);
+  set_period(step, steps.period);
   step.bubble_fraction = steps.bubble_fraction();
   if (times.size() > 1) step.stage_idle_s = steps.idle;
 }
@@ -464,7 +472,13 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
     any.files_s += part * t.files;
     any.copies_s += part * t.copies;
   }
-  return {finished(busy_step(times), model, *stages[0].plan, machine, times),
+  StepTime own = busy_step(times);
+  if (stages[0].plan->validates_later()) {
+    double least = 0;
+    for (const StageTime& t : times) least = std::max(least, t.busy() + between_passes(t));
+    set_period(own, least);
+  }
+  return {finished(std::move(own), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};
 }
 
