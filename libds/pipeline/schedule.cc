@@ -121,7 +121,7 @@ ScheduleOptions schedule_of(const Config& config) {
           .micro_batches = config.batch.accumulation,
           .chunks = narrow<int>(p.virtual_stages),
           .memory_limit = p.memory_limit,
-          .post_validate = p.post_validate && trains(config.use)};
+          .post_validate = p.post_validate};
 }
 
 ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts) {

@@ -15,6 +15,7 @@
 #include "checkpoint/together.h"
 #include "comm/message_tag.h"
 #include "data/read_ahead.h"
+#include "ds/communicator.h"
 #include "ds/log.h"
 #include "monitor/trace_file.h"
 #include "plan/step_lengths.h"

@@ -102,6 +102,10 @@ PY
   [ "$(losses waits16 | tail -n 4)" = "$(losses again)" ]
   ds-ckpt-merge again -o again.safetensors
   cmp waits16.safetensors again.safetensors
+  text=$(ds-train cfg.json --resume waits --generate "line 7" --max-tokens 20 --temperature 0)
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume post --generate "line 7" --max-tokens 20 \
+    --temperature 0 "${two[@]}" --set pipeline.schedule=zb-h2 "${post[@]}"
+  [ "$output" = "$text" ]
   run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --check --set pipeline.stages=2 \
     --set pipeline.schedule=zb-h2 "${post[@]}"
   [[ $output == *"zb-h2: 2 stages, 8 micro-batches; bubble 0.0 % (formula 0.0 %)"* ]]
