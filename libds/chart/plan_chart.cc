@@ -57,7 +57,7 @@ std::string headline(const PlanChart& chart) {
   std::string text = fmt::format("{}: {}, ", schedule_name(o.kind), plural(o.stages, "stage"));
   if (o.chunks > 1) text += fmt::format("{} each, ", plural(o.chunks, "chunk"));
   text += fmt::format("{}; bubble {:.1f} %", plural(o.micro_batches, "micro-batch", "es"),
-                      100 * chart.timeline.bubble_fraction());
+                      100 * chart.steady_bubble.value_or(chart.timeline.bubble_fraction()));
   if (chart.bubble_formula) text += fmt::format(" (formula {:.1f} %)", 100 * *chart.bubble_formula);
   return text;
 }

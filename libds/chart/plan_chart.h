@@ -30,6 +30,7 @@ struct PlanChart {
   std::vector<StageRow> stages = {};   // may be empty: the timeline alone
   pipeline::Timeline timeline = {};
   std::optional<double> bubble_formula = {};  // beside the timeline's own bubble fraction
+  std::optional<double> steady_bubble = {};   // instead of it, of post-validated steps one after the other
   std::string time_unit = {};                 // of the timeline, such as "ms"; empty: not told
 };
 

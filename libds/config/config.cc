@@ -21,6 +21,7 @@
 #include "config/offload.h"
 #include "config/optimizer.h"
 #include "config/parallel.h"
+#include "config/post_validate.h"
 #include "config/precision.h"
 #include "config/random_ltd.h"
 #include "config/reader.h"
@@ -497,6 +498,7 @@ void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& 
   check_parallel(c, r);
   check_curriculum(c, r);
   check_diloco(c, r);
+  check_post_validate(c, r);
   check_run(c, world, text, r);
   check_named_files(c, r);
 }

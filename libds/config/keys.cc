@@ -86,6 +86,7 @@ inline constexpr std::array kEnumNames<PipelineSchedule> = {
     EnumName{"interleaved", u8(PipelineSchedule::Interleaved)},
     EnumName{"breadth-first", u8(PipelineSchedule::BreadthFirst)},
     EnumName{"zb-h1", u8(PipelineSchedule::ZeroBubbleH1)},
+    EnumName{"zb-h2", u8(PipelineSchedule::ZeroBubbleH2)},
     EnumName{"zb-v", u8(PipelineSchedule::ZeroBubbleV)}};
 template <>
 inline constexpr std::array kEnumNames<SequenceParallelMode> = {EnumName{"ulysses", u8(SequenceParallelMode::Ulysses)},
@@ -623,6 +624,7 @@ constexpr Key kKeys[] = {
     effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>).when(has_chunks),
     effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, 1024}),
     effect("pipeline.memory_limit", slot_of<&C::pipeline, &PipelineConfig::memory_limit>, kOpenShare).when(is_v),
+    effect("pipeline.post_validate", slot_of<&C::pipeline, &PipelineConfig::post_validate>),
     alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
     ignored("pipeline.seed_layers", "every parameter has initial values of its own"),
     ignored("pipeline.pipe_partitioned", "stages send activations whole"),

@@ -133,6 +133,11 @@ std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
   if (m < 1) return fmt::format("{} {}: there must be at least 1", kAccumulation, m);
   if (c.virtual_stages < 1) return fmt::format("{} {}: there must be at least 1", kVirtual, c.virtual_stages);
   if (c.schedule == PipelineSchedule::ZeroBubbleV) return v_problem(c);
+  if (c.schedule == PipelineSchedule::ZeroBubbleH2 && !c.post_validate)
+    return fmt::format(
+        "{} {}: pipeline.post_validate is false, and between two steps in which stages wait for each other it gains "
+        "nothing over \"zb-h1\"; it takes true",
+        kSchedule, name);
   const bool interleaved = c.schedule == PipelineSchedule::Interleaved;
   if (!interleaved && c.schedule != PipelineSchedule::BreadthFirst) {
     if (c.virtual_stages == 1) return {};

@@ -40,6 +40,10 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       lr_(config.optimizer, config.scheduler),
       valid_tokens_(static_cast<size_t>(plan_.micro_batches)) {
   if (plan_.trains()) make_update();
+  if (plan_.validates_later()) {
+    other_results_.emplace(device, ledger, plan_.loss_counts());
+    assumed_.emplace(device, ledger, update::LossCounts{.ranks = 0});
+  }
   make_pieces();
   offload_.attach();
   if (server() != nullptr) server()->outcome = [this](const GradVerdict& verdict) { return served_outcome(verdict); };
@@ -245,6 +249,7 @@ std::optional<double> Engine::evaluate(i64 batches, const NextBatch& next) {
 }
 
 void Engine::finish_updates() {
+  DS_ASSERT(!has_open_step());
   if (!plan_.trains() || !shards_.front()->states().is_delayed()) return;
   for (const auto& s : shards_) s->states().finish();
   zero::publish_update(shards_);  // saved state, such as errors of codes, belongs to these parameters and stays

@@ -66,10 +66,21 @@ class Engine {
   // The following steps take sequences of this many tokens, at most those of the plan, which evaluations always take.
   void train_at(i64 sequence_length) noexcept { step_length_ = sequence_length; }
 
-  // Fills in what the engine knows of a step: of times the phases, and neither samples, memory and messages nor
-  // compression(), since it does not allocate.
+  // Takes a step. `done` gets the record of each step whose verdict is known by then: of this one or, if steps are
+  // post-validated, of the one before, at Validate, where all ranks meet. The step is then open until the next one, or
+  // until finish_step(), and progress(), scaler(), states and parameters must not be looked at. The record has what the
+  // engine knows of a step: of times the phases, and neither samples, memory and messages nor compression(), since it
+  // does not allocate.
+  using Done = FunctionRef<void(const StepRecord&)>;
+  void take_step(const StepBatch& batch, Done done);
+  // Makes the verdict of an open step, and undoes its update if need be. Collective.
+  void finish_step(Done done);
+  bool has_open_step() const noexcept { return open_.has_value(); }
+  // To be called before the verdict of an open step is made.
+  void before_verdict(std::function<void()> call) { before_verdict_ = std::move(call); }
+  // A step and its verdict.
   StepRecord train_step(const StepBatch& batch);
-  // StepRecord::compression of the last step; those without a name are none.
+  // StepRecord::compression of the last step with a verdict; those without a name are none.
   const update::Update::NamedNorms& compression() const noexcept { return compression_; }
   // Whether the following steps time their phases; the host then waits for the device at the end of each phase.
   void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
@@ -169,21 +180,38 @@ class Engine {
   void make_pieces();
   zero::Shards& shards_of(const zero::Piece& piece) const noexcept { return *shards_[row_of(piece.param).group]; }
 
+  // A step that is taken, or open.
+  struct Step {
+    StepRecord record;
+    update::StepResults* results;
+    update::Update::Step update = {};  // set with the rest when the step before has its verdict
+    JudgeParams judge = {};
+  };
+  class PhaseMeter;
+  Step begin_step(const StepBatch& batch);
+  void begin_gradients(Step& step);
+  void run_passes(Step& step, const StepBatch& batch, size_t begin, size_t end, PhaseMeter& meter);
+  void update_ahead(PhaseMeter& meter);
+  bool finish_step(Done done, PhaseMeter& meter);  // as close_step(); true if none is open
+  bool close_step(Done done, PhaseMeter& meter);
+  bool update(Step& step, zero::VerdictHandle& verdict, PhaseMeter& meter);
+  bool is_as_assumed(const Step& step) const;
+
   std::span<const i32> part_of(std::span<const i32> tokens, i64 micro) const noexcept;  // of a step's micro-batches
-  stage::MicroBatch micro_batch(i64 micro) const noexcept;
-  void fill_in(StepRecord& report, const GradVerdict& verdict) const;
+  stage::MicroBatch micro_batch(const Step& step, i64 micro) const noexcept;
+  void fill_in(Step& step, const GradVerdict& verdict) const;
   Progress progress_after(const GradVerdict& verdict) const noexcept;
   offload::ServedRecord served_record(const Progress& progress, const LossScaler& scaler) const noexcept;
   offload::ServedRecord served_outcome(const GradVerdict& verdict) const;
-  void count_valid_tokens(const StepBatch& batch);
-  void share_losses();
-  double fold_losses() const;
-  double fold_aux_losses() const;
+  void count_valid_tokens(const StepBatch& batch, i64* on_device);
+  void share_losses(const update::StepResults& results);
+  double fold_losses(const update::StepResults& results) const;
+  double fold_aux_losses(const update::StepResults& results) const;
   double num_means() const noexcept;     // micro-batches of all ranks of a worker in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;
   float loss_grad(double weight) const noexcept;  // d(scaled total)/d(a loss of that weight in its micro-batch)
-  i64 global_micro(i64 micro) const noexcept;
+  i64 global_micro(i64 step, i64 micro) const noexcept;
 
   Config config_;
   EngineParts parts_;
@@ -208,11 +236,15 @@ class Engine {
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;
+  // Post-validated steps: the results of every other step, and the verdict by which steps are taken.
+  std::optional<update::StepResults> other_results_, assumed_;
+  std::optional<Step> open_;
+  std::function<void()> before_verdict_;
   std::vector<zero::Piece> held_, counted_, saved_;
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  StepRecord* ending_ = nullptr;   // of the step, when its gradients are final
+  Step* ending_ = nullptr;         // the one whose verdict is made
   std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;

@@ -334,7 +334,8 @@ void Search::try_frame(const Frame& f) {
     const PipelineConfig pipeline{.stages = f.pp,
                                   .schedule = f.schedule.kind,
                                   .virtual_stages = f.schedule.chunks,
-                                  .memory_limit = f.schedule.memory_limit};
+                                  .memory_limit = f.schedule.memory_limit,
+                                  .post_validate = source_.config.config.pipeline.post_validate};
     if (!schedule_problem(pipeline, cut(f, micro).accumulation).empty()) continue;
     if (f.schedule.kind == PipelineSchedule::BreadthFirst && cut(f, micro).accumulation == 1) continue;  // all the same
     std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
@@ -355,8 +356,11 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
   const PipelineConfig& present = source_.config.config.pipeline;
   std::vector<Frame> frames;
   const auto add = [&](Schedule s) {
-    const PipelineConfig pipeline{
-        .stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks, .memory_limit = s.memory_limit};
+    const PipelineConfig pipeline{.stages = a.mesh.pp,
+                                  .schedule = s.kind,
+                                  .virtual_stages = s.chunks,
+                                  .memory_limit = s.memory_limit,
+                                  .post_validate = present.post_validate};
     if (s == Schedule{present.schedule, present.virtual_stages, present.memory_limit} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
         a.mesh.pp * s.chunks > num_layers(source_.config.config.model))
@@ -372,6 +376,7 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
     }
   } else {
     add({PipelineSchedule::ZeroBubbleH1, 1});
+    add({PipelineSchedule::ZeroBubbleH2, 1});
     for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
   }
   std::vector<std::optional<Found>> found(frames.size());

@@ -42,7 +42,7 @@ class StageModel {
     for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
     data_parallel();
     behind_the_passes();
-    time_.optimizer += machine_.seconds(work_.optimizer);
+    time_.optimizer += machine_.seconds(work_.optimizer) + copies_for_undo();
     return std::move(time_);
   }
 
@@ -149,6 +149,14 @@ class StageModel {
     return gathers;
   }
 
+  // States beside a GPU are copied by its host (offload_to_host).
+  double copies_for_undo() const {
+    const plan::RunPlan::Kept kept = plan_.kept_for_undo();
+    const bool here = plan_.device == DeviceKind::Cpu || plan_.offload.states.device == OffloadDevice::None;
+    const i64 copied = 2 * (kept.params + (here ? kept.states : 0));  // read and written
+    return machine_.memory.empty() ? 0 : machine_.memory.seconds(static_cast<double>(copied));
+  }
+
   // The time for which all ranks wait when the passes are done.
   void behind_the_passes() {
     CommCount publish = traffic(Axis::Dp, Collective::AllGather);
@@ -213,6 +221,8 @@ class StageModel {
 void offload_to_host(StageTime& t, const plan::RunPlan& plan, const plan::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
+  if (plan.offload.states.device != OffloadDevice::None)
+    t.on_host += machine.ranks_per_node * 2 * static_cast<double>(plan.kept_for_undo().states) / machine.host_updates;
   t.copies = static_cast<double>(plan.traffic.copies.to_device + plan.traffic.copies.to_host) / machine.host_link;
   // A delayed update goes on beside the passes of the next step.
   t.optimizer += plan.offload.states.delayed_update ? std::max(0.0, t.on_host - t.busy()) : t.on_host;
@@ -315,6 +325,27 @@ StepTime busy_step(const std::vector<StageTime>& times) {
   return step;
 }
 
+// The time of a stage between the passes of two steps, and the longest such times of all stages in a step's terms.
+double between_passes(const StageTime& t) { return t.exposed + t.optimizer + t.publish + t.files + t.copies; }
+double between_passes(const StepTime& s) {
+  return s.communication_s + s.optimizer_s + s.publish_s + s.files_s + s.copies_s;
+}
+
+// Post-validated steps run on: a stage begins the next one when its own update has ended. The time from one step to the
+// next is less than the sum of the terms where the busiest stage is not the one with the longest update: the pipeline's
+// term is the rest.
+void set_period(StepTime& step, double period) { step.pipeline_s = period - between_passes(step); }
+
+void run_on(StepTime& step, std::span<const std::vector<pipeline::Instr>> schedules,
+            std::span<const pipeline::Costs> blocks, const std::vector<StageTime>& times, bool v) {
+  std::vector<double> between;
+  for (const StageTime& t : times) between.push_back(between_passes(t));
+  const pipeline::SteadySteps steps = pipeline::simulate_steps(schedules, blocks, between, v);
+  set_period(step, steps.period);
+  step.bubble_fraction = steps.bubble_fraction();
+  if (times.size() > 1) step.stage_idle_s = steps.idle;
+}
+
 // The stages of a pipeline, each kind of them once.
 class Stages {
  public:
@@ -415,9 +446,13 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
     for (size_t c = 0; c < chunks; ++c)
       blocks[placement.block_of(static_cast<int>(s), static_cast<i64>(c))] = times[s].chunks[c];
   }
-  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);
   StepTime step = busy_step(times);
   step.ops = ops_of(*stages[busiest_of(times)].work, machine);
+  if (stages[0].plan->validates_later()) {
+    run_on(step, schedules, blocks, times, placement.v);
+    return finished(std::move(step), model, *stages[0].plan, machine, times);
+  }
+  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);
   step.pipeline_s = timeline.makespan;
   step.bubble_fraction = timeline.bubble_fraction();
   for (size_t s = 0; s < times.size() && times.size() > 1; ++s) step.stage_idle_s.push_back(timeline.idle(s));
@@ -438,7 +473,13 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
     any.files_s += part * t.files;
     any.copies_s += part * t.copies;
   }
-  return {finished(busy_step(times), model, *stages[0].plan, machine, times),
+  StepTime own = busy_step(times);
+  if (stages[0].plan->validates_later()) {
+    double least = 0;
+    for (const StageTime& t : times) least = std::max(least, t.busy() + between_passes(t));
+    set_period(own, least);
+  }
+  return {finished(std::move(own), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};
 }
 

@@ -8,9 +8,13 @@
 //   exposed     of dp's gathers and reductions, what is not hidden behind the passes they go on beside
 //   files       of what is offloaded to a disk, what is not hidden behind the optimizer (states) and the passes
 //               (gradients and parameters)
-//   optimizer   sums of what stands on several ranks, the norm, AdamW, the publication of parameters
+//   optimizer   sums of what stands on several ranks, the norm, AdamW, copies for an update that may be undone, the
+//               publication of parameters
 //   cores       where the ranks of a node have more threads than it has cores: no less than all that they compute, over
 //               the cores, and what they send; they fill the bubbles of each other
+//
+// Post-validated steps are simulated one after the other (pipeline::simulate_steps), and the time is that from one to
+// the next. Steps that are undone are not expected.
 //
 // Two activities in n equal portions, one of which waits for the other's, take max(a + b/n, a/n + b): so much of
 // communication is hidden, where something else than the cores that compute carries it (Machine::hides_communication);

@@ -14,11 +14,27 @@ i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) n
 }  // namespace
 
 HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host,
-                       MemoryLedger& ledger, Tag tag)
+                       MemoryLedger& ledger, Tag tag, bool undoes)
     : layout_(layout),
       on_device_(on_device),
+      device_(device),
+      host_(host.device()),
       first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
-      memory_(host.take(ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
+      memory_(host.take(ledger, tag, layout.bytes() - layout.begin_of(on_device))) {
+  if (!undoes) return;
+  kept_first_ = device_buffer(device, ledger, Tag::Optimizer, first_.bytes());
+  kept_memory_ = host.take(ledger, tag, memory_.bytes());
+}
+
+void HostChunks::keep() {
+  device_.copy(kept_first_.data(), first_.data(), first_.bytes());
+  host_.copy(kept_memory_.data(), memory_.data(), memory_.bytes());
+}
+
+void HostChunks::undo() {
+  device_.copy(first_.data(), kept_first_.data(), first_.bytes());
+  host_.copy(memory_.data(), kept_memory_.data(), memory_.bytes());
+}
 
 i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
   return layout.begin_of(options.resident);

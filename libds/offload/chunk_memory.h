@@ -25,14 +25,17 @@ class ChunkMemory {
   virtual void expect(i64 chunk) = 0;
   // The number of chunks that are worth announcing.
   virtual i64 most_expected() const noexcept = 0;
+  // Copies all chunks, and brings the copies back (StateStore::keep): only for memory that was made to do so.
+  virtual void keep() { DS_ASSERT(false); }
+  virtual void undo() { DS_ASSERT(false); }
 };
 
 // All chunks in host memory, except the first ones, which are in device memory.
 class HostChunks final : public ChunkMemory {
  public:
-  // tag: of the host memory.
+  // tag: of the host memory. undoes: with keep() and undo().
   HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host, MemoryLedger& ledger,
-             Tag tag);
+             Tag tag, bool undoes);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
   char* take(i64 chunk, bool) override {
     const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();
@@ -41,11 +44,15 @@ class HostChunks final : public ChunkMemory {
   void give_back(i64, bool) override {}
   void expect(i64) override {}
   i64 most_expected() const noexcept override { return 0; }
+  void keep() override;
+  void undo() override;
 
  private:
   const ChunkLayout& layout_;
   const i64 on_device_;
-  Buffer first_, memory_;
+  Device& device_;
+  Device& host_;
+  Buffer first_, memory_, kept_first_, kept_memory_;
 };
 
 // The places of chunks in a file that outlives the process. A changed chunk is written to another place than the one

@@ -43,6 +43,8 @@ class ChunkedStates final : public zero::StateStore {
 
  private:
   void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& state) noexcept override;
+  void keep_states() override { memory_->keep(); }
+  void undo_states() override { memory_->undo(); }
   // A part of a tile's piece.
   struct Item {
     ChunkPart part;

@@ -37,6 +37,7 @@ Settings settings_of(const Config& config, DeviceKind device) {
   DS_CHECK(device == DeviceKind::Cpu || !s.states.delayed_update || s.states.ratio >= 1, Errc::Unavailable,
            "zero_optimization.offload_optimizer.delayed_update: on a GPU it needs ratio 1, since updates on the GPU "
            "cannot be delayed");
+  s.undoes = config.pipeline.post_validate;
   s.several_passes = any_optimizer(config.optimizer, &OptimizerRow::sums_over_ranks);
   if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
   DS_CHECK(!s.states.gradients || !any_optimizer(config.optimizer, &OptimizerRow::needs_matrices), Errc::Unavailable,
@@ -218,7 +219,7 @@ std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Dev
   // As DeepSpeed's Twin-Flow divides its groups.
   const i64 resident = static_cast<i64>((1 - c.ratio) * static_cast<double>(std::ssize(layout.chunks())));
   if (c.device == OffloadDevice::Cpu)
-    return std::make_unique<HostChunks>(layout, resident, device, host, ledger, host_tag());
+    return std::make_unique<HostChunks>(layout, resident, device, host, ledger, host_tag(), settings_.undoes);
   FileChunks::Options options{.dir = for_ == For::Prediction ? "" : c.nvme_path,
                               .io = io(),
                               .tag = host_tag(),

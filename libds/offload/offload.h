@@ -27,6 +27,7 @@ struct Settings {
   i64 tile = 0;  // the most elements of a chunk of states
   AioConfig aio = {};
   bool several_passes = false;  // some optimizer has several; a server then keeps two versions of states
+  bool undoes = false;          // updates may be undone (zero::StateStore::keep)
 };
 // Throws Errc::Unavailable if the device cannot do it.
 Settings settings_of(const Config& config, DeviceKind device);

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "pipeline/v_schedule.h"
+#include "pipeline/validation.h"
 
 namespace ds::pipeline {
 namespace {
@@ -34,6 +35,7 @@ i64 num_warmup(const ScheduleOptions& o, i64 passes) {
     case ScheduleKind::BreadthFirst: return passes;
     case ScheduleKind::OneFOneB:
     case ScheduleKind::ZeroBubbleH1: return std::min(later_stages, passes);
+    case ScheduleKind::ZeroBubbleH2: return std::min(2 * later_stages, passes);
     case ScheduleKind::Interleaved: return std::min(2 * later_stages + (o.chunks - 1) * i64{o.stages}, passes);
     case ScheduleKind::ZeroBubbleV: break;  // v_orders()
   }
@@ -43,7 +45,8 @@ i64 num_warmup(const ScheduleOptions& o, i64 passes) {
 std::vector<Instr> compute_order(const ScheduleOptions& o) {
   std::vector<Instr> order;
   const i64 passes = o.micro_batches * o.chunks, warmup = num_warmup(o, passes);
-  const bool split = o.kind == ScheduleKind::ZeroBubbleH1;
+  const bool split = splits_backward(o.kind);
+  const i64 delay = o.kind == ScheduleKind::ZeroBubbleH2 ? 2 * o.stage : o.stage;  // of weight gradients
   const auto forward = [&](i64 k) {
     const Position at = forward_position(o, k);
     order.push_back({Op::Forward, at.micro, at.chunk});
@@ -52,7 +55,7 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
   const auto backward = [&](i64 k) {
     const Position at = forward_position(o, k);
     order.push_back({split ? Op::BackwardInput : Op::Backward, at.micro, o.chunks - 1 - at.chunk});
-    if (split && k >= o.stage) backward_weight(k - o.stage);
+    if (split && k >= delay) backward_weight(k - delay);
   };
   for (i64 k = 0; k < warmup; ++k) forward(k);
   for (i64 k = 0; k < passes; ++k) {
@@ -60,7 +63,7 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
     backward(k);
   }
   if (split) {
-    for (i64 k = std::max<i64>(passes - o.stage, 0); k < passes; ++k) backward_weight(k);
+    for (i64 k = std::max<i64>(passes - delay, 0); k < passes; ++k) backward_weight(k);
   }
   return order;
 }
@@ -105,9 +108,9 @@ i64 max_live(std::span<const Instr> schedule, i64 chunk, auto begins, auto ends)
 }  // namespace
 
 std::string_view op_name(Op op) noexcept {
-  constexpr std::array<std::string_view, 9> names = {"Load",           "RecvActivation", "Forward",
-                                                     "SendActivation", "RecvGrad",       "Backward",
-                                                     "BackwardInput",  "BackwardWeight", "SendGrad"};
+  constexpr std::array<std::string_view, 10> names = {"Load",     "RecvActivation", "Forward",       "SendActivation",
+                                                      "RecvGrad", "Backward",       "BackwardInput", "BackwardWeight",
+                                                      "SendGrad", "Validate"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -117,7 +120,8 @@ ScheduleOptions schedule_of(const Config& config) {
           .stages = narrow<int>(p.stages),
           .micro_batches = config.batch.accumulation,
           .chunks = narrow<int>(p.virtual_stages),
-          .memory_limit = p.memory_limit};
+          .memory_limit = p.memory_limit,
+          .post_validate = p.post_validate};
 }
 
 ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts) {
@@ -127,15 +131,19 @@ ScheduleOptions schedule_of(const Config& config, const model::Model& model, std
 }
 
 std::string why_not(const ScheduleOptions& o) {
-  return schedule_problem(
-      {.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks, .memory_limit = o.memory_limit},
-      o.micro_batches);
+  return schedule_problem({.stages = o.stages,
+                           .schedule = o.kind,
+                           .virtual_stages = o.chunks,
+                           .memory_limit = o.memory_limit,
+                           .post_validate = o.post_validate},
+                          o.micro_batches);
 }
 
 std::vector<Instr> make_schedule(const ScheduleOptions& options) {
   const std::string why = why_not(options);
   DS_CHECK(why.empty(), Errc::Config, "{}", why);
   DS_ASSERT(options.stage >= 0 && options.stage < options.stages);
+  if (options.post_validate) return std::move(make_schedules(options)[static_cast<size_t>(options.stage)]);
   const bool v = options.kind == ScheduleKind::ZeroBubbleV;
   return with_transfers(v ? v_orders(options)[static_cast<size_t>(options.stage)] : compute_order(options),
                         options.placement(), options.stage, options.chunks, options.backward_end);
@@ -151,7 +159,13 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
     if (options.kind != ScheduleKind::ZeroBubbleV) order = compute_order(options);
     order = with_transfers(order, options.placement(), options.stage, options.chunks, options.backward_end);
   }
+  if (options.post_validate) add_validation(orders, options.placement());
   return orders;
+}
+
+size_t before_gradients(std::span<const Instr> schedule) noexcept {
+  const auto at = std::ranges::find(schedule, Op::Validate, &Instr::op);
+  return at == schedule.end() ? 0 : static_cast<size_t>(at - schedule.begin());
 }
 
 std::vector<Instr> make_eval_schedule(const Placement& placement, int stage, i64 micro_batches, int chunks) {
@@ -198,7 +212,9 @@ KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batc
   }
   for (i64 at = 0; at < std::ssize(schedule); ++at) {
     const Instr& i = schedule[static_cast<size_t>(at)];
-    if (i.op == Op::Load || i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::SendGrad) continue;
+    if (i.op == Op::Load || i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::SendGrad ||
+        i.op == Op::Validate)
+      continue;
     last_use[i.chunk][i.micro] = at;
     if (in_place[i.chunk] && i.chunk > 0) last_use[i.chunk - 1][i.micro] = at;
   }

@@ -13,6 +13,9 @@
 //                 previous stage waits for it; the weight gradient `stage` micro-batches later
 //   BreadthFirst  for one stage: all micro-batches pass through a chunk before the next one starts, so its parameters
 //                 are gathered once for all of them (Lamy-Poirier 2022, "Breadth-first pipeline parallelism")
+//   ZeroBubbleH2  the same with twice the warm-up and twice the delay of weight gradients (section 2.3): a stage keeps
+//                 2 * stages - 1 micro-batches, and ends its step as much later than the next stage as it began before
+//                 it, so that stages which do not wait for each other between steps are never idle
 //   ZeroBubbleV   two chunks per stage, placed as a V, with split backward passes: pipeline/v_schedule.h
 // Every schedule adds a chunk's micro-batches to its gradients in ascending order, so results are the same bit for bit.
 
@@ -40,6 +43,9 @@ enum class Op : u8 {
   BackwardInput,  // gradient of the input only; that of the weights follows as BackwardWeight
   BackwardWeight,
   SendGrad,
+  // The ranks make the verdict over the gradients of the step before (ScheduleOptions::post_validate). If its update is
+  // undone, the instructions so far run again.
+  Validate,
 };
 
 std::string_view op_name(Op) noexcept;
@@ -89,14 +95,15 @@ struct ScheduleOptions {
   int chunks = 1;  // per stage; more than one only for Interleaved and BreadthFirst, two for ZeroBubbleV
   // The block in which the backward pass ends: it sends no gradient, and the blocks before it have no backward pass.
   i64 backward_end = 0;
-  double memory_limit = 1;  // PipelineConfig::memory_limit
+  double memory_limit = 1;     // PipelineConfig::memory_limit
+  bool post_validate = false;  // PipelineConfig::post_validate
 
   Placement placement() const noexcept { return {.stages = stages, .v = kind == ScheduleKind::ZeroBubbleV}; }
 };
 
 // Whether the kind has separate passes for the gradients of inputs and of weights.
 constexpr bool splits_backward(ScheduleKind kind) noexcept {
-  return kind == ScheduleKind::ZeroBubbleH1 || kind == ScheduleKind::ZeroBubbleV;
+  return kind == ScheduleKind::ZeroBubbleH1 || kind == ScheduleKind::ZeroBubbleH2 || kind == ScheduleKind::ZeroBubbleV;
 }
 
 // The schedule that a configuration asks for, of the first stage. With one block it is OneFOneB, whatever
@@ -116,9 +123,16 @@ std::string why_not(const ScheduleOptions&);
 // its sender thread, one per way, may wait until the receiver takes the message. One send buffer per way and kind is
 // enough: if each pass waits until the message of the previous pass of its kind has been taken, there is neither
 // deadlock nor additional idle time.
+//
+// With post_validate every stage has one Validate, before its first backward pass: as late as the stage is when the
+// pipeline's first backward pass begins, if all passes take the same, or somewhat earlier, so that no message is in
+// flight between a stage that has validated and one that has not. The instructions before it can therefore run again.
 std::vector<Instr> make_schedule(const ScheduleOptions&);
 // The same for all stages; options.stage is ignored.
 std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options);
+
+// The number of instructions up to Validate; 0 in a schedule without one.
+size_t before_gradients(std::span<const Instr> schedule) noexcept;
 
 // Forward passes only, for evaluation, with any number of micro-batches; on a single stage each goes through all chunks
 // in turn. A block that reads the previous one in place follows it at once.

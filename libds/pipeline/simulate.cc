@@ -23,15 +23,20 @@ struct Channel {
 
 class Simulation {
  public:
+  // between: time of each stage after each of its steps; empty: none.
   Simulation(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& adversity,
-             bool v)
+             bool v, size_t steps = 1, std::span<const double> between = {})
       : schedules_(schedules),
         costs_(costs),
         adversity_(adversity),
         placement_{.stages = narrow<int>(std::ssize(schedules)), .v = v},
         rng_(adversity.seed),
+        steps_(steps),
+        between_(between),
         next_(schedules.size()),
         now_(schedules.size()),
+        validated_(schedules.size()),
+        ends_(steps),
         channels_{std::vector<Channel>(schedules.size()), std::vector<Channel>(schedules.size())} {
     i64 chunks = 1;
     for (const auto& schedule : schedules) {
@@ -41,7 +46,7 @@ class Simulation {
     timeline_.stages.resize(schedules.size());
   }
 
-  Timeline run() && {
+  Timeline run() {
     for (bool moves = true; moves;) {
       moves = false;
       for (i64 stage = 0; stage < num_stages(); ++stage) {
@@ -51,6 +56,8 @@ class Simulation {
     for (i64 stage = 0; stage < num_stages(); ++stage) check_done(stage);
     return std::move(timeline_);
   }
+  // By step: when the last stage has ended it.
+  const std::vector<double>& ends() const noexcept { return ends_; }
 
  private:
   i64 num_stages() const { return narrow<i64>(schedules_.size()); }
@@ -63,8 +70,9 @@ class Simulation {
   // Runs the stage's next instruction; false if there is none or it has to wait.
   bool step(i64 stage) {
     const size_t s = static_cast<size_t>(stage);
-    if (next_[s] == schedules_[s].size()) return false;
-    const Instr& instr = schedules_[s][next_[s]];
+    const size_t length = schedules_[s].size();
+    if (next_[s] == length * steps_) return false;
+    const Instr& instr = schedules_[s][next_[s] % length];
     const i64 block = placement_.block_of(narrow<int>(stage), instr.chunk);
     const Costs& cost = costs(block);
     const bool takes = block + 1 < num_blocks_ && !placement_.stays(block),  // the next block takes a message
@@ -80,11 +88,33 @@ class Simulation {
         case Op::BackwardInput: return pass(stage, instr, cost.backward_input, Op::SendGrad, gives);
         case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, Op::SendGrad, false);
         case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
+        case Op::Validate: return validate(s);
       }
       return false;
     }();
-    if (goes) ++next_[s];
-    return goes;
+    if (!goes) return false;
+    if (++next_[s] % length == 0) end_step(s, next_[s] / length - 1);
+    return true;
+  }
+
+  void end_step(size_t s, size_t number) {
+    if (!between_.empty()) now_[s] += between_[s];
+    ends_[number] = std::max(ends_[number], now_[s]);
+  }
+
+  // The stages meet.
+  bool validate(size_t s) {
+    const size_t round = validated_[s].rounds;
+    if (meetings_.size() == round) meetings_.emplace_back();
+    Meeting& meeting = meetings_[round];
+    if (!std::exchange(validated_[s].is_there, true)) {
+      ++meeting.stages;
+      meeting.time = std::max(meeting.time, now_[s]);
+    }
+    if (meeting.stages < num_stages()) return false;
+    now_[s] = meeting.time;
+    validated_[s] = {.rounds = round + 1};
+    return true;
   }
 
   std::vector<Channel>& channels_of(const Instr& instr, Op op) {
@@ -134,8 +164,8 @@ class Simulation {
 
   void check_done(i64 stage) const {
     const size_t s = static_cast<size_t>(stage);
-    if (next_[s] < schedules_[s].size()) {
-      const Instr& instr = schedules_[s][next_[s]];
+    if (next_[s] < schedules_[s].size() * steps_) {
+      const Instr& instr = schedules_[s][next_[s] % schedules_[s].size()];
       throw Error(Errc::Internal,
                   fmt::format("internal error: stage {} waits forever at {} of micro-batch {}, chunk {}", stage,
                               op_name(instr.op), instr.micro, instr.chunk));
@@ -151,9 +181,22 @@ class Simulation {
   Placement placement_;
   std::mt19937_64 rng_;
   i64 num_blocks_ = 0;
-  // Per stage: its next instruction, its clock.
+  const size_t steps_;
+  std::span<const double> between_;
+  // Per stage: its next instruction, its clock, the meetings that it has left, and whether it waits in the next one.
   std::vector<size_t> next_;
   std::vector<double> now_;
+  struct Validated {
+    size_t rounds = 0;
+    bool is_there = false;
+  };
+  std::vector<Validated> validated_;
+  struct Meeting {
+    i64 stages = 0;  // that have come
+    double time = 0;
+  };
+  std::vector<Meeting> meetings_;
+  std::vector<double> ends_;
   std::vector<Channel> channels_[2];  // by Way: the messages of each stage
   Timeline timeline_;
 };
@@ -179,12 +222,39 @@ Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const
   return Simulation(schedules, costs, adversity, v).run();
 }
 
+SteadySteps simulate_steps(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
+                           std::span<const double> between, bool v) {
+  // Delays of the first steps have passed through all stages by then, and what repeats, repeats within so many.
+  constexpr size_t kSettled = 4;
+  Simulation steps(schedules, costs, {}, v, 2 * kSettled, between);
+  const Timeline timeline = steps.run();
+  const std::vector<double>& ends = steps.ends();
+  SteadySteps steady{.period = (ends[2 * kSettled - 1] - ends[kSettled - 1]) / kSettled, .idle = {}};
+  for (size_t s = 0; s < schedules.size(); ++s) {
+    double busy = between.empty() ? 0 : between[s];
+    for (const Span& span : timeline.stages[s]) busy += (span.end - span.begin) / (2 * kSettled);
+    steady.idle.push_back(steady.period - busy);
+  }
+  return steady;
+}
+
+double SteadySteps::bubble_fraction() const noexcept {
+  if (period <= 0) return 0;
+  double idle_time = 0;
+  for (const double of_stage : idle) idle_time += of_stage;
+  return idle_time / (period * static_cast<double>(idle.size()));
+}
+
 Timeline simulate(const ScheduleOptions& options, std::span<const Costs> costs, const Adversity& adversity) {
   return simulate(make_schedules(options), costs, adversity, options.placement().v);
 }
 
 bool formula_is_exact(const ScheduleOptions& o, const Costs& c) {
   if (o.backward_end > 0) return false;  // blocks differ
+  if (o.kind == ScheduleKind::ZeroBubbleH2)
+    return o.post_validate && o.micro_batches >= 2 * i64{o.stages} - 1 && c.forward == c.backward_input &&
+           c.forward == c.backward_weight;
+  if (o.post_validate) return false;
   if (o.kind == ScheduleKind::ZeroBubbleV)
     return o.memory_limit >= 1 && o.micro_batches >= o.stages && c.forward == c.backward_input &&
            c.forward == c.backward_weight;
@@ -201,6 +271,8 @@ double idle_formula(const ScheduleOptions& o, const Costs& c) {
     case ScheduleKind::Interleaved:
     case ScheduleKind::BreadthFirst: return other_stages * pass;
     case ScheduleKind::ZeroBubbleH1: return other_stages * (c.forward + c.backward_input - c.backward_weight);
+    case ScheduleKind::ZeroBubbleH2:
+      return other_stages * std::max(0.0, c.forward + c.backward_input - 2 * c.backward_weight);
     case ScheduleKind::ZeroBubbleV: return other_stages * c.forward;
   }
   return 0;
@@ -215,7 +287,9 @@ double bubble_formula(const ScheduleOptions& o, const Costs& c) {
 
 double bubble_fraction(const ScheduleOptions& o) {
   const Costs costs;
-  return formula_is_exact(o, costs) ? bubble_formula(o, costs) : simulate(o, {&costs, 1}).bubble_fraction();
+  if (formula_is_exact(o, costs)) return bubble_formula(o, costs);
+  if (o.post_validate) return simulate_steps(make_schedules(o), {&costs, 1}, {}, o.placement().v).bubble_fraction();
+  return simulate(o, {&costs, 1}).bubble_fraction();
 }
 
 }  // namespace ds::pipeline

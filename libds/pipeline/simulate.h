@@ -49,16 +49,28 @@ Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const
 // Runs the schedules of these options; options.stage is ignored.
 Timeline simulate(const ScheduleOptions& options, std::span<const Costs> costs, const Adversity& = {});
 
+// Post-validated steps one after the other, when each takes as long as the one before. Stages begin a step without
+// waiting for each other, and meet at Validate.
+struct SteadySteps {
+  double period = 0;         // from the end of a step to that of the next one
+  std::vector<double> idle;  // of each stage in that time
+  double bubble_fraction() const noexcept;
+};
+// between: time for which each stage works between two steps, such as that of its update; empty: none.
+SteadySteps simulate_steps(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
+                           std::span<const double> between = {}, bool v = false);
+
 // Theoretical idle time of each stage, with equal costs for all blocks and free messages. Exact for ZeroBubbleH1 if
 // micro_batches >= stages and backward_weight <= min(forward, backward_input); for ZeroBubbleV with all the memory of
 // 1F1B if micro_batches >= stages and all passes cost the same: the first micro-batch takes so long to reach the last
-// stage. Always exact for the other kinds.
+// stage. For ZeroBubbleH2, whose formula is that of post-validated steps, if all passes cost the same and micro_batches
+// >= 2 * stages - 1. Always exact for the other kinds, unless they are post-validated.
 bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
 // The idle share of the total time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
 double bubble_formula(const ScheduleOptions&, const Costs& = {});
-// The same for any schedule, equal bit for bit to a simulation in which each pass takes time 1. Simulates only where
-// the formula is not exact (formula_is_exact).
+// The same for any schedule, equal bit for bit to a simulation in which each pass takes time 1: of a step for itself,
+// or of post-validated steps one after the other. Simulates only where the formula is not exact (formula_is_exact).
 double bubble_fraction(const ScheduleOptions&);
 
 }  // namespace ds::pipeline

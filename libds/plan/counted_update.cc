@@ -107,6 +107,10 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   update::StepScalars& numbers = *static_cast<update::StepScalars*>(addresses_.take(sizeof(update::StepScalars)));
   update_->finish_gradients();
   update_->judge(numbers, {});
+  if (plan_.validates_later()) {
+    update_->assume(numbers, {});
+    update_->keep();
+  }
   update_->update_params({.lr = 1, .number = number}, verdict);
   if (meets) update_->outer_step(number);
   (void)update_->compression_norms(number);

@@ -45,6 +45,8 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
                          activations.pass.bytes(Tag::Workspace);
   // Tokens and the like, and the numbers of the step.
   tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) + update::StepResults::bytes(plan.loss_counts());
+  if (plan.validates_later())
+    tag(Tag::Data) += update::StepResults::bytes(plan.loss_counts()) + update::StepResults::bytes({.ranks = 0});
 
   // A save in the background takes a copy of what this rank saves. Beside a GPU, loading a checkpoint, and a save that
   // the run waits for, go through a buffer of host memory.

@@ -163,6 +163,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   if (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
     shards.coded = coded_units(shards.layout, z.quantized_weights);
   if (group == 0) shards.zeropp = zeropp_splits(config);
+  shards.undoes = config.pipeline.post_validate;
 
   shards.grads = {
       .axis = shards.axis,

@@ -23,6 +23,17 @@ std::span<const pipeline::LayerCall> ChunkPlan::calls(pipeline::Op op) const noe
   }
 }
 
+RunPlan::Kept RunPlan::kept_for_undo() const noexcept {
+  Kept kept;
+  if (!validates_later()) return kept;
+  for (const zero::ShardsPlan& s : shards) {
+    for (const State state : kStates) kept.states += s.states.bytes(state);
+    for (const zero::Piece& piece : s.layout.held_pieces(s.rank))
+      kept.params += s.layout.is_trained(piece) ? piece.count * dtype_bytes(work) : 0;
+  }
+  return kept;
+}
+
 TagBytes bytes_of(const MemoryLedger& ledger) noexcept {
   TagBytes bytes{};
   for (size_t t = 0; t < bytes.size(); ++t) bytes[t] = ledger.current(static_cast<Tag>(t));

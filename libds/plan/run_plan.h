@@ -134,6 +134,13 @@ struct RunPlan : update::UpdatePlan {
 
   // Otherwise there are weights alone: neither gradients nor states, and memory of forward passes.
   bool trains() const noexcept { return ds::trains(use); }
+  // Whether a step's verdict is made within the next step.
+  bool validates_later() const noexcept { return trains() && shards.front().undoes; }
+  // Bytes that such a step copies before its update, of states and of parameters.
+  struct Kept {
+    i64 states = 0, params = 0;
+  };
+  Kept kept_for_undo() const noexcept;
   bool has_sparse_gradients() const noexcept {
     return std::ranges::any_of(shards, [](const zero::ShardsPlan& s) { return !s.grads.sparse.empty(); });
   }

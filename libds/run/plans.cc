@@ -27,6 +27,7 @@ chart::PlanChart chart_of(const Config& config, int world_size) {
   const pipeline::Costs costs;
   chart::PlanChart chart{
       .schedule = schedule, .timeline = pipeline::simulate(schedule, {&costs, 1}), .bubble_formula = {}};
+  if (schedule.post_validate) chart.steady_bubble = pipeline::bubble_fraction(schedule);
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
   for (const StagePlan& s : plan_stages(plans)) {
     chart::StageRow& row = chart.stages.emplace_back();

@@ -6,12 +6,16 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <string>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/file.h"
 #include "checkpoint/together.h"
 #include "comm/message_tag.h"
 #include "data/read_ahead.h"
+#include "ds/communicator.h"
 #include "ds/log.h"
 #include "monitor/trace_file.h"
 #include "plan/step_lengths.h"
@@ -23,6 +27,20 @@ namespace {
 
 constexpr i64 kTracedSteps = 5;  // of a start, at most
 constexpr i64 kLostSteps = 10;   // in a row with a loss that is not finite, before a run is given up
+
+using Sent = std::map<std::string, CommCount>;  // messages by "axis.collective"
+
+// a + factor * b
+Sent sum_of(Sent a, const Sent& b, int factor) {
+  for (const auto& [name, count] : b) {
+    CommCount& sum = a[name];
+    sum.calls += factor * count.calls;
+    sum.bytes += factor * count.bytes;
+    sum.seconds += factor * count.seconds;
+    if (factor < 0 && sum.calls == 0) a.erase(name);
+  }
+  return a;
+}
 
 }  // namespace
 
@@ -64,15 +82,31 @@ class Training {
 
  private:
   i64 step() const noexcept { return engine_.progress().step; }
+  // Steps that were taken, the open one included.
+  i64 taken() const noexcept { return step() + (engine_.has_open_step() ? 1 : 0); }
   int stop_signal() const { return hooks_.stop_signal ? hooks_.stop_signal() : 0; }
-  bool evaluation_is_due() const {
-    return step() >= config_.steps || (config_.eval.every > 0 && step() > 0 && step() % config_.eval.every == 0);
+  bool evaluation_is_due(i64 step) const {
+    return step >= config_.steps || (config_.eval.every > 0 && step > 0 && step % config_.eval.every == 0);
   }
+  bool evaluation_is_due() const { return evaluation_is_due(step()); }
+  bool save_is_due(i64 step) const { return config_.save.every > 0 && step % config_.save.every == 0; }
   void begin();
   void save_what_was_due();
-  StepRecord train_step();
-  StepRecord next_step();
+  void pass_step();
+  void next_step();
   void take_step();
+  // What is known of a step when its passes have ended, before its verdict.
+  struct Passed {
+    Clock::time_point start{};
+    i64 length = 0;
+    double flops_per_token = 0;
+    Sent sent{};
+    std::optional<OffloadTraffic> offload{};
+  };
+  void note_passes();
+  std::optional<OffloadTraffic> offload_traffic();
+  void complete(StepRecord r);
+  void record(const StepRecord& r);
   void end();
   void begin_record();
   void end_records();
@@ -91,6 +125,12 @@ class Training {
   TrainResult result_;
   std::vector<i32> ids_, targets_, documents_;  // of a step; documents_: if they are kept apart
   std::optional<ReadAhead> ahead_;
+  Passed passed_;  // of the last step
+  // Messages since the last call began: before the verdict over the step before, and from then until its record has
+  // been written.
+  Sent before_verdict_, between_passes_;
+  Clock::time_point completed_{};  // when the last step was
+  i64 completed_step_ = 0;         // its number
   bool has_work_ = false;
   i64 signal_ = 0;       // what all ranks agreed to stop for
   i64 evaluated_ = -1;   // the step that was evaluated last
@@ -127,55 +167,84 @@ void Training::write_trace() {
   s_.journal.report([&] { replace_text_file(follow_links(s_.request.options.trace), monitor::trace_text(of_ranks)); });
 }
 
-StepRecord Training::train_step() {
-  const auto start = Clock::now();
-  const i64 number = step() + 1, consumed = engine_.progress().consumed_samples;
-  TraceSpan whole(s_.trace.get(), "steps", "step", number);
+// The passes of the next step, and the verdict over it; or over the one before, if steps are post-validated.
+void Training::pass_step() {
+  const i64 number = taken() + 1;
   const plan::RunPlan& plan = engine_.plan();
   const i64 samples = plan.micro_batches * plan.B, rank = s_.mesh->data_rank();
+  const i64 consumed = engine_.progress().consumed_samples + (taken() - step()) * samples * s_.mesh->data_size();
   const i64 length = plan::lengths_of_step(config_, number).sequence;
+  const auto start = Clock::now();
+  const TraceSpan whole(s_.trace.get(), "steps", "step", number);
   s_.mesh->reset_counts();
   s_.data.train->load_step(consumed, plan.micro_batches, rank, length, ids_, targets_, documents_);
   if (number < config_.steps) ahead_->expect(consumed + samples * s_.mesh->data_size());
   engine_.train_at(length);
   engine_.offload().begin_step();
   engine_.time_phases(monitor::Monitors::wants_phases(config_, number));
+  before_verdict_.clear(), between_passes_.clear();
+  const bool is_open = engine_.has_open_step();
+  if (!is_open) passed_ = {.start = start, .length = length};
   const auto n = static_cast<size_t>(samples * length);
-  StepRecord taken = engine_.train_step({std::span(ids_).first(n), std::span(targets_).first(n),
-                                         std::span(documents_).first(documents_.empty() ? 0 : n)});
-  const double s = seconds_since(start);
-  whole.end();
-  taken.samples = engine_.progress().consumed_samples;
-  taken.step_ms = s * 1e3;
-  taken.tokens_per_s = static_cast<double>(taken.tokens) / s;
+  engine_.take_step(
+      {std::span(ids_).first(n), std::span(targets_).first(n), std::span(documents_).first(documents_.empty() ? 0 : n)},
+      [&](const StepRecord& r) {
+        if (!is_open) note_passes();  // of the step whose record it is
+        complete(r);
+      });
+  if (!engine_.has_open_step()) return;
+  passed_ = {.start = start, .length = length};
+  note_passes();
+  passed_.sent = sum_of(s_.mesh->counts(), between_passes_, -1);
+}
+
+void Training::note_passes() {
+  passed_.flops_per_token = engine_.stage().model().flops_per_token(passed_.length);
+  passed_.offload = offload_traffic();
+}
+
+std::optional<OffloadTraffic> Training::offload_traffic() {
+  if (!engine_.offload().moves()) return std::nullopt;
+  const offload::FileCounts moved = engine_.offload().of_step();
+  OffloadTraffic traffic{.read_bytes = moved.read_bytes,
+                         .written_bytes = moved.written_bytes,
+                         .wait_ms = moved.waited_s * 1e3,
+                         .busy_ms = moved.busy_s * 1e3};
+  if (engine_.offload().is_apart()) {
+    const offload::HostCopies copies = engine_.offload().copies_of_step();
+    traffic.to_host_bytes = copies.to_host, traffic.to_device_bytes = copies.to_device;
+  }
+  return traffic;
+}
+
+// A step has its verdict. The messages of the verdict are those since it began.
+void Training::complete(StepRecord r) {
+  const Clock::time_point now = Clock::now();
+  const double s = std::chrono::duration<double>(now - std::max(passed_.start, completed_)).count();
+  completed_ = now, completed_step_ = r.step;
+  const Sent of_verdict = sum_of(s_.mesh->counts(), before_verdict_, -1);
+  r.samples = engine_.progress().consumed_samples;
+  r.step_ms = s * 1e3;
+  r.tokens_per_s = static_cast<double>(r.tokens) / s;
   for (const auto& [name, norm] : engine_.compression()) {
-    if (!name.empty()) taken.compression.emplace(name, norm);
+    if (!name.empty()) r.compression.emplace(name, norm);
   }
-  if (config_.curriculum.enabled) taken.seq_length = length;
-  const double flops =
-      engine_.stage().model().flops_per_token(length) * static_cast<double>(taken.tokens) / s_.mesh->world_size();
-  taken.mfu = flops / s / s_.record->peak_flops();
+  if (config_.curriculum.enabled) r.seq_length = passed_.length;
+  const double flops = passed_.flops_per_token * static_cast<double>(r.tokens) / s_.mesh->world_size();
+  r.mfu = flops / s / s_.record->peak_flops();
   const plan::TagBytes counted = s_.record->counted(s_.ledger);
-  for (const TagMemory& row : run::memory_table(plan.memory.by_tag, counted)) taken.memory_bytes[row.tag] = row.counted;
-  for (const auto& [name, count] : s_.mesh->counts()) {
-    taken.comm_bytes[name] = count.bytes;
+  for (const TagMemory& row : run::memory_table(engine_.plan().memory.by_tag, counted))
+    r.memory_bytes[row.tag] = row.counted;
+  for (const auto& [name, count] : sum_of(passed_.sent, of_verdict, 1)) {
+    r.comm_bytes[name] = count.bytes;
     if (!config_.monitors.comms_logger.enabled) continue;
-    taken.comm_calls[name] = count.calls;
-    if (count.seconds > 0) taken.comm_ms[name] = count.seconds * 1e3;
+    r.comm_calls[name] = count.calls;
+    if (count.seconds > 0) r.comm_ms[name] = count.seconds * 1e3;
   }
-  if (engine_.offload().moves()) {
-    const offload::FileCounts moved = engine_.offload().of_step();
-    taken.offload = {.read_bytes = moved.read_bytes,
-                     .written_bytes = moved.written_bytes,
-                     .wait_ms = moved.waited_s * 1e3,
-                     .busy_ms = moved.busy_s * 1e3};
-    if (engine_.offload().is_apart()) {
-      const offload::HostCopies copies = engine_.offload().copies_of_step();
-      taken.offload->to_host_bytes = copies.to_host, taken.offload->to_device_bytes = copies.to_device;
-    }
-  }
-  s_.record->show_step(engine_, taken, counted);
-  return taken;
+  r.offload = passed_.offload;
+  s_.record->show_step(engine_, r, counted);
+  record(r);
+  between_passes_ = sum_of(s_.mesh->counts(), before_verdict_, -1);
 }
 
 void Training::evaluate() {
@@ -221,7 +290,7 @@ void Training::save(run::Saver::When when) {
 bool Training::all_meet() const {
   const DilocoConfig& d = config_.optimizer.diloco;
   if (d.workers == 1 || step() == config_.steps || evaluation_is_due()) return true;
-  if (config_.save.every > 0 && step() % config_.save.every == 0) return true;
+  if (save_is_due(step())) return true;
   return update::lands(d, step());
 }
 
@@ -245,7 +314,7 @@ void Training::save_what_was_due() {
   if (!s_.start.is_from_server() || step() == 0) return;
   if (step() == config_.steps) {
     save(run::Saver::When::AtTheEnd);
-  } else if (config_.save.every > 0 && step() % config_.save.every == 0) {
+  } else if (save_is_due(step())) {
     save(run::Saver::When::Now);
   }
 }
@@ -273,13 +342,16 @@ void Training::begin() {
 }
 
 // A loss scale at its floor ends the run with an error, when the step has been counted.
-StepRecord Training::next_step() {
+void Training::next_step() {
   const i64 skipped_before = engine_.progress().skipped_steps;
   try {
-    return train_step();
+    pass_step();
+    // Others look at the states of an open step, or end the run.
+    if (engine_.has_open_step() && (signal_ != 0 || save_is_due(taken()) || evaluation_is_due(taken())))
+      engine_.finish_step([this](const StepRecord& r) { complete(r); });
   } catch (const Error& e) {
     const engine::Progress& p = engine_.progress();
-    if (e.code() == Errc::Numeric && p.skipped_steps > skipped_before)
+    if (e.code() == Errc::Numeric && p.skipped_steps > skipped_before && p.step > completed_step_)
       s_.journal.append({{"type", "event"},
                          {"event", "loss_scale_floor"},
                          {"step", p.step},
@@ -289,8 +361,7 @@ StepRecord Training::next_step() {
   }
 }
 
-void Training::take_step() {
-  const StepRecord r = next_step();
+void Training::record(const StepRecord& r) {
   result_.loss = r.loss;
   result_.tokens += r.tokens;
   result_.seconds += r.step_ms / 1e3;
@@ -314,10 +385,15 @@ void Training::take_step() {
   signal_ = s_.agree(stop_signal());
   if (lost_by_any_ == 0) saver_.prove(step());  // before the next one is saved
   check_divergence(lost_by_any_ > kLostSteps, "the loss is", step() - lost_by_any_ + 1);
+}
+
+void Training::take_step() {
+  next_step();
+  if (engine_.has_open_step() || !all_meet()) return;
   // Saved before it is evaluated: an error in the validation data loses no work.
   if (step() == config_.steps) {
     save(run::Saver::When::AtTheEnd);
-  } else if (config_.save.every > 0 && step() % config_.save.every == 0 && lost_by_any_ == 0) {
+  } else if (save_is_due(step()) && lost_by_any_ == 0) {
     save(run::Saver::When::Now);
   }
   if (signal_ == 0 && evaluation_is_due()) {
@@ -367,14 +443,15 @@ TrainResult Training::run() {
   ids_.resize(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length));
   targets_.resize(ids_.size());
   if (config_.data.separate_documents) documents_.resize(ids_.size());
+  engine_.before_verdict([this] { before_verdict_ = s_.mesh->counts(); });
   begin();
   ahead_.emplace(*s_.data.train, plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();
   engine_.trace_to(s_.trace.get());
   try {
-    while (signal_ == 0 && step() < config_.steps) {
+    while (signal_ == 0 && taken() < config_.steps) {
       take_step();
-      if (step() - result_.first_step + 1 == kTracedSteps) write_trace();
+      if (taken() - result_.first_step + 1 == kTracedSteps) write_trace();
     }
   } catch (const Error& e) {
     // Losses and scales are those of all ranks, and so is this end: what it leaves is whole. Who is ready waits, since

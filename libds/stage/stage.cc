@@ -334,8 +334,16 @@ void Stage::enqueue_static(size_t key, FunctionRef<void()> body) {
   device_.launch(graphs_[key]);
 }
 
-void Stage::begin_step(float aux_grad) {
+void Stage::begin_gradients(float aux_grad) {
   if (memory_.aux_grad) device_.upload(memory_.aux_grad.data, &aux_grad, sizeof aux_grad);
+}
+
+void Stage::begin_again() {
+  for (const auto& s : shards_) s->params().abandon();
+  begin_step();
+}
+
+void Stage::begin_step() {
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.train_gathers; });
   posted_ = next_receive_ = 0;
 }
@@ -343,7 +351,8 @@ void Stage::begin_step(float aux_grad) {
 void Stage::run(size_t at, const MicroBatch& micro) {
   const Instr& instr = plan_->stage.schedule[at];
   switch (instr.op) {
-    case Op::Load: break;
+    case Op::Load:
+    case Op::Validate: break;
     case Op::RecvActivation:
     case Op::RecvGrad: post_receives(at + 1); break;
     case Op::SendActivation:
@@ -381,12 +390,14 @@ void Stage::post_receives(size_t end) {
   }
 }
 
-// Called before layers run: posts the next receive, so that it overlaps with them.
+// Called before layers run: posts the next receive, so that it overlaps with them; none beyond Validate, before which
+// the step may begin again.
 void Stage::post_next_receive(size_t at) {
-  const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
+  const auto stops = [](const Instr& i) {
+    return i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::Validate;
+  };
   next_receive_ = std::max(next_receive_, at);
-  while (next_receive_ < plan_->stage.schedule.size() && !is_receive(plan_->stage.schedule[next_receive_]))
-    ++next_receive_;
+  while (next_receive_ < plan_->stage.schedule.size() && !stops(plan_->stage.schedule[next_receive_])) ++next_receive_;
   if (next_receive_ < plan_->stage.schedule.size()) post_receives(next_receive_ + 1);
 }
 

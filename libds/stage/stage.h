@@ -45,10 +45,13 @@ class Stage {
   // place in its sequence at which its document begins. Does nothing without documents.
   void load_documents(i64 micro, std::span<const i32> begins);
 
-  // A training step: call run() for each instruction of the plan's schedule in order, except Load. aux_grad:
-  // d(scaled total)/d(a layer's own loss of a micro-batch).
-  void begin_step(float aux_grad);
+  // A training step: call run() for each instruction of the plan's schedule in order, except Load and Validate, and
+  // begin_gradients() before the first backward pass. aux_grad: d(scaled total)/d(a layer's own loss of a micro-batch).
+  void begin_step();
+  void begin_gradients(float aux_grad);
   void run(size_t instruction, const MicroBatch& micro);
+  // At Validate: parameters have changed, and the step begins again. All gathers and messages so far have ended.
+  void begin_again();
   // From then on, with graphs, work that is the same in every step is launched as recorded.
   void end_step() noexcept { warm_ = true; }
 

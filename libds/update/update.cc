@@ -202,6 +202,12 @@ void Update::judge(StepScalars& numbers, JudgeParams params) {
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
 }
 
+void Update::assume(StepScalars& numbers, JudgeParams params) {
+  params.clip = 0;
+  device_.ops().judge(&numbers.verdict, TensorView::of(&numbers.max_abs, DType::I64, {1}),
+                      TensorView::of(&numbers.sum, DType::I64, {2}), params, device_.stream());
+}
+
 double Update::grad_norm(const GradVerdict& verdict) const noexcept {
   return apart_ ? verdict.norm / std::sqrt(static_cast<double>(axes_.dp.size())) : verdict.norm;
 }
@@ -212,6 +218,14 @@ void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
     if (axis == &axes_.pp && !stages) continue;
     if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, kStatsText).wait();
   }
+}
+
+void Update::keep() {
+  for (const auto& s : shards_) s->states().keep();
+}
+
+void Update::undo() {
+  for (const auto& s : shards_) s->states().undo();
 }
 
 void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {

@@ -39,6 +39,9 @@ class Update {
   // depend on the layout. `params` are those of summed gradients: if gradients are left on their ranks, the divisor
   // becomes that of the mean over them, and nothing is clipped.
   void judge(StepScalars& numbers, JudgeParams params);
+  // Makes the verdict that gradients are finite and that nothing is clipped, without a look at them; `numbers` are
+  // zero.
+  void assume(StepScalars& numbers, JudgeParams params);
   // The norm of this step: the verdict's, or the root mean square of the norms of the ranks' own gradients.
   double grad_norm(const GradVerdict& verdict) const noexcept;
   struct Step {
@@ -47,6 +50,10 @@ class Update {
     u32 seed = 0;                     // of stochastic rounding
     std::optional<Betas> betas = {};  // instead of the groups' own
   };
+  // With ShardsPlan::undoes: keep() before an update by a verdict that is assumed, undo() after it, when
+  // the verdict is another one. Gradients stay until the next step's.
+  void keep();
+  void undo();
   // Changes nothing if the verdict is not finite. The host waits for the verdict first if ranks average by signs in
   // this update, so that only finite values are sent, or if an optimizer keeps numbers of parameters.
   void update_params(const Step& step, zero::VerdictHandle& verdict);

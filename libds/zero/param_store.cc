@@ -110,6 +110,15 @@ void ParamStore::begin(const GatherPlan& plan) {
   next_ = 0;
 }
 
+void ParamStore::abandon() {
+  for (Ticket& t : arriving_) t.wait();
+  std::ranges::fill(arriving_at_, -1);
+  for (const Segment& s : layout_.segments()) {
+    if (!whole(s)) point_rows(s, nullptr);
+  }
+  next_ = plan_->accesses.size();
+}
+
 void ParamStore::gather(const GatherStep::Launch& l) {
   const i64 bytes = dtype_bytes(options_.work);
   i64 next = l.offset;

@@ -58,6 +58,8 @@ class ParamStore final : public PieceMemory {
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at
   // stages 0 to 2, and on a rank that holds everything whole.
   void begin(const GatherPlan& plan);
+  // Ends a pass before its last access: waits for gathers that are under way, and forgets all that was gathered.
+  void abandon();
   ParamLease acquire();
   // Starts to gather a unit into the pool, as acquire() does when the plan says so.
   void gather(const GatherStep::Launch& launch);

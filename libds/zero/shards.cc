@@ -24,7 +24,9 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, c
                           .work = plan.grads.work,
                           .device = device,
                           .ledger = ledger,
-                          .held = plan.layout.held_pieces(plan.rank)};
+                          .held = plan.layout.held_pieces(plan.rank),
+                          .fixed = {},
+                          .undoes = plan.undoes && trains};
   const auto fixed =
       std::ranges::stable_partition(parts.held, [&](const Piece& p) { return plan.layout.is_trained(p); });
   parts.fixed.assign(fixed.begin(), fixed.end());

@@ -20,6 +20,37 @@ StateLease::~StateLease() {
   if (store_ != nullptr) store_->end_lease(piece_, access_, *this);
 }
 
+StateStore::StateStore(Parts parts) : parts_(std::move(parts)) {
+  if (!parts_.undoes) return;
+  i64 elems = 0;
+  for (const Piece& piece : parts_.held) elems += piece.count;
+  kept_params_ = device_buffer(parts_.device, parts_.ledger, Tag::Params, elems * dtype_bytes(parts_.work));
+}
+
+StateStore::~StateStore() = default;
+
+void StateStore::keep() {
+  move_params(Way::Keep);
+  keep_states();
+}
+
+void StateStore::undo() {
+  move_params(Way::Undo);
+  undo_states();
+}
+
+void StateStore::move_params(Way way) {
+  char* at = kept_params_.as<char>().data();
+  for (const Piece& piece : parts_.held) {
+    for_each_part(piece, parts_.params.trained_in_place() ? piece.count : kLeaseElems, [&](const Piece& part) {
+      const i64 bytes = part.count * dtype_bytes(parts_.work);
+      const TierLease lease = parts_.params.lease(part, way == Way::Keep ? LeaseTo::Read : LeaseTo::Fill);
+      way == Way::Keep ? parts_.device.copy(at, lease.data(), bytes) : parts_.device.copy(lease.data(), at, bytes);
+      at += bytes;
+    });
+  }
+}
+
 UpdateTensor StateStore::tensor(UpdateRule rule, const Piece& piece, const PieceState& st,
                                 float* gradient) const noexcept {
   UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.work, {piece.count}),
@@ -56,6 +87,24 @@ DeviceStates::DeviceStates(Parts parts) : StateStore(std::move(parts)) {
   }
   tensors_.reserve(parts_.held.size());
   leases_.reserve(2 * parts_.held.size());
+  if (!parts_.undoes) return;
+  for (const State s : kStates) {
+    if (arrays_[s])
+      kept_[s] = device_buffer(parts_.device, parts_.ledger, s == State::Master ? Tag::Master : Tag::Optimizer,
+                               arrays_[s].bytes());
+  }
+}
+
+void DeviceStates::keep_states() {
+  for (const State s : kStates) {
+    if (arrays_[s]) parts_.device.copy(kept_[s].data(), arrays_[s].data(), arrays_[s].bytes());
+  }
+}
+
+void DeviceStates::undo_states() {
+  for (const State s : kStates) {
+    if (arrays_[s]) parts_.device.copy(arrays_[s].data(), kept_[s].data(), arrays_[s].bytes());
+  }
 }
 
 PieceState DeviceStates::state(const Piece& piece, void* param) const noexcept {

@@ -10,6 +10,8 @@
 //   version   passes write the next version of the states that they change; settle() keeps it, or the previous one. A
 //             tier has either one version, which does not change before the verdict is known to be finite (on the
 //             device the ops read the verdict themselves), or two, and keeps one of them when the verdict is known
+//   undo      a step may be updated before its verdict (pipeline.post_validate): the tier then keeps a copy of all that
+//             the update changes, until the next one
 //
 // DeviceStates is the tier of device memory: one array for each state, one version, one call of the op for a pass. A
 // parameter that is its own master (in fp32, or in 16 bits if so configured), or is not trained, has no State::Master;
@@ -98,10 +100,11 @@ class StateStore {
     MemoryLedger& ledger;
     std::vector<Piece> held;        // all trained pieces of this rank, the largest possible tile
     std::vector<Piece> fixed = {};  // its other pieces: their leases have parameters alone
+    bool undoes = false;            // the tier has keep() and undo()
   };
 
-  explicit StateStore(Parts parts) : parts_(std::move(parts)) {}
-  virtual ~StateStore() = default;
+  explicit StateStore(Parts parts);
+  virtual ~StateStore();
 
   // Enqueues a pass over a tile. Its rule changes masters, states and parameters, and overwrites gradients if it makes
   // directions. Nothing changes if the verdict is not finite. Factors are indexed by TilePiece::index.
@@ -117,6 +120,11 @@ class StateStore {
   virtual bool is_delayed() const noexcept { return false; }
   virtual void finish() {}
 
+  // With Parts::undoes: keep() copies masters, states and this rank's trained parameters; undo() brings the copies
+  // back, after the passes of an update whose verdict was not what it was updated by.
+  void keep();
+  void undo();
+
   // The state of a piece of at most kLeaseElems elements; between steps. A lease that is not in place is a copy.
   static constexpr i64 kLeaseElems = i64{1} << 20;
   virtual StateLease lease(const Piece& piece, LeaseTo access) = 0;
@@ -128,6 +136,9 @@ class StateStore {
  protected:
   friend class StateLease;
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
+  // Of masters and states; a tier without them is not made with Parts::undoes.
+  virtual void keep_states() { DS_ASSERT(!parts_.undoes); }
+  virtual void undo_states() { DS_ASSERT(!parts_.undoes); }
 
   // Whether all gradients and parameters of a tile can be leased at once, not part by part.
   bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.trained_in_place(); }
@@ -135,6 +146,11 @@ class StateStore {
   UpdateTensor tensor(UpdateRule rule, const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 
   Parts parts_;
+
+ private:
+  enum class Way : u8 { Keep, Undo };
+  void move_params(Way way);
+  Buffer kept_params_;  // of parts_.held, one after the other
 };
 
 // Makes the tier of a run.
@@ -154,9 +170,12 @@ class DeviceStates final : public StateStore {
 
  private:
   void end_lease(const Piece&, LeaseTo, const PieceState&) noexcept override {}
+  void keep_states() override;
+  void undo_states() override;
   PieceState state(const Piece& piece, void* param) const noexcept;
 
   PerState<Buffer> arrays_;
+  PerState<Buffer> kept_;              // the version before, if steps are undone
   std::vector<UpdateTensor> tensors_;  // scratch
   std::vector<TierLease> leases_;      // of a pass
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Idle time of pipelines, measured, beside the formula:
 //   pipeline_bench timed [UNIT_MS]                    the real schedules over real communicators, computing is sleeping
+//   pipeline_bench steps [UNIT_MS]                    the same of consecutive steps of four stages
 //   pipeline_bench real CONFIG [TURNS [KEY=VALUE]...]  whole steps of two stages with one thread each
 //
 // "timed": the instructions of each stage run on a thread of their own, messages through the mesh's communicators as in
@@ -8,6 +9,10 @@
 // of a stage's forward pass, and two for its backward pass, half of which is the weights'. A stage's idle time is the
 // time from the first pass of all to the last that it did not sleep. Its share of the whole, over all stages, is
 // printed beside that of the formula. Time that a sleep takes longer than asked for counts as busy.
+//
+// "steps": ten steps one after the other. Between two of them all stages meet, as a norm over all gradients makes them;
+// or, post-validated, they meet at Validate. The idle share is that of the time from the end of the second step to the
+// end of the last one, on each stage.
 //
 // "real": the same steps as one rank with one thread, in turns. If nothing but the schedule cost time, a pipeline of p
 // stages would take 1 / (p (1 - bubble)) of that rank's time. The printed figure is 1 - one rank's time / (p * its
@@ -35,7 +40,9 @@ constexpr i64 kMessageBytes = 16384;
 
 struct StageTimes {
   Clock::time_point begin = Clock::time_point::max(), end = Clock::time_point::min();
-  double busy = 0;  // seconds
+  double busy = 0;                        // seconds
+  std::vector<Clock::time_point> ends{};  // by step
+  std::vector<double> busy_until_end{};   // likewise
 };
 
 // Runs one stage's schedule as the engine does: a receive is posted before the pass ahead of it runs, a pass waits for
@@ -52,20 +59,12 @@ class TimedStage {
     }
   }
 
-  StageTimes run() {
-    for (size_t i = 0; i < schedule_.size(); ++i) {
-      const Instr& instr = schedule_[i];
-      switch (instr.op) {
-        case Op::Load: break;
-        case Op::RecvActivation:
-        case Op::RecvGrad: post_receives(i + 1); break;
-        case Op::SendActivation: send(outputs_, instr); break;
-        case Op::SendGrad: send(grads_out_, instr); break;
-        case Op::Forward: pass(i, inputs_, seconds_.forward); break;
-        case Op::Backward: pass(i, grads_in_, seconds_.backward_input + seconds_.backward_weight); break;
-        case Op::BackwardInput: pass(i, grads_in_, seconds_.backward_input); break;
-        case Op::BackwardWeight: pass(i, grads_in_, seconds_.backward_weight); break;
-      }
+  StageTimes run(int steps = 1) {
+    for (int step = 0; step < steps; ++step) {
+      run_step();
+      if (steps > 1 && !options_.post_validate) meet();
+      times_.ends.push_back(Clock::now());
+      times_.busy_until_end.push_back(times_.busy);
     }
     for (auto* kind : {&outputs_, &grads_out_}) {
       for (Message& m : *kind) m.ticket.wait();
@@ -79,6 +78,35 @@ class TimedStage {
     Ticket ticket;
     bool expected = false;  // a receive of it has been posted
   };
+
+  void run_step() {
+    posted_ = 0;
+    for (auto* kind : {&inputs_, &grads_in_}) {
+      for (Message& m : *kind) m.expected = false;
+    }
+    for (size_t i = 0; i < schedule_.size(); ++i) {
+      const Instr& instr = schedule_[i];
+      switch (instr.op) {
+        case Op::Load: break;
+        case Op::RecvActivation:
+        case Op::RecvGrad: post_receives(i + 1); break;
+        case Op::SendActivation: send(outputs_, instr); break;
+        case Op::SendGrad: send(grads_out_, instr); break;
+        case Op::Forward: pass(i, inputs_, seconds_.forward); break;
+        case Op::Backward: pass(i, grads_in_, seconds_.backward_input + seconds_.backward_weight); break;
+        case Op::BackwardInput: pass(i, grads_in_, seconds_.backward_input); break;
+        case Op::BackwardWeight: pass(i, grads_in_, seconds_.backward_weight); break;
+        case Op::Validate: meet(); break;
+      }
+    }
+  }
+
+  // The two reductions of a verdict.
+  void meet() {
+    i64 numbers[2] = {1, 1};
+    mesh_.pp().all_reduce(numbers, 1, DType::I64, ReduceOp::Max, "pp.stats").wait();
+    mesh_.pp().all_reduce(numbers, 2, DType::I64, ReduceOp::Sum, "pp.stats").wait();
+  }
 
   Message& of(std::vector<Message>& kind, const Instr& instr) {
     return kind[instr.chunk * options_.micro_batches + instr.micro];
@@ -102,13 +130,16 @@ class TimedStage {
 
   void send(std::vector<Message>& kind, const Instr& instr) {
     Message& m = of(kind, instr);
+    m.ticket.wait();  // of the step before
     std::memcpy(m.bytes.data(), &instr.micro, sizeof instr.micro);
     m.ticket = way_of(instr).send(m.bytes.data(), kMessageBytes, peer_of(instr), "pp.send");
   }
 
   void pass(size_t at, std::vector<Message>& needs, double seconds) {
-    const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
-    const auto next = std::find_if(schedule_.begin() + static_cast<std::ptrdiff_t>(at), schedule_.end(), is_receive);
+    const auto stops = [](const Instr& i) {
+      return i.op == Op::RecvActivation || i.op == Op::RecvGrad || i.op == Op::Validate;
+    };
+    const auto next = std::find_if(schedule_.begin() + static_cast<std::ptrdiff_t>(at), schedule_.end(), stops);
     if (next != schedule_.end()) post_receives(static_cast<size_t>(next - schedule_.begin()) + 1);
 
     const Instr& instr = schedule_[at];
@@ -162,6 +193,62 @@ Measured measure(const std::vector<std::unique_ptr<Mesh>>& meshes, ScheduleOptio
   return {1 - busy / (makespan * options.stages), makespan};
 }
 
+// The mean idle share of the stages of post-validated steps, or of steps that wait for each other.
+double measure_steps(const std::vector<std::unique_ptr<Mesh>>& meshes, const ScheduleOptions& options,
+                     const pipeline::Costs& seconds) {
+  constexpr int kSteps = 10, kFirst = 1;
+  const std::vector<std::vector<Instr>> schedules = pipeline::make_schedules(options);
+  std::vector<StageTimes> times(schedules.size());
+  on_ranks(options.stages, [&](int stage) {
+    const size_t s = static_cast<size_t>(stage);
+    ScheduleOptions own = options;
+    own.stage = stage;
+    times[s] = TimedStage(*meshes[s], schedules[s], own, seconds).run(kSteps);
+  });
+  double idle = 0;
+  for (const StageTimes& t : times) {
+    const double busy = t.busy_until_end.back() - t.busy_until_end[kFirst];
+    idle += (1 - busy / Seconds(t.ends.back() - t.ends[kFirst]).count()) / options.stages;
+  }
+  return idle;
+}
+
+std::vector<std::unique_ptr<Mesh>> meshes_of(int stages) {
+  auto comms = make_thread_communicators(stages, {.timeout_s = 600});
+  std::vector<std::unique_ptr<Mesh>> meshes(comms.size());
+  on_ranks(stages, [&](int rank) {
+    const size_t r = static_cast<size_t>(rank);
+    meshes[r] = std::make_unique<Mesh>(std::move(comms[r]), MeshShape{.pp = stages}, CommOptions{.timeout_s = 600});
+  });
+  return meshes;
+}
+
+int steps(double unit_ms) {
+  constexpr int kStages = 4;
+  using enum pipeline::ScheduleKind;
+  const std::vector<std::unique_ptr<Mesh>> meshes = meshes_of(kStages);
+  std::printf("passes of %.1f ms forward, %.1f ms backward; %d stages, %u cores\n\n", unit_ms, 2 * unit_ms, kStages,
+              std::thread::hardware_concurrency());
+  std::printf("%-12s %6s %14s %10s %10s\n", "schedule", "micro", "steps", "simulated", "measured");
+  for (const auto& [kind, chunks] :
+       {std::pair{OneFOneB, 1}, {Interleaved, 2}, {ZeroBubbleH1, 1}, {ZeroBubbleV, 2}, {ZeroBubbleH2, 1}}) {
+    for (const i64 m : {8, 16}) {
+      for (const bool post_validate : {false, true}) {
+        const ScheduleOptions options{
+            .kind = kind, .stages = kStages, .micro_batches = m, .chunks = chunks, .post_validate = post_validate};
+        if (!pipeline::why_not(options).empty()) continue;
+        const double unit = unit_ms * 1e-3 / chunks;
+        const double measured =
+            measure_steps(meshes, options, {.forward = unit, .backward_input = unit, .backward_weight = unit});
+        std::printf("%-12s %6ld %14s %10.3f %10.3f\n", std::string(schedule_name(kind)).c_str(), m,
+                    post_validate ? "post-validated" : "wait", pipeline::bubble_fraction(options), measured);
+        std::fflush(stdout);
+      }
+    }
+  }
+  return 0;
+}
+
 int timed(double unit_ms) {
   struct Kind {
     pipeline::ScheduleKind kind;
@@ -183,12 +270,7 @@ int timed(double unit_ms) {
   double worst = 0;
   std::vector<double> off;
   for (const int p : {2, 4, 8}) {
-    auto comms = make_thread_communicators(p, {.timeout_s = 600});
-    std::vector<std::unique_ptr<Mesh>> meshes(comms.size());
-    on_ranks(p, [&](int rank) {
-      const size_t r = static_cast<size_t>(rank);
-      meshes[r] = std::make_unique<Mesh>(std::move(comms[r]), MeshShape{.pp = p}, CommOptions{.timeout_s = 600});
-    });
+    std::vector<std::unique_ptr<Mesh>> meshes = meshes_of(p);
     for (const Kind& kind : kKinds) {
       for (const i64 m : {4, 8, 16, 32}) {
         const ScheduleOptions options{.kind = kind.kind,
@@ -259,8 +341,10 @@ int real(const std::string& config, int turns, const std::vector<std::string>& b
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "timed") return timed(argc > 2 ? std::atof(argv[2]) : 10);
+  if (mode == "steps") return steps(argc > 2 ? std::atof(argv[2]) : 10);
   if (mode == "real" && argc > 2)
     return real(argv[2], argc > 3 ? std::max(1, std::atoi(argv[3])) : 5, {argv + std::min(4, argc), argv + argc});
-  std::fprintf(stderr, "usage: pipeline_bench timed [UNIT_MS] | real CFG.json [TURNS [KEY=VALUE]...]\n");
+  std::fprintf(stderr,
+               "usage: pipeline_bench timed [UNIT_MS] | steps [UNIT_MS] | real CFG.json [TURNS [KEY=VALUE]...]\n");
   return 2;
 }

@@ -66,6 +66,86 @@ near() {
   [[ $output == *"zb-v: 3 stages, 2 chunks each, 8 micro-batches; bubble 4.0 % (formula 4.0 %)"* ]]
 }
 
+# record RUN [KEY...]: the steps of a run's metrics, without times and the given keys.
+record() {
+  python3 - "$@" <<'PY'
+import json, sys
+gone = {"step_ms", "tokens_per_s", "mfu", "memory_bytes", "time", *sys.argv[2:]}
+for line in open(sys.argv[1] + "/metrics.jsonl"):
+    entry = json.loads(line)
+    if entry.get("type") in ("step", "validation") or entry.get("event") == "skipped":
+        print({k: v for k, v in sorted(entry.items()) if k not in gone})
+PY
+}
+
+@test "post-validated steps leave the record and the checkpoints of steps that wait, undone or not" {
+  sed -i 's/"seq_length": 32}/"seq_length": 32, "split": 0.9}, "eval": {"every": 2, "batches": 1}/' cfg.json
+  post=(--set pipeline.post_validate=true)
+  two=(--set pipeline.stages=2 --set gradient_clipping=0)
+  ds-launch -n 2 ds-train cfg.json --out waits "${two[@]}"
+  ds-launch -n 2 ds-train cfg.json --out post "${two[@]}" --set pipeline.schedule=zb-h2 "${post[@]}"
+  diff <(record waits) <(record post)
+  # Overflows and clipping; passes that run again are sent again.
+  hard=(--set fp16.enabled=true --set fp16.initial_scale_power=19 --set fp16.loss_scale_window=2
+    --set gradient_clipping=1.5 --set steps=10)
+  ds-launch -n 4 ds-train cfg.json --out waits16 --set pipeline.stages=2 --set zero_optimization.stage=2 "${hard[@]}"
+  ds-launch -n 4 ds-train cfg.json --out post16 --set pipeline.stages=2 --set zero_optimization.stage=2 "${hard[@]}" \
+    "${post[@]}"
+  grep -q '"skipped":true' post16/metrics.jsonl
+  diff <(record waits16 comm_bytes) <(record post16 comm_bytes)
+  for run in waits post waits16 post16; do ds-ckpt-merge $run -o $run.safetensors; done
+  cmp waits.safetensors post.safetensors
+  cmp waits16.safetensors post16.safetensors
+  # From the middle of one to the end of the other.
+  ds-launch -n 4 ds-train cfg.json --out again --resume waits16/step-00000006 --set pipeline.stages=2 \
+    --set zero_optimization.stage=2 "${hard[@]}" "${post[@]}"
+  [ "$(losses waits16 | tail -n 4)" = "$(losses again)" ]
+  ds-ckpt-merge again -o again.safetensors
+  cmp waits16.safetensors again.safetensors
+  text=$(ds-train cfg.json --resume waits --generate "line 7" --max-tokens 20 --temperature 0)
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume post --generate "line 7" --max-tokens 20 \
+    --temperature 0 "${two[@]}" --set pipeline.schedule=zb-h2 "${post[@]}"
+  [ "$output" = "$text" ]
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --check --set pipeline.stages=2 \
+    --set pipeline.schedule=zb-h2 "${post[@]}"
+  [[ $output == *"zb-h2: 2 stages, 8 micro-batches; bubble 0.0 % (formula 0.0 %)"* ]]
+}
+
+@test "a signal finishes a post-validated step, saves it, and the resumed run has the bits of one that went on" {
+  post=(--set pipeline.stages=2 --set pipeline.post_validate=true --set steps=40 --set save.every=0
+    --set gradient_clipping=1.0)
+  ds-launch -n 2 ds-train cfg.json --out whole "${post[@]}"
+  ds-launch -n 2 ds-train cfg.json --out stopped "${post[@]}" &
+  until [ "$(grep -c '"type":"step"' stopped/metrics.jsonl 2>/dev/null)" -ge 3 ] 2>/dev/null; do sleep 0.05; done
+  kill -TERM $!
+  wait $! || true
+  ds-launch -n 2 ds-train cfg.json --out stopped --resume stopped "${post[@]}"
+  [ "$(losses whole)" = "$(losses stopped)" ]
+  for run in whole stopped; do ds-ckpt-merge $run -o $run.safetensors; done
+  cmp whole.safetensors stopped.safetensors
+}
+
+@test "updates that cannot be undone are refused with post-validated steps, and zb-h2 without them" {
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 --set pipeline.schedule=zb-h2
+  [[ $stderr == *"pipeline.schedule: zb-h2: pipeline.post_validate is false"* ]]
+  refused() {
+    run -4 --separate-stderr ds-train cfg.json --set pipeline.post_validate=true "${@:2}"
+    [[ $stderr == *"pipeline.post_validate: "*"$1"* ]]
+  }
+  refused "updates of LAMB and Muon overwrite gradients" --set optimizer.type=Lamb
+  refused "updates of LAMB and Muon overwrite gradients" --set optimizer.type=Muon
+  refused "1-bit optimizers send signs" --set optimizer.type=OneBitAdam --set optimizer.params.freeze_step=2
+  refused "a meeting of diloco's workers" --set diloco.enabled=true
+  refused 'offload_optimizer.device "nvme" keeps one version' --set zero_optimization.stage=1 \
+    --set zero_optimization.offload_optimizer.device=nvme --set zero_optimization.offload_optimizer.nvme_path=.
+  refused "delayed_update steps later" --set zero_optimization.stage=1 \
+    --set zero_optimization.offload_optimizer.device=cpu --set zero_optimization.offload_optimizer.delayed_update=true
+  refused 'offload_param.device "nvme" keeps one version' --set zero_optimization.stage=3 \
+    --set zero_optimization.offload_param.device=nvme --set zero_optimization.offload_param.nvme_path=.
+  refused "activation_checkpointing.nvme_path is read and written in one order" \
+    --set activation_checkpointing.nvme_path=.
+}
+
 @test "tensor and sequence parallelism follow one rank, and a checkpoint loads at any arrangement" {
   ds-train cfg.json --out one
   ds-launch -n 4 ds-train cfg.json --out cut --set pipeline.stages=2 --set tensor_parallel.tp_size=2 \

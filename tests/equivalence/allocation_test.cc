@@ -199,6 +199,12 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   expect_no_allocation(c, 2, "pp2 interleaved");
   c.pipeline.schedule = PipelineSchedule::ZeroBubbleV;
   expect_no_allocation(c, 2, "pp2 zb-v");
+  c.pipeline.virtual_stages = 1;
+  c.pipeline.schedule = PipelineSchedule::ZeroBubbleH2;
+  c.pipeline.post_validate = true;
+  expect_no_allocation(c, 2, "pp2 zb-h2, post-validated");
+  c.pipeline.post_validate = false;
+  c.pipeline.virtual_stages = 2;
   c.pipeline.stages = 1;
   c.pipeline.schedule = PipelineSchedule::BreadthFirst;
   expect_no_allocation(c, 1, "breadth-first");

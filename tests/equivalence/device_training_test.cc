@@ -728,6 +728,29 @@ TEST_P(DeviceParallel, PipelinesGiveTheSameBits) {
     expect_same_training(train(config_of(GetParam(), l), 2), want, l.name());
 }
 
+// Updates before their verdict, of which clipping undoes some: in device memory, and on the host.
+TEST_P(DeviceParallel, PostValidatedStepsChangeNoBit) {
+  for (const Layout& l : {Layout{.pp = 2, .schedule = Kind::ZeroBubbleH2, .stage = 1}, Layout{.dp = 2, .stage = 3}}) {
+    for (const bool on_host : {false, true}) {
+      Config c = config_of(GetParam(), l);
+      c.gradient_clipping = 1.05;
+      if (on_host) c.zero.offload_optimizer.device = OffloadDevice::Cpu;
+      if (on_host && l.stage == 3) c.zero.offload_param.device = OffloadDevice::Cpu;
+      Config waits = c;
+      if (l.pp == 2) waits.pipeline.schedule = Kind::ZeroBubbleH1;
+      c.pipeline.post_validate = true;
+      const Trace want = train(waits, 2), got = train(c, 2);
+      const std::string what = fmt::format("{}{}", l.name(), on_host ? " on the host" : "");
+      expect_same_training(got, want, what);
+      for (const Tag tag : {Tag::Params, Tag::Master, Tag::Optimizer, Tag::Offload})
+        EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
+            << what << " " << tag_name(tag);
+      const auto undone = [&](double norm) { return !(norm <= c.gradient_clipping); };
+      EXPECT_TRUE(std::ranges::any_of(got.norms, undone)) << what;
+    }
+  }
+}
+
 TEST_P(DeviceParallel, RanksThatShareLayersTrainAsOneRank) {
   // In bf16 a sum over ranks is rounded elsewhere: on the simulator 1e-4 of a loss, 7e-5 of the first norm, 2e-3 of
   // later ones.

@@ -186,6 +186,15 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
     values->reserve(static_cast<size_t>(steps));
   trace.skipped.reserve(steps);
+  const auto note = [&](const StepRecord& r) {
+    trace.losses.push_back(r.loss);
+    trace.norms.push_back(r.grad_norm);
+    trace.scales.push_back(r.loss_scale);
+    if (r.aux_loss) trace.aux_losses.push_back(*r.aux_loss);
+    trace.lrs.push_back(r.lr);
+    trace.skipped.push_back(r.skipped);
+    trace.compression = engine.compression();
+  };
   for (i64 step = engine.progress().step, end = step + steps; step < end; ++step) {
     const i64 length = hooks.length ? hooks.length(step) : T;
     engine.train_at(length);
@@ -201,16 +210,12 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     const size_t all = static_cast<size_t>(m * B * length);
     const std::span<i32> begins = std::span(documents).first(documents.empty() ? 0 : all);
     fill_documents(config, length, ids, targets, begins);
-    const StepRecord r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all), begins});
-    trace.losses.push_back(r.loss);
-    trace.norms.push_back(r.grad_norm);
-    trace.scales.push_back(r.loss_scale);
-    if (r.aux_loss) trace.aux_losses.push_back(*r.aux_loss);
-    trace.lrs.push_back(r.lr);
-    trace.skipped.push_back(r.skipped);
-    trace.compression = engine.compression();
-    if (hooks.after_step) hooks.after_step(engine, step);
+    engine.take_step({std::span(ids).first(all), std::span(targets).first(all), begins}, note);
+    if (!hooks.after_step) continue;
+    engine.finish_step(note);
+    hooks.after_step(engine, step);
   }
+  engine.finish_step(note);
   trace.sent = mesh.counts();
   trace.planned = engine.plan().traffic.last;
   trace.predicted = engine.plan().memory.by_tag;

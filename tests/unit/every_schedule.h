@@ -11,14 +11,15 @@ namespace ds::testing {
 template <class F>
 void for_every_schedule(F f) {
   using pipeline::ScheduleKind;
-  for (const ScheduleKind kind :
-       {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::Interleaved,
-        ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst, ScheduleKind::ZeroBubbleV}) {
+  for (const ScheduleKind kind : {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
+                                  ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst,
+                                  ScheduleKind::ZeroBubbleV, ScheduleKind::ZeroBubbleH2}) {
     for (int p = 1; p <= 8; ++p) {
       for (i64 m = 1; m <= 32; ++m) {
         for (int v = 1; v <= 4; ++v) {
           for (const double limit : {1.0, 0.9, 0.8, 0.7, 0.5}) {
-            const pipeline::ScheduleOptions options{kind, p, 0, m, v, 0, limit};
+            const bool post_validate = kind == ScheduleKind::ZeroBubbleH2;
+            const pipeline::ScheduleOptions options{kind, p, 0, m, v, 0, limit, post_validate};
             if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
             SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
             f(options);
@@ -28,6 +29,15 @@ void for_every_schedule(F f) {
       }
     }
   }
+}
+
+// The same with post-validated steps, of fewer micro-batches.
+template <class F>
+void for_every_post_validated(F f) {
+  for_every_schedule([&](pipeline::ScheduleOptions options) {
+    options.post_validate = true;
+    if (options.micro_batches <= 20 && options.memory_limit != 0.9) f(options);
+  });
 }
 
 }  // namespace ds::testing

@@ -125,6 +125,16 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
   }
 }
 
+// With post-validated steps there is one schedule more, which gains by them.
+TEST(Fit, TriesZeroBubbleH2IfStepsArePostValidated) {
+  const FitResult r = fit(source({"pipeline.post_validate=true"}), options(kWorkspace + (i64{3} << 20)), kHardware);
+  std::set<PipelineSchedule> schedules;
+  for (const Arrangement& a : r.fitting) schedules.insert(a.schedule);
+  EXPECT_TRUE(schedules.contains(PipelineSchedule::ZeroBubbleH2));
+  for (size_t i = 1; i < r.fitting.size(); ++i)
+    EXPECT_GE(r.fitting[i - 1].time.tokens_per_s, r.fitting[i].time.tokens_per_s);
+}
+
 // The list is the same however much of it is asked for: an arrangement that is never looked at would be missing.
 TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
   const FitResult all = fit(source(), options(kWorkspace + (i64{3} << 20)), kHardware);

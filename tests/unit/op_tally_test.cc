@@ -435,6 +435,13 @@ TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
       expect_engine_agrees(config_of(config, l), l.ranks());
     }
   }
+  for (const Layout& l : {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2, .schedule = Kind::ZeroBubbleH2}}) {
+    Config c = config_of(tiny_gpt2(), l);
+    c.pipeline.post_validate = true;
+    c.gradient_clipping = 0;  // nothing is undone
+    SCOPED_TRACE("post-validated " + l.name());
+    expect_engine_agrees(c, l.ranks());
+  }
 }
 
 // The communicator of one rank folds every gradient once, unless products have summed it.

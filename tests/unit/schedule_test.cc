@@ -13,6 +13,7 @@
 namespace ds::pipeline {
 namespace schedule_test {
 
+using testing::for_every_post_validated;
 using testing::for_every_schedule;
 using ::testing::HasSubstr;
 
@@ -64,6 +65,10 @@ TEST(Schedule, ComputesInTheOrderOfThePapers) {
   EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 0, 2)), "F0 F1 B0 B1");
   EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 0, 6)), "F0 F1 F2 F3 b0 W0 F4 b1 W1 F5 b2 W2 b3 W3 b4 W4 b5 W5");
   EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 2, 6)), "F0 F1 b0 F2 b1 F3 b2 W0 F4 b3 W1 F5 b4 W2 b5 W3 W4 W5");
+  const auto h2 = [](int stage) { return compute_text(make_schedule({ZeroBubbleH2, 3, stage, 6, 1, 0, 1, true})); };
+  EXPECT_EQ(h2(0), "F0 F1 F2 F3 F4 b0 W0 F5 b1 W1 b2 W2 b3 W3 b4 W4 b5 W5");
+  EXPECT_EQ(h2(1), "F0 F1 F2 b0 F3 b1 F4 b2 W0 F5 b3 W1 b4 W2 b5 W3 W4 W5");
+  EXPECT_EQ(h2(2), "F0 b0 F1 b1 F2 b2 F3 b3 F4 b4 W0 F5 b5 W1 W2 W3 W4 W5");
   EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 3, 6)), "F0 b0 F1 b1 F2 b2 F3 b3 W0 F4 b4 W1 F5 b5 W2 W3 W4 W5");
   EXPECT_EQ(compute_text(schedule(Interleaved, 2, 0, 4, 2), true),
             "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
@@ -348,6 +353,10 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
           ASSERT_EQ(sizes.forward, std::min<i64>(p, m));
           ASSERT_EQ(sizes.backward, std::min<i64>(o.stage + 1, m));
           break;
+        case ScheduleKind::ZeroBubbleH2:
+          ASSERT_EQ(sizes.forward, std::min<i64>(2 * p - 1, m));
+          ASSERT_EQ(sizes.backward, std::min<i64>(2 * o.stage + 1, m));
+          break;
         case ScheduleKind::ZeroBubbleV: {
           const i64 most = most_kept_passes({.stages = p, .memory_limit = o.memory_limit});
           ASSERT_LE(kept_slots(instrs, v, m).count, most);
@@ -380,6 +389,54 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
   EXPECT_EQ(eval.backward, 1);
 }
 
+// Every stage validates once, before its first gradient, with nothing in flight: what was sent before was received
+// before.
+TEST(Schedule, ValidatesBetweenMessagesAndBeforeGradients) {
+  for_every_post_validated([](const ScheduleOptions& o) {
+    const std::vector<std::vector<Instr>> schedules = make_schedules(o);
+    ScheduleOptions without = o;
+    without.post_validate = o.kind == ScheduleKind::ZeroBubbleH2;
+    std::map<std::tuple<int, int, Way>, i64> in_flight;
+    for (int stage = 0; stage < o.stages; ++stage) {
+      std::vector<Instr> instrs = schedules[stage];
+      const size_t before = before_gradients(instrs);
+      ASSERT_EQ(std::ranges::count(instrs, Op::Validate, &Instr::op), 1);
+      ASSERT_EQ(instrs[before].op, Op::Validate);
+      for (size_t i = 0; i < before; ++i) {
+        const Op op = instrs[i].op;
+        ASSERT_TRUE(op == Op::Load || op == Op::Forward || op == Op::SendActivation || op == Op::RecvActivation);
+        const int peer = o.placement().peer_of(stage, op, instrs[i].chunk);
+        const Way way = o.placement().way_of(op, instrs[i].chunk);
+        if (op == Op::SendActivation) ++in_flight[{stage, peer, way}];
+        if (op == Op::RecvActivation) --in_flight[{peer, stage, way}];
+      }
+      if (without.post_validate) continue;
+      instrs.erase(instrs.begin() + static_cast<std::ptrdiff_t>(before));
+      ASSERT_EQ(instrs, make_schedules(without)[stage]) << "and nothing else changes";
+    }
+    for (const auto& [channel, messages] : in_flight) ASSERT_EQ(messages, 0);
+  });
+}
+
+// As many forward passes as the last stage gives it time for.
+TEST(Schedule, ValidatesWhenTheLastStageHasItsFirstGradient) {
+  using enum ScheduleKind;
+  const auto forward_passes = [](ScheduleOptions o) {
+    o.post_validate = true;
+    std::vector<i64> passes;
+    for (const std::vector<Instr>& instrs : make_schedules(o))
+      passes.push_back(std::count_if(instrs.begin(),
+                                     instrs.begin() + static_cast<std::ptrdiff_t>(before_gradients(instrs)),
+                                     [](const Instr& i) { return i.op == Op::Forward; }));
+    return passes;
+  };
+  EXPECT_EQ(forward_passes({OneFOneB, 4, 0, 8}), (std::vector<i64>{4, 3, 2, 1}));
+  EXPECT_EQ(forward_passes({ZeroBubbleH2, 4, 0, 8}), (std::vector<i64>{4, 3, 2, 1}));
+  EXPECT_EQ(forward_passes({GPipe, 4, 0, 8}), (std::vector<i64>{8, 8, 8, 8}));
+  EXPECT_EQ(forward_passes({Interleaved, 4, 0, 8, 2}), (std::vector<i64>{8, 7, 6, 5}));
+  EXPECT_EQ(forward_passes({OneFOneB, 1, 0, 8}), (std::vector<i64>{1}));
+}
+
 TEST(Schedule, SaysWhyThereIsNone) {
   const auto why = [](ScheduleKind kind, int stages, i64 micro_batches, int chunks) {
     return why_not({kind, stages, 0, micro_batches, chunks});
@@ -388,6 +445,8 @@ TEST(Schedule, SaysWhyThereIsNone) {
   EXPECT_EQ(why(Interleaved, 4, 8, 2), "");
   EXPECT_EQ(why(ZeroBubbleH1, 4, 3, 1), "");
   EXPECT_EQ(why(BreadthFirst, 1, 3, 4), "");
+  EXPECT_EQ(why_not({ZeroBubbleH2, 4, 0, 3, 1, 0, 1, true}), "");
+  EXPECT_THAT(why(ZeroBubbleH2, 4, 8, 1), HasSubstr("pipeline.schedule zb-h2: pipeline.post_validate is false"));
   EXPECT_EQ(why(ZeroBubbleV, 4, 1, 2), "");
   EXPECT_THAT(why(ZeroBubbleV, 4, 8, 1), HasSubstr("pipeline.virtual_stages 1: pipeline.schedule zb-v takes 2"));
   EXPECT_THAT(why(ZeroBubbleV, 1, 8, 2), HasSubstr("pipeline.stages is 1, it takes 2 or more"));

@@ -11,6 +11,7 @@
 namespace ds::pipeline {
 namespace simulate_test {
 
+using testing::for_every_post_validated;
 using testing::for_every_schedule;
 using ::testing::HasSubstr;
 using Schedules = std::vector<std::vector<Instr>>;
@@ -24,6 +25,11 @@ std::string error_of(const Schedules& schedules) {
   } catch (const Error& e) {
     return e.what();
   }
+}
+
+double bubble_of_simulation(const ScheduleOptions& o) {
+  return o.post_validate ? simulate_steps(make_schedules(o), kUnit, {}, o.placement().v).bubble_fraction()
+                         : simulate(o, kUnit).bubble_fraction();
 }
 
 // For any delays, and even if a stage holds one message of each kind at a time.
@@ -64,7 +70,7 @@ TEST(Simulate, IdleTimesAreThoseOfThePapers) {
   for_every_schedule([](const ScheduleOptions& o) {
     const bool zero_bubble = o.kind == ScheduleKind::ZeroBubbleH1;
     if (zero_bubble && o.micro_batches < o.stages) return;
-    if (o.kind == ScheduleKind::ZeroBubbleV) return;  // below
+    if (o.kind == ScheduleKind::ZeroBubbleV || o.kind == ScheduleKind::ZeroBubbleH2) return;  // below
     for (const Costs& costs : {Costs{1, 1, 1}, Costs{3, 4, 2}, Costs{5, 7, 5}, Costs{8, 3, 9}}) {
       if (zero_bubble && costs.backward_weight > std::min(costs.forward, costs.backward_input)) continue;
       for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
@@ -84,14 +90,14 @@ TEST(Simulate, NothingWaitsForeverWhereTheBackwardPassEndsEarly) {
     for (o.backward_end = 1; o.backward_end < i64{o.stages} * o.chunks; ++o.backward_end) {
       for (const i64 send_buffers : {i64{1}, i64{1} << 40})
         (void)simulate(o, kUnit, {.seed = 7, .delay = 3, .send_buffers = send_buffers});
-      ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction());
+      ASSERT_EQ(bubble_fraction(o), bubble_of_simulation(o));
     }
   });
 }
 
 TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
-  for_every_schedule(
-      [](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), simulate(o, kUnit).bubble_fraction()); });
+  for_every_schedule([](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), bubble_of_simulation(o)); });
+  for_every_post_validated([](const ScheduleOptions& o) { ASSERT_EQ(bubble_fraction(o), bubble_of_simulation(o)); });
 }
 
 // A simulation of these would take memory by the product.
@@ -157,6 +163,38 @@ TEST(Simulate, AVOfLessMemoryIsIdleForAsLongAsThePapersSay) {
       }
     }
   }
+}
+
+// ZB-H2 with as many micro-batches as a stage keeps: from step to step no stage is ever idle.
+TEST(Simulate, StepsOfZeroBubbleH2FollowEachOtherWithoutABubble) {
+  for (int p = 2; p <= 16; ++p) {
+    for (const i64 m : {2 * i64{p} - 1, 3 * i64{p}}) {
+      const ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, 1, true};
+      ASSERT_TRUE(formula_is_exact(o));
+      EXPECT_EQ(idle_formula(o), 0);
+      const SteadySteps steps = simulate_steps(make_schedules(o), kUnit);
+      EXPECT_EQ(steps.period, 3 * m);
+      for (const double idle : steps.idle) EXPECT_EQ(idle, 0);
+    }
+  }
+}
+
+// Steps that follow each other take no longer than steps that wait for each other, and what a stage works between two
+// steps is no bubble.
+TEST(Simulate, PostValidatedStepsAreNoSlower) {
+  for_every_post_validated([](ScheduleOptions o) {
+    const Schedules schedules = make_schedules(o);
+    for (const Costs& costs : {Costs{1, 1, 1}, Costs{3, 4, 2, 0.25}, Costs{8, 3, 9}}) {
+      const double alone = simulate(schedules, {&costs, 1}, {}, o.placement().v).makespan;
+      const SteadySteps steps = simulate_steps(schedules, {&costs, 1}, {}, o.placement().v);
+      ASSERT_LE(steps.period, alone + 1e-9);
+      const std::vector<double> between(static_cast<size_t>(o.stages), 2.5);
+      const SteadySteps with_updates = simulate_steps(schedules, {&costs, 1}, between, o.placement().v);
+      ASSERT_LE(with_updates.period, alone + 2.5 + 1e-9);
+      ASSERT_GE(with_updates.period, steps.period);
+      for (const double idle : with_updates.idle) ASSERT_GE(idle, -1e-9);
+    }
+  });
 }
 
 // If its conditions do not hold, ZB-H1's formula promises too much.

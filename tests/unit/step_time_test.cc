@@ -326,6 +326,40 @@ TEST(StepTime, BubbleIsTheSimulations) {
   }
 }
 
+// From step to step, the time is that of the busiest stage with its own update, or more; and never more than that of
+// steps that wait for each other, but for the copies of the version before.
+TEST(StepTime, PostValidatedStepsAreSimulatedOneAfterTheOther) {
+  for (const Kind kind : {Kind::OneFOneB, Kind::GPipe, Kind::ZeroBubbleH1, Kind::ZeroBubbleH2}) {
+    Layout l{.pp = 2};
+    l.schedule = kind == Kind::ZeroBubbleH2 ? Kind::ZeroBubbleH1 : kind;
+    Config c = config_of(tiny_llama(), l);
+    const Machine m = cpu();
+    const Links links = links_of(1e-5, 1e-9);
+    const StepTime waits = Predicted(c)(m, &links);
+    c.pipeline.schedule = kind;
+    c.pipeline.post_validate = true;
+    const Predicted p(c);
+    const StepTime t = p(m, &links);
+    SCOPED_TRACE(schedule_name(kind));
+    const auto kept = p.plans[0].kept_for_undo();
+    EXPECT_GT(kept.states, 0);
+    EXPECT_GT(t.optimizer_s, waits.optimizer_s);
+    EXPECT_NEAR(t.pipeline_s + t.communication_s + t.optimizer_s + t.publish_s + t.files_s + t.copies_s, t.step_s,
+                1e-12);
+    EXPECT_LE(t.step_s, waits.step_s + (t.optimizer_s - waits.optimizer_s) + 1e-12);
+    if (kind == Kind::ZeroBubbleH2) {
+      EXPECT_LT(t.bubble_fraction, waits.bubble_fraction);
+    }
+    std::vector<memreport::StageWork> stages;
+    for (size_t s = 0; s < p.plans.size(); ++s) stages.push_back({&p.plans[s], &p.works[s]});
+    const memreport::LeastTime least = memreport::least_step(p.models[0], stages, m, &links);
+    EXPECT_LE(least.own.step_s, t.step_s + 1e-12);
+    EXPECT_LE(least.any_cut.step_s, t.step_s + 1e-12);
+    ASSERT_EQ(t.stage_idle_s.size(), 2u);
+    for (const double idle : t.stage_idle_s) EXPECT_GE(idle, -1e-12);
+  }
+}
+
 TEST(Links, AreReadBackAndChosenByPlace) {
   commbench::Result r;
   r.ranks.resize(2);

@@ -352,7 +352,16 @@ struct EvalConfig {
 };
 
 // How the pipeline stages process micro-batches; see pipeline/schedule.h.
-enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst, ZeroBubbleV };
+enum class PipelineSchedule : u8 {
+  Naive,
+  GPipe,
+  OneFOneB,
+  Interleaved,
+  ZeroBubbleH1,
+  BreadthFirst,
+  ZeroBubbleV,
+  ZeroBubbleH2,
+};
 struct PipelineConfig {
   i64 stages = 1;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
@@ -361,6 +370,9 @@ struct PipelineConfig {
   i64 virtual_stages = 1;  // chunks of layers per stage: 2 with ZeroBubbleV, more than 1 if Interleaved or BreadthFirst
   // ZeroBubbleV: the most activations that a stage keeps, as a share of those of 1F1B's first stage.
   double memory_limit = 1;
+  // A step updates before its verdict (norm, overflow) is known, and is undone if the verdict differs from the assumed
+  // one, finite and unclipped. The verdict is made within the next step.
+  bool post_validate = false;
 };
 
 // Tensor parallelism: each matrix is cut over tp_size ranks.
