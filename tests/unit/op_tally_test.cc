@@ -405,6 +405,24 @@ TEST(OpTally, IsWhatAnEngineCalls) {
   }
 }
 
+TEST(OpTally, HasTheProductsAndCodesOfFp8) {
+  ModelConfig llama = tiny_llama(), gpt2 = tiny_gpt2();
+  llama.hidden = 128, llama.head_dim = 64, llama.intermediate = 256, llama.qk_norm = false;
+  gpt2.hidden = 128, gpt2.heads = gpt2.kv_heads = 2, gpt2.head_dim = 64, gpt2.intermediate = 256;
+  for (const ModelConfig& model : {llama, gpt2}) {
+    for (const bool joined : {false, true}) {
+      Config c = tiny_config(model, 1, 2, 2);
+      c.model.joined_products = joined;
+      c.bf16.enabled = c.fp8.enabled = true;
+      c.fp8.gradients = joined ? Fp8Gradients::E5M2 : Fp8Gradients::E4M3;
+      c.communication_data_type = WireType::BF16;
+      c.activation_checkpointing.granularity = joined ? CheckpointGranularity::Layer : CheckpointGranularity::None;
+      SCOPED_TRACE(fmt::format("{} joined {}", family_name(model.family), joined));
+      expect_engine_agrees(c, 1);
+    }
+  }
+}
+
 TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
   using Mode = SequenceParallelMode;
   for (const ModelConfig& config : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
