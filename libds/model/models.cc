@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <set>
+#include <span>
 
 #include "config/parallel.h"
 #include "model/attention_pattern.h"
@@ -32,16 +33,22 @@ void use_fp8(Model& m, const Fp8Config& fp8) {
   std::vector<std::string> problems;
   const DType gradients = fp8.gradients == Fp8Gradients::E5M2 ? DType::F8E5M2 : DType::F8E4M3;
   for (const auto& layer : m.layers) {
-    if (layer->is_block()) layer->multiply_in_fp8(gradients, m.fp8, problems);
+    if (!layer->is_block()) continue;
+    const size_t before = m.fp8.size();
+    layer->multiply_in_fp8(gradients, m.fp8, problems);
+    DS_CHECK(m.fp8.size() > before, Errc::Unavailable, "fp8.enabled: the block {} has no linear map of ds/linear.h",
+             layer->name());
   }
-  DS_CHECK(!m.fp8.empty(), Errc::Unavailable,
-           "fp8.enabled: no block of the model has a linear map that it could apply to");
-  DS_CHECK(
-      problems.empty(), Errc::Config,
-      "fp8.enabled: scales are for {0} x {0} elements of a matrix, so the inputs and outputs of a linear map must be "
-      "multiples of {0}{1}; these [inputs, outputs] are not: {2}",
-      kFp8Block, m.shard.tp > 1 ? fmt::format(" on each of the {} ranks of tensor_parallel", m.shard.tp) : "",
-      fmt::join(problems, ", "));
+  if (problems.empty()) return;
+  constexpr size_t kShown = 8;  // a model of many blocks repeats them
+  const size_t shown = std::min(problems.size(), kShown);
+  const std::string more = problems.size() > shown ? fmt::format(", and {} more", problems.size() - shown) : "",
+                    ranks =
+                        m.shard.tp > 1 ? fmt::format(" on each of the {} ranks of tensor_parallel", m.shard.tp) : "";
+  throw Error(Errc::Config, fmt::format("fp8.enabled: scales are for {0} x {0} elements of a matrix, so the inputs and "
+                                        "outputs of a linear map must be multiples of {0}{1}; these [inputs, outputs] "
+                                        "are not: {2}{3}",
+                                        kFp8Block, ranks, fmt::join(std::span(problems).first(shown), ", "), more));
 }
 
 // The code of a program may be wrong, and what runs the model relies on all of this.

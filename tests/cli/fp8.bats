@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# Products in FP8: a run trains, resumes bit for bit and evaluates; its memory is predicted; what does not fit is refused
-# before it starts.
+# Products in FP8: a run trains and resumes bit for bit; its memory is predicted; what does not fit is refused before it
+# starts.
 
 bats_require_minimum_version 1.5.0
 
@@ -10,7 +10,7 @@ load tiny
 fp8=(--set bf16.enabled=true --set fp8.enabled=true)
 wide=(--set model.n_embd=128 --set model.n_head=2)
 
-@test "a run in FP8 resumes bit for bit at another ZeRO stage, and evaluates" {
+@test "a run in FP8 resumes bit for bit at another ZeRO stage" {
   for gradients in e4m3 e5m2; do
     set=("${fp8[@]}" "${wide[@]}" --set fp8.gradients=$gradients)
     ds-launch -n 2 ds-train cfg.json --out $gradients --quiet --steps 6 "${set[@]}"
@@ -46,13 +46,4 @@ wide=(--set model.n_embd=128 --set model.n_head=2)
   assert_output --partial 'matrices in tiles'
   run -4 ds-memreport cfg.json "${fp8[@]}" "${wide[@]}" --gpu a100
   assert_output --partial 'fp8.enabled: the GPU has compute capability 8'
-}
-
-@test "a step in FP8 takes less time on an H200 than in bf16, by its peaks" {
-  large=(--set model.n_embd=4096 --set model.n_head=32 --set train_batch_size=8)
-  ds-memreport cfg.json "${fp8[@]}" "${large[@]}" --gpu h200 --json >fp8.json
-  ds-memreport cfg.json --set bf16.enabled=true "${large[@]}" --gpu h200 --json >bf16.json
-  grep -q quantize_fp8 fp8.json
-  run grep -q quantize_fp8 bf16.json
-  assert_failure
 }

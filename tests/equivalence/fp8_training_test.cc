@@ -2,12 +2,16 @@
 // Linear maps in FP8: the training of bf16 but for the rounding of codes, with the same bits however a run is cut, in
 // the memory of its plan. What a run evaluates and writes is computed by the same products.
 
+#include <gmock/gmock.h>
+
 #include <limits>
 #include <map>
 
 #include "ds/linear.h"
 #include "equivalence/checkpoints.h"
 #include "equivalence/layouts.h"
+#include "equivalence/toy_experts.h"
+#include "expect_error.h"
 #include "model/models.h"
 #include "plan/op_tally.h"
 #include "plan/run_plan.h"
@@ -236,7 +240,7 @@ TEST(Fp8Training, SizesThatAreNoMultiplesOfABlockAreRefusedTogether) {
   Config c = config_for(tiny_gpt2(), {});
   const std::string narrow = message(c, {});
   for (const char* map :
-       {"h.0.attn.c_attn [36, 108]", "h.0.mlp.c_fc [36, 144]", "h.2.mlp.c_proj [144, 36]", "128 x 128"})
+       {"h.0.attn.c_attn [36, 108]", "h.0.mlp.c_fc [36, 144]", "h.1.mlp.c_proj [144, 36], and 4 more", "128 x 128"})
     EXPECT_NE(narrow.find(map), narrow.npos) << map << " in " << narrow;
   c = config_for(llama(), {});
   EXPECT_EQ(message(c, {}), "no error");
@@ -246,6 +250,25 @@ TEST(Fp8Training, SizesThatAreNoMultiplesOfABlockAreRefusedTogether) {
   EXPECT_NE(shared.find("gate_proj [128, 64]"), shared.npos) << shared;
   EXPECT_NE(shared.find("each of the 4 ranks of tensor_parallel"), shared.npos) << shared;
   EXPECT_EQ(shared.find("k_proj"), shared.npos) << shared;
+}
+
+// A model whose block has a matrix, but no linear map.
+struct WithoutMaps final : model::Source {
+  std::string identity() const override { return "toy"; }
+  model::Model make(const ModelConfig& c, const model::Shard& shard) const override {
+    ModelConfig family = c;
+    family.source = nullptr;
+    model::Model m = model::make_llama(family, shard);
+    m.layers[1] = std::make_unique<ToyExpertLayer>("toy", ToyExperts{.hidden = c.hidden}, shard);
+    return m;
+  }
+};
+
+TEST(Fp8Training, BlocksWithoutLinearMapsAreRefusedByName) {
+  Config c = config_for(llama(), {});
+  c.model.source = std::make_shared<WithoutMaps>();
+  expect_error(Errc::Unavailable, ::testing::HasSubstr("fp8.enabled: the block toy has no linear map"),
+               [&] { static_cast<void>(model::make_model(c)); });
 }
 
 // Rows are multiplied with the bits that they have alone.
