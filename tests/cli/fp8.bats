@@ -47,3 +47,14 @@ wide=(--set model.n_embd=128 --set model.n_head=2)
   run -4 ds-memreport cfg.json "${fp8[@]}" "${wide[@]}" --gpu a100
   assert_output --partial 'fp8.enabled: the GPU has compute capability 8'
 }
+
+@test "by its peaks an H200 takes less time for a step in FP8, and more workspace" {
+  large=(--set model.n_embd=4096 --set model.n_head=32 --set bf16.enabled=true --set data.seq_length=64
+    --set train_batch_size=512 --set train_micro_batch_size_per_gpu=256)
+  ds-memreport cfg.json "${large[@]}" --gpu h200 >bf16
+  ds-memreport cfg.json "${large[@]}" --set fp8.enabled=true --gpu h200 >fp8
+  milliseconds() { awk '$1 == "computing" { print $2 }' "$1"; }
+  assert [ -n "$(milliseconds fp8)" ]
+  awk -v fp8="$(milliseconds fp8)" -v bf16="$(milliseconds bf16)" 'BEGIN { exit !(fp8 > 0.5 * bf16 && fp8 < 0.9 * bf16) }'
+  assert [ "$(grep '^ *workspace ' fp8)" != "$(grep '^ *workspace ' bf16)" ]
+}

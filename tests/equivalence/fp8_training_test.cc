@@ -153,6 +153,24 @@ TEST(Fp8Training, AnyNumberOfRowsIsMultiplied) {
   }
 }
 
+// Layers that see a part of the tokens, in numbers that change, multiply fewer rows in the memory for all.
+TEST(Fp8Training, LayersThatDropTokensDoNotChangeABitWithRanks) {
+  for (const ModelConfig& model : kModels) {
+    const auto dropping = [&](const Layout& l) {
+      Config c = config_for(model, l);
+      RandomLtdConfig& ltd = c.random_ltd;
+      ltd.data_efficiency = ltd.data_routing = ltd.enabled = true;
+      ltd.layers = {0, 1};
+      ltd.min_value = 5, ltd.max_value = 16, ltd.require_steps = kSteps, ltd.seq_per_step = 1;
+      return c;
+    };
+    const Trace base = train(dropping({}));
+    EXPECT_FALSE(same_bits(base.losses, train(config_for(model, {})).losses)) << "nothing is dropped";
+    const Layout l{.dp = 2, .stage = 3};
+    expect_same_training(train(dropping(l), l), base, named(model, l, Fp8Gradients::E4M3));
+  }
+}
+
 TEST(Fp8Training, ResumesWithEveryBit) {
   for (const ModelConfig& model : kModels) {
     const TempDirectory dir;

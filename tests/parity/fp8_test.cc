@@ -4,7 +4,6 @@
 
 #include <bit>
 #include <limits>
-#include <map>
 
 #include "parity.h"
 
