@@ -354,8 +354,8 @@ constexpr Product kProducts[] = {
     {19, 23, 200, Fp8Blocks::Rows, Fp8Blocks::Rows, DType::F8E4M3, DType::F8E4M3, DType::F32, true, true, 3},
 };
 
-// In fp32, K terms and their two roundings lose at most K + 4 half units of the sum of magnitudes. Hopper adds the
-// terms of a block with 14 bits, of which the last one is cut off.
+// In fp32, K terms and their two roundings lose at most K + 4 half units of the sum of magnitudes. Hopper adds 32 terms
+// at a time to the sum of a block, each cut off at about 2^-13 of the largest; no GPU has run this bound.
 TEST(Fp8, ProductsAreThoseOfRefToTheRoundingOfTheirSums) {
   ThreadPool pool(3);
   Stream s{.pool = &pool};
@@ -364,7 +364,7 @@ TEST(Fp8, ProductsAreThoseOfRefToTheRoundingOfTheirSums) {
       const std::vector<double> sums = magnitudes(p, s);
       for (const bool in_place : {false, true}) {
         const Tensor want = multiply(ref_ops(), p, in_place, s), got = multiply(*ops, p, in_place, s);
-        const double lost = is_gpu() ? 0x1p-12 : static_cast<double>(p.K + 4) * 0x1p-24;
+        const double lost = is_gpu() ? 0x1p-10 : static_cast<double>(p.K + 4) * 0x1p-24;
         for (i64 i = 0; i < want.numel(); ++i) {
           const double g = got.at(i), w = want.at(i);  // each is rounded once to half a unit in the last place
           const double stored = p.out == DType::BF16 ? 0x1p-8 * (std::abs(g) + std::abs(w)) : 0;
