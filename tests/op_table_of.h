@@ -42,6 +42,8 @@ constexpr OpTable op_table_of(std::string_view name) {
       .quantize_signs = Op<&OpTable::quantize_signs>::run,
       .dequantize = Op<&OpTable::dequantize>::run,
       .dequantize_fold = Op<&OpTable::dequantize_fold>::run,
+      .quantize_fp8 = Op<&OpTable::quantize_fp8>::run,
+      .matmul_fp8 = Op<&OpTable::matmul_fp8>::run,
       .max_abs = Op<&OpTable::max_abs>::run,
       .nonzero_rows = Op<&OpTable::nonzero_rows>::run,
       .sum_squares = Op<&OpTable::sum_squares>::run,

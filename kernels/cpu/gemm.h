@@ -83,40 +83,25 @@ struct Source {
   const T* at(i64 i, i64 k) const noexcept { return along ? data + i * ld + k : data + k * ld + i; }
 };
 
-// Packs `count` <= kLanes rows, from i on, and k in [k0, k0 + depth): dst[word * stride + row]. Each word stores a
-// whole vector, zero beyond `count`; with stride < kLanes the next word overwrites the excess, and the last word needs
-// room for it.
-template <class Product, class T>
-inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i64 k0, i64 depth) noexcept {
-  constexpr i64 D = Product::kDepth;
-  if (!s.along) {
-    const T* p = s.at(i, k0);
-    const auto words = [&](auto n) {
-      for (i64 k = 0; k < depth; k += D, dst += stride, p += D * s.ld) {
-        store(dst, Product::load_across(p, s.ld, depth - k, n));
-      }
-    };
-    if (count == kLanes) {
-      words(AllLanes{});
-    } else {
-      words(count);
-    }
-    return;
-  }
-  for (i64 k = 0; k < depth; k += D * kLanes) {
+// Packs `count` <= kLanes rows and `depth` elements of k, which load(j, k, n) returns as words of row j from k on: all
+// lanes, or those of the n elements that are left. dst[word * stride + row]; each word stores a whole vector, zero
+// beyond `count`; with stride < kLanes the next word overwrites the excess, and the last word needs room for it.
+template <i64 kDepth, class Load>
+inline void pack_rows(float* dst, i64 stride, i64 count, i64 depth, Load&& load) noexcept {
+  for (i64 k = 0; k < depth; k += kDepth * kLanes) {
     const i64 left = depth - k;
     Vec r[kLanes];
     const auto fill = [&](auto n) {
 #pragma GCC unroll 16
-      for (i64 j = 0; j < kLanes; ++j) r[j] = j < count ? Product::load_along(s.at(i + j, k0 + k), n) : zero();
+      for (i64 j = 0; j < kLanes; ++j) r[j] = j < count ? load(j, k, n) : zero();
     };
-    if (left >= D * kLanes) {
+    if (left >= kDepth * kLanes) {
       fill(AllLanes{});
     } else {
       fill(left);
     }
     transpose(r);
-    const i64 words = std::min(kLanes, (left + D - 1) / D);
+    const i64 words = std::min(kLanes, (left + kDepth - 1) / kDepth);
     if (words == kLanes) {
 #pragma GCC unroll 16
       for (i64 w = 0; w < kLanes; ++w, dst += stride) store(dst, r[w]);
@@ -126,10 +111,31 @@ inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i
   }
 }
 
+// The same for rows from i on and k in [k0, k0 + depth) of a source.
+template <class Product, class T>
+inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i64 k0, i64 depth) noexcept {
+  constexpr i64 D = Product::kDepth;
+  if (s.along) {
+    return pack_rows<D>(dst, stride, count, depth,
+                        [&](i64 j, i64 k, auto n) { return Product::load_along(s.at(i + j, k0 + k), n); });
+  }
+  const T* p = s.at(i, k0);
+  const auto words = [&](auto n) {
+    for (i64 k = 0; k < depth; k += D, dst += stride, p += D * s.ld) {
+      store(dst, Product::load_across(p, s.ld, depth - k, n));
+    }
+  };
+  if (count == kLanes) {
+    words(AllLanes{});
+  } else {
+    words(count);
+  }
+}
+
 // Packs rows [begin, end) and k in [k0, k0 + depth) as panels of kWidth rows, `pitch` words apart; the last panel may
 // be narrower. A panel needs room for kLanes words beyond its end unless kWidth is a multiple of kLanes.
-template <class Product, i64 kWidth, class T>
-inline void pack_panels(float* dst, i64 pitch, const Source<T>& s, i64 begin, i64 end, i64 k0, i64 depth) noexcept {
+template <class Product, i64 kWidth, class S>
+inline void pack_panels(float* dst, i64 pitch, const S& s, i64 begin, i64 end, i64 k0, i64 depth) noexcept {
   // If k is strided, packs a few k of all panels at a time: each is one long piece of memory.
   const i64 step = s.along ? depth : std::min<i64>(depth, 16);
   for (i64 k = 0; k < depth; k += step) {

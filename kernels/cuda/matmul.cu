@@ -78,6 +78,30 @@ void finish(const MatmulFinish& f, cudaStream_t stream) noexcept {
   launch(finish_kernel<C, T>, {.grid = dim3(blocks), .block = kBlock}, stream, args);
 }
 
+void finish(const MatmulFinish& f, DType work, cudaStream_t stream) noexcept {
+  with_work_type(
+      work, [&]<class T>(T) { f.call.c.dtype == DType::F32 ? finish<float, T>(f, stream) : finish<T, T>(f, stream); });
+}
+
+// Whether the library has the product of a step.
+bool supported(MatmulEngine& engine, const MatmulStep& step) noexcept {
+  return !step.multiplies || engine.supports(step.product);
+}
+
+// work: the type of a bias, and of c unless that is fp32.
+void run_step(Context& ctx, MatmulStep& step, DType work) noexcept {
+  if (step.scratch_bytes > 0) {
+    void* const sums = ctx.scratch(static_cast<size_t>(step.scratch_bytes));
+    if (sums == nullptr) return;
+    step.product.d = sums;
+    step.finish.sums = static_cast<const float*>(sums);
+  }
+  if (step.multiplies) ctx.matmul().run(step.product);
+  if (!step.finishes) return;
+  finish(step.finish, work, ctx.stream());
+  ctx.check(cudaGetLastError(), "matmul");
+}
+
 }  // namespace
 
 void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
@@ -92,26 +116,23 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
     return;
   }
   Context& ctx = context(stream);
-  MatmulEngine& engine = ctx.matmul();
   for (i64 begin = 0; begin < M;) {
     const MatmulCall rest = rows_from(all, begin, p.rowwise ? 1 : M - begin);
     MatmulStep step = plan_matmul(rest, /*fuse=*/true);
-    if (step.multiplies && !engine.supports(step.product)) step = plan_matmul(rest, /*fuse=*/false);
-    if (step.scratch_bytes > 0) {
-      void* const sums = ctx.scratch(static_cast<size_t>(step.scratch_bytes));
-      if (sums == nullptr) return;
-      step.product.d = sums;
-      step.finish.sums = static_cast<const float*>(sums);
-    }
-    if (step.multiplies) engine.run(step.product);
-    if (step.finishes) {
-      with_work_type(a.dtype, [&]<class T>(T) {
-        c.dtype == DType::F32 ? finish<float, T>(step.finish, ctx.stream()) : finish<T, T>(step.finish, ctx.stream());
-      });
-      ctx.check(cudaGetLastError(), "matmul");
-    }
+    if (!supported(ctx.matmul(), step)) step = plan_matmul(rest, /*fuse=*/false);
+    run_step(ctx, step, a.dtype);
     begin += step.rows;
   }
+}
+
+void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
+                TensorView residual, const Fp8MatmulParams& p, Stream& stream) noexcept {
+  if (c.dim(0) == 0 || c.dim(1) == 0) return;
+  const Fp8MatmulCall call{c, a, a_scales, b, b_scales, bias, residual, p};
+  Context& ctx = context(stream);
+  MatmulStep step = plan_matmul_fp8(call, /*fuse=*/true);
+  if (!supported(ctx.matmul(), step)) step = plan_matmul_fp8(call, /*fuse=*/false);
+  run_step(ctx, step, DType::BF16);
 }
 
 }  // namespace ds::cuda

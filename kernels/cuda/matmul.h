@@ -28,6 +28,14 @@ struct LtProblem {
   const void* bias = nullptr;  // [m], 16-byte aligned; or none
   void* aux = nullptr;         // [m,n] with gelu, 16-byte aligned, ld_aux % 8 == 0; or none
   i64 lda = 0, ldb = 0, ldc = 0, ldd = 0, ld_aux = 0;
+
+  // For codes, E4M3 or E5M2: scales, in the layout of Fp8Layout. `ab` is then the type of a alone; trans_a, not
+  // trans_b.
+  const float* a_scales = nullptr;
+  const float* b_scales = nullptr;
+  Fp8Blocks a_blocks = Fp8Blocks::Rows, b_blocks = Fp8Blocks::Rows;
+  DType b_codes = DType::F8E4M3;
+  bool coded() const noexcept { return a_scales != nullptr; }
 };
 
 // Everything in a problem that an algorithm depends on.
@@ -45,6 +53,12 @@ std::string name_of(const LtKey& key);
 struct MatmulCall {
   TensorView c, a, b, bias, preact, residual;
   MatmulParams params;
+};
+
+// The operands of OpTable::matmul_fp8.
+struct Fp8MatmulCall {
+  TensorView c, a, a_scales, b, b_scales, bias, residual;
+  Fp8MatmulParams params;
 };
 
 // The rest of a matmul after its product: c = activation(sums + bias) + residual, with preact the value before, each
@@ -73,6 +87,8 @@ MatmulCall rows_from(const MatmulCall& call, i64 begin, i64 rows) noexcept;
 int split_ragged(const MatmulCall& call, std::array<MatmulCall, 2>& parts) noexcept;
 // M, N > 0. With `fuse`, as much as possible is computed by the product; without, the product is a bare fp32 one.
 MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
+// The same for all rows of a product of codes, of which padded dims are multiplied as well.
+MatmulStep plan_matmul_fp8(const Fp8MatmulCall& call, bool fuse) noexcept;
 
 // The workspace of cuBLASLt's products on a GPU of this compute capability.
 constexpr size_t cublas_workspace_bytes(int compute_capability) noexcept {

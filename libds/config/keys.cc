@@ -28,6 +28,9 @@ template <>
 inline constexpr std::array kEnumNames<StateDtype> = {EnumName{"fp32", u8(StateDtype::F32)},
                                                       EnumName{"bf16", u8(StateDtype::BF16)}};
 template <>
+inline constexpr std::array kEnumNames<Fp8Gradients> = {EnumName{"e4m3", u8(Fp8Gradients::E4M3)},
+                                                        EnumName{"e5m2", u8(Fp8Gradients::E5M2)}};
+template <>
 inline constexpr std::array kEnumNames<MuonScale> = {EnumName{"original", u8(MuonScale::Original)},
                                                      EnumName{"match_rms_adamw", u8(MuonScale::MatchRmsAdamW)}};
 template <>
@@ -184,6 +187,7 @@ bool schedule_moves_momentum(const C& c, Path path) { return c.scheduler.cycle_m
 
 bool in_fp16(const C& c, Path) { return c.fp16.enabled; }
 bool in_bf16(const C& c, Path) { return c.bf16.enabled; }
+bool in_fp8(const C& c, Path) { return c.fp8.enabled; }
 bool has_bf16_masters(const C& c, Path) { return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads; }
 
 bool splits_sequences(const C& c, Path) { return c.sequence_parallel.size > 1; }
@@ -448,6 +452,8 @@ constexpr Key kKeys[] = {
     effect("bf16.bf16_optimizer_states", slot_of<&C::bf16, &Bf16Config::bf16_optimizer_states>).when(in_bf16),
     effect("bf16.stochastic_rounding", slot_of<&C::bf16, &Bf16Config::stochastic_rounding>).when(has_bf16_masters),
     alias("bfloat16", "bf16"),
+    effect("fp8.enabled", slot_of<&C::fp8, &Fp8Config::enabled>),
+    effect("fp8.gradients", slot_of<&C::fp8, &Fp8Config::gradients>).when(in_fp8),
     {.path = "data_types.grad_accum_dtype", .slot = slot_of<&C::grad_accum_dtype>, .takes_null = true},
     effect("data_types.logits_dtype", slot_of<&C::loss, &LossConfig::logits>),
     not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),

@@ -15,7 +15,7 @@ constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled",
                            kBf16Masters = "bf16.bf16_master_weights_and_grads",
                            kBf16States = "bf16.bf16_optimizer_states", kStochastic = "bf16.stochastic_rounding",
                            kSums = "data_types.grad_accum_dtype", kLogits = "data_types.logits_dtype",
-                           kWire = "communication_data_type", kStateDtype = "state_dtype";
+                           kWire = "communication_data_type", kStateDtype = "state_dtype", kFp8 = "fp8.enabled";
 
 std::string_view dtype_text(DType t) { return t == DType::F16 ? "fp16" : t == DType::BF16 ? "bf16" : "fp32"; }
 
@@ -76,6 +76,11 @@ void resolve_precision(Config& c, Reader& r) {
 }
 
 void check_precision(const Config& c, Reader& r) {
+  if (c.fp8.enabled && !c.bf16.enabled)
+    r.error(kFp8, fmt::format("codes are made of numbers in bf16: set {} to true", kBf16));
+  if (c.fp8.enabled && c.zero.tile_size > 0)
+    r.error(kFp8, "matrices in tiles (zero_optimization.stage3_tile_size) are multiplied in bf16 alone: set it to 0",
+            Errc::Unavailable);
   if (c.loss.logits != DType::F32 && c.loss.logits != c.work_dtype() && !r.broken(kLogits))
     r.error(kLogits, fmt::format("\"{}\": logits are in fp32{}", dtype_text(c.loss.logits),
                                  c.work_dtype() == DType::F32 ? ", like the parameters"

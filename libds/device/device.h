@@ -142,6 +142,11 @@ class SynchronousDevice : public Device {
   using Clock = std::chrono::steady_clock;
 };
 
+// Whether it has the products of OpTable::matmul_fp8: the CPU, and GPUs of NVIDIA's Hopper generation.
+inline bool has_fp8(const Device& device) noexcept {
+  return device.is_host() || device.gpu_kernels().compute_capability == kFp8Capability;
+}
+
 // The CPU with these kernels and that many threads.
 std::unique_ptr<Device> make_cpu_device(const OpTable& ops, int num_threads);
 

@@ -64,6 +64,7 @@ Hardware Hardware::of_peaks(const Peaks& peaks, int ranks_per_node, const std::s
   for (const DType t : {DType::F16, DType::F32}) {
     for (auto& [op, rates] : s.machine.flops) rates[t] = rates.at(DType::BF16);
   }
+  s.machine.flops["matmul"][DType::F8E4M3] = Rate(2 * peaks.flops);
   if (!s.links && (peaks.link > 0 || peaks.network > 0)) {
     s.links.emplace();
     const auto add = [&](const char* name, double bandwidth) {

@@ -73,7 +73,7 @@ Machine machine_of_peaks(DType dtype, double matmul_flops, double memory_bandwid
 
 namespace {
 
-constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
+constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16, DType::F8E4M3};
 
 Json rate_json(const Rate& rate) {
   Json points = Json::array();
@@ -106,7 +106,7 @@ OpRates read_rates(const Json& ops) {
   for (const auto& [op, by_type] : ops.items()) {
     for (const auto& [name, points] : by_type.items()) {
       const auto dtype = std::ranges::find(kTypes, name, [](DType t) { return dtype_name(t); });
-      DS_CHECK(dtype != std::end(kTypes), Errc::Config, "\"{}\" is none of fp32, bf16, fp16", name);
+      DS_CHECK(dtype != std::end(kTypes), Errc::Config, "\"{}\" is none of fp32, bf16, fp16, fp8_e4m3", name);
       rates[op][*dtype] = read_rate(points);
     }
   }

@@ -86,6 +86,37 @@ std::vector<Call> products(DType t, bool host) {
   return calls;
 }
 
+// Products in FP8, forward and the two gradients: their operands differ in blocks alone.
+std::vector<Call> fp8_products(bool host) {
+  std::vector<Call> calls;
+  std::vector<i64> sizes = {128, 384};
+  if (!host) sizes.insert(sizes.end(), {1024, 2048, 4096});
+  for (const i64 n : sizes) {
+    calls.push_back({"matmul", DType::F8E4M3, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
+                       for (const Fp8Blocks blocks : {Fp8Blocks::Squares, Fp8Blocks::Squares, Fp8Blocks::Rows}) {
+                         const Fp8Layout rows{n, n, Fp8Blocks::Rows}, other{n, n, blocks};
+                         const auto scales = [&](const Fp8Layout& l) {
+                           return cut(DType::F32, {l.scale_rows(), l.scale_columns()});
+                         };
+                         const TensorView c = cut(DType::BF16, {n, n}), a = cut(DType::F8E4M3, {n, n}),
+                                          b = cut(DType::F8E4M3, {n, n}), a_scales = scales(rows),
+                                          b_scales = scales(other);
+                         ops.matmul_fp8(c, a, a_scales, b, b_scales, {}, {}, {Fp8Blocks::Rows, blocks}, stream);
+                       }
+                     }});
+  }
+  for (const bool transposed : {false, true}) {
+    calls.push_back({"quantize_fp8", DType::BF16, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
+                       const Fp8Layout layout{kRows, kWidth, Fp8Blocks::Rows};
+                       const TensorView x = cut(DType::BF16, {kRows, kWidth}),
+                                        codes = cut(DType::F8E4M3, {kRows, kWidth}),
+                                        scales = cut(DType::F32, {layout.scale_rows(), layout.scale_columns()});
+                       ops.quantize_fp8(codes, scales, x, layout.blocks, transposed, stream);
+                     }});
+  }
+  return calls;
+}
+
 // Ops that pass over [rows, width] of the work type and compute on the way.
 std::vector<Call> passes(DType t) {
   std::vector<Call> calls;
@@ -260,10 +291,14 @@ class Worker {
   Cutter cut_;
 };
 
-std::vector<Call> all_calls(const MeasureOptions& options, bool host) {
+std::vector<Call> all_calls(const MeasureOptions& options, bool host, bool fp8) {
   std::vector<Call> calls;
   for (const DType t : options.dtypes) {
     for (const auto& some : {products(t, host), passes(t)}) calls.insert(calls.end(), some.begin(), some.end());
+  }
+  if (fp8) {
+    const auto some = fp8_products(host);
+    calls.insert(calls.end(), some.begin(), some.end());
   }
   const auto fp32 = optimizer_calls();
   calls.insert(calls.end(), fp32.begin(), fp32.end());
@@ -280,7 +315,8 @@ Machine measure_machine(const MeasureOptions& options, const MakeDevice& make) {
   for (int r = 0; r < options.ranks; ++r)
     devices.push_back(make ? make(r) : make_cpu_device(probe::cpu_backend(), options.threads));
   const bool host = devices[0]->is_host();
-  const std::vector<Call> calls = all_calls(options, host);
+  const bool in_bf16 = std::ranges::find(options.dtypes, DType::BF16) != options.dtypes.end();
+  const std::vector<Call> calls = all_calls(options, host, in_bf16 && has_fp8(*devices[0]));
   std::vector<double> sums(calls.size() * static_cast<size_t>(options.rounds));  // over ranks
   std::barrier<> together(options.ranks);
   std::mutex mutex;

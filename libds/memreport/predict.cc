@@ -250,6 +250,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   DS_CHECK(world.nodes >= 1 && world.ranks % world.nodes == 0, Errc::Config,
            "{} ranks do not spread evenly over {} nodes", world.ranks, world.nodes);
   if (device == DeviceKind::Auto) device = DeviceKind::Cpu;
+  if (device != DeviceKind::Cpu) run::require_fp8(config, world.compute_capability, "the GPU");
   Prediction p;
   p.world = world;
   p.mesh = mesh_shape(config, world.ranks);

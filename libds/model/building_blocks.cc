@@ -58,6 +58,12 @@ i64 Model::product_rows(i64 R) const noexcept {
   return most;
 }
 
+i64 Model::fp8_bytes(i64 R) const noexcept {
+  i64 most = 0;
+  for (const Fp8Map& map : fp8) most = std::max(most, map.bytes(R));
+  return most;
+}
+
 i64 Model::num_aux_losses() const noexcept { return aux_losses_before(std::ssize(layers)); }
 
 i64 Model::aux_losses_before(i64 layer) const noexcept {

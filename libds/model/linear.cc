@@ -3,7 +3,10 @@
 
 #include <cmath>
 
+#include <fmt/format.h>
+
 #include "base/check.h"
+#include "model/fp8.h"
 
 namespace ds::model {
 namespace {
@@ -13,6 +16,22 @@ ParamRow partial_row(ParamRow row, const Shard& shard) {
   row = whole_row(std::move(row), shard);
   row.also_summed = shard.tp;
   return row;
+}
+
+// The products of a map, or of joined ones; fp8: the format of gradients if they are in FP8.
+void multiply(std::optional<DType> fp8, const PassContext& ctx, TensorView y, TensorView x, Matrix weight,
+              const LinearForward& o) {
+  fp8 ? fp8_forward(ctx, y, x, weight, o) : linear_forward(ctx, y, x, weight, o);
+}
+void multiply_back(std::optional<DType> fp8, const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight,
+                   Orientation orientation, TensorView dx_residual) {
+  fp8 ? fp8_backward_input(ctx, *fp8, dx, dy, weight, orientation, dx_residual)
+      : linear_backward_input(ctx, dx, dy, weight, orientation, dx_residual);
+}
+void multiply_for_weight(std::optional<DType> fp8, const PassContext& ctx, Matrix dw, TensorView db, TensorView dy,
+                         TensorView x, Orientation orientation) {
+  fp8 ? fp8_backward_weight(ctx, *fp8, dw, db, dy, x, orientation)
+      : linear_backward_weight(ctx, dw, db, dy, x, orientation);
 }
 
 }  // namespace
@@ -40,6 +59,8 @@ Linear::Linear(std::vector<ParamRow>& rows, LinearSpec spec, const Shard& shard)
       bias = equal_row(std::move(bias), shard);
       break;
   }
+  in_ = weight.shape[in_dim];
+  out_ = weight.shape[out_dim];
   rows.push_back(std::move(weight));
   if (spec_.bias) rows.push_back(std::move(bias));
 }
@@ -112,7 +133,7 @@ void Linear::product(const PassContext& ctx, RowViews params, const LayerActs& a
                      LinearForward o) const {
   const Matrix weight = params.matrix(weight_);
   o.orientation = spec_.orientation;
-  if (branch_.rank == 0) return linear_forward(ctx, y, x, weight, o);
+  if (branch_.rank == 0) return multiply(fp8_gradients_, ctx, y, x, weight, o);
   recompute(ctx, params, acts, x);
   const auto branch = [&](TensorView out, TensorView residual) {
     ctx.ops.matmul(out, acts.branches[number_].inner, params.own[branch_rows_ + 1], {}, {}, residual,
@@ -121,11 +142,11 @@ void Linear::product(const PassContext& ctx, RowViews params, const LayerActs& a
   if (o.activation == Activation::None) {
     branch(y, o.residual);
     o.residual = y;
-    return linear_forward(ctx, y, x, weight, o);
+    return multiply(fp8_gradients_, ctx, y, x, weight, o);
   }
   const TensorView preact = o.preact ? o.preact : y;
   branch(preact, {});
-  linear_forward(ctx, preact, x, weight, {.orientation = o.orientation, .bias = o.bias, .residual = preact});
+  multiply(fp8_gradients_, ctx, preact, x, weight, {.orientation = o.orientation, .bias = o.bias, .residual = preact});
   ctx.ops.activation_fwd(y, preact, o.activation, ctx.stream);
   if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
 }
@@ -157,7 +178,7 @@ void Linear::backward_input(const PassContext& ctx, RowViews params, const Layer
     ctx.ops.matmul(dx, a.inner_grad, params.own[branch_rows_], {}, {}, dx_residual, {}, ctx.stream);
     dx_residual = dx;
   }
-  linear_backward_input(ctx, dx, dy, params.matrix(weight_), spec_.orientation, dx_residual);
+  multiply_back(fp8_gradients_, ctx, dx, dy, params.matrix(weight_), spec_.orientation, dx_residual);
 }
 
 void Linear::backward_weight(const PassContext& ctx, RowViews grads, const LayerActs& acts, TensorView dy,
@@ -165,7 +186,7 @@ void Linear::backward_weight(const PassContext& ctx, RowViews grads, const Layer
   const auto weight = [&](size_t row, TensorView d, TensorView in, Orientation orientation) {
     linear_backward_weight(ctx, grads.matrix(row), {}, d, in, orientation);
   };
-  weight(weight_, dy, x, spec_.orientation);
+  multiply_for_weight(fp8_gradients_, ctx, grads.matrix(weight_), {}, dy, x, spec_.orientation);
   if (const TensorView db = bias(grads)) ctx.ops.column_sum(db, dy, ctx.adds_gradients(), ctx.stream);
   if (branch_.rank == 0) return;
   const BranchActs& a = acts.branches[number_];
@@ -185,6 +206,7 @@ LinearGroup::LinearGroup(std::vector<ParamRow>& rows, std::span<const LinearSpec
     for (size_t row = 0; row <= (specs[i].bias ? 1 : 0); ++row)
       rows[maps_[i].weight() + row].after = narrow<i64>(maps_[i - 1].weight() + row);
   }
+  if (join) maps_[0].joined_out_ = out();
 }
 
 bool LinearGroup::joined() const noexcept {
@@ -252,14 +274,15 @@ void LinearGroup::plan(LayerActs& acts, ActivationPlanner& planner, DType work, 
 void LinearGroup::forward(const PassContext& ctx, RowViews params, const LayerActs& acts, std::span<const TensorView> y,
                           TensorView x) const {
   if (joined(params))
-    return linear_forward(ctx, all(y), x, all(params, 0),
-                          {.bias = maps_[0].spec().bias ? all(params, 1) : TensorView{}});
+    return multiply(maps_[0].fp8(), ctx, all(y), x, all(params, 0),
+                    {.bias = maps_[0].spec().bias ? all(params, 1) : TensorView{}});
   for (size_t i = 0; i < maps_.size(); ++i) maps_[i].forward(ctx, params, acts, y[i], x);
 }
 
 void LinearGroup::backward_input(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView dx,
                                  std::span<const TensorView> dy, TensorView dx_residual) const {
-  if (joined(params)) return linear_backward_input(ctx, dx, all(dy), all(params, 0), Orientation::OutIn, dx_residual);
+  if (joined(params))
+    return multiply_back(maps_[0].fp8(), ctx, dx, all(dy), all(params, 0), Orientation::OutIn, dx_residual);
   for (size_t i = 0; i < maps_.size(); ++i) {
     maps_[i].backward_input(ctx, params, acts, dx, dy[i], dx_residual);
     dx_residual = dx;
@@ -273,7 +296,21 @@ void LinearGroup::backward_weight(const PassContext& ctx, RowViews grads, const 
     return;
   }
   const bool bias = maps_[0].spec().bias && grads.own[maps_[0].weight() + 1];
-  linear_backward_weight(ctx, all(grads, 0), bias ? all(grads, 1) : TensorView{}, all(dy), x, Orientation::OutIn);
+  multiply_for_weight(maps_[0].fp8(), ctx, all(grads, 0), bias ? all(grads, 1) : TensorView{}, all(dy), x,
+                      Orientation::OutIn);
+}
+
+std::string Linear::fp8_problem() const {
+  if (in_ % kFp8Block == 0 && out_ / spec_.fused % kFp8Block == 0) return {};
+  return fmt::format("{} [{}, {}]", spec_.name, in_, out_);
+}
+
+void Layer::multiply_in_fp8(DType gradients, std::vector<Fp8Map>& maps, std::vector<std::string>& problems) {
+  for (Linear* linear : linears()) {
+    linear->multiply_in_fp8(gradients);
+    maps.push_back(linear->fp8_map());
+    if (std::string problem = linear->fp8_problem(); !problem.empty()) problems.push_back(std::move(problem));
+  }
 }
 
 size_t Layer::attach(FunctionRef<LowRank(const Linear&)> choose) {

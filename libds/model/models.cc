@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/models.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <set>
+#include <span>
 
 #include "config/parallel.h"
 #include "model/attention_pattern.h"
@@ -23,6 +26,29 @@ Model make_family(const ModelConfig& config, const Shard& shard) {
   for (const auto& [family, make] : kMakers)
     if (family == config.family) return make(config, shard);
   throw Error(Errc::Internal, "no such family of models");
+}
+
+// The blocks multiply in FP8; embedding and head do not.
+void use_fp8(Model& m, const Fp8Config& fp8) {
+  std::vector<std::string> problems;
+  const DType gradients = fp8.gradients == Fp8Gradients::E5M2 ? DType::F8E5M2 : DType::F8E4M3;
+  for (const auto& layer : m.layers) {
+    if (!layer->is_block()) continue;
+    const size_t before = m.fp8.size();
+    layer->multiply_in_fp8(gradients, m.fp8, problems);
+    DS_CHECK(m.fp8.size() > before, Errc::Unavailable, "fp8.enabled: the block {} has no linear map of ds/linear.h",
+             layer->name());
+  }
+  if (problems.empty()) return;
+  constexpr size_t kShown = 8;  // a model of many blocks repeats them
+  const size_t shown = std::min(problems.size(), kShown);
+  const std::string more = problems.size() > shown ? fmt::format(", and {} more", problems.size() - shown) : "",
+                    ranks =
+                        m.shard.tp > 1 ? fmt::format(" on each of the {} ranks of tensor_parallel", m.shard.tp) : "";
+  throw Error(Errc::Config, fmt::format("fp8.enabled: scales are for {0} x {0} elements of a matrix, so the inputs and "
+                                        "outputs of a linear map must be multiples of {0}{1}; these [inputs, outputs] "
+                                        "are not: {2}{3}",
+                                        kFp8Block, ranks, fmt::join(std::span(problems).first(shown), ", "), more));
 }
 
 // The code of a program may be wrong, and what runs the model relies on all of this.
@@ -91,6 +117,7 @@ Model make_model(const Config& config, const Shard& shard) {
 
 Model make_model(const Config& config, const Shard& shard, const PassLengths& lengths) {
   Model m = make_model(config.model, lengths.sequence, shard);
+  if (config.fp8.enabled) use_fp8(m, config.fp8);
   if (const RandomLtdConfig& ltd = config.random_ltd; ltd.on() && trains(config.use)) {
     i64 block = -1;  // its number among the blocks
     for (size_t l = 0; l < m.layers.size(); ++l) {

@@ -53,6 +53,7 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   if (s.projects && s.gradients && !s.fused && model.trains_projection())
     head_weight_grad = view(DType::F32, {vocab, C});
   if (s.tile_cols > 0) tile_sum = view(DType::F32, {sizes.product_rows, s.tile_cols});
+  if (const i64 bytes = model.fp8_bytes(sizes.product_rows); bytes > 0) fp8 = view(DType::U8, {bytes});
   if (tp == 1) return;
   const i64 rows = model.shard.padded_rows(sizes.product_rows);
   partial = gathered = view(s.work, {rows, C});
@@ -110,6 +111,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   }
   ctx.rotations = m.rotations;
   ctx.tile_sum = m.tile_sum;
+  ctx.fp8 = m.fp8;
   if (const AttentionLayout* const layout = model.layout.get(); layout != nullptr) {
     ctx.blocks = {.block = layout->block(),
                   .count = layout->count(),

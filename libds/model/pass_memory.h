@@ -37,8 +37,9 @@ struct PassMemory {
   TensorView aux_loss{}, aux_grad{};  // Tag::Data, [1] fp32 each: PassContext
   // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed], fp32 or work dtype.
   TensorView logits{};
-  // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Groups::partial, gathered, sum, stats.
-  TensorView head_weight_grad{}, tile_sum{}, partial{}, gathered{}, sum{}, stats{};
+  // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Model::fp8_bytes; Groups::partial, gathered, sum,
+  // stats.
+  TensorView head_weight_grad{}, tile_sum{}, fp8{}, partial{}, gathered{}, sum{}, stats{};
 
   // The views without memory; those that a pass does not need have rank 0.
   PassMemory() = default;
@@ -57,7 +58,8 @@ struct PassMemory {
     }
     for (TensorView* v : {&documents, &aux_loss, &aux_grad}) visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
-    for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
+    for (TensorView* v : {&head_weight_grad, &tile_sum, &fp8, &partial, &gathered, &sum, &stats})
+      visit(Tag::Workspace, *v);
   }
   i64 bytes(Tag tag) const;
 };

@@ -189,6 +189,16 @@ void dequantize_fold(TensorView dst, TensorView codes, TensorView scales, bool a
   count(stream, {"dequantize_fold", dst.dtype, 0, bytes_of({dst, codes, scales}) + bytes_if(accumulate, dst)});
 }
 
+void quantize_fp8(TensorView codes, TensorView scales, TensorView x, Fp8Blocks, bool, Stream& stream) noexcept {
+  count(stream, {"quantize_fp8", x.dtype, 0, bytes_of({codes, scales, x})});
+}
+// Under E4M3, whatever the formats: their rates are equal.
+void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
+                TensorView residual, const Fp8MatmulParams&, Stream& stream) noexcept {
+  count_product(stream, DType::F8E4M3, c.dim(0), c.dim(1), a.dim(1),
+                bytes_of({c, a, a_scales, b, b_scales, bias, residual}));
+}
+
 void max_abs(TensorView, TensorView x, Stream& stream) noexcept { count(stream, {"max_abs", x.dtype, 0, x.bytes()}); }
 void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
   count(stream, {"nonzero_rows", x.dtype, 0, bytes_of({flags, x})});
@@ -252,6 +262,8 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .quantize_signs = quantize_signs,
                                   .dequantize = dequantize,
                                   .dequantize_fold = dequantize_fold,
+                                  .quantize_fp8 = quantize_fp8,
+                                  .matmul_fp8 = matmul_fp8,
                                   .max_abs = max_abs,
                                   .nonzero_rows = nonzero_rows,
                                   .sum_squares = sum_squares,

@@ -29,6 +29,14 @@ void require_cudnn(const Config& config, const model::Model& model, const plan::
            "cuda.attention \"cudnn\": cuDNN does not compute all attention of this run: {}", refusal);
 }
 
+void require_fp8(const Config& config, int compute_capability, std::string_view gpu) {
+  DS_CHECK(
+      !config.fp8.enabled || compute_capability == kFp8Capability, Errc::Unavailable,
+      "fp8.enabled: {} has compute capability {}, and only GPUs of capability {} (Hopper) multiply with a scale for "
+      "each block; bf16 alone runs on all",
+      gpu, compute_capability, kFp8Capability);
+}
+
 void choose_attention(const Config& config, const model::Model& model, const plan::RunPlan& plan, Device& device,
                       Communicator& world, bool speaks) {
   if (device.is_host() || !wants_cudnn(config)) return;

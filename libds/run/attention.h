@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The kernels that compute a run's attention on GPUs: one decision for all ranks (the key cuda.attention).
+// The kernels that a run needs on GPUs: those of its attention, one decision for all ranks (the key cuda.attention),
+// and products in FP8.
+
+#include <string_view>
 
 #include "device/device.h"
 #include "ds/communicator.h"
@@ -19,6 +22,9 @@ inline constexpr int kUnknownGpu = 9;  // the compute capability of a GPU of whi
 // passes on such a GPU.
 void require_cudnn(const Config& config, const model::Model& model, const plan::RunPlan& plan,
                    const GpuKernels& kernels);
+
+// Throws Errc::Unavailable if the configuration asks for FP8 and a GPU of this compute capability has no such products.
+void require_fp8(const Config& config, int compute_capability, std::string_view gpu);
 
 // The same choice on all ranks: cuDNN, if each of them can use it in the same version and it has plans for the run's
 // passes that it supports ("auto" tries all shapes, "cudnn" eight), or the kernels of libds for all attention.

@@ -189,7 +189,9 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
                       .autotune = config.cuda.autotune && !config.deterministic};
   if (!config.cuda.autotune_file.empty())
     options.choices = std::make_shared<ProductChoices>(config.cuda.autotune_file, config.cuda.autotune);
-  return make_cuda_device(ranks.local_rank % gpus, options);
+  std::unique_ptr<Device> device = make_cuda_device(ranks.local_rank % gpus, options);
+  require_fp8(config, device->gpu_kernels().compute_capability, device->name());
+  return device;
 }
 
 namespace {

@@ -138,6 +138,7 @@ class Bench {
   void step(const std::string& path, const Config& config, testing::OpClock* clock);
 
  private:
+  void fp8(i64 R, i64 in, i64 out);
   // call(i): the i-th call since the beginning.
   Timing time(const std::function<void(i64)>& call, i64 warm_up) {
     i64 i = 0;
@@ -578,6 +579,47 @@ void Bench::codes() {
   });
 }
 
+// The three products of a linear map in FP8, beside the product in bf16, and the encoding of their operands.
+void Bench::fp8(i64 R, i64 in, i64 out) {
+  if (!has_fp8(device_)) return;
+  using enum Fp8Blocks;
+  const auto product = [&](const char* op, i64 M, i64 N, i64 K, Fp8Blocks b_blocks, DType a_format) {
+    Arena arena(device_);
+    const Fp8Layout of_a{M, K, Rows}, of_b{N, K, b_blocks};
+    const auto encoded = [&](const Fp8Layout& l, DType format) {
+      const TensorView codes = arena.zeros(format, {l.padded_rows(), l.padded_k()}),
+                       scales = arena.zeros(F32, {l.scale_rows(), l.scale_columns()});
+      ops_.quantize_fp8(codes, scales, arena.take(BF16, {l.rows, l.k}), l.blocks, false, stream_);
+      return std::pair(codes, scales);
+    };
+    const auto [a, a_scales] = encoded(of_a, a_format);
+    const auto [b, b_scales] = encoded(of_b, DType::F8E4M3);
+    const TensorView c = arena.zeros(BF16, {M, N});
+    const auto call = [&, a = a, a_scales = a_scales, b = b, b_scales = b_scales](i64) {
+      ops_.matmul_fp8(c, a, a_scales, b, b_scales, {}, {}, {Rows, b_blocks}, stream_);
+    };
+    report(op, a_format, fmt::format("{}x{}x{}", M, N, K), time(call, 3), product_flops(M, N, K), product_rate(), true);
+  };
+  product("matmul fp8", R, out, in, Squares, DType::F8E4M3);
+  for (const DType gradients : {DType::F8E4M3, DType::F8E5M2}) {
+    product("matmul fp8 dX", R, in, out, Squares, gradients);
+    product("matmul fp8 dW", out, in, R, Rows, gradients);
+  }
+  for (const Fp8Blocks blocks : {Rows, Squares}) {
+    for (const bool transposed : {false, true}) {
+      const Fp8Layout l{transposed ? in : R, transposed ? R : in, blocks};
+      memory_bound(transposed ? "quantize_fp8, transposed" : "quantize_fp8", BF16,
+                   fmt::format("{}x{} {}", l.rows, l.k, blocks == Rows ? "rows" : "squares"),
+                   R * in * 2 + l.code_bytes() + l.scale_bytes(), [&](Arena& a) -> std::function<void()> {
+                     const TensorView x = a.take(BF16, {R, in}),
+                                      codes = a.zeros(DType::F8E4M3, {l.padded_rows(), l.padded_k()}),
+                                      scales = a.zeros(F32, {l.scale_rows(), l.scale_columns()});
+                     return [=, this] { ops_.quantize_fp8(codes, scales, x, blocks, transposed, stream_); };
+                   });
+    }
+  }
+}
+
 // Forward, input gradient and weight gradient of each matrix of a layer, and the head.
 void Bench::gemm() {
   header("gemm", "TFLOP/s");
@@ -629,6 +671,11 @@ void Bench::gemm() {
     const Timing down = time([&](i64) { ops_.matmul(narrow, wide, back, short_bias, {}, residual, {}, stream_); }, 3);
     report("matmul + bias + residual", BF16, fmt::format("{}x{}x{}", s.R, s.C, s.F), down, product_flops(s.R, s.C, s.F),
            product_rate(), true);
+  }
+
+  if (small_) fp8(32, 128, 256);
+  for (const i64 width : {2048, 4096}) {
+    if (!small_) fp8(16384, width, 4 * width);
   }
 
   struct Head {

@@ -100,6 +100,38 @@ TEST_P(DeviceTraining, JoinedProductsGiveTheSameBitsAtEveryStage) {
   expect_close(apart, want, "apart", {.loss = unit, .first_norm = unit, .norm = 10 * unit});
 }
 
+ModelConfig of_blocks(ModelConfig c) {
+  c.hidden = 128;
+  c.heads = c.kv_heads = 2;
+  c.head_dim = 64;
+  c.intermediate = 128;
+  c.layers = 1;
+  c.qk_norm = false;
+  return c;
+}
+
+// Products in FP8: 26 rows, which are padded. Stages and ranks give the same bits, and the CPU the same losses but for
+// rounding: its codes are the same.
+TEST_P(DeviceTraining, ProductsInFp8) {
+  if (GetParam() != DType::BF16) return;
+  for (const ModelConfig& model : {of_blocks(tiny_gpt2()), of_blocks(tiny_llama())}) {
+    for (const Fp8Gradients gradients : {Fp8Gradients::E4M3, Fp8Gradients::E5M2}) {
+      if (!kAll && gradients == Fp8Gradients::E5M2 && model.family != Family::Gpt2) continue;
+      const auto config = [&](int ranks, i64 stage) {
+        Config c = config_of(model, DType::BF16, ranks, 2 / ranks, stage);
+        c.fp8 = {.enabled = true, .gradients = gradients};
+        return c;
+      };
+      const std::string what = fmt::format("{} {}", family_name(model.family), static_cast<int>(gradients));
+      const Trace want = train(config(1, 0), 1);
+      expect_same_training(train(config(2, 3), 2), want, what);
+      const Trace cpu = train_threads(config(1, 0), 1, kSteps);
+      EXPECT_NEAR(want.losses[0] / cpu.losses[0], 1, 2e-3) << what;
+      expect_close(want, cpu, what, {.loss = 1e-2, .first_norm = 1e-2, .norm = 8e-2});
+    }
+  }
+}
+
 TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
   for (const OptimizerType type : {OptimizerType::Sgd, OptimizerType::Lion, OptimizerType::Adagrad, OptimizerType::Lamb,
                                    OptimizerType::Muon, OptimizerType::AdamW8bit}) {
@@ -147,6 +179,17 @@ TEST_P(DeviceTraining, OpsHoldThePredictedMemory) {
       if (stage == 3) expect_predicted_scratch(c, 2, asks_for_cudnn() && GetParam() != DType::F32);
       if (!kAll && stage == 0) break;
     }
+  }
+}
+
+TEST_P(DeviceTraining, SoDoProductsInFp8) {
+  if (make_test_device(1)->is_host() || GetParam() != DType::BF16) GTEST_SKIP() << "of GPUs, in bf16";
+  for (const i64 length : {13, 16}) {
+    Config c = config_of(of_blocks(tiny_gpt2()), DType::BF16, 2, 1, 3);
+    c.data.split = 0;
+    c.data.seq_length = length;
+    c.fp8.enabled = true;
+    expect_predicted_scratch(c, 2, asks_for_cudnn());
   }
 }
 

@@ -120,6 +120,13 @@ const Wrong kWrong[] = {
     {R"("communication_data_type": 16)", kBad, "one of \"fp32\", \"bf16\", \"fp16\", \"int8\", \"int4\""},
     // Keys that contradict each other.
     {R"("fp16": {"enabled": true}, "bf16": {"enabled": true})", kBad, "exclude each other"},
+    {R"("fp8": {"enabled": true})", kBad, "fp8.enabled: codes are made of numbers in bf16: set bf16.enabled to true"},
+    {R"("fp16": {"enabled": true}, "fp8": {"enabled": true})", kBad, "set bf16.enabled to true"},
+    {R"("bf16": {"enabled": true}, "fp8": {"enabled": true, "gradients": "fp8"})", kBad,
+     "fp8.gradients: must be one of \"e4m3\", \"e5m2\", not \"fp8\""},
+    {R"("bf16": {"enabled": true}, "fp8": {"enabled": true},
+        "zero_optimization": {"stage": 3, "stage3_tile_size": 1000})",
+     kLater, "fp8.enabled: matrices in tiles"},
     {R"("reduce_order": "boundary", "zero_optimization": {"stage": 2})", kBad, "ZeRO stage 2"},
     {R"("reduce_order": "boundary", "deterministic": true)", kBad, "sums in the order \"micro\""},
     {R"("scheduler": {"params": {"warmup_num_steps": 3}})", kBad, "scheduler.type: is missing"},

@@ -2,6 +2,9 @@
 // How the CUDA backend asks cuBLASLt for the products of our models: plans as data.
 #include <gtest/gtest.h>
 
+#include <set>
+#include <string>
+
 #include "cuda/matmul.h"
 
 namespace ds::cuda {
@@ -225,6 +228,74 @@ TEST(CudaMatmulPlan, LargeRaggedDimensionsAreSplit) {
   EXPECT_EQ(split_ragged(call(z, h, weight, {.trans_b = true, .rowwise = true}), parts), 0);
   EXPECT_EQ(split_ragged(call(dh, dz, weight, {.accumulate = true}), parts), 0);
   EXPECT_EQ(split_ragged(call(matrix(C, F, DType::F32), matrix(V, C), matrix(V, F), {.trans_a = true}), parts), 0);
+}
+
+// An operand of a product of codes, and a call.
+Fp8MatmulCall fp8_call(TensorView c, i64 K, Fp8Blocks a, Fp8Blocks b, DType a_format = DType::F8E4M3) {
+  const Fp8Layout of_a{c.dim(0), K, a}, of_b{c.dim(1), K, b};
+  const auto codes = [](const Fp8Layout& l, DType format) { return matrix(l.padded_rows(), l.padded_k(), format); };
+  const auto scales = [](const Fp8Layout& l) { return matrix(l.scale_rows(), l.scale_columns(), DType::F32); };
+  return {.c = c,
+          .a = codes(of_a, a_format),
+          .a_scales = scales(of_a),
+          .b = codes(of_b, DType::F8E4M3),
+          .b_scales = scales(of_b),
+          .bias = {},
+          .residual = {},
+          .params = {a, b}};
+}
+
+TEST(CudaMatmulPlan, ProductsOfCodesAreOneCall) {
+  Fp8MatmulCall x = fp8_call(matrix(R, 256), 384, Fp8Blocks::Rows, Fp8Blocks::Squares, DType::F8E5M2);
+  x.bias = vector(256);
+  x.residual = matrix(R, 256);
+  const MatmulStep step = plan_matmul_fp8(x, /*fuse=*/true);
+  const LtProblem& p = step.product;
+  expect_shape(p, 256, R, 384, true, false);
+  EXPECT_TRUE(p.coded());
+  EXPECT_EQ(p.a, x.b.data);  // the operands change places, with their scales
+  EXPECT_EQ(p.b, x.a.data);
+  EXPECT_EQ(p.a_scales, x.b_scales.data);
+  EXPECT_EQ(p.b_scales, x.a_scales.data);
+  EXPECT_EQ(p.a_blocks, Fp8Blocks::Squares);
+  EXPECT_EQ(p.b_blocks, Fp8Blocks::Rows);
+  EXPECT_EQ(p.ab, DType::F8E4M3);
+  EXPECT_EQ(p.b_codes, DType::F8E5M2);
+  EXPECT_EQ(p.cd, DType::BF16);
+  EXPECT_EQ(p.bias, x.bias.data);
+  EXPECT_TRUE(p.add_c);
+  EXPECT_EQ(p.c, x.residual.data);
+  EXPECT_FALSE(step.finishes);
+  EXPECT_EQ(step.scratch_bytes, 0);
+}
+
+TEST(CudaMatmulPlan, PaddedRowsOfCodesGoThroughFp32Sums) {
+  Fp8MatmulCall x = fp8_call(matrix(13, 256), 100, Fp8Blocks::Rows, Fp8Blocks::Rows);
+  x.residual = x.c;
+  const MatmulStep step = plan_matmul_fp8(x, /*fuse=*/true);
+  expect_shape(step.product, 256, 16, 112, true, false);
+  EXPECT_EQ(step.product.cd, DType::F32);
+  EXPECT_EQ(step.product.ldd, 256);
+  EXPECT_EQ(step.scratch_bytes, 16 * 256 * 4);
+  EXPECT_TRUE(step.finishes);
+  EXPECT_EQ(step.finish.call.residual.data, x.c.data);
+  EXPECT_EQ(step.rows, 13);
+  // A library that fuses nothing.
+  EXPECT_EQ(plan_matmul_fp8(fp8_call(matrix(R, 256), 128, Fp8Blocks::Rows, Fp8Blocks::Rows), false).scratch_bytes,
+            R * 256 * 4);
+}
+
+TEST(CudaMatmulPlan, KindsOfCodesHaveNamesOfTheirOwn) {
+  std::set<std::string> names;
+  const auto add = [&](const Fp8MatmulCall& x) { names.insert(name_of(key_of(plan_matmul_fp8(x, true).product))); };
+  const TensorView c = matrix(R, 256);
+  for (const DType format : {DType::F8E4M3, DType::F8E5M2}) {
+    for (const auto& [a, b] : {std::pair{Fp8Blocks::Rows, Fp8Blocks::Rows},
+                               {Fp8Blocks::Rows, Fp8Blocks::Squares},
+                               {Fp8Blocks::Squares, Fp8Blocks::Rows}})
+      add(fp8_call(c, 256, a, b, format));
+  }
+  EXPECT_EQ(names.size(), 6u);
 }
 
 TEST(CudaMatmulPlan, Edges) {

@@ -2,6 +2,7 @@
 // Temporary memory of CUDA's ops as predicted and as a context on the simulator holds it, op by op. equivalence/
 // device_training_test does the same with engines that train.
 
+#include <array>
 #include <functional>
 
 #include "cuda/context.h"
@@ -65,6 +66,28 @@ TEST(CudaScratch, OfProducts) {
     }
   }
   EXPECT_GT(most, 0);
+}
+
+TEST(CudaScratch, OfProductsInFp8) {
+  for (const auto& [M, N, K] : {std::array<i64, 3>{16, 128, 128}, {13, 128, 256}, {128, 24, 300}}) {
+    const Fp8Layout of_a{M, K, Fp8Blocks::Rows}, of_b{N, K, Fp8Blocks::Squares};
+    Tensor x(DType::BF16, {M, K}), w(DType::BF16, {N, K}), c(DType::BF16, {M, N}), bias(DType::BF16, {N}),
+        a(DType::U8, {of_a.padded_rows(), of_a.padded_k()}), b(DType::U8, {of_b.padded_rows(), of_b.padded_k()}),
+        a_scales(DType::F32, {of_a.scale_rows(), of_a.scale_columns()}),
+        b_scales(DType::F32, {of_b.scale_rows(), of_b.scale_columns()});
+    for (Tensor* t : {&x, &w, &c, &bias}) t->fill(0.5f);
+    const auto codes = [](const Tensor& t) {
+      TensorView v = t;
+      v.dtype = DType::F8E4M3;
+      return v;
+    };
+    const i64 bytes = expect_metered("FP8", [&](const OpTable& ops, Stream& s) {
+      ops.quantize_fp8(codes(a), a_scales, x, of_a.blocks, false, s);
+      ops.quantize_fp8(codes(b), b_scales, w, of_b.blocks, false, s);
+      ops.matmul_fp8(c, codes(a), a_scales, codes(b), b_scales, bias, {}, {of_a.blocks, of_b.blocks}, s);
+    });
+    EXPECT_EQ(bytes > 0, M % 16 != 0 || N % 16 != 0);
+  }
 }
 
 TEST(CudaScratch, OfSumsThatGoByRows) {

@@ -116,5 +116,19 @@ TEST(GpuScratch, CudnnThatIsAskedForIsRequired) {
   expect_error(Errc::Unavailable, ::testing::HasSubstr("of this run: dropout"), predicted({"model.attn_pdrop=0.1"}, 9));
 }
 
+// cuBLASLt multiplies with a scale for each block on Hopper alone.
+TEST(GpuScratch, Fp8IsOfHopper) {
+  const auto predicted = [](int compute_capability) {
+    return [=] {
+      memreport::predict(config_of("gpt2-124m", {"fp8.enabled=true"}), {.compute_capability = compute_capability},
+                         DeviceKind::Cuda);
+    };
+  };
+  EXPECT_NO_THROW(predicted(9)());
+  for (const int other : {8, 10, 12})
+    expect_error(Errc::Unavailable, ::testing::HasSubstr("fp8.enabled: the GPU has compute capability"),
+                 predicted(other));
+}
+
 }  // namespace gpu_scratch_test
 }  // namespace ds::testing

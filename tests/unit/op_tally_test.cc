@@ -332,6 +332,8 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(quantize_signs),
                           COUNTED(dequantize),
                           COUNTED(dequantize_fold),
+                          COUNTED(quantize_fp8),
+                          COUNTED(matmul_fp8),
                           COUNTED(max_abs),
                           COUNTED(nonzero_rows),
                           COUNTED(sum_squares),
@@ -418,6 +420,24 @@ TEST(OpTally, IsWhatAnEngineCallsToSumMicroBatches) {
         SCOPED_TRACE(fmt::format("{} {} {}", family_name(config.family), l.name(), fused));
         expect_engine_agrees(c, l.ranks());
       }
+    }
+  }
+}
+
+TEST(OpTally, HasTheProductsAndCodesOfFp8) {
+  ModelConfig llama = tiny_llama(), gpt2 = tiny_gpt2();
+  llama.hidden = 128, llama.head_dim = 64, llama.intermediate = 256, llama.qk_norm = false;
+  gpt2.hidden = 128, gpt2.heads = gpt2.kv_heads = 2, gpt2.head_dim = 64, gpt2.intermediate = 256;
+  for (const ModelConfig& model : {llama, gpt2}) {
+    for (const bool joined : {false, true}) {
+      Config c = tiny_config(model, 1, 2, joined ? 1 : 2);  // sums are added to by products, or folded
+      c.model.joined_products = joined;
+      c.bf16.enabled = c.fp8.enabled = true;
+      c.fp8.gradients = joined ? Fp8Gradients::E5M2 : Fp8Gradients::E4M3;
+      c.communication_data_type = WireType::BF16;
+      c.activation_checkpointing.granularity = joined ? CheckpointGranularity::Layer : CheckpointGranularity::None;
+      SCOPED_TRACE(fmt::format("{} joined {}", family_name(model.family), joined));
+      expect_engine_agrees(c, 1);
     }
   }
 }

@@ -77,6 +77,30 @@ TEST_P(ScratchOps, MeterProducts) {
   }
 }
 
+TEST_P(ScratchOps, MeterProductsInFp8) {
+  const i64 shapes[][3] = {{0, 128, 128}, {1, 128, 128}, {16, 256, 400}, {40, 128, 384}, {130, 384, 1040}};
+  for (const auto& [M, N, K] : shapes) {
+    const Fp8Layout of_a{M, K, Fp8Blocks::Rows}, of_b{N, K, Fp8Blocks::Squares};
+    Tensor a(DType::U8, {of_a.padded_rows(), of_a.padded_k()}), b(DType::U8, {of_b.padded_rows(), of_b.padded_k()}),
+        a_scales(DType::F32, {of_a.scale_rows(), of_a.scale_columns()}),
+        b_scales(DType::F32, {of_b.scale_rows(), of_b.scale_columns()}), c(DType::BF16, {M, N});
+    for (Tensor* t : {&a, &b}) std::memset(t->view().data, 0, static_cast<size_t>(t->view().bytes()));
+    a_scales.fill(1), b_scales.fill(1);
+    const auto codes = [](const Tensor& t) {
+      TensorView v = t;
+      v.dtype = DType::F8E4M3;
+      return v;
+    };
+    for (const int threads : kThreads) {
+      const i64 most = expect_metered(
+          *GetParam(), threads, fmt::format("FP8 {}x{}x{}", M, N, K), [&](const OpTable& table, Stream& s) {
+            table.matmul_fp8(c, codes(a), a_scales, codes(b), b_scales, {}, {}, {of_a.blocks, of_b.blocks}, s);
+          });
+      EXPECT_EQ(most > 0, M > 0);
+    }
+  }
+}
+
 TEST_P(ScratchOps, MeterGradientsOfNorms) {
   for (const i64 R : {0, 1, 3, 63, 130, 2000}) {
     for (const i64 C : {1, 7, 48, 300, 16385}) {
@@ -226,6 +250,17 @@ TEST_P(Scratch, IsWhatAnEngineHolds) {
         }
       }
     }
+  }
+}
+
+TEST_P(Scratch, IsWhatAnEngineWithProductsInFp8Holds) {
+  ModelConfig model = tiny_llama();
+  model.hidden = 128, model.head_dim = 64, model.intermediate = 256;
+  for (const Layout& l : {Layout{}, Layout{.dp = 2, .checkpoints = Granularity::Layer, .stage = 3}}) {
+    Config c = config_of(model, l, 2);
+    c.bf16.enabled = c.fp8.enabled = true;
+    c.communication_data_type = WireType::BF16;
+    expect_engines_hold(c, l.ranks(), 2, *GetParam());
   }
 }
 

@@ -19,6 +19,8 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
 // The ops that reserve scratch, as variants that only report the amount.
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams&, Stream&) noexcept;
+void matmul_fp8_scratch(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
+                        TensorView bias, TensorView residual, const Fp8MatmulParams&, Stream&) noexcept;
 void layernorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
                            TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream&) noexcept;
 void rmsnorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,

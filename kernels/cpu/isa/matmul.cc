@@ -3,6 +3,9 @@
 // no barriers. An element's sum is a fold over blocks of k, each a chain of multiply-adds, and does not depend on the
 // bounds of its tile; tiles may therefore depend on the number of threads without affecting the bits.
 
+#include <bit>
+#include <cstring>
+
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
 #include "cpu/isa/tiling.h"
@@ -77,8 +80,8 @@ struct TileRoom {
 };
 
 // c[m, n] of one tile.
-template <class Product, class T>
-void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
+template <class Product, class S>
+void multiply_tile(const S& a, const S& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
                    float* scratch) noexcept {
   using Room = TileRoom<Product>;
   constexpr i64 kDepth = Room::kDepth, kBlock = Room::kBlock;
@@ -270,6 +273,53 @@ void multiply(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const
 
 }  // namespace along
 
+// The operand of an FP8 product. A code times its scale is one word of fp32.
+struct CodeSource {
+  const u8* codes;
+  const float* scales;
+  Fp8Layout layout;
+  int mantissa;
+  float power;  // what the bits of a code are too small by as those of an fp32 number
+  static constexpr bool along = true;
+
+  CodeSource(const TensorView& v, const TensorView& s, i64 rows, Fp8Blocks blocks) noexcept
+      : codes(v.as<u8>()), scales(s.as<float>()), layout{rows, v.dim(1), blocks} {
+    const Fp8Format f = fp8_format(v.dtype);
+    mantissa = f.mantissa;
+    power = std::bit_cast<float>(static_cast<u32>(254 - f.bias) << 23);
+  }
+};
+
+// The numbers of kLanes codes, or of n, without their power.
+Vec small_numbers(const u8* p, int mantissa, AllLanes) noexcept {
+#if defined(__AVX512F__)
+  const __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(c, _mm512_set1_epi32(0x80)), 24);
+  const __m512i rest = _mm512_sll_epi32(_mm512_and_si512(c, _mm512_set1_epi32(0x7F)), _mm_cvtsi32_si128(23 - mantissa));
+  return {_mm512_castsi512_ps(_mm512_or_si512(sign, rest))};
+#else
+  const __m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(c, _mm256_set1_epi32(0x80)), 24);
+  const __m256i rest = _mm256_sll_epi32(_mm256_and_si256(c, _mm256_set1_epi32(0x7F)), _mm_cvtsi32_si128(23 - mantissa));
+  return {_mm256_castsi256_ps(_mm256_or_si256(sign, rest))};
+#endif
+}
+Vec small_numbers(const u8* p, int mantissa, i64 n) noexcept {
+  u8 some[kLanes] = {};
+  std::memcpy(some, p, static_cast<size_t>(n));
+  return small_numbers(some, mantissa, AllLanes{});
+}
+
+// k0 is a multiple of kLanes, so the lanes of a vector share a block.
+template <class Product>
+void pack(float* dst, i64 stride, const CodeSource& s, i64 i, i64 count, i64 k0, i64 depth) noexcept {
+  static_assert(Product::kDepth == 1 && kFp8Block % kLanes == 0);
+  pack_rows<1>(dst, stride, count, depth, [&](i64 j, i64 k, auto n) {
+    const Vec x = small_numbers(s.codes + (i + j) * s.layout.k + k0 + k, s.mantissa, n) * broadcast(s.power);
+    return x * broadcast(s.scales[s.layout.scale_of(i + j, k0 + k)]);
+  });
+}
+
 // How a product is cut, and a worker's need for its largest tile. Products with few rows have tiles of their own.
 struct Cut {
   Grid grid;
@@ -278,18 +328,21 @@ struct Cut {
 bool few_rows(i64 M, const MatmulParams& p) noexcept {
   return p.trans_b ? M <= along::kFewRows || p.rowwise : M <= across::kFewRows;
 }
-Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
-  if (few_rows(M, p)) {
-    const size_t bytes =
-        p.trans_b ? static_cast<size_t>(along::room(M, K)) * sizeof(float) : across::Room(M, N, threads).bytes();
-    return {{1, 1}, bytes};
-  }
+Cut tiles_of(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
   Cut cut{choose_grid(M, N, threads), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
     cut.scratch_bytes = TileRoom<typename ProductOf<T>::type>(panels_m, panels_n, K).bytes();
   });
   return cut;
+}
+Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
+  if (few_rows(M, p)) {
+    const size_t bytes =
+        p.trans_b ? static_cast<size_t>(along::room(M, K)) * sizeof(float) : across::Room(M, N, threads).bytes();
+    return {{1, 1}, bytes};
+  }
+  return tiles_of(work, M, N, K, threads);
 }
 
 }  // namespace
@@ -322,6 +375,31 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
                                                  static_cast<float*>(pool.scratch(worker)));
     });
   });
+}
+
+// Always in tiles, even few rows: those have the bits that they have among many.
+void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
+                TensorView residual, const Fp8MatmulParams& p, Stream& stream) noexcept {
+  const i64 M = c.dim(0), N = c.dim(1), K = a.dim(1);
+  if (M == 0 || N == 0) return;
+  const Epilogue e{c, bias, {}, residual, Activation::None, false};
+  const FinishFn done = finish_for(c.dtype, DType::BF16);
+  ThreadPool& pool = *stream.pool;
+  const Cut cut = tiles_of(DType::F32, M, N, K, pool.num_threads());
+  pool.reserve_scratch(cut.scratch_bytes);
+  const CodeSource sa(a, a_scales, M, p.a), sb(b, b_scales, N, p.b);
+  const Grid grid = cut.grid;
+  pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
+    multiply_tile<Single>(sa, sb, K, part_of(M, kMR, tile % grid.m, grid.m), part_of(N, kNR, tile / grid.m, grid.n), e,
+                          done, static_cast<float*>(pool.scratch(worker)));
+  });
+}
+
+void matmul_fp8_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorView, TensorView, TensorView,
+                        const Fp8MatmulParams&, Stream& stream) noexcept {
+  const i64 M = c.dim(0), N = c.dim(1);
+  if (M == 0 || N == 0) return;
+  note_scratch(stream, tiles_of(DType::F32, M, N, a.dim(1), metered_threads(stream)).scratch_bytes);
 }
 
 void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorView, TensorView, const MatmulParams& p,

@@ -16,6 +16,7 @@ const OpTable& table() noexcept {
 
 void set_scratch_ops(OpTable& ops) noexcept {
   ops.matmul = matmul_scratch;
+  ops.matmul_fp8 = matmul_fp8_scratch;
   ops.layernorm_bwd = layernorm_bwd_scratch;
   ops.rmsnorm_bwd = rmsnorm_bwd_scratch;
   ops.embedding_bwd = embedding_bwd_scratch;

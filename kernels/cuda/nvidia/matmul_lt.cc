@@ -30,7 +30,18 @@ struct KeyHash {
 };
 
 cudaDataType_t data_type(DType t) noexcept {
-  return t == DType::BF16 ? CUDA_R_16BF : t == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
+  switch (t) {
+    case DType::BF16: return CUDA_R_16BF;
+    case DType::F16: return CUDA_R_16F;
+    case DType::F8E4M3: return CUDA_R_8F_E4M3;
+    case DType::F8E5M2: return CUDA_R_8F_E5M2;
+    default: return CUDA_R_32F;
+  }
+}
+
+i32 scale_mode(Fp8Blocks blocks) noexcept {
+  return blocks == Fp8Blocks::Rows ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                   : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
 }
 
 cublasLtEpilogue_t epilogue(const LtProblem& p) noexcept {
@@ -104,11 +115,13 @@ struct MatmulEngine::Impl {
     return s == CUBLAS_STATUS_SUCCESS;
   }
 
-  // The pointers of the epilogue are part of the operation.
+  // The pointers of the epilogue, and of scales, are part of the operation.
   cublasStatus_t bind(Plan& plan, const LtProblem& p) noexcept {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
     if (p.bias != nullptr) s = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
     if (p.aux != nullptr && s == CUBLAS_STATUS_SUCCESS) s = plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
+    if (p.coded() && s == CUBLAS_STATUS_SUCCESS) s = plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.a_scales);
+    if (p.coded() && s == CUBLAS_STATUS_SUCCESS) s = plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.b_scales);
     return s;
   }
 
@@ -128,9 +141,13 @@ struct MatmulEngine::Impl {
     ok(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p)));
     if (p.bias != nullptr) ok(plan.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(p.cd)));
     if (p.aux != nullptr) ok(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux));
+    if (p.coded()) {
+      ok(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(p.a_blocks)));
+      ok(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(p.b_blocks)));
+    }
     ok(bind(plan, p));
     layout(plan.a, p.ab, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda);
-    layout(plan.b, p.ab, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
+    layout(plan.b, p.coded() ? p.b_codes : p.ab, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
     layout(plan.c, p.cd, p.m, p.n, p.add_c ? p.ldc : p.ldd);
     layout(plan.d, p.cd, p.m, p.n, p.ldd);
     return first;

@@ -55,7 +55,9 @@ LtKey key_of(const LtProblem& p) noexcept {
   const auto align = [](const void* pointer) { return std::countr_zero(alignment_of(pointer)); };
   const i64 flags[] = {p.trans_a, p.trans_b,         p.add_c,         p.add_c && p.c == p.d,
                        p.gelu,    p.bias != nullptr, p.aux != nullptr};
-  i64 word = 0;
+  const bool squares_a = p.a_blocks == Fp8Blocks::Squares, squares_b = p.b_blocks == Fp8Blocks::Squares,
+             e5m2_b = p.b_codes == DType::F8E5M2;
+  i64 word = p.coded() ? 1 + 2 * i64{squares_a} + 4 * i64{squares_b} + 8 * i64{e5m2_b} : 0;
   for (const i64 flag : flags) word = word * 2 + flag;
   word = word * 256 + static_cast<i64>(p.ab);
   word = word * 256 + static_cast<i64>(p.cd);
@@ -178,6 +180,47 @@ MatmulStep plan_matmul(const MatmulCall& x, bool fuse) noexcept {
   step.scratch_bytes = step.rows * row_bytes;
   p.n = step.rows;
   step.finish = {rows_from(x, 0, step.rows), nullptr, p.ldd};
+  return step;
+}
+
+MatmulStep plan_matmul_fp8(const Fp8MatmulCall& x, bool fuse) noexcept {
+  const i64 M = x.c.dim(0), N = x.c.dim(1), padded_m = x.a.dim(0), padded_n = x.b.dim(0), K = x.a.dim(1);
+  MatmulStep step;
+  step.rows = M;
+  step.multiplies = true;
+  LtProblem& p = step.product;
+  p = {.m = padded_n,
+       .n = padded_m,
+       .k = K,
+       .trans_a = true,
+       .ab = x.b.dtype,
+       .a = x.b.data,
+       .b = x.a.data,
+       .lda = K,
+       .ldb = K,
+       .a_scales = x.b_scales.as<float>(),
+       .b_scales = x.a_scales.as<float>(),
+       .a_blocks = x.params.b,
+       .b_blocks = x.params.a,
+       .b_codes = x.a.dtype};
+  const auto even = [](const TensorView& v) {
+    return !v || (aligned16(v) && leading(v) * dtype_bytes(v.dtype) % 16 == 0);
+  };
+  const bool whole = M == padded_m && N == padded_n && even(x.c) && even(x.residual);
+  if (fuse && whole && (!x.bias || (x.c.dtype == DType::BF16 && aligned16(x.bias)))) {
+    p.cd = x.c.dtype;
+    p.d = x.c.data;
+    p.ldd = leading(x.c);
+    p.bias = x.bias.data;
+    if (x.residual) p.add_c = true, p.c = x.residual.data, p.ldc = leading(x.residual);
+    return step;
+  }
+  // The layout of scales depends on the number of rows, so all rows are one product.
+  p.cd = DType::F32;
+  p.ldd = padded_n;
+  step.finishes = true;
+  step.scratch_bytes = padded_m * padded_n * dtype_bytes(DType::F32);
+  step.finish = {{x.c, {}, {}, x.bias, {}, x.residual, {}}, nullptr, p.ldd};
   return step;
 }
 

@@ -36,6 +36,14 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   note(stream, step.scratch_bytes);
 }
 
+void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
+                TensorView residual, const Fp8MatmulParams& p, Stream& stream) noexcept {
+  if (c.dim(0) == 0 || c.dim(1) == 0) return;
+  const MatmulStep step = plan_matmul_fp8({c, a, a_scales, b, b_scales, bias, residual, p}, /*fuse=*/true);
+  meter(stream).multiplies = true;
+  note(stream, step.scratch_bytes);
+}
+
 void column_sum(TensorView out, TensorView x, bool, Stream& stream) noexcept {
   const i64 N = out.numel();
   if (N > 0) note(stream, scratch::Slices::of(x.dim(0), N).bytes(N));
@@ -132,6 +140,7 @@ OpTable make_scratch_ops() noexcept {
   OpTable ops = no_ops();
   ops.name = "scratch";
   ops.matmul = matmul;
+  ops.matmul_fp8 = matmul_fp8;
   ops.column_sum = column_sum;
   ops.layernorm_bwd = [](TensorView, TensorView, TensorView, TensorView, TensorView, TensorView x, TensorView,
                          TensorView, TensorView, Stream& s) noexcept { norm_bwd(x, 2, s); };

@@ -163,6 +163,13 @@ struct Bf16Config {
   bool stochastic_rounding = false;            // for updated parameters that have no master
 };
 
+// Products of linear maps in FP8; parameters, their gradients and everything else as with bf16 alone.
+enum class Fp8Gradients : u8 { E4M3, E5M2 };
+struct Fp8Config {
+  bool enabled = false;
+  Fp8Gradients gradients = Fp8Gradients::E4M3;  // the format of the gradients of outputs
+};
+
 // The place of data between its uses: the device (None), host memory, a file on a disk, or a server of states
 // (ds-offload serve), which also runs the updates.
 enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
@@ -483,6 +490,7 @@ struct Config {
   SchedulerConfig scheduler;
   Fp16Config fp16;
   Bf16Config bf16;
+  Fp8Config fp8;
   ZeroConfig zero;
   AioConfig aio;
   PipelineConfig pipeline;

@@ -298,6 +298,7 @@ struct PassContext {
   TensorView logits{};   // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
                          // workspace [chunk,V] fp32 or work dtype
   TensorView tile_sum{};  // [R, most columns] fp32: for products over tiles, if any
+  TensorView fp8{};       // [bytes] uint8: for the operands of one product in FP8, if any
   // Train: [V,C] fp32, the gradient of the output projection, none if the projection is not trained: memory for this
   // micro-batch, or, unless `term` is Alone, the row of the projection among the gradients of the head.
   TensorView head_weight_grad{};
@@ -370,6 +371,13 @@ enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput
 class Linear;
 struct LowRank;
 
+// A product in FP8: of a linear map, or of joined ones. The sizes of this rank's part.
+struct Fp8Map {
+  i64 in = 0, out = 0;
+  // Memory for the operands of any of its products over R rows.
+  i64 bytes(i64 R) const noexcept;
+};
+
 class DS_API Layer {
  public:
   virtual ~Layer() = default;
@@ -397,6 +405,9 @@ class DS_API Layer {
   // Attaches a low-rank branch (ds/linear.h) to each linear map of the layer for which `choose` returns one. Its
   // rows come after all others. Call this at most once, before the layer is used. Returns the number of branches.
   virtual size_t attach(FunctionRef<LowRank(const Linear&)> choose);
+  // From then on the products of its linear maps are in FP8 (ds/linear.h); those of branches are not. Call this before
+  // another layer contains it. Appends their sizes to `maps`, and what does not fit to `problems`.
+  void multiply_in_fp8(DType gradients, std::vector<Fp8Map>& maps, std::vector<std::string>& problems);
   // The arrays that it caches for generation; their KvCache is in PassContext::caches.
   virtual CacheShape cache() const { return {}; }
 
@@ -475,6 +486,7 @@ struct DS_API Model {
   i64 num_heads = 0, head_dim = 0;
   std::vector<Rotation> rotations{};              // those that its layers use
   std::shared_ptr<const AttentionLayout> layout;  // for the attention of all layers; null: all blocks
+  std::vector<Fp8Map> fp8{};                      // the products in FP8 of all layers; none: there are none
 
   bool tied() const noexcept { return !shared.empty(); }
   bool uses_shared(i64 layer) const noexcept { return tied() && (layer == 0 || layer + 1 == std::ssize(layers)); }
@@ -492,6 +504,7 @@ struct DS_API Model {
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
   i64 product_rows(i64 R) const noexcept;           // the largest of its layers
+  i64 fp8_bytes(i64 R) const noexcept;              // of PassContext::fp8, for products of up to R rows
   i64 num_aux_losses() const noexcept;              // layers that add a loss
   i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.

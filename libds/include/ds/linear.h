@@ -3,6 +3,9 @@
 // The linear map of all model families: a weight, a bias, and room for a low-rank branch beside them. It declares its
 // rows, knows how a tensor-parallel group shares them, and computes with them whole or in tiles.
 
+#include <algorithm>
+#include <optional>
+
 #include "ds/building_blocks.h"
 
 namespace ds::model {
@@ -43,6 +46,20 @@ class DS_API Linear {
   size_t weight() const noexcept { return weight_; }  // number of its row
   bool has_branch() const noexcept { return branch_.rank > 0; }
 
+  // From then on its products are in FP8, for inputs and parameters in bf16: codes of inputs share a scale by 128
+  // inputs of a row, those of the matrix by 128 x 128, and those of the output's gradient by 128 outputs of a row. The
+  // gradient of the matrix is a product over rows, for which both operands are encoded again, in blocks of 128 rows.
+  // Formats are E4M3, for gradients of outputs `gradients` (OpTable::quantize_fp8). An activation is a call of its own,
+  // which reads a rounded value. Matrices must not be in tiles.
+  void multiply_in_fp8(DType gradients) noexcept { fp8_gradients_ = gradients; }
+  // The format of gradients if its products are in FP8.
+  std::optional<DType> fp8() const noexcept { return fp8_gradients_; }
+  // The sizes of its product in FP8, or of the one that it begins as the first of a group.
+  Fp8Map fp8_map() const noexcept { return {in_, std::max(out_, joined_out_)}; }
+  // "name [in, out]" if this rank's part, or each of `fused`, is no multiple of kFp8Block in both; else empty. All
+  // ranks then have the codes of the whole map.
+  std::string fp8_problem() const;
+
   // Appends the rows of a branch, A and B; they are cut as the inputs and outputs of the map are. number: of this
   // branch among those of the layer. Call this at most once, before all of the following.
   void attach(std::vector<ParamRow>& rows, const LowRank& branch, size_t number);
@@ -77,6 +94,10 @@ class DS_API Linear {
   Shard shard_;
   LowRank branch_;
   size_t weight_ = 0, branch_rows_ = 0, number_ = 0;
+  i64 in_ = 0, out_ = 0;  // of this rank
+  friend class LinearGroup;
+  i64 joined_out_ = 0;  // of the maps that it is joined with, as the first
+  std::optional<DType> fp8_gradients_{};
 };
 
 // Linear maps of one input. Where their matrices lie one after the other in memory, and their biases likewise, they are

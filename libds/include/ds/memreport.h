@@ -159,8 +159,8 @@ class DS_API Hardware {
   // Reads files of the schemas "ds-machine/1" (see json()) and "ds-links/1" (ds-commbench --save); `links` may be empty
   // if no rank sends anything. Throws Errc::Io, Errc::Config.
   static Hardware read(const std::string& machine, const std::string& links);
-  // Ideal hardware: 16- and 32-bit products at the same rate, ops that start in no time, and messages without latency,
-  // or with the latencies of `links`.
+  // Ideal hardware: 16- and 32-bit products at the same rate, those of FP8 at twice that rate, ops that start in no
+  // time, and messages without latency, or with the latencies of `links`.
   static Hardware of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links);
   // Measures the CPU of this machine while that many ranks, each with that many threads, work at once. Takes some
   // seconds.

@@ -30,6 +30,8 @@ struct GpuKernels {
   bool cudnn = false;          // cuDNN computes the attention that it supports (cuda.attention)
   i64 products_bytes = 0;      // the workspace of matrix products, allocated by the first one
 };
+// The GPUs that multiply matrices in FP8 with scales by block, as cuBLASLt does: Hopper.
+inline constexpr int kFp8Capability = 9;
 // Those of a GPU with this compute capability. cudnn: whether a usable library is there; before 8 and after 9 none is
 // used.
 GpuKernels gpu_kernels(int compute_capability, bool cudnn) noexcept;

@@ -21,6 +21,7 @@
 #include <span>
 #include <string_view>
 
+#include "ds/kernels/fp8.h"
 #include "ds/kernels/philox.h"
 #include "ds/kernels/tensor.h"
 #include "ds/kernels/thread_pool.h"
@@ -42,6 +43,11 @@ struct MatmulParams {
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
   bool rowwise = false;  // each row of c has the bits of a product with only that row
+};
+
+// The blocks of the two operands of an FP8 product: at most one has squares.
+struct Fp8MatmulParams {
+  Fp8Blocks a = Fp8Blocks::Rows, b = Fp8Blocks::Rows;
 };
 
 // The position of a call's score matrices among those of all heads, queries and keys of a sequence. Dropout counts
@@ -506,6 +512,20 @@ struct OpTable {
   void (*dequantize)(TensorView y, TensorView codes, TensorView scales, CodeFormat, Stream&) noexcept;
   void (*dequantize_fold)(TensorView dst, TensorView codes, TensorView scales, bool accumulate, float divisor, CodeFormat,
                           Stream&) noexcept;
+
+  // Products of numbers in 8 bits, with scales by block; formats, scales and memory: ds/kernels/fp8.h.
+  //   quantize_fp8  the operand [R,K] of a product from x, [R,K] or, if transposed, [K,R]; strided rows, work dtype. codes and
+  //                 scales have the shapes of Fp8Layout{R, K, blocks}; the dtype of codes, E4M3 or E5M2, chooses the format.
+  //                 All backends agree bit for bit (except for the kind of NaN).
+  //   matmul_fp8    c[M,N] = a b^T + bias + residual for operands a [M,K] and b [N,K], not both E5M2. c: strided rows, bf16 or
+  //                 fp32; bias [N] bf16, residual [M,N] with c's dtype, which may alias c: both optional. The value of a code
+  //                 times its scale is exact in `ref`. CPUs round it to fp32 and sum in fp32, a row of c with the same bits
+  //                 among few rows and among many. Hopper's tensor cores sum codes of a block with about 14 bits, and
+  //                 blocks in fp32: on other GPUs there is no such product.
+  void (*quantize_fp8)(TensorView codes, TensorView scales, TensorView x, Fp8Blocks blocks, bool transposed,
+                       Stream&) noexcept;
+  void (*matmul_fp8)(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
+                     TensorView residual, const Fp8MatmulParams&, Stream&) noexcept;
 
   // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
   // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear maps in FP8: the training of bf16 but for the rounding of codes, with the same bits however a run is cut, in
+// the memory of its plan. What a run evaluates and writes is computed by the same products.
+
+#include <gmock/gmock.h>
+
+#include <limits>
+#include <map>
+
+#include "ds/linear.h"
+#include "equivalence/checkpoints.h"
+#include "equivalence/layouts.h"
+#include "equivalence/toy_experts.h"
+#include "expect_error.h"
+#include "model/models.h"
+#include "plan/op_tally.h"
+#include "plan/run_plan.h"
+#include "slow_set.h"
+
+namespace ds::testing {
+namespace fp8_training_test {
+
+constexpr i64 kSteps = 3;
+
+ModelConfig gpt2() {
+  ModelConfig c = tiny_gpt2();
+  c.hidden = 256;
+  c.layers = 2;
+  c.heads = c.kv_heads = 4;
+  c.head_dim = 64;
+  c.intermediate = 512;
+  return c;
+}
+// Grouped heads, joined products, no biases.
+ModelConfig llama() {
+  ModelConfig c = tiny_llama();
+  c.family = Family::Llama;
+  c.hidden = 128;
+  c.heads = 4;
+  c.kv_heads = 2;
+  c.head_dim = 128;
+  c.intermediate = 256;
+  c.qk_norm = false;
+  return c;
+}
+const ModelConfig kModels[] = {gpt2(), llama()};
+
+Config config_for(const ModelConfig& model, const Layout& l, Fp8Gradients gradients = Fp8Gradients::E4M3,
+                  i64 micro_batches = 4) {
+  Config c = config_of(model, l, micro_batches);
+  c.bf16.enabled = true;
+  c.communication_data_type = WireType::BF16;
+  c.fp8 = {.enabled = true, .gradients = gradients};
+  c.optimizer.lr = 1e-3;
+  return c;
+}
+Config in_bf16(Config c) {
+  c.fp8 = {};
+  return c;
+}
+Trace train(const Config& c, const Layout& l = {}, const Hooks& hooks = {}, i64 steps = kSteps) {
+  return train_threads(c, l.ranks(), steps, 1, hooks);
+}
+std::string named(const ModelConfig& model, const Layout& l, Fp8Gradients gradients) {
+  return fmt::format("{} {} gradients in {}", family_name(model.family), l.name(),
+                     gradients == Fp8Gradients::E4M3 ? "E4M3" : "E5M2");
+}
+
+TEST(Fp8Training, IsThatOfBf16ToTheRoundingOfCodes) {
+  for (const ModelConfig& model : kModels) {
+    for (const Fp8Gradients gradients : {Fp8Gradients::E4M3, Fp8Gradients::E5M2}) {
+      const std::string what = named(model, {}, gradients);
+      const Config c = config_for(model, {}, gradients);
+      const Trace t = train(c, {}, {}, 12), want = train(in_bf16(c), {}, {}, 12);
+      EXPECT_FALSE(same_bits(t.losses, want.losses)) << what << ": nothing is in FP8";
+      expect_close(t, want, what, {.loss = 2e-2, .first_norm = 5e-2, .norm = 0.2});
+      EXPECT_LT(t.losses.back(), 0.9 * t.losses.front()) << what << ": it does not learn";
+      expect_planned(t, 12, what);
+    }
+  }
+}
+
+TEST(Fp8Training, TheFormatOfGradientsIsThatOfTheKey) {
+  for (const ModelConfig& model : kModels) {
+    const Trace e4m3 = train(config_for(model, {})), e5m2 = train(config_for(model, {}, Fp8Gradients::E5M2));
+    EXPECT_EQ(std::bit_cast<u64>(e4m3.losses[0]), std::bit_cast<u64>(e5m2.losses[0])) << "forward passes are equal";
+    EXPECT_NE(std::bit_cast<u64>(e4m3.norms[0]), std::bit_cast<u64>(e5m2.norms[0]));
+  }
+}
+
+TEST(Fp8Training, NeitherRanksNorStagesNorSchedulesChangeABit) {
+  test::EveryNth chosen(3);
+  for (const ModelConfig& model : kModels) {
+    for (const Fp8Gradients gradients : {Fp8Gradients::E4M3, Fp8Gradients::E5M2}) {
+      const Trace base = train(config_for(model, {}, gradients));
+      for (const Layout& l : {Layout{.stage = 3},
+                              {.dp = 2, .stage = 0},
+                              {.dp = 2, .stage = 1},
+                              {.dp = 2, .stage = 2},
+                              {.dp = 2, .stage = 3},
+                              {.dp = 4, .stage = 3},
+                              {.pp = 2, .stage = 1},
+                              {.dp = 2, .pp = 2, .stage = 3},
+                              {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                              {.checkpoints = Granularity::Layer, .stage = 2},
+                              {.dp = 2, .checkpoints = Granularity::Selective, .stage = 3}}) {
+        if (!chosen()) continue;
+        const Trace t = train(config_for(model, l, gradients), l);
+        expect_same_training(t, base, named(model, l, gradients));
+        expect_planned(t, kSteps, named(model, l, gradients));
+      }
+    }
+  }
+}
+
+// Codes are those of whole matrices, and sums differ in their order, as in bf16.
+TEST(Fp8Training, GroupsOfRanksThatShareMatricesAndTokensGiveTheSameTraining) {
+  for (const ModelConfig& model : kModels) {
+    const Trace base = train(config_for(model, {}));
+    for (const Layout& l : {Layout{.tp = 2},
+                            {.dp = 2, .tp = 2, .sequence = true, .stage = 3},
+                            {.sp = 2, .stage = 1},
+                            {.sp = 2, .mode = SequenceParallelMode::Ring, .checkpoints = Granularity::Layer}}) {
+      const Trace t = train(config_for(model, l), l);
+      expect_close(t, base, named(model, l, Fp8Gradients::E4M3), {.loss = 1e-2, .first_norm = 3e-2, .norm = 0.1});
+      expect_planned(t, kSteps, named(model, l, Fp8Gradients::E4M3));
+    }
+  }
+}
+
+// A forward pass of joined maps has the bits of maps apart.
+TEST(Fp8Training, JoinedMapsHaveTheCodesOfMapsApart) {
+  ModelConfig apart = llama();
+  apart.joined_products = false;
+  const Trace joined = train(config_for(llama(), {})), want = train(config_for(apart, {}));
+  EXPECT_EQ(std::bit_cast<u64>(joined.losses[0]), std::bit_cast<u64>(want.losses[0]));
+  EXPECT_FALSE(same_bits(joined.weights, want.weights)) << "nothing is joined";
+  expect_close(joined, want, "joined", {.loss = 5e-3, .first_norm = 1e-2, .norm = 5e-2});
+  expect_planned(want, kSteps, "apart");
+}
+
+// Samples of 13 tokens: no number of rows is a multiple of 16, and blocks of tokens are not full.
+TEST(Fp8Training, AnyNumberOfRowsIsMultiplied) {
+  for (const ModelConfig& model : kModels) {
+    for (const Layout& l : {Layout{}, {.dp = 2, .stage = 3}}) {
+      Config c = config_for(model, l);
+      c.data.seq_length = 13;
+      const Trace t = train(c, l);
+      expect_close(t, train(in_bf16(c), l), named(model, l, Fp8Gradients::E4M3),
+                   {.loss = 2e-2, .first_norm = 5e-2, .norm = 0.2});
+      expect_planned(t, kSteps, named(model, l, Fp8Gradients::E4M3));
+    }
+  }
+}
+
+// Layers that see a part of the tokens, in numbers that change, multiply fewer rows in the memory for all.
+TEST(Fp8Training, LayersThatDropTokensDoNotChangeABitWithRanks) {
+  for (const ModelConfig& model : kModels) {
+    const auto dropping = [&](const Layout& l) {
+      Config c = config_for(model, l);
+      RandomLtdConfig& ltd = c.random_ltd;
+      ltd.data_efficiency = ltd.data_routing = ltd.enabled = true;
+      ltd.layers = {0, 1};
+      ltd.min_value = 5, ltd.max_value = 16, ltd.require_steps = kSteps, ltd.seq_per_step = 1;
+      return c;
+    };
+    const Trace base = train(dropping({}));
+    EXPECT_FALSE(same_bits(base.losses, train(config_for(model, {})).losses)) << "nothing is dropped";
+    const Layout l{.dp = 2, .stage = 3};
+    expect_same_training(train(dropping(l), l), base, named(model, l, Fp8Gradients::E4M3));
+  }
+}
+
+TEST(Fp8Training, ResumesWithEveryBit) {
+  for (const ModelConfig& model : kModels) {
+    const TempDirectory dir;
+    const Layout from{.dp = 2, .stage = 1}, to{.dp = 4, .stage = 3};
+    const Trace whole = train(config_for(model, from), from, {}, 2 * kSteps);
+    const Saved saved = train_and_save(config_for(model, from), from, kSteps, dir.path());
+    const Trace t = resume(config_for(model, to), to, kSteps, saved.step);
+    EXPECT_TRUE(same_bits(t.weights, whole.weights)) << family_name(model.family);
+    EXPECT_TRUE(same_bits(t.logits, whole.logits)) << family_name(model.family);
+  }
+}
+
+// Branches stay in bf16 and are added to a product of codes; zeros change no bit.
+TEST(Fp8Training, LowRankBranchesAreAdded) {
+  const auto with_branches = [](float scale) {
+    Hooks hooks;
+    hooks.parts.model = [=](const Config& of, const MeshShape& mesh, const MeshCoord& coord) {
+      model::Model m = model::make_model(of, model::shard_of(of, mesh, coord.tp, coord.sp));
+      for (auto& layer : m.layers) layer->attach([=](const model::Linear&) { return model::LowRank{4, scale}; });
+      return m;
+    };
+    return hooks;
+  };
+  for (const ModelConfig& model : kModels) {
+    const Config c = config_for(model, {.dp = 2, .stage = 3});
+    const Layout l{.dp = 2, .stage = 3};
+    const Trace t = train(c, l, with_branches(1));
+    expect_planned(t, kSteps, "branches");
+    const Trace scaled = train(c, l, with_branches(3)), want = train(in_bf16(c), l, with_branches(1));
+    EXPECT_EQ(std::bit_cast<u64>(t.losses[0]), std::bit_cast<u64>(scaled.losses[0])) << "branches begin as zeros";
+    EXPECT_FALSE(same_bits(t.losses, scaled.losses)) << "branches are not trained";
+    expect_close(t, want, "branches", {.loss = 2e-2, .first_norm = 5e-2, .norm = 0.2});
+  }
+}
+
+// A weight that is not finite is not saturated: its block reaches the norm of the gradients, which skips the step.
+TEST(Fp8Training, InfinitiesSkipTheStep) {
+  for (const ModelConfig& model : kModels) {
+    for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+      Hooks hooks;
+      hooks.start = [=](engine::Engine& engine) {
+        engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+          engine.init_values(param, begin, count, out);
+          const std::string& name = engine.row_of(param).name;
+          const bool chosen = name.ends_with("c_fc.weight") || name.ends_with("up_proj.weight");
+          if (chosen && begin <= 77 && 77 < begin + count) out[77 - begin] = bad;
+        });
+      };
+      const Trace t = train(config_for(model, {}), {}, hooks, 2);
+      EXPECT_EQ(t.skipped, (std::vector<bool>{true, true})) << family_name(model.family) << " " << bad;
+    }
+  }
+}
+
+// The products of blocks, and nothing else, are of FP8: their floating-point operations are those of bf16.
+TEST(Fp8Training, TheTallyHasTheProductsOfBlocksInFp8) {
+  for (const ModelConfig& model : kModels) {
+    const auto flops_of = [](const Config& c) {
+      const model::Model m = model::make_model(c);
+      const plan::OpTally tally = plan::tally_step(m, plan::make_run_plan(c, m, {}, {})).total();
+      std::map<DType, i64> flops;
+      for (const auto& [call, n] : tally.calls()) {
+        if (call.op == "matmul") flops[call.dtype] += n * call.flops;
+      }
+      return flops;
+    };
+    const Config c = config_for(model, {});
+    std::map<DType, i64> fp8 = flops_of(c), bf16 = flops_of(in_bf16(c));
+    const i64 R = c.batch.train * c.data.seq_length, head = 6 * R * model.hidden * model.vocab_size;
+    EXPECT_EQ(fp8[DType::F8E4M3] + fp8[DType::BF16], bf16[DType::BF16]);
+    EXPECT_EQ(fp8[DType::BF16], head);
+  }
+}
+
+TEST(Fp8Training, SizesThatAreNoMultiplesOfABlockAreRefusedTogether) {
+  const auto message = [](const Config& c, const model::Shard& shard) {
+    try {
+      static_cast<void>(model::make_model(c, shard));
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Config);
+      return std::string(e.what());
+    }
+    return std::string("no error");
+  };
+  Config c = config_for(tiny_gpt2(), {});
+  const std::string narrow = message(c, {});
+  for (const char* map :
+       {"h.0.attn.c_attn [36, 108]", "h.0.mlp.c_fc [36, 144]", "h.1.mlp.c_proj [144, 36], and 4 more", "128 x 128"})
+    EXPECT_NE(narrow.find(map), narrow.npos) << map << " in " << narrow;
+  c = config_for(llama(), {});
+  EXPECT_EQ(message(c, {}), "no error");
+  EXPECT_EQ(message(c, {.tp = 2}), "no error");
+  // Each of four ranks has 64 of the 256 outputs of gate and up, and one of two heads of keys.
+  const std::string shared = message(c, {.tp = 4});
+  EXPECT_NE(shared.find("gate_proj [128, 64]"), shared.npos) << shared;
+  EXPECT_NE(shared.find("each of the 4 ranks of tensor_parallel"), shared.npos) << shared;
+  EXPECT_EQ(shared.find("k_proj"), shared.npos) << shared;
+}
+
+// A model whose block has a matrix, but no linear map.
+struct WithoutMaps final : model::Source {
+  std::string identity() const override { return "toy"; }
+  model::Model make(const ModelConfig& c, const model::Shard& shard) const override {
+    ModelConfig family = c;
+    family.source = nullptr;
+    model::Model m = model::make_llama(family, shard);
+    m.layers[1] = std::make_unique<ToyExpertLayer>("toy", ToyExperts{.hidden = c.hidden}, shard);
+    return m;
+  }
+};
+
+TEST(Fp8Training, BlocksWithoutLinearMapsAreRefusedByName) {
+  Config c = config_for(llama(), {});
+  c.model.source = std::make_shared<WithoutMaps>();
+  expect_error(Errc::Unavailable, ::testing::HasSubstr("fp8.enabled: the block toy has no linear map"),
+               [&] { static_cast<void>(model::make_model(c)); });
+}
+
+// Rows are multiplied with the bits that they have alone.
+TEST(Fp8Training, TextIsThatOfItsPromptAlone) {
+  for (const ModelConfig& model : kModels) {
+    Config c = config_for(model, {});
+    c.use = ConfigUse::Generate;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      const std::vector<std::vector<i32>> prompts = {{1, 2, 3}, {7, 8, 9, 10, 11}, {5}, {20, 21}, {30, 31, 32}};
+      std::vector<std::vector<i32>> together(prompts.size());
+      infer::write(engine.stage(), prompts, {.max_tokens = 8, .sampling = {.temperature = 0}, .at_once = 4},
+                   [&](size_t p, i32 id) {
+                     together[p].push_back(id);
+                     return true;
+                   });
+      for (size_t p = 0; p < prompts.size(); ++p)
+        EXPECT_EQ(text_of(engine, prompts[p], {}), together[p]) << family_name(model.family) << " prompt " << p;
+    });
+  }
+}
+
+}  // namespace fp8_training_test
+}  // namespace ds::testing
