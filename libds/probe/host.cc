@@ -89,8 +89,8 @@ i64 meminfo_available() {
   return std::numeric_limits<i64>::max();
 }
 
-// Rows of the product that measures a CPU: about a millisecond for each thread, without a search, so that its memory can
-// be predicted.
+// Rows of the product that measures a CPU: about a millisecond for each thread, without a search, so that its memory
+// can be predicted.
 i64 cpu_rows(int threads) noexcept { return threads <= 4 ? 512 : threads <= 32 ? 1024 : 2048; }
 
 // Matrix number i of consecutive n x n matrices.
