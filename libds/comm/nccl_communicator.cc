@@ -8,7 +8,8 @@
 // Messages along a link (CommOptions::links) go from device to device. NCCL runs the operations of a communicator in
 // the order of its calls, and a send ends only with its receive, so a link has a NCCL communicator of its two ranks and
 // a queue of its own at each end: it waits for nothing but its own earlier messages. The first message is sent when the
-// link is made, since NCCL connects the two ranks in it. All other messages go through host memory.
+// link is made, since NCCL connects the two ranks in it. All other messages go through host memory, as do those before
+// use_links().
 //
 // Nothing hangs. No call into NCCL waits for a peer. A watcher checks NCCL, the world (which knows of peers that
 // failed, died or left) and the age of the oldest unfinished operation of each connection. On a failure it informs the
@@ -56,6 +57,9 @@ struct Shown {
       h = (h ^ x) * 1099511628211u;
     return {static_cast<u32>(c.number + 1), c.kind, static_cast<u32>(h >> 40)};
   }
+  // A wait for a message of that rank, or to it; `calls` is that of the last collective call.
+  static Shown waits_for(int rank) noexcept { return {0, OpKind::Recv, static_cast<u32>(rank)}; }
+  bool is_wait() const noexcept { return kind == OpKind::Recv; }
   static Shown unpack(u64 x) noexcept {
     return {static_cast<u32>(x >> 32), static_cast<OpKind>(x >> 24 & 0xff), static_cast<u32>(x & 0xffffff)};
   }
@@ -122,6 +126,7 @@ class NcclCommunicator final : public BaseCommunicator {
   void throw_if_failed() const override { timeline_->failure.throw_if_set(); }
   void abort(const Error& why) noexcept override { give_up(why); }
   i64 staging_bytes() const noexcept override { return staging_.bytes() + host_.bytes(); }
+  void use_links() override { uses_links_ = true; }
 
  private:
   // One part of a segment's slices, and its place in the staging.
@@ -227,7 +232,7 @@ class NcclCommunicator final : public BaseCommunicator {
       case OpKind::Barrier: device_.synchronize(Queue::Comm); return through_host(op);
       case OpKind::Send:
       case OpKind::Recv: {
-        Link* const link = link_of(op);
+        Link* const link = uses_links_ ? link_of(op) : nullptr;
         return link != nullptr ? pass(op, *link) : through_host(op);
       }
       case OpKind::Allocate:
@@ -253,7 +258,11 @@ class NcclCommunicator final : public BaseCommunicator {
   template <class Work>
   Ticket enqueue(const Operation& op, Work&& work) {
     const CallInfo info = call_info(op, calls_++);
-    world_.show(Shown::of(info).pack());
+    {
+      const std::lock_guard lock(shown_mutex_);
+      shown_ = Shown::of(info);
+      world_.show(shown_.pack());
+    }
     return enqueue(all_, info, !overlap_, std::forward<Work>(work));
   }
 
@@ -528,6 +537,7 @@ class NcclCommunicator final : public BaseCommunicator {
           if (const nccl::Result r = c.state(); nccl::is_error(r)) report(c, r);
         });
         if (timeline_->failure.get() != nullptr) return;
+        show_wait();
         watch(all_, nullptr);
         for (Link& link : links_) watch(link.connection, &link);
       } catch (const std::exception& e) {
@@ -558,6 +568,19 @@ class NcclCommunicator final : public BaseCommunicator {
     if (now - watched.since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info, link);
   }
 
+  // Shows the rank for which Compute waits in a message, if any, so that others do not take this rank for the late one.
+  void show_wait() {
+    Shown waiting;
+    for (Link& link : links_) {
+      const std::shared_ptr<EnqueuedOperation> op = link.connection.oldest();
+      if (op != nullptr && op->is_due()) waiting = Shown::waits_for(peer_of(link));
+    }
+    const std::lock_guard lock(shown_mutex_);
+    Shown now = shown_;
+    if (waiting.is_wait()) now.kind = waiting.kind, now.hash = waiting.hash;
+    if (now.pack() != world_.shown(rank())) world_.show(now.pack());
+  }
+
   int peer_of(const Link& link) const noexcept { return link.ranks.from == rank() ? link.ranks.to : link.ranks.from; }
 
   int one_that_left(const Link* link) const {
@@ -572,7 +595,7 @@ class NcclCommunicator final : public BaseCommunicator {
     const Shown own = Shown::of(mine);
     for (int q = 0; q < size(); ++q) {
       const Shown other = Shown::unpack(world_.shown(q));
-      if (q == rank() || other.calls != own.calls || other.pack() == own.pack()) continue;
+      if (q == rank() || other.is_wait() || other.calls != own.calls || other.pack() == own.pack()) continue;
       throw Error(
           Errc::Comm,
           fmt::format("calls do not match: rank {} calls {}, rank {} calls {} {}", own_number(), mine.describe(),
@@ -583,11 +606,20 @@ class NcclCommunicator final : public BaseCommunicator {
 
   [[noreturn]] void report_absence(const CallInfo& call, const Link* link) const {
     if (link != nullptr) {
-      const int peer = world_rank(peer_of(*link));
+      // From wait to wait, to a rank that waits for none.
+      int late = peer_of(*link);
+      std::string waits;
+      for (int i = 0; i < size(); ++i) {
+        const Shown shown = Shown::unpack(world_.shown(late));
+        const int next = static_cast<int>(shown.hash);
+        if (!shown.is_wait() || next == rank() || next >= size()) break;
+        waits += fmt::format(", rank {} waits for rank {}", world_rank(late), world_rank(next));
+        late = next;
+      }
       throw Error(Errc::Timeout,
-                  fmt::format("rank {} did not arrive within {} s: rank {} is in {}", peer, timeout_s_, own_number(),
-                              call.describe()),
-                  peer);
+                  fmt::format("rank {} did not arrive within {} s: rank {} is in {}{}", world_rank(late), timeout_s_,
+                              own_number(), call.describe(), waits),
+                  world_rank(late));
     }
     for (int q = 0; q < size(); ++q) {
       const u64 shown = q == rank() ? 0 : world_.shown(q);
@@ -612,6 +644,7 @@ class NcclCommunicator final : public BaseCommunicator {
   const std::shared_ptr<nccl::Timeline> timeline_;
   Connection all_;          // of all ranks
   std::deque<Link> links_;  // that begin or end at this rank
+  bool uses_links_ = false;
   const Device::Event fence_;
   const int uncaught_at_birth_;
 
@@ -622,6 +655,8 @@ class NcclCommunicator final : public BaseCommunicator {
   std::vector<std::byte*> fold_sources_;
   std::vector<TensorView> fold_views_;
   u64 calls_ = 0;
+  std::mutex shown_mutex_;
+  Shown shown_;  // of the last collective call
 
   std::mutex watch_mutex_;
   std::condition_variable wake_;

@@ -169,6 +169,7 @@ Endpoint connect(const std::string& name, const RankInfo& ranks, Worlds& worlds,
   const CommOptions over{.timeout_s = options.timeout_s, .device = e.device.get(), .links = links};
   if (backend == "nccl") check_own_gpus(*e.world, *e.device);
   e.over_device = backend == "nccl" ? make_nccl_communicator(*e.world, over) : make_staged_communicator(*e.world, over);
+  e.over_device->use_links();
   return e;
 }
 

@@ -77,6 +77,7 @@ void Engine::take_step(const StepBatch& batch, Done done) {
   update_->finish_gradients();
   meter.end(step, &PhaseTimes::reduce_ms, "finish gradients");
   stage_.end_step();
+  mesh_.use_links();
   open_ = std::move(step);
   if (plan_.validates_later()) return update_ahead(meter);
   close_step(done, meter);

@@ -216,6 +216,10 @@ void Mesh::reset_counts() {
   for (const Comm& axis : axes_) axis.top().reset_counts();
 }
 
+void Mesh::use_links() {
+  for (const Comm& axis : axes_) axis.top().use_links();
+}
+
 void Mesh::drain() noexcept {
   world_->drain();
   for (const Comm& axis : axes_) axis.host->drain();

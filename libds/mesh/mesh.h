@@ -120,6 +120,9 @@ class Mesh {
   // no message in flight then; a third communicator would cost memory.
   Communicator& pp() const noexcept { return *up_; }
 
+  // Communicator::use_links() of all axes.
+  void use_links();
+
   // Aborts all ranks (Communicator::abort).
   void abort(const Error& why) noexcept { world_->abort(why); }
 

@@ -125,7 +125,7 @@ std::string why_not(const ScheduleOptions&);
 // deadlock nor additional idle time.
 //
 // With post_validate every stage has one Validate, before its first backward pass: as late as the stage is when the
-// pipeline's first backward pass begins, if all passes take the same, or somewhat earlier, so that no message is in
+// pipeline's first backward pass begins, if all passes take equally long, or somewhat earlier, so that no message is in
 // flight between a stage that has validated and one that has not. The instructions before it can therefore run again.
 std::vector<Instr> make_schedule(const ScheduleOptions&);
 // The same for all stages; options.stage is ignored.

@@ -23,7 +23,7 @@
 namespace ds::pipeline {
 
 // The order of passes of each stage: that pattern, of a few, whose step takes least time within the memory limit if all
-// passes take the same. Requires a schedule for which there is one (why_not).
+// passes take equally long. Requires a schedule for which there is one (why_not).
 std::vector<std::vector<Instr>> v_orders(const ScheduleOptions& options);
 
 // The order of a stage's forward passes alone: block b runs micro-batch k at time b + 2k.

@@ -81,7 +81,9 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64, bool acc
   count(stream, {"embedding_fwd", table.dtype, 0, looked_up + bytes_of({y, ids}) + bytes_if(accumulate, y)});
 }
 void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64, bool accumulate, Stream& stream) noexcept {
-  count(stream, {"embedding_bwd", dy.dtype, 0, bytes_of({dtable, dy, ids}) + bytes_if(accumulate, dtable)});
+  // To add, it reads and writes the rows that were looked up; without, it writes all.
+  const i64 rows = std::min(ids.numel(), dtable.dim(0)), added = 2 * rows * dtable.dim(1) * dtype_bytes(dtable.dtype);
+  count(stream, {"embedding_bwd", dy.dtype, 0, bytes_of({dy, ids}) + (accumulate ? added : dtable.bytes())});
 }
 
 i64 attention_flops(const TensorView& q, const TensorView& k, const AttentionParams& p, i64 per_pair) noexcept {

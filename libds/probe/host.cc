@@ -89,8 +89,7 @@ i64 meminfo_available() {
   return std::numeric_limits<i64>::max();
 }
 
-// Rows of the product that measures a CPU: about a millisecond for each thread, without a search, so that its memory
-// can be predicted.
+// Rows of the product that measures a CPU, without a search, so that its memory can be predicted.
 i64 cpu_rows(int threads) noexcept { return threads <= 4 ? 512 : threads <= 32 ? 1024 : 2048; }
 
 // Matrix number i of consecutive n x n matrices.
@@ -98,7 +97,9 @@ TensorView matrix(void* memory, DType work, i64 n, i64 i) noexcept {
   return TensorView::of(static_cast<char*>(memory) + i * n * n * dtype_bytes(work), work, {n, n});
 }
 
-// FLOP/s of an n^3 product, best of three, and the seconds of one product.
+constexpr double kLongEnough = 10e-3;  // for all threads to have a core; seconds
+
+// FLOP/s of an n^3 product, the best of several, and the seconds of one product.
 std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
   MemoryLedger ledger;
   const Buffer memory = device_buffer(device, ledger, Tag::Workspace, 3 * n * n * dtype_bytes(work));
@@ -108,13 +109,14 @@ std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
   for (i64 at = 0, step = narrow<i64>(tile.size() * 2); at < memory.bytes(); at += step)
     device.upload(static_cast<char*>(memory.data()) + at, tile.data(), std::min(step, memory.bytes() - at));
   const auto at = [&](i64 i) { return matrix(memory.data(), work, n, i); };
-  double best_s = 1e30;
-  for (int run = 0; run < 4; ++run) {
+  double best_s = 1e30, all_s = 0;
+  for (int run = 0; run < 4 || all_s < kLongEnough; ++run) {
     device.synchronize();
     const Clock::time_point start = Clock::now();
     device.ops().matmul(at(0), at(1), at(2), {}, {}, {}, {.trans_b = true}, device.stream());
     device.synchronize();
     const double s = seconds_since(start);
+    all_s += s;
     if (run > 0) best_s = std::min(best_s, s);  // the first run allocates scratch
   }
   const double m = static_cast<double>(n);

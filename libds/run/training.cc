@@ -42,6 +42,18 @@ Sent sum_of(Sent a, const Sent& b, int factor) {
   return a;
 }
 
+OffloadTraffic sum_of(const OffloadTraffic& a, const OffloadTraffic& b, int factor) {
+  const auto sum = [&](const auto& of_a, const auto& of_b) {
+    return of_a || of_b ? std::optional(of_a.value_or(0) + factor * of_b.value_or(0)) : std::nullopt;
+  };
+  return {.read_bytes = a.read_bytes + factor * b.read_bytes,
+          .written_bytes = a.written_bytes + factor * b.written_bytes,
+          .to_host_bytes = sum(a.to_host_bytes, b.to_host_bytes),
+          .to_device_bytes = sum(a.to_device_bytes, b.to_device_bytes),
+          .wait_ms = a.wait_ms + factor * b.wait_ms,
+          .busy_ms = a.busy_ms + factor * b.busy_ms};
+}
+
 }  // namespace
 
 std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
@@ -95,16 +107,16 @@ class Training {
   void pass_step();
   void next_step();
   void take_step();
-  // What is known of a step when its passes have ended, before its verdict.
+  // A step whose passes have ended, before its verdict.
   struct Passed {
     Clock::time_point start{};
     i64 length = 0;
     double flops_per_token = 0;
     Sent sent{};
-    std::optional<OffloadTraffic> offload{};
+    OffloadTraffic moved{};
   };
-  void note_passes();
-  std::optional<OffloadTraffic> offload_traffic();
+  double flops_per_token() const;
+  OffloadTraffic offload_traffic();
   void complete(StepRecord r);
   void record(const StepRecord& r);
   void end();
@@ -129,8 +141,9 @@ class Training {
   // Messages since the last call began: before the verdict over the step before, and from then until its record has
   // been written.
   Sent before_verdict_, between_passes_;
-  Clock::time_point completed_{};  // when the last step was
-  i64 completed_step_ = 0;         // its number
+  OffloadTraffic moved_before_verdict_, moved_between_passes_;  // likewise, by tiers
+  Clock::time_point completed_{};                               // when the last step was
+  i64 completed_step_ = 0;                                      // its number
   bool has_work_ = false;
   i64 signal_ = 0;       // what all ranks agreed to stop for
   i64 evaluated_ = -1;   // the step that was evaluated last
@@ -183,28 +196,27 @@ void Training::pass_step() {
   engine_.offload().begin_step();
   engine_.time_phases(monitor::Monitors::wants_phases(config_, number));
   before_verdict_.clear(), between_passes_.clear();
+  moved_before_verdict_ = moved_between_passes_ = {};
   const bool is_open = engine_.has_open_step();
   if (!is_open) passed_ = {.start = start, .length = length};
   const auto n = static_cast<size_t>(samples * length);
   engine_.take_step(
       {std::span(ids_).first(n), std::span(targets_).first(n), std::span(documents_).first(documents_.empty() ? 0 : n)},
       [&](const StepRecord& r) {
-        if (!is_open) note_passes();  // of the step whose record it is
+        if (!is_open) passed_.flops_per_token = flops_per_token();  // of the step whose record it is
         complete(r);
       });
   if (!engine_.has_open_step()) return;
   passed_ = {.start = start, .length = length};
-  note_passes();
+  passed_.flops_per_token = flops_per_token();
   passed_.sent = sum_of(s_.mesh->counts(), between_passes_, -1);
+  passed_.moved = sum_of(offload_traffic(), moved_between_passes_, -1);
 }
 
-void Training::note_passes() {
-  passed_.flops_per_token = engine_.stage().model().flops_per_token(passed_.length);
-  passed_.offload = offload_traffic();
-}
+double Training::flops_per_token() const { return engine_.stage().model().flops_per_token(passed_.length); }
 
-std::optional<OffloadTraffic> Training::offload_traffic() {
-  if (!engine_.offload().moves()) return std::nullopt;
+// Since the last call of pass_step began.
+OffloadTraffic Training::offload_traffic() {
   const offload::FileCounts moved = engine_.offload().of_step();
   OffloadTraffic traffic{.read_bytes = moved.read_bytes,
                          .written_bytes = moved.written_bytes,
@@ -241,10 +253,12 @@ void Training::complete(StepRecord r) {
     r.comm_calls[name] = count.calls;
     if (count.seconds > 0) r.comm_ms[name] = count.seconds * 1e3;
   }
-  r.offload = passed_.offload;
+  const OffloadTraffic moved_by_verdict = sum_of(offload_traffic(), moved_before_verdict_, -1);
+  if (engine_.offload().moves()) r.offload = sum_of(passed_.moved, moved_by_verdict, 1);
   s_.record->show_step(engine_, r, counted);
   record(r);
   between_passes_ = sum_of(s_.mesh->counts(), before_verdict_, -1);
+  moved_between_passes_ = sum_of(offload_traffic(), moved_before_verdict_, -1);
 }
 
 void Training::evaluate() {
@@ -443,7 +457,10 @@ TrainResult Training::run() {
   ids_.resize(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length));
   targets_.resize(ids_.size());
   if (config_.data.separate_documents) documents_.resize(ids_.size());
-  engine_.before_verdict([this] { before_verdict_ = s_.mesh->counts(); });
+  engine_.before_verdict([this] {
+    before_verdict_ = s_.mesh->counts();
+    moved_before_verdict_ = offload_traffic();
+  });
   begin();
   ahead_.emplace(*s_.data.train, plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();
@@ -454,8 +471,8 @@ TrainResult Training::run() {
       if (taken() - result_.first_step + 1 == kTracedSteps) write_trace();
     }
   } catch (const Error& e) {
-    // Losses and scales are those of all ranks, and so is this end: what it leaves is whole. Who is ready waits, since
-    // a launcher ends the others when one has ended.
+    // Losses and scales are those of all ranks, and so is this end: its files are whole. A rank that is ready waits,
+    // since a launcher ends the others when one has ended.
     if (e.code() == Errc::Numeric) {
       end_records();
       (void)s_.agree(0);

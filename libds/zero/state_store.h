@@ -136,7 +136,7 @@ class StateStore {
  protected:
   friend class StateLease;
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
-  // Of masters and states; a tier without them is not made with Parts::undoes.
+  // For masters and states; a tier without them is not made with Parts::undoes.
   virtual void keep_states() { DS_ASSERT(!parts_.undoes); }
   virtual void undo_states() { DS_ASSERT(!parts_.undoes); }
 

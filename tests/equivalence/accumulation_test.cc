@@ -144,7 +144,7 @@ TEST(Fusion, OverflowsSkipTheirSteps) {
   }
 }
 
-// What is frozen has no sums: a tied matrix, a projection of its own, all blocks.
+// Frozen rows have no sums: a tied matrix, a projection of its own, all blocks.
 TEST(Fusion, LeavesOutWhatIsFrozen) {
   const auto frozen = [](Config c, std::vector<std::string> params) {
     ParamGroupConfig group;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear maps in FP8: the training of bf16 but for the rounding of codes, with the same bits however a run is cut, in
-// the memory of its plan. What a run evaluates and writes is computed by the same products.
+// the memory of its plan. Evaluation and generation use the same products.
 
 #include <gmock/gmock.h>
 
@@ -207,6 +207,30 @@ TEST(Fp8Training, LowRankBranchesAreAdded) {
 }
 
 // A weight that is not finite is not saturated: its block reaches the norm of the gradients, which skips the step.
+// A frozen matrix beside trained ones in its block.
+TEST(Fp8Training, FrozenMatricesHaveNoGradients) {
+  const std::pair<ModelConfig, const char*> cases[] = {{gpt2(), "*.weight"},
+                                                       {gpt2(), "*c_fc.weight"},
+                                                       {gpt2(), "*c_attn.weight"},
+                                                       {llama(), "*q_proj.weight"},
+                                                       {llama(), "*down_proj.weight"}};
+  for (const auto& [model, pattern] : cases) {
+    const auto config = [&](const Layout& l) {
+      Config c = config_for(model, l);
+      ParamGroupConfig frozen;
+      static_cast<UpdateConfig&>(frozen) = c.optimizer;
+      frozen.params = {pattern};
+      frozen.frozen = true;
+      c.optimizer.groups = {frozen};
+      return c;
+    };
+    const Layout two{.dp = 2, .stage = 2};
+    const Trace t = train(config(two), two);
+    expect_same_training(t, train(config({})), pattern);
+    expect_planned(t, kSteps, pattern);
+  }
+}
+
 TEST(Fp8Training, InfinitiesSkipTheStep) {
   for (const ModelConfig& model : kModels) {
     for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {

@@ -117,6 +117,13 @@ INSTANTIATE_TEST_SUITE_P(Messages, LinkedRanks,
                                            pipeline("interleaved", 2, PipelineSchedule::Interleaved, 2),
                                            pipeline("zb_h1", 3, PipelineSchedule::ZeroBubbleH1),
                                            pipeline("zb_v", 4, PipelineSchedule::ZeroBubbleV, 2),
+                                           Linked{"dp_and_post_validated", 4,
+                                                  [](Config& c) {
+                                                    c.batch = {.train = 12, .micro = 2, .accumulation = 3};
+                                                    c.pipeline.stages = 2;
+                                                    c.pipeline.post_validate = true;
+                                                    c.gradient_clipping = 1;
+                                                  }},
                                            Linked{"ring", 3,
                                                   [](Config& c) {
                                                     c.sequence_parallel.size = 3;

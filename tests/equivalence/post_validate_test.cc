@@ -110,7 +110,7 @@ TEST(PostValidate, LayoutsAndSchedulesChangeNoBit) {
       add(fp16, expect_same(c, l.ranks(), "fp16 " + l.name()));
     }
   }
-  // What this test is about happens.
+  // Undone steps and kept ones both occur.
   EXPECT_GT(fp32.clipped, 0);
   EXPECT_GT(fp32.kept, 0);
   EXPECT_GT(fp16.skipped, 0);
@@ -146,7 +146,11 @@ TEST(PostValidate, KeepsTheVersionBefore) {
 
 TEST(PostValidate, OptimizersAndFormsOfStates) {
   const std::vector<std::pair<std::string, std::function<void(Config&)>>> changes = {
-      {"SGD", [](Config& c) { c.optimizer.type = OptimizerType::Sgd, c.optimizer.momentum = 0.9; }},
+      {"SGD",
+       [](Config& c) {
+         c.optimizer.type = OptimizerType::Sgd, c.optimizer.momentum = 0.9;
+         c.gradient_clipping = 0.86;
+       }},
       {"Lion", [](Config& c) { c.optimizer.type = OptimizerType::Lion, c.optimizer.lr = 1e-3; }},
       {"Adagrad", [](Config& c) { c.optimizer.type = OptimizerType::Adagrad; }},
       {"AdamW8bit", [](Config& c) { c.optimizer.type = OptimizerType::AdamW8bit; }},
@@ -160,7 +164,9 @@ TEST(PostValidate, OptimizersAndFormsOfStates) {
       Config c = config_of(gpt2_model(), l);
       in_fp32(c);
       change(c);
-      expect_same(c, l.ranks(), name + " " + l.name());
+      const Undone n = expect_same(c, l.ranks(), name + " " + l.name());
+      EXPECT_GT(n.clipped + n.skipped, 0) << name;
+      EXPECT_GT(n.kept, 0) << name;
     }
   }
 }
@@ -176,7 +182,7 @@ TEST(PostValidate, RandomNumbersAndLengthsAreThoseOfTheStep) {
     const Undone n = expect_same(c, l.ranks(), "dropout " + l.name());
     EXPECT_GT(n.skipped, 0);
     const Hooks growing = {.length = [](i64 step) { return step < 3 ? 8 : step < 5 ? 12 : 16; }};
-    expect_same(c, l.ranks(), "lengths " + l.name(), growing);
+    EXPECT_GT(expect_same(c, l.ranks(), "lengths " + l.name(), growing).skipped, 0);
   }
 }
 

@@ -69,7 +69,9 @@ std::unique_ptr<Communicator> make(std::string_view backend, Communicator& world
       if (world.size() > 2) options.links.push_back(link);
     }
   }
-  return make_nccl_communicator(world, options);
+  auto c = make_nccl_communicator(world, options);
+  c->use_links();
+  return c;
 }
 
 std::unique_ptr<Device> make_device(std::string_view backend) {
@@ -439,6 +441,7 @@ TEST(NcclLinks, OtherMessagesGoThroughHostMemory) {
     const auto device = make_device("links");
     use_test_nccl();
     const auto c = make_nccl_communicator(world, {.timeout_s = 20, .device = device.get(), .links = ring_links(3, 1)});
+    c->use_links();
     std::vector<i64> x(5000, c->rank()), y(5000);
     const auto pass = [&](int step) {
       Ticket sent = c->send(x.data(), 40000, (c->rank() + step + 3) % 3, "t");
@@ -468,6 +471,26 @@ TEST(NcclLinks, APeerThatNeverReceivesIsATimeoutThatNamesIt) {
     EXPECT_EQ(e.code(), Errc::Timeout);
     EXPECT_EQ(e.rank(), 1);
     EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not arrive within 0.4 s"), HasSubstr("send \"pp.send\"")));
+  });
+}
+
+// Rank 0 waits for rank 1, which waits for rank 2.
+TEST(NcclLinks, ARankThatWaitsIsNotTheLateOne) {
+  run_ranks("links", 3, 1, [](Communicator& c, Communicator&) {
+    i64 x = 0;
+    if (c.rank() == 2) {
+      std::this_thread::sleep_for(3s);
+    } else {
+      if (c.rank() == 1) std::this_thread::sleep_for(300ms);
+      error_of([&] {
+        c.recv(&x, 8, c.rank() + 1, "t").wait();
+        c.throw_if_failed();
+      });
+    }
+    const Error e = error_of([&] { c.throw_if_failed(); });
+    EXPECT_EQ(e.code(), Errc::Timeout);
+    EXPECT_EQ(e.rank(), 2);
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 2 did not arrive"), HasSubstr("rank 1 waits for rank 2")));
   });
 }
 
@@ -522,7 +545,7 @@ TEST(NcclLinks, AnErrorOfNcclNamesTheMessage) {
     });
   });
   EXPECT_EQ(e.code(), Errc::Comm);
-  EXPECT_THAT(e.what(), HasSubstr("remote process exited"));
+  EXPECT_THAT(e.what(), AllOf(HasSubstr("NCCL failed in "), HasSubstr("remote process exited")));
 }
 
 TEST(RingLinks, AreThoseOfEachRankOnce) {

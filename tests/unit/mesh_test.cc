@@ -35,6 +35,7 @@ std::vector<std::optional<Error>> run_mesh(const MeshShape& shape, const CommOpt
         CommOptions own = options;
         own.device = device.get();
         Mesh mesh(std::move(worlds[r]), shape, own, over_device);
+        mesh.use_links();
         try {
           body(mesh);
         } catch (const Error& e) {

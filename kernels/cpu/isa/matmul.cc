@@ -279,7 +279,7 @@ struct CodeSource {
   const float* scales;
   Fp8Layout layout;
   int mantissa;
-  float power;  // what the bits of a code are too small by as those of an fp32 number
+  float power;  // 2^n: the bits of a code, read as an fp32 number, are its value divided by it
   static constexpr bool along = true;
 
   CodeSource(const TensorView& v, const TensorView& s, i64 rows, Fp8Blocks blocks) noexcept

@@ -107,7 +107,8 @@ struct CommOptions {
   Trace* trace = nullptr;        // likewise; records their operations
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
   Device* device = nullptr;      // for communicators over device memory
-  // nccl: messages along these go from device to device, all others through host memory. The same list on all ranks.
+  // nccl: messages along these go from device to device after use_links(), all others through host memory. The same
+  // list on all ranks.
   std::vector<MessageLink> links = {};
 };
 
@@ -156,6 +157,11 @@ class DS_API Communicator {
   virtual Ticket send(const void* data, i64 bytes, int to, std::string_view tag) = 0;
   virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
   virtual void barrier(std::string_view tag) = 0;
+
+  // Later messages along CommOptions::links go from device to device. All ranks call this after the same messages, when
+  // the first step has loaded its kernels and allocated their memory: for both, CUDA may wait for all queues, and so
+  // for a receive that was posted ahead and needs what comes after it.
+  virtual void use_links() {}
 
   // Returns when no operation of this rank over host memory is running, whether it succeeded or not; its buffers may
   // then be freed. Call this after an exception has destroyed tickets.
