@@ -189,7 +189,9 @@ class NcclCommunicator final : public BaseCommunicator {
     const auto pass = [&](nccl::Comm comm) { return sends ? c.send(comm, data, 1, 1) : c.recv(comm, data, 1, 0); };
     finish_connecting(c, c.launch(pass).value_or(nccl::Result::Success), ranks);
     device_.record(fence_, c.queue());
-    wait_for([&] { return device_.reached(fence_); }, ranks);
+    nccl::Result r{};
+    wait_for([&] { return nccl::is_error(r = c.state()) || device_.reached(fence_); }, ranks);
+    DS_CHECK(!nccl::is_error(r), Errc::Comm, "NCCL cannot connect: {}", c.describe(r));
   }
 
   void finish_connecting(Connection& c, nccl::Result r, const std::string& ranks) {
@@ -297,7 +299,7 @@ class NcclCommunicator final : public BaseCommunicator {
     work();
     device_.record(state->end, c.queue());
     state->enqueued.store(true, std::memory_order_release);
-    if (at_once) device_.wait(Queue::Compute, state->end);
+    if (at_once) state->wait();
     return Ticket(std::move(state));
   }
 

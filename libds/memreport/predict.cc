@@ -12,7 +12,7 @@
 #include "mesh/from_config.h"
 #include "pipeline/simulate.h"
 #include "plan/planned.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 #include "run/plans.h"
 
 namespace ds::memreport {

@@ -22,7 +22,7 @@
 #include "model/models.h"
 #include "plan/run_plan.h"
 #include "probe/host.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 
 namespace ds::run {
 namespace {

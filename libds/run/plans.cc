@@ -12,8 +12,8 @@
 #include "pipeline/partition.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
-#include "run/attention.h"
 #include "run/connect.h"
+#include "run/gpu_kernels.h"
 
 namespace ds::run {
 

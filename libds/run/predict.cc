@@ -7,8 +7,8 @@
 #include "ds/units.h"
 #include "mesh/from_config.h"
 #include "probe/host.h"
-#include "run/attention.h"
 #include "run/connect.h"
+#include "run/gpu_kernels.h"
 #include "run/run_record.h"
 
 namespace ds {

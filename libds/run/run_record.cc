@@ -17,7 +17,7 @@
 #include "model/attention_pattern.h"
 #include "plan/own_memory.h"
 #include "plan/planned.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 #include "run/plans.h"
 
 namespace ds::run {

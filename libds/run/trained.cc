@@ -14,7 +14,7 @@
 #include "comm/message_tag.h"
 #include "ds/log.h"
 #include "engine/host_state.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 #include "run/run_record.h"
 
 namespace ds::run {

@@ -36,8 +36,8 @@
 #include "plan/op_tally.h"
 #include "plan/planned.h"
 #include "plan/scratch.h"
-#include "run/attention.h"
 #include "run/connect.h"
+#include "run/gpu_kernels.h"
 
 using namespace ds;
 

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <thread>
 
 #include "../comm_exercise.h"
@@ -531,10 +532,13 @@ TEST(NcclLinks, AMessageThatNobodyWaitsForDoesNotKeepARankForEver) {
   EXPECT_EQ(e.rank(), 1);
 }
 
-TEST(NcclLinks, AnErrorOfNcclNamesTheMessage) {
-  const Broken broken(1, kAsyncError);  // the receiver of a link
-  const Error e = error_of([] {
-    run_linked(20, [](Communicator& c, Communicator&) {
+TEST(NcclLinks, AnErrorOfNcclEndsTheRun) {
+  std::optional<Broken> broken;  // the receiver of a link, once links are made
+  const Error e = error_of([&] {
+    run_linked(20, [&](Communicator& c, Communicator& world) {
+      world.barrier("t");
+      if (c.rank() == 0) broken.emplace(1, kAsyncError);
+      world.barrier("t");
       i64 x = 0;
       for (int i = 0; i < 1000; ++i) {
         Ticket sent = c.send(&x, 8, 1 - c.rank(), "pp.send");
@@ -546,6 +550,13 @@ TEST(NcclLinks, AnErrorOfNcclNamesTheMessage) {
   });
   EXPECT_EQ(e.code(), Errc::Comm);
   EXPECT_THAT(e.what(), AllOf(HasSubstr("NCCL failed in "), HasSubstr("remote process exited")));
+}
+
+TEST(NcclLinks, AnErrorOfNcclInTheFirstMessageIsNotATimeout) {
+  const Broken broken(1, kAsyncError);
+  const Error e = error_of([] { run_linked(20, [](Communicator&, Communicator&) { FAIL(); }); });
+  EXPECT_EQ(e.code(), Errc::Comm);
+  EXPECT_THAT(e.what(), AllOf(HasSubstr("NCCL cannot connect"), HasSubstr("remote process exited")));
 }
 
 TEST(RingLinks, AreThoseOfEachRankOnce) {

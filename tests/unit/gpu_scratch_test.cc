@@ -13,7 +13,7 @@
 #include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "plan/scratch.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 
 namespace ds::testing {
 namespace gpu_scratch_test {

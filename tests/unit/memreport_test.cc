@@ -9,7 +9,7 @@
 
 #include "ds/memreport.h"
 #include "mesh/from_config.h"
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 #include "run/plans.h"
 
 namespace ds::memreport {

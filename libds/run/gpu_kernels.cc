@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "run/attention.h"
+#include "run/gpu_kernels.h"
 
 #include <fmt/format.h>
 
