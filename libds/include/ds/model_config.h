@@ -57,6 +57,21 @@ struct RopeScaling {
   std::vector<float> short_factor{}, long_factor{};  // longrope, head_dim / 2 values each
 };
 
+// The experts of a model's sparse blocks, in which a router sends each token to some of many gated MLPs.
+struct ExpertsConfig {
+  i64 count = 0;         // E; 0: the model is dense
+  i64 per_token = 0;     // k
+  i64 intermediate = 0;  // of one expert
+  RouterParams router{};
+  bool balancing_bias = false;         // added to scores for the choice alone (DeepSeek-V3)
+  i64 shared = 0;                      // intermediate size of an MLP beside them that sees every token; 0: none
+  bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
+  float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
+  std::vector<bool> layers{};          // [ModelConfig::layers]: true for sparse blocks
+
+  bool sparse(i64 layer) const { return count > 0 && layers[static_cast<size_t>(layer)]; }
+};
+
 struct ModelConfig {
   Family family = Family::Gpt2;
   i64 vocab_size = 0;
@@ -88,7 +103,8 @@ struct ModelConfig {
   bool attention_bias = true;  // on q, k and v
   bool output_bias = true;     // on the attention's output projection
   bool mlp_bias = true;
-  bool qk_norm = false;  // RMSNorm over each head of q and k before the rotary embedding
+  bool qk_norm = false;        // RMSNorm over each head of q and k before the rotary embedding
+  bool whole_qk_norm = false;  // RMSNorm over all heads of q, and of k, instead (OLMoE)
 
   float embd_dropout = 0;
   float resid_dropout = 0;
@@ -100,6 +116,8 @@ struct ModelConfig {
   i64 sliding_window = 0;  // number of keys that a query sees in the layers of sliding_layers; 0: no layer has a window
   std::vector<bool> sliding_layers = {};  // [layers], empty when sliding_window is 0
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
+
+  ExpertsConfig experts{};
 
   // Whether linear maps of the same input are one product where their shapes allow it (ds/linear.h, LinearGroup).
   bool joined_products = true;

@@ -143,6 +143,30 @@ struct CrossEntropyParams {
   bool add_dweight = false;  // linear_cross_entropy adds to dweight instead of overwriting it
 };
 
+// How a router scores experts and chooses among them (Shazeer et al., "Outrageously Large Neural Networks", 2017;
+// Fedus, Zoph, Shazeer, "Switch Transformers", 2022; DeepSeek-AI, "DeepSeek-V2", "DeepSeek-V3", 2024). The E scores of
+// a token are the softmax of its logits, or sigmoids of them. Experts are chosen by their score plus, if there is one,
+// a bias, which has no part in their weight; of equal ones the lowest number. NaN counts as the lowest, so k different
+// experts are chosen whatever the logits are.
+struct RouterParams {
+  bool sigmoid = false;
+  // Weights of the k chosen experts are divided by their sum; with sigmoids 1e-20 is added to it first.
+  bool normalise = false;
+  float scale = 1;  // then multiplies them
+  // The E / groups neighbouring experts of a group are considered only if their group is one of the best: by the
+  // largest biased score in it, or by the sum of its two largest.
+  i64 groups = 1, chosen_groups = 1;
+  bool group_by_two = false;
+};
+// The losses of a router beside that of the head. Both ignore tokens whose target is ignore_index. With n tokens, E
+// experts, k per token, count_e tokens that chose e and p the scores (sigmoids divided by their sum over all E):
+//   balance = E / (k n^2) * sum over e of count_e * (sum over tokens of p_e)           (k = 1: Switch's; 1 at balance)
+//   z       = mean over tokens of lse^2, lse = ln of the sum of e^logit                 (Zoph et al., "ST-MoE", 2022)
+struct RouterLossParams {
+  float balance = 0, z = 0;  // coefficients
+  i32 ignore_index = kIgnoredTarget;
+};
+
 // Rows of dtype `work` that start at the same addresses as the rows of z: the in-place result of vocab_grad.
 inline TensorView gradient_rows(TensorView z, DType work) noexcept {
   z.stride[0] = z.stride[0] * dtype_bytes(z.dtype) / dtype_bytes(work);
@@ -412,6 +436,54 @@ struct OpTable {
   // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable: fp32 or
   // dy's dtype. Rows with an id outside the table are ignored; R may be 0. Deterministic: stable by id, no atomics.
   void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
+
+  // Mixture of experts: E experts, k of them for each of R tokens. logits, scores [R,E], weights [R,k] fp32; chosen [R,k]
+  // int32, in descending order of biased score.
+  //   route        scores (RouterParams), chosen, and weights: the scores of the chosen, in their order, normalised and
+  //                scaled. bias [E] fp32, optional.
+  //   route_grad   dlogits [R,E] fp32: the gradient of logits, with the choice held. dweights [R,k] fp32; those of the losses
+  //                of RouterLossParams, multiplied by *factor [1] fp32: score_grad [E] fp32 is added to the gradient of p
+  //                of each token that counts, stats (below) gives n for z. score_grad, stats, targets [R] int32 and factor
+  //                are optional: no stats, no losses; no targets, all tokens count. dlogits may not alias.
+  //   router_stats stats [2E+1] fp32, overwritten: count_e; the sum of p_e over tokens that count; the sum of their lse^2. In
+  //                fp64 in an order fixed by R and E, rounded once. The terms of ranks and parts of sequences add up.
+  //   router_loss  loss [1] fp32 = balance * balance loss + z * z loss of stats; score_grad [E] fp32 = the gradient of the
+  //                former with respect to p_e of one token. n = 0: zeros.
+  void (*route)(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
+                const RouterParams&, Stream&) noexcept;
+  void (*route_grad)(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
+                     TensorView score_grad, TensorView stats, TensorView targets, TensorView factor, const RouterParams&,
+                     const RouterLossParams&, Stream&) noexcept;
+  void (*router_stats)(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
+                       const RouterParams&, const RouterLossParams&, Stream&) noexcept;
+  void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
+                      Stream&) noexcept;
+  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: 0 to E-1; another number has
+  // no place. offsets [E+1] int32: expert e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
+  // -1. tokens [R k] int32: the token at each place, -1 after the last one.
+  void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView chosen, Stream&) noexcept;
+  // y[R,C] = residual + sum over j of weights[r,j] * x[places[r,j]], in the order of j, rounded once; x [M,C], y, residual
+  // one work dtype, strided rows; weights and residual optional (1, 0). places [R,k] int32: below 0 adds nothing. y may
+  // alias residual.
+  void (*combine_rows)(TensorView y, TensorView x, TensorView places, TensorView weights, TensorView residual,
+                       Stream&) noexcept;
+  // Its gradients: dx[places[r,j]] = weights[r,j] * dy[r], every other row of dx [M,C] stays; dweights [R,k] fp32 = the inner
+  // product of dy[r] and x[places[r,j]], 0 without a place. dx may alias x.
+  void (*combine_rows_grad)(TensorView dx, TensorView dweights, TensorView dy, TensorView x, TensorView places,
+                            TensorView weights, Stream&) noexcept;
+  // Products of groups of rows with a matrix each. offsets [G+1] int32, ascending, where the ops run: group g has rows
+  // offsets[g] .. offsets[g+1] - 1 of M; G is a multiple of E, and group g uses matrix g % E. A group may be empty. Nothing
+  // depends on the host knowing the offsets.
+  //   grouped_matmul       c[i] = a[i] op(b[g % E]) for each row i of group g; c [M,N], a [M,K] strided rows; b [E,K,N], or
+  //                        trans_b [E,N,K]; one work dtype, c also fp32. Rows of no group stay. The bits of a row of c depend
+  //                        on that row of a and its matrix alone: neither on M nor on the rows beside it.
+  //   grouped_matmul_grad  c[e] = (accumulate ? c[e] : 0) + sum over groups g with g % E = e of a_g^T b_g, where a_g [rows,N]
+  //                        and b_g [rows,K] are the rows of group g; c [E,N,K] fp32 or work dtype, a [M,N], b [M,K]
+  //                        strided rows. Sums in fp32 in an order fixed by the offsets, rounded once. No rows: 0, or
+  //                        c stays.
+  void (*grouped_matmul)(TensorView c, TensorView a, TensorView b, TensorView offsets, bool trans_b, Stream&) noexcept;
+  void (*grouped_matmul_grad)(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,
+                              Stream&) noexcept;
 
   // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
   // lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
