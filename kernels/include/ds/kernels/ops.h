@@ -458,11 +458,17 @@ struct OpTable {
                        const RouterParams&, const RouterLossParams&, Stream&) noexcept;
   void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
                       Stream&) noexcept;
-  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: 0 to E-1; another number has
-  // no place. offsets [E+1] int32: expert e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
+  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1;
+  // another number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
   // -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after the last one.
   void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
-                       Stream&) noexcept;
+                       i64 first, Stream&) noexcept;
+  // Deals places, given by their offsets [E+1], to Q ranks, of which rank q has the E/Q experts from q E/Q on: in round n
+  // places n room .. of those of each rank, at most `room`. parcels [Q,room] int32: these places, in order, then -1. groups
+  // [Q,room] int32: the expert of each among those of its rank, plus first_group, then -1. slots [M] int32: the index in
+  // parcels of each place, -1 if it is in another round or is none. most [1] int32: the largest number of places of a rank.
+  void (*deal_places)(TensorView parcels, TensorView groups, TensorView slots, TensorView most, TensorView offsets,
+                      i64 round, i64 first_group, Stream&) noexcept;
   // y[R,C] = residual + sum over j of weights[r,j] * x[places[r,j]], in the order of j, rounded once; x [M,C], y, residual
   // one work dtype, strided rows; weights and residual optional (1, 0). places [R,k] int32: below 0 adds nothing; optional,
   // with k = 1: place r. y may alias residual, and without places x.
