@@ -463,14 +463,6 @@ struct OpTable {
   // -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after the last one.
   void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
                        i64 first, Stream&) noexcept;
-  // Deals the places that sort_choices made (offsets [E+1], places, tokens, choices) to Q ranks, of which rank q has the E/Q
-  // experts from q E/Q on: in round n the places from n * room on of those of each rank, at most `room`. parcel_tokens,
-  // parcel_choices [Q,room] int32: the token and the choice of each, in order, then -1. groups [Q,room] int32: the expert of
-  // each, counted from the first of its rank, plus first_group; then -1. slots [R,k] int32: the index of each choice in
-  // parcels, -1 if it is in another round or has no place. most [1] int32: the largest number of places of a rank.
-  void (*deal_places)(TensorView parcel_tokens, TensorView parcel_choices, TensorView groups, TensorView slots,
-                      TensorView most, TensorView offsets, TensorView places, TensorView tokens, TensorView choices,
-                      i64 round, i64 first_group, Stream&) noexcept;
   // y[R,C] = residual + sum over j of weights[r,j] * x[places[r,j]], in the order of j, rounded once; x [M,C], y, residual
   // one work dtype, strided rows; weights and residual optional (1, 0). places [R,k] int32: below 0 adds nothing; optional:
   // place r k + j, of k = M / R. y may alias residual, and, without places and with k = 1, x.
