@@ -211,6 +211,12 @@ class Head final : public Layer {
 
 }  // namespace
 
+i64 Model::gradient_parts() const noexcept {
+  i64 most = 1;
+  for (const auto& layer : layers) most = std::max(most, layer->gradient_parts());
+  return most;
+}
+
 i64 Model::num_matmul_params() const noexcept {
   i64 n = tied() ? vocab * hidden : 0;
   for (size_t l = 1; l < layers.size(); ++l) {

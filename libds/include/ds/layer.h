@@ -313,7 +313,8 @@ struct PassContext {
   // micro-batch, or, unless `term` is Alone, the row of the projection among the gradients of the head.
   TensorView head_weight_grad{};
   GradTerm term = GradTerm::Alone;
-  float loss_grad = 1;                    // d(scaled total)/d(token loss)
+  i64 part = -1;        // backward_weight: the part whose gradients are made (Layer::gradient_parts); -1: all
+  float loss_grad = 1;  // d(scaled total)/d(token loss)
   float label_smoothing = 0, z_loss = 0;  // see CrossEntropyParams; Train
   RngKey dropout_key{};                   // each use sets its own site
   AttentionBlocks blocks{};               // of Model::layout, for whole sequences from their start
@@ -440,6 +441,10 @@ class DS_API Layer {
   // all layers of a model do, products of gradients can add to the sums of micro-batches themselves
   // (gradient_accumulation_fusion).
   virtual bool adds_gradients() const noexcept { return false; }
+  // Into how many parts the gradients of rows in groups other than dp can be divided, one for each rank whose tokens
+  // they come from. If every micro-batch is reduced for itself, backward_weight is called for each part, in order; the
+  // first call also makes all other gradients. Sums then have the order that they have where all ranks have these rows.
+  virtual i64 gradient_parts() const noexcept { return 1; }
   // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}
 
@@ -518,6 +523,7 @@ struct DS_API Model {
   i64 largest_vocab_share() const noexcept;
   i64 product_rows(i64 R) const noexcept;           // the largest of its layers
   i64 fp8_bytes(i64 R) const noexcept;              // of PassContext::fp8, for products of up to R rows
+  i64 gradient_parts() const noexcept;              // the most of its layers
   i64 num_aux_losses() const noexcept;              // layers that add a loss
   i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.
