@@ -95,6 +95,7 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
 }
 
 ParamRow Experts::cut_experts(ParamRow row) const {
+  row.tokens = static_cast<double>(k()) / static_cast<double>(E());
   if (shard_.tp * shard_.ep == 1) return row;
   const i64 n = exchange_.own_experts(), first = first_expert() + shard_.ep_rank * n;
   row.whole = row.shape;

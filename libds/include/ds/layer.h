@@ -74,6 +74,7 @@ struct ParamRow {
   // Copies in the tensor-parallel group have equal gradients, unless this is not 1: then gradients are partial sums
   // over this many neighbouring ranks, each of which has seen other tokens or heads.
   int also_summed = 1;
+  double tokens = 1;   // the share of the tokens that use it: k/E of an expert
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
   i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
@@ -535,7 +536,8 @@ struct DS_API Model {
     }
     return rows;
   }
-  i64 num_params() const noexcept;  // elements of the whole model
+  i64 num_params() const noexcept;         // elements of the whole model
+  i64 num_active_params() const noexcept;  // those that a token uses
   // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
   // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of
