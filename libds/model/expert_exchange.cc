@@ -10,15 +10,21 @@
 namespace ds::model {
 
 ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard)
-    : experts_(experts), per_token_(per_token), ranks_(shard.ep), rank_(shard.ep_rank), room_(room / shard.tp) {
-  const auto n = static_cast<size_t>(ranks_);
-  all_.resize(n * static_cast<size_t>(experts_ + 1));
+    : experts_(experts),
+      per_token_(per_token),
+      ranks_(shard.ep),
+      rank_(shard.ep_rank),
+      sp_(shard.sp),
+      sp_rank_(shard.sp_rank),
+      room_(room / shard.tp) {
+  const auto n = static_cast<size_t>(ranks_), all = static_cast<size_t>(members());
+  all_.resize(all * static_cast<size_t>(experts_ + 1));
   groups_.resize(static_cast<size_t>(groups()) + 1);
   round_of_.resize(n * n);
   sorted_.resize(n);
   arrived_.resize(n);
-  in_.resize(n);
-  out_.resize(n);
+  in_.resize(all);
+  out_.resize(all);
 }
 
 i64 ExpertExchange::most_rows(i64 R) const noexcept {
@@ -28,12 +34,12 @@ i64 ExpertExchange::most_rows(i64 R) const noexcept {
 }
 
 i64 ExpertExchange::rows(i64 from, i64 to) const noexcept {
-  const i32* const offsets = all_.data() + from * (experts_ + 1) + to * own_experts();
-  return offsets[own_experts()] - offsets[0];
+  const i32* const of_rank = offsets(from) + to * own_experts();
+  return of_rank[own_experts()] - of_rank[0];
 }
 
 void ExpertExchange::agree(const PassContext& ctx, TensorView all) const {
-  const AllGatherSegment segment{all.data, all.bytes() / ranks_};
+  const AllGatherSegment segment{all.data, all.bytes() / members()};
   ctx.groups[Axis::Ep].all_gather({&segment, 1}, message_text(Axis::Ep, Collective::AllGather)).wait();
   recall(ctx, all);
 }
@@ -46,7 +52,7 @@ void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
     // A dry run: every expert gets the same share.
     const i64 sent = tokens * per_token_ / ctx.groups.shard.tp;
     for (i64 e = 0; e <= experts_; ++e) {
-      for (i64 q = 0; q < ranks_; ++q)
+      for (i64 q = 0; q < members(); ++q)
         all_[static_cast<size_t>(q * (experts_ + 1) + e)] = narrow<i32>(sent * e / experts_);
     }
   }
@@ -74,7 +80,7 @@ void ExpertExchange::begin(const PassContext& ctx, TensorView groups, i64 round)
   for (i64 q = 0; q < ranks_; ++q) {
     const bool comes = round_of_[static_cast<size_t>(rank_ * ranks_ + q)] == round,
                goes = round_of_[static_cast<size_t>(q * ranks_ + rank_)] == round;
-    const i32 *const own = all_.data() + rank_ * (experts_ + 1), *const theirs = all_.data() + q * (experts_ + 1);
+    const i32 *const own = offsets(rank_), *const theirs = offsets(q);
     sorted_[static_cast<size_t>(q)] = {own[q * own_experts()], goes ? rows(rank_, q) : 0};
     arrived_[static_cast<size_t>(q)] = {at, comes ? rows(q, rank_) : 0};
     for (i64 e = rank_ * own_experts(); e < (rank_ + 1) * own_experts(); ++e) {
@@ -96,11 +102,15 @@ void ExpertExchange::from_experts(const PassContext& ctx, TensorView sorted, Ten
 void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
                           const std::vector<Run>& runs_out) const {
   const i64 row = to.dim(1) * dtype_bytes(to.dtype);
-  for (size_t q = 0; q < in_.size(); ++q) {
-    in_[q] = {runs_in[q].first * row, runs_in[q].count * row};
-    out_[q] = {runs_out[q].first * row, runs_out[q].count * row};
+  for (i64 q = 0; q < ranks_; ++q) {
+    const auto bytes = [&](const std::vector<Run>& runs) {
+      const Run& run = runs[static_cast<size_t>(q)];
+      return AllToAllSlice{run.first * row, run.count * row};
+    };
+    in_[static_cast<size_t>(member(q))] = bytes(runs_in);
+    out_[static_cast<size_t>(member(q))] = bytes(runs_out);
   }
-  ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAll)).wait();
+  ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAllV)).wait();
 }
 
 }  // namespace ds::model

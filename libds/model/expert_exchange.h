@@ -22,13 +22,15 @@ class ExpertExchange {
   ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard);
 
   i64 ranks() const noexcept { return ranks_; }
+  // Those of the communicator, which joins all ranks of sp; each sends to those with its part of sequences.
+  i64 members() const noexcept { return ranks_ * sp_; }
   i64 own_experts() const noexcept { return experts_ / ranks_; }
   i64 groups() const noexcept { return ranks_ * own_experts(); }  // of rows that arrive
   // The most rows that arrive in one round, if each rank has R tokens.
   i64 most_rows(i64 R) const noexcept;
 
-  // The part of all [ranks, E+1] int32 for this rank's offsets [E+1].
-  TensorView own_offsets(TensorView all) const { return all.rows(rank_, 1).reshaped({all.dim(1)}); }
+  // The part of all [members, E+1] int32 for this rank's offsets [E+1].
+  TensorView own_offsets(TensorView all) const { return all.rows(member(rank_), 1).reshaped({all.dim(1)}); }
   // Fills in the offsets of the other ranks. The host waits for them.
   void agree(const PassContext& ctx, TensorView all) const;
   // Reads what was agreed on before, without messages.
@@ -45,6 +47,8 @@ class ExpertExchange {
   void from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const;
 
  private:
+  i64 member(i64 rank) const noexcept { return rank * sp_ + sp_rank_; }
+  const i32* offsets(i64 rank) const noexcept { return all_.data() + member(rank) * (experts_ + 1); }
   struct Run {
     i64 first = 0, count = 0;
   };
@@ -55,13 +59,13 @@ class ExpertExchange {
   void move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
             const std::vector<Run>& runs_out) const;
 
-  i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0;
+  i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0, sp_ = 1, sp_rank_ = 0;
   double room_ = 1;
   // Of the pass at hand, by the host: a layer runs one at a time.
   mutable std::vector<i32> all_, groups_;
-  mutable std::vector<i64> round_of_;          // [to, from]
-  mutable std::vector<Run> sorted_, arrived_;  // of each rank
-  mutable std::vector<AllToAllSlice> in_, out_;
+  mutable std::vector<i64> round_of_;            // [to, from]
+  mutable std::vector<Run> sorted_, arrived_;    // of each rank
+  mutable std::vector<AllToAllSlice> in_, out_;  // of each member
   mutable i64 rounds_ = 1;
 };
 

@@ -121,7 +121,7 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
     to.insert(to.end(), views);
   };
   // A recomputation takes the routing of the forward pass.
-  const TensorView all_offsets = p.kept(i32, {exchange_.ranks(), E() / shard_.tp + 1});
+  const TensorView all_offsets = p.kept(i32, {exchange_.members(), E() / shard_.tp + 1});
   add(a.saved, {p.kept(i32, {R, k()}), p.kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
                 p.kept(i32, {R, k()}), p.kept(i32, {N}), p.kept(i32, {N}), p.kept(f32, {R, E()}), p.kept(f32, {R, E()}),
                 p.kept(f32, {2 * E() + 1}), p.kept(f32, {E()}), p.saved(work, {M, 2 * F_})});

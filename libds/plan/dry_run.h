@@ -17,7 +17,11 @@ class CountingAxes {
  public:
   explicit CountingAxes(const model::Shard& shard) {
     for (const model::LayerAxis& a : model::kLayerAxes) {
-      all_.emplace_back(a.axis, std::make_unique<CountingCommunicator>(shard.*a.rank, shard.*a.size));
+      // A split of dp has all ranks of sp.
+      const bool with_sp = a.axis == Axis::Ep && shard.ep > 1;
+      const int size = shard.*a.size * (with_sp ? shard.sp : 1),
+                rank = with_sp ? shard.ep_rank * shard.sp + shard.sp_rank : shard.*a.rank;
+      all_.emplace_back(a.axis, std::make_unique<CountingCommunicator>(rank, size));
       comms_[a.axis] = all_.back().second.get();
     }
   }

@@ -124,9 +124,11 @@ TEST(Experts, MoreRowsThanThereIsMemoryForGoInRounds) {
           return train(c, l);
         };
         const Trace all = run(8), some = run(1);
-        EXPECT_LT(some.counted[static_cast<size_t>(Tag::Activations)],
-                  all.counted[static_cast<size_t>(Tag::Activations)]);
-        EXPECT_GT(some.sent.at("ep.all_to_all").calls, all.sent.at("ep.all_to_all").calls)
+        const size_t kept = static_cast<size_t>(Tag::Activations);
+        if (l.checkpoints == Granularity::None) {
+          EXPECT_LT(some.counted[kept], all.counted[kept]);
+        }
+        EXPECT_GT(some.sent.at("ep.all_to_allv").calls, all.sent.at("ep.all_to_allv").calls)
             << l.name();  // some layer did
         EXPECT_EQ(some.losses[0], all.losses[0]) << l.name();
         expect_close(some, all, l.name(),
