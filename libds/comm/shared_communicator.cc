@@ -245,7 +245,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (total == 0) return Exposure::None;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     std::optional<Arena::Address> address;
-    if (total >= (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) address = arena_->locate(begin, end - begin);
+    if (op.out_bytes() >= (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) address = arena_->locate(begin, end - begin);
     table[rank()] = {total, 0};
     for_each_sent(op, [&](int q, std::span<const std::byte> slice, i64 at) {
       table[q] = {total, at};
