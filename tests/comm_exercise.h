@@ -296,6 +296,7 @@ inline void exercise(Communicator& c, i64 big = 70001, int salt = 0) {
     for (i64 most : {i64{0}, i64{1}, i64{100}, i64{5000}, 2 * big}) exercise_all_to_allv(c, memory, most, ++salt);
   }
   exercise_all_to_allv(c, c.rank() % 2 == 0 ? shared : std::span<std::byte>(), 2 * big, ++salt);
+  for (int i = 0; i < 4; ++i) exercise_all_to_allv(c, {}, 20 * big, ++salt);  // rows of different numbers of chunks
   if (P > 1) {
     for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems, ++salt);
   }

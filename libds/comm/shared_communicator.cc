@@ -245,7 +245,8 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (total == 0) return Exposure::None;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     std::optional<Arena::Address> address;
-    if (total >= (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) address = arena_->locate(begin, end - begin);
+    if (op.out_bytes() >= (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) address = arena_->locate(begin, end - begin);
+    table[rank()] = {total, 0};
     for_each_sent(op, [&](int q, std::span<const std::byte> slice, i64 at) {
       table[q] = {total, at};
       if (address) table[q] = {address->region, address->offset + (slice.empty() ? 0 : slice.data() - begin)};
@@ -253,11 +254,11 @@ class SharedCommunicator final : public AsyncCommunicator {
     return address ? Exposure::Direct : Exposure::Staged;
   }
 
-  // Sets places_ from the tables of all; returns the length of the longest staged row, at least 1.
+  // Sets places_ from the tables of all; returns the length of the longest staged row, our own included, at least 1.
   i64 find_slices(u32 half) {
     i64 longest = 1;
     for (int q = 0; q < size(); ++q) {
-      if (q == rank() || exposures_[q] == Exposure::None) continue;
+      if (exposures_[q] == Exposure::None) continue;
       places_[q] = reinterpret_cast<const Arena::Address*>(arena_->staging(q, half))[rank()];
       if (exposures_[q] == Exposure::Staged) longest = std::max(longest, places_[q].region);
     }

@@ -124,12 +124,12 @@ refuses() {
 }
 
 @test "busbw is algbw times the factor, and algbw size over time" {
-  bench 3 --op all_reduce,reduce_scatter,broadcast,all_to_all -b 1M -e 1M --csv
+  bench 3 --op all_reduce,reduce_scatter,broadcast,all_to_all,all_to_allv -b 1M -e 1M --csv
   tail -n +2 <<<"$output" | awk -F, '
-    BEGIN { f["all_reduce"] = 4 / 3; f["reduce_scatter"] = 2 / 3; f["broadcast"] = 1; f["all_to_all"] = 2 / 3 }
+    BEGIN { f["all_reduce"] = 4 / 3; f["reduce_scatter"] = 2 / 3; f["broadcast"] = 1; f["all_to_all"] = f["all_to_allv"] = 2 / 3 }
     function near(a, b) { return a - b < 1e-6 * b && b - a < 1e-6 * b }
     !near($10, $3 / $9 / 1e3) || !near($11, $10 * f[$2]) || $12 != 0 { exit 1 }
-    END { exit NR != 7 }'
+    END { exit NR != 8 }'
 }
 
 @test "--json is nccl-tests' schema, --stats has every iteration, --output a file" {
@@ -221,6 +221,7 @@ PY
   refuses 2 "root 2 is not one of 2 ranks" --op broadcast --root 2 --ranks 2
   refuses 2 "backend shm needs a job name" --op all --backend shm
   refuses 2 "all_to_all does not work in place" --op all_to_all --in-place
+  refuses 2 "all_to_allv does not work in place" --op all_to_allv --in-place
   refuses 2 "is compared with itself" --op all --compare mpi --backend mpi
   refuses 2 "pairs need 2 ranks" --matrix
   refuses 2 "--csv excludes --json" --op all --csv --json

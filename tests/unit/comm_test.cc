@@ -319,8 +319,9 @@ TEST(CommFailure, AnotherExchangeIsAMismatch) {
       (c.rank() == 0 ? c.all_to_all(x.data(), y.data(), 8, "t") : c.all_to_allv(x.data(), even, y.data(), even, "t"))
           .wait();
     });
-    EXPECT_THAT(e.what(), HasSubstr("rank 0 calls all_to_all \"t\" (call 1, 1 segments, 8 bytes per slice, u8), rank 1 "
-                                    "calls all_to_allv \"t\" (call 1)"));
+    EXPECT_THAT(e.what(),
+                HasSubstr("rank 0 calls all_to_all \"t\" (call 1, 1 segments, 8 bytes per slice, uint8), rank 1 "
+                          "calls all_to_allv \"t\" (call 1)"));
   });
 }
 
