@@ -500,7 +500,7 @@ void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& 
   check_signs(c, r);
   if (trains(c.use)) check_zeropp(c, replicas / c.optimizer.diloco.workers, r);
   check_size(c, r);
-  check_parallel(c, r);
+  check_parallel(c, replicas / c.optimizer.diloco.workers, r);
   check_curriculum(c, r);
   check_diloco(c, r);
   check_post_validate(c, r);

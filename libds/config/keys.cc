@@ -191,6 +191,7 @@ bool in_fp8(const C& c, Path) { return c.fp8.enabled; }
 bool has_bf16_masters(const C& c, Path) { return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads; }
 
 bool splits_sequences(const C& c, Path) { return c.sequence_parallel.size > 1; }
+bool has_expert_parallelism(const C& c, Path) { return c.expert_parallel.enabled; }
 bool has_chunks(const C& c, Path) { return c.pipeline.stages * c.pipeline.virtual_stages > 1; }
 bool is_v(const C& c, Path) { return c.pipeline.schedule == PipelineSchedule::ZeroBubbleV; }
 bool has_loco(const C& c, Path) { return c.zero.loco.enabled; }
@@ -669,11 +670,25 @@ constexpr Key kKeys[] = {
     ignored("tensor_parallel.partition_config", "the model defines how its matrices are divided"),
     ignored("tensor_parallel.keep_module_on_host", "each rank only ever has its own part"),
     ignored("tensor_parallel.replace_with_kernel_inject", "there is one set of kernels"),
-    not_yet_section("expert_parallel", "enabled", "[false]",
-                    "enabled autoep_size expert_tensor_parallel_size preset_model use_grouped_mm disable_triton_grouped_mm "
-                    "score_func score_apply top_k routed_scaling_factor route_norm route_scale num_expert_groups "
-                    "num_limited_groups load_balance_coeff"),
-    not_yet("use_data_before_expert_parallelism", "[false]"),
+    effect("expert_parallel.enabled", slot_of<&C::expert_parallel, &ExpertParallelConfig::enabled>),
+    effect("expert_parallel.autoep_size", slot_of<&C::expert_parallel, &ExpertParallelConfig::size>, {1, kDegree.high}).when(has_expert_parallelism),
+    effect("expert_parallel.room", slot_of<&C::expert_parallel, &ExpertParallelConfig::room>, {1, 1024}).when(has_expert_parallelism),
+    not_yet("expert_parallel.expert_tensor_parallel_size", "[1]"),
+    ignored("expert_parallel.preset_model", "the model's family says where its experts are"),
+    ignored("expert_parallel.use_grouped_mm", "products of experts are always grouped"),
+    ignored("expert_parallel.disable_triton_grouped_mm", "products of experts are always grouped"),
+    harmless("expert_parallel.combine_impl", "[\"auto\"]", "there is one implementation"),
+    ignored("expert_parallel.validate_folding_routing", "the ranks of tensor_parallel always route alike"),
+    not_yet("expert_parallel.score_func", "[\"auto\"]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.score_apply", "[\"auto\"]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.top_k", "[\"auto\"]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.routed_scaling_factor", "[\"auto\"]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.route_norm", "[null]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.route_scale", "[1.0]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.num_expert_groups", "[null]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.num_limited_groups", "[null]", "the model's configuration chooses the router"),
+    not_yet("expert_parallel.load_balance_coeff", "[null]"),
+    effect("use_data_before_expert_parallelism", slot_of<&C::expert_parallel, &ExpertParallelConfig::data_first>).when(has_expert_parallelism),
     not_yet_section("compile", "deepcompile", "[false]",
                     "deepcompile free_activation free_activation_threshold offload_activation offload_opt_states "
                     "offload_parameters double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce "

@@ -26,7 +26,8 @@ constexpr std::string_view kStages = "pipeline.stages", kSchedule = "pipeline.sc
                            kOffload = "activation_checkpointing.cpu_checkpointing",
                            kPath = "activation_checkpointing.nvme_path",
                            kBuffers = "activation_checkpointing.buffer_count",
-                           kAccumulation = "gradient_accumulation_steps";
+                           kAccumulation = "gradient_accumulation_steps", kExperts = "expert_parallel.enabled",
+                           kEp = "expert_parallel.autoep_size";
 
 // "1, 2 or 4"
 std::string any_of(const std::vector<i64>& values) {
@@ -188,15 +189,30 @@ std::string length_problem(const Config& c, i64 length) {
 
 std::string tp_problem(const ModelConfig& m, i64 tp) {
   const auto fits = [&](i64 n) {
-    return m.heads % n == 0 && share(m.kv_heads, n) && m.intermediate % n == 0 && n <= m.vocab_size;
+    return m.heads % n == 0 && share(m.kv_heads, n) && m.intermediate % n == 0 && n <= m.vocab_size &&
+           m.experts.count % n == 0 && m.experts.shared % n == 0 && !(m.whole_qk_norm && n > 1);
   };
   if (fits(tp)) return {};
-  const std::string what = m.heads % tp != 0        ? fmt::format("the model's {} heads", m.heads)
-                           : !share(m.kv_heads, tp) ? fmt::format("the model's {} key/value heads", m.kv_heads)
-                           : m.intermediate % tp != 0
-                               ? fmt::format("the model's intermediate size of {}", m.intermediate)
-                               : fmt::format("the vocabulary of {}", m.vocab_size);
+  const std::string what =
+      m.heads % tp != 0            ? fmt::format("the model's {} heads", m.heads)
+      : !share(m.kv_heads, tp)     ? fmt::format("the model's {} key/value heads", m.kv_heads)
+      : m.intermediate % tp != 0   ? fmt::format("the model's intermediate size of {}", m.intermediate)
+      : m.experts.count % tp != 0  ? fmt::format("the model's {} experts", m.experts.count)
+      : m.experts.shared % tp != 0 ? fmt::format("the shared expert's size of {}", m.experts.shared)
+      : m.whole_qk_norm            ? std::string("the norm over all heads of queries and keys")
+                                   : fmt::format("the vocabulary of {}", m.vocab_size);
   return fmt::format("{} cannot be shared by {} ranks; {} would do", what, tp, any_of(degrees(m.heads, fits)));
+}
+
+std::string ep_problem(const ModelConfig& model, i64 tp, i64 dp, i64 ep) {
+  const i64 experts = model.experts.count / std::max<i64>(tp, 1);
+  const auto fits = [&](i64 n) { return experts % n == 0 && dp % n == 0; };
+  if (fits(ep)) return {};
+  const std::string what =
+      dp % ep != 0 ? fmt::format("the {} data-parallel ranks are no multiple of it", dp)
+      : tp > 1 ? fmt::format("the {} experts of each tensor-parallel rank cannot be shared by {} ranks", experts, ep)
+               : fmt::format("the model's {} experts cannot be shared by {} ranks", experts, ep);
+  return fmt::format("{}; {} would do", what, any_of(degrees(dp, fits)));
 }
 
 i64 resolve_parallel(Config& c, i64 world, Reader& r) {
@@ -209,6 +225,14 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
     tp.tp_size = tp.autotp_size = 1;
   }
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
+  ExpertParallelConfig& ep = c.expert_parallel;
+  if (!ep.enabled) {
+    for (const std::string_view key : {kEp, std::string_view("expert_parallel.room")}) {
+      if (r.given(key)) r.warning(key, fmt::format("has no effect: {} is false", kExperts));
+    }
+  }
+  // Ranks that write text go their own ways.
+  if (!ep.enabled || c.use == ConfigUse::Generate) ep = {};
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
   // The default, given or not, stands for the chunks of the schedule.
   if (c.pipeline.schedule == PipelineSchedule::ZeroBubbleV && c.pipeline.virtual_stages == 1)
@@ -239,7 +263,10 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   if (r.any_broken({kStages, kVirtual, kTp, kAutoTp, kSp})) return 1;
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size;
   const i64 replica = p * t * s;
-  if (world % replica == 0) return world / replica;
+  if (world % replica == 0) {
+    if (i64& size = c.expert_parallel.size; !trains(c.use) && world / replica % size != 0) size = 1;
+    return world / replica;
+  }
   std::string product;
   for (const auto& [degree, key] : {std::pair{p, kStages}, {t, kTp}, {s, kSp}}) {
     if (degree > 1) product += fmt::format("{}{} {}", product.empty() ? "" : " x ", key, degree);
@@ -252,6 +279,7 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
     c.tensor_parallel = {};
     c.sequence_parallel.size = 1;
     c.sequence_parallel.mode = {};
+    c.expert_parallel = {};
     return world;
   }
   r.error(key, fmt::format("{} does not divide the {} rank{} that there are; with {} ranks it works",
@@ -261,7 +289,7 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   return 1;
 }
 
-void check_parallel(const Config& c, Reader& r) {
+void check_parallel(const Config& c, i64 dp, Reader& r) {
   const bool has_steps = trains(c.use), passes = c.use != ConfigUse::Generate;
   const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size, p = c.pipeline.stages;
   const bool ring = c.sequence_parallel.mode == SequenceParallelMode::Ring;
@@ -294,10 +322,10 @@ void check_parallel(const Config& c, Reader& r) {
     r.error(kCut,
             fmt::format("is not supported with {} \"breadth-first\": what is between chunks stays whole", kSchedule),
             Errc::Unavailable);
-  if (c.cuda.graphs && t * s > 1)
+  if (c.cuda.graphs && t * s * c.expert_parallel.size > 1)
     r.error("cuda.graphs",
-            "passes that talk to other ranks on the way are not recorded: tensor_parallel and "
-            "sequence_parallel_size exclude graphs",
+            "passes that talk to other ranks on the way are not recorded: tensor_parallel, "
+            "sequence_parallel_size and expert_parallel exclude graphs",
             Errc::Unavailable);
 
   const ModelConfig& m = c.model;
@@ -331,6 +359,13 @@ void check_parallel(const Config& c, Reader& r) {
   if (!r.any_broken({kStages, kVirtual})) check_planned(c, passes, r);
   if (!r.broken(kTp)) {
     if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);
+  }
+  if (const i64 ep = c.expert_parallel.size; ep > 1 && !m.source && !r.any_broken({kTp, kEp})) {
+    if (m.experts.count == 0) {
+      r.error(kEp, "the model has no experts");
+    } else if (const std::string why = ep_problem(m, t, dp, ep); !why.empty()) {
+      r.error(kEp, why);
+    }
   }
   if (s == 1 || r.any_broken({kTp, kSp})) {
     // nothing is cut

@@ -46,6 +46,8 @@ TypeMatch match_types(std::string_view regex, std::span<const std::string_view> 
 // would work; the caller names the key or option.
 std::string stages_problem(const ModelConfig& model, i64 stages);
 std::string tp_problem(const ModelConfig& model, i64 tp);
+// The same for experts over `ep` of `dp` data-parallel ranks.
+std::string ep_problem(const ModelConfig& model, i64 tp, i64 dp, i64 ep);
 // The same for sequences of `length` tokens, by how sequences and their rows are split.
 std::string length_problem(const Config& config, i64 length);
 
@@ -53,8 +55,8 @@ std::string length_problem(const Config& config, i64 length);
 // A run that does not train ignores an arrangement that does not fit them, with a warning.
 i64 resolve_parallel(Config& config, i64 world, Reader& reader);
 
-// Reports whether model, sequence length and batch fit the arrangement. Generation has neither micro-batches nor split
-// sequences.
-void check_parallel(const Config& config, Reader& reader);
+// Reports whether model, sequence length and batch fit the arrangement, with so many data-parallel ranks. Generation
+// has neither micro-batches nor split sequences.
+void check_parallel(const Config& config, i64 dp, Reader& reader);
 
 }  // namespace ds

@@ -23,9 +23,9 @@ namespace ds::memreport {
 class Models {
  public:
   const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
-    const model::Shard s = model::shard_of(config, mesh, coord.tp, coord.sp);
+    const model::Shard s = model::shard_of(config, mesh, coord);
     const std::lock_guard lock(mutex_);
-    auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
+    auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode, s.ep, s.ep_rank}];
     if (model) return *model;
     model = std::make_unique<model::Model>(model::make_model(config, s));
     optim::freeze_groups(*model, config);
@@ -44,7 +44,7 @@ class Models {
 
  private:
   std::mutex mutex_;
-  std::map<std::tuple<int, int, bool, int, int, model::SequenceMode>, std::unique_ptr<model::Model>> models_;
+  std::map<std::tuple<int, int, bool, int, int, model::SequenceMode, int, int>, std::unique_ptr<model::Model>> models_;
 };
 
 // of(config), which is about a step, however many micro-batches that has. A pipeline that is full repeats itself, so

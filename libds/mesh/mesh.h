@@ -31,11 +31,6 @@
 
 namespace ds {
 
-struct MeshCoord {
-  int dp = 0, pp = 0, tp = 0, sp = 0, worker = 0;
-  bool operator==(const MeshCoord&) const = default;
-};
-
 MeshCoord coord_of(const MeshShape& shape, int rank);
 int rank_at(const MeshShape& shape, const MeshCoord& coord);
 

@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Llama and its relatives: Touvron et al., "LLaMA" (2023); Qwen2, Qwen3 technical reports. Pre-RMSNorm blocks, rotary
 // positions, grouped-query attention, SwiGLU. Qwen2 adds biases on q, k, v; Qwen3 normalises each query and key head.
+// Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE have experts in place of the MLP of some blocks or all.
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
 
+#include "base/check.h"
 #include "config/parallel.h"
 #include "ds/linear.h"
+#include "model/experts.h"
+#include "model/feed_forward.h"
 #include "model/models.h"
 
 namespace ds::model {
@@ -51,9 +60,9 @@ class LlamaBlock final : public Layer {
         H_(c.heads / shard.tp),
         G_(std::max<i64>(c.kv_heads / shard.tp, 1)),
         D_(c.head_dim),
-        F_(c.intermediate / shard.tp),
         eps_(c.norm_eps),
-        qk_norm_(c.qk_norm),
+        norm_heads_(c.qk_norm),
+        norm_all_(c.whole_qk_norm),
         shard_(shard),
         dropout_{.layer = index + 1} {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
@@ -62,7 +71,7 @@ class LlamaBlock final : public Layer {
     const auto norm = [&](const std::string& n, i64 size) {
       return ParamRow{.name = name_ + n + ".weight", .shape = {size}, .init = Init::Ones};
     };
-    // Cut by heads, or by the outputs of the gated MLP; `heads` 0: any cut.
+    // Cut by heads; `heads` 0: any cut.
     const auto column = [&](const std::string& n, i64 out, bool bias, i64 heads) {
       return LinearSpec{.name = name_ + n,
                         .in = C_,
@@ -72,23 +81,23 @@ class LlamaBlock final : public Layer {
                         .std = c.initializer_range,
                         .heads = heads};
     };
-    const auto group = [&](std::initializer_list<LinearSpec> specs, bool join) {
-      return LinearGroup(rows_, specs, shard, join);
-    };
-    const auto row = [&](const std::string& n, i64 in, bool bias) {
-      return Linear(
-          rows_,
-          {.name = name_ + n, .in = in, .out = C_, .split = Split::Row, .bias = bias, .std = c.initializer_range},
-          shard);
-    };
     norm1_ = add(whole_row(norm(".input_layernorm", C_), shard));
     // Norms of heads read and write their rows without gaps.
-    qkv_ = group({column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0),
-                  column(".self_attn.k_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads),
-                  column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads)},
-                 c.joined_products && !qk_norm_);
-    o_ = row(".self_attn.o_proj", c.heads * D_, c.output_bias);
-    if (qk_norm_) {
+    qkv_ = LinearGroup(
+        rows_,
+        std::initializer_list<LinearSpec>{column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0),
+                                          column(".self_attn.k_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads),
+                                          column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads)},
+        shard, c.joined_products && !normalises());
+    o_ = Linear(rows_,
+                {.name = name_ + ".self_attn.o_proj",
+                 .in = c.heads * D_,
+                 .out = C_,
+                 .split = Split::Row,
+                 .bias = c.output_bias,
+                 .std = c.initializer_range},
+                shard);
+    if (norm_heads_) {
       // One for all heads; each rank sees only its own.
       const auto of_heads = [&](const std::string& n) {
         ParamRow r = whole_row(norm(n, D_), shard);
@@ -98,32 +107,50 @@ class LlamaBlock final : public Layer {
       q_norm_ = add(of_heads(".self_attn.q_norm"));
       k_norm_ = add(of_heads(".self_attn.k_norm"));
     }
+    if (norm_all_) {
+      DS_CHECK(
+          shard.tp == 1, Errc::Unavailable,
+          "tensor_parallel: queries and keys of this model are normalised over all heads, which one rank must have");
+      q_norm_ = add(norm(".self_attn.q_norm", c.heads * D_));
+      k_norm_ = add(norm(".self_attn.k_norm", c.kv_heads * D_));
+    }
     norm2_ = add(whole_row(norm(".post_attention_layernorm", C_), shard));
-    gate_up_ = group({column(".mlp.gate_proj", c.intermediate, c.mlp_bias, 0),
-                      column(".mlp.up_proj", c.intermediate, c.mlp_bias, 0)},
-                     c.joined_products);
-    down_ = row(".mlp.down_proj", c.intermediate, c.mlp_bias);
+    const std::string mlp = name_ + ".mlp";
+    if (c.experts.sparse(index)) {
+      mlp_ = std::make_unique<Experts>(rows_, mlp, c, shard);
+    } else {
+      mlp_ = std::make_unique<GatedMlp>(rows_, mlp, c, c.intermediate, shard);
+    }
     allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool adds_gradients() const noexcept override { return true; }
+  bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
+  bool reads_tokens() const noexcept override { return mlp_->adds_loss(); }  // counts those that have a target
+  i64 product_rows(i64 R) const noexcept override { return mlp_->product_rows(R); }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(attention_.window, G_, D_); }
   std::vector<Linear*> linears() override {
-    return {&qkv_[0], &qkv_[1], &qkv_[2], &o_, &gate_up_[0], &gate_up_[1], &down_};
+    std::vector<Linear*> all = {&qkv_[0], &qkv_[1], &qkv_[2], &o_};
+    for (Linear* linear : mlp_->linears()) all.push_back(linear);
+    return all;
   }
   std::vector<size_t> products(Products which) const override {
-    const size_t q = qkv_[0].weight(), k = qkv_[1].weight(), v = qkv_[2].weight(), o = o_.weight(),
-                 gate = gate_up_[0].weight(), up = gate_up_[1].weight(), down = down_.weight();
-    switch (which) {
-      case Products::Forward: return {q, k, v, o, gate, up, down};
-      case Products::Recompute: return {q, k, v, o, gate, up};
-      case Products::RecomputeAttention: return {q, k, v};
-      case Products::BackwardInput:
-      case Products::BackwardWeight: break;
+    const size_t q = qkv_[0].weight(), k = qkv_[1].weight(), v = qkv_[2].weight(), o = o_.weight();
+    if (which == Products::RecomputeAttention) return {q, k, v};
+    std::vector<size_t> mlp = mlp_->matrices(), all;
+    const auto append = [&](std::span<const size_t> rows) { all.insert(all.end(), rows.begin(), rows.end()); };
+    if (which == Products::Forward || which == Products::Recompute) {
+      if (which == Products::Recompute && !mlp.empty()) mlp.pop_back();  // down
+      append(std::array{q, k, v, o});
+      append(mlp);
+    } else {
+      if (!mlp.empty()) std::rotate(mlp.begin(), std::prev(mlp.end()), mlp.end());
+      append(mlp);
+      append(std::array{o, q, k, v});
     }
-    return {down, gate, up, o, q, k, v};
+    return all;
   }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {
@@ -139,23 +166,21 @@ class LlamaBlock final : public Layer {
     qkv_.add_outputs(a.saved, [&](i64 columns) { return p.attention(work, {R, columns}); });
     add(a.saved, {p.attention(work, {R, Q}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}),
                   p.saved(work, {S, C_}), p.saved(f32, {S})});
-    gate_up_.add_outputs(a.saved, [&](i64 columns) { return p.saved(work, {R, columns}); });
-    a.saved.push_back(p.saved(work, {R, F_}));
-    if (qk_norm_) {
+    if (normalises()) {
       for (const i64 heads : {H_, G_}) {
-        a.saved.push_back(p.attention(work, {R * heads, D_}));
-        a.saved.push_back(p.attention(f32, {R * heads}));
+        const auto [rows, width] = normalised(R, heads);
+        a.saved.push_back(p.attention(work, {rows, width}));
+        a.saved.push_back(p.attention(f32, {rows}));
       }
     }
     if (pass.mode == Mode::Train) {
-      gate_up_.add_outputs(a.gradients, gradients);
       a.gradients.push_back(p.gradient(work, {S, C_}));
       qkv_.add_outputs(a.gradients, gradients);
       add(a.gradients, {p.gradient(f32, {C_}), p.gradient(f32, {C_})});
-      if (qk_norm_) {
+      if (normalises()) {
         for (const i64 heads : {H_, G_}) {
           a.gradients.push_back(p.gradient(work, {R, heads * D_}));
-          a.gradients.push_back(p.gradient(f32, {D_}));
+          a.gradients.push_back(p.gradient(f32, {normalised(R, heads).second}));
         }
       }
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q})};
@@ -163,22 +188,21 @@ class LlamaBlock final : public Layer {
     plan_attention(a, p, shard_, pass, {H_, G_, D_});
     qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
     o_.plan(a, p, work, R, pass.mode);
-    gate_up_.plan(a, p, work, R, pass.mode);
-    down_.plan(a, p, work, R, pass.mode);
+    mlp_->plan(a, p, pass);
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
     attention_forward(ctx, p, x, a);
-    mlp_forward(ctx, p, x, a);
-    down_.forward(ctx, p, a, a.output, a.saved[kGated], {.residual = a.saved[kMiddle]});
+    finish_attention(ctx, p, x, a);
+    mlp_->forward(ctx, p, a.output, a.saved[kNorm2], a.saved[kMiddle], a);
   }
 
   void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
     attention_forward(ctx, p, x, a);
     if (keep != Keep::Input) return;
-    mlp_forward(ctx, p, x, a);
-    down_.recompute(ctx, p, a, a.saved[kGated]);
+    finish_attention(ctx, p, x, a);
+    mlp_->recompute(ctx, p, a.saved[kNorm2], a);
   }
 
   void backward_input(const PassContext& ctx, RowViews p, TensorView x, TensorView dy,
@@ -186,11 +210,7 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const TensorView dnorm = a.temporary[0], dattn = a.temporary[1];
-    down_.backward_input(ctx, p, a, g[kDGate], all_rows(ctx, dy));
-    ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
-    const TensorView sum = partial_sum(ctx, dnorm);
-    gate_up_.backward_input(ctx, p, a, sum, from(g, kDGate));
-    sum_partials(ctx, dnorm);
+    mlp_->backward_input(ctx, p, dnorm, dy, s[kNorm2], {}, a);
     ctx.ops.rmsnorm_bwd(g[kDMiddle], g[kDNorm2], dnorm, dy, s[kMiddle], p.own[norm2_], s[kRstd2], ctx.stream);
 
     o_.backward_input(ctx, p, a, dattn, all_rows(ctx, g[kDMiddle]));
@@ -198,11 +218,11 @@ class LlamaBlock final : public Layer {
     attend_backward(ctx, dh, queries(ctx, dattn), heads(ctx, s[kQ], s[kK], s[kV]), queries(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
     rotate_heads(ctx, dh, /*inverse=*/true);
-    if (qk_norm_) {
-      head_norm_backward(ctx, g[kDQRaw], g[kDQNorm], g[kDQ], s[kQRaw], p.own[q_norm_], s[kQRstd], H_);
-      head_norm_backward(ctx, g[kDKRaw], g[kDKNorm], g[kDK], s[kKRaw], p.own[k_norm_], s[kKRstd], G_);
+    if (normalises()) {
+      head_norm_backward(ctx, g[kDQRaw], g[kDQNorm], g[kDQ], s[kQRaw], p.own[q_norm_], s[kQRstd]);
+      head_norm_backward(ctx, g[kDKRaw], g[kDKNorm], g[kDK], s[kKRaw], p.own[k_norm_], s[kKRstd]);
     }
-    qkv_.backward_input(ctx, p, a, sum, dqkv(a));
+    qkv_.backward_input(ctx, p, a, partial_sum(ctx, dnorm), dqkv(a));
     sum_partials(ctx, dnorm);
     ctx.ops.rmsnorm_bwd(a.input_grad, g[kDNorm1], dnorm, g[kDMiddle], x, p.own[norm1_], s[kRstd1], ctx.stream);
   }
@@ -211,13 +231,12 @@ class LlamaBlock final : public Layer {
                        const LayerActs& a) const override {
     const auto& s = a.saved;
     const auto& g = a.gradients;
-    down_.backward_weight(ctx, out, a, all_rows(ctx, dy), s[kGated]);
-    gate_up_.backward_weight(ctx, out, a, from(g, kDGate), all_rows(ctx, s[kNorm2]));
+    mlp_->backward_weight(ctx, out, dy, s[kNorm2], a);
     o_.backward_weight(ctx, out, a, all_rows(ctx, g[kDMiddle]), s[kAttn]);
     qkv_.backward_weight(ctx, out, a, dqkv(a), all_rows(ctx, s[kNorm1]));
     round_gradient(ctx, out.own[norm1_], g[kDNorm1]);
     round_gradient(ctx, out.own[norm2_], g[kDNorm2]);
-    if (qk_norm_) {
+    if (normalises()) {
       round_gradient(ctx, out.own[q_norm_], g[kDQNorm]);
       round_gradient(ctx, out.own[k_norm_], g[kDKNorm]);
     }
@@ -235,17 +254,12 @@ class LlamaBlock final : public Layer {
     kMiddle,
     kNorm2,
     kRstd2,
-    kGate,
-    kUp,
-    kGated,
     kQRaw,
     kQRstd,
     kKRaw,
-    kKRstd  // with head norms
+    kKRstd  // with norms of queries and keys
   };
   enum Gradient : size_t {
-    kDGate,
-    kDUp,
     kDMiddle,
     kDQ,
     kDK,
@@ -255,41 +269,44 @@ class LlamaBlock final : public Layer {
     kDQRaw,
     kDQNorm,
     kDKRaw,
-    kDKNorm  // with head norms
+    kDKNorm  // with norms of queries and keys
   };
+
+  bool normalises() const noexcept { return norm_heads_ || norm_all_; }
+  // Rows and columns of what is normalised of R rows with so many heads.
+  std::pair<i64, i64> normalised(i64 R, i64 heads) const noexcept {
+    return norm_heads_ ? std::pair(R * heads, D_) : std::pair(R, heads * D_);
+  }
 
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     ctx.ops.rmsnorm_fwd(s[kNorm1], s[kRstd1], x, p.own[norm1_], eps_, ctx.stream);
     qkv_.forward(ctx, p, a, from(s, kQ), all_rows(ctx, s[kNorm1]));
-    if (qk_norm_) {
-      head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
-      head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
+    if (normalises()) {
+      head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_]);
+      head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_]);
     }
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
     rotate_heads(ctx, h, /*inverse=*/false);
     attend(ctx, queries(ctx, s[kAttn]), s[kLse], h, dropout_.attention(ctx, attention_), a);
   }
-  // From the attention's output to the input of the last product.
-  void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+  // From the attention's output to the input of the MLP.
+  void finish_attention(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     o_.forward(ctx, p, a, s[kMiddle], s[kAttn], {.residual = x});
     ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
-    gate_up_.forward(ctx, p, a, from(s, kGate), all_rows(ctx, s[kNorm2]));
-    ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
   }
 
-  // RMSNorm of every head in place; keeps the raw values for the backward pass.
-  void head_norm(const PassContext& ctx, TensorView values, TensorView raw, TensorView rstd, TensorView weight,
-                 i64 num_heads) const {
-    const TensorView rows = values.reshaped({ctx.B * ctx.T * num_heads, D_});
+  // RMSNorm of every head, or of all, in place; keeps the raw values for the backward pass.
+  void head_norm(const PassContext& ctx, TensorView values, TensorView raw, TensorView rstd, TensorView weight) const {
+    const TensorView rows = values.reshaped({raw.dim(0), raw.dim(1)});
     ctx.ops.cast(raw, rows, ctx.stream);
     ctx.ops.rmsnorm_fwd(rows, rstd, raw, weight, eps_, ctx.stream);
   }
   void head_norm_backward(const PassContext& ctx, TensorView dx, TensorView dweight, TensorView dy, TensorView raw,
-                          TensorView weight, TensorView rstd, i64 num_heads) const {
-    const i64 rows = ctx.B * ctx.T * num_heads;
-    ctx.ops.rmsnorm_bwd(dx.reshaped({rows, D_}), dweight, dy.reshaped({rows, D_}), {}, raw, weight, rstd, ctx.stream);
+                          TensorView weight, TensorView rstd) const {
+    const auto rows = [&](TensorView v) { return v.reshaped({raw.dim(0), raw.dim(1)}); };
+    ctx.ops.rmsnorm_bwd(rows(dx), dweight, rows(dy), {}, raw, weight, rstd, ctx.stream);
   }
   static std::span<const TensorView> from(const std::vector<TensorView>& views, size_t first) {
     return std::span(views).subspan(first);
@@ -297,7 +314,7 @@ class LlamaBlock final : public Layer {
   // Gradients of the products' results.
   std::array<TensorView, 3> dqkv(const LayerActs& a) const {
     const auto& g = a.gradients;
-    return {g[qk_norm_ ? kDQRaw : kDQ], g[qk_norm_ ? kDKRaw : kDK], g[kDV]};
+    return {g[normalises() ? kDQRaw : kDQ], g[normalises() ? kDKRaw : kDK], g[kDV]};
   }
 
   TensorView queries(const PassContext& ctx, TensorView rows) const {
@@ -312,15 +329,16 @@ class LlamaBlock final : public Layer {
   }
   static constexpr size_t kRotation = 0;  // of Model::rotations
 
-  i64 C_, H_, G_, D_, F_;
+  i64 C_, H_, G_, D_;
   float eps_;
-  bool qk_norm_;
+  bool norm_heads_, norm_all_;
   Shard shard_;
   BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
-  LinearGroup qkv_, gate_up_;
-  Linear o_, down_;
+  LinearGroup qkv_;
+  Linear o_;
+  std::unique_ptr<FeedForward> mlp_;
 };
 
 }  // namespace

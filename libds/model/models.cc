@@ -84,14 +84,28 @@ void check_program_model(const Model& m, const ModelConfig& config) {
 
 }  // namespace
 
-Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank) {
+Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
+  const ExpertParallelConfig& experts = config.expert_parallel;
+  const int ep = narrow<int>(experts.size), copies = mesh.dp / ep;
   return {
       .tp = mesh.tp,
-      .tp_rank = tp_rank,
+      .tp_rank = coord.tp,
       .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
       .sp = mesh.sp,
-      .sp_rank = sp_rank,
-      .mode = config.sequence_parallel.mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses};
+      .sp_rank = coord.sp,
+      .mode = config.sequence_parallel.mode == SequenceParallelMode::Ring ? SequenceMode::Ring : SequenceMode::Ulysses,
+      .ep = ep,
+      .ep_rank = experts.data_first ? coord.dp / copies : coord.dp % ep,
+      .expert_copies = copies,
+      .copies_first = experts.data_first};
+}
+
+std::vector<DpSplit> expert_splits(const Shard& shard) {
+  if (shard.ep == 1) return {};
+  const int inner = shard.copies_first ? shard.expert_copies : shard.ep;
+  const auto copies = shard.copies_first ? DpSplit::Along::Inner : DpSplit::Along::Outer,
+             experts = shard.copies_first ? DpSplit::Along::Outer : DpSplit::Along::Inner;
+  return {{"edp", inner, copies}, {std::string(axis_name(Axis::Ep)), inner, experts}};
 }
 
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {
@@ -101,6 +115,7 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
   if (config.source) check_program_model(m, config);
   DS_ASSERT(std::ssize(m.layers) == num_layers(config));
   m.shard = shard;
+  if (config.experts.count > 0) m.splits = expert_splits(shard);
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
   m.num_heads = config.heads;

@@ -10,8 +10,12 @@
 
 namespace ds::model {
 
-// The part of the model that a rank of the mesh computes: number tp_rank of its tp axis, sp_rank of its sp axis.
-Shard shard_of(const Config& config, const MeshShape& mesh, int tp_rank, int sp_rank);
+// The part of the model that a rank of the mesh computes.
+Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);
+// The splits of dp of a model with experts: "edp", the ranks with the same experts, and "ep", those with different
+// ones. None if ep is 1.
+std::vector<DpSplit> expert_splits(const Shard& shard);
+inline constexpr size_t kExpertGroup = 1;  // ParamRow::group of experts if ep is more than 1
 
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions, or if a program's
 // source breaks its contract. shard: the part of the model that a rank computes; it must pass check_shard.

@@ -88,26 +88,26 @@ class DroppingBlock final : public Layer {
   }
 
   void forward(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& a) const override {
-    if (a.inner.empty()) return block_->forward(ctx, params, x, a);
+    if (a.drawn.rank == 0) return block_->forward(ctx, params, x, a);
     keep(ctx, a.saved[0], x, a);
     block_->forward(of_kept(ctx, a), params, a.saved[0], a.inner[0]);
     merge(ctx, a.output, a.inner[0].output, x, a);
   }
   void recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& a, Keep kept) const override {
-    if (a.inner.empty()) return block_->recompute(ctx, params, x, a, kept);
+    if (a.drawn.rank == 0) return block_->recompute(ctx, params, x, a, kept);
     if (kept == Keep::Input) keep(ctx, a.saved[0], x, a);
     block_->recompute(of_kept(ctx, a), params, a.saved[0], a.inner[0], kept);
   }
   void backward_input(const PassContext& ctx, RowViews params, TensorView x, TensorView dy,
                       const LayerActs& a) const override {
-    if (a.inner.empty()) return block_->backward_input(ctx, params, x, dy, a);
+    if (a.drawn.rank == 0) return block_->backward_input(ctx, params, x, dy, a);
     keep(ctx, a.gradients[0], dy, a);
     block_->backward_input(of_kept(ctx, a), params, a.saved[0], a.gradients[0], a.inner[0]);
     merge(ctx, a.input_grad, a.inner[0].input_grad, dy, a);
   }
   void backward_weight(const PassContext& ctx, RowViews grads, TensorView x, TensorView dy,
                        const LayerActs& a) const override {
-    if (a.inner.empty()) return block_->backward_weight(ctx, grads, x, dy, a);
+    if (a.drawn.rank == 0) return block_->backward_weight(ctx, grads, x, dy, a);
     block_->backward_weight(of_kept(ctx, a), grads, a.saved[0], a.gradients[0], a.inner[0]);
   }
 

@@ -71,7 +71,7 @@ std::vector<Instr> compute_order(const ScheduleOptions& o) {
 // Adds the transfers of inputs and outputs to a stage's order of passes, and leaves out the backward passes that the
 // model does not have.
 std::vector<Instr> with_transfers(const std::vector<Instr>& order, const Placement& placement, int stage, int chunks,
-                                  i64 backward_end) {
+                                  i64 backward_end, bool loads_all) {
   std::vector<Instr> schedule;
   const i64 last = i64{placement.stages} * chunks - 1;
   for (const Instr& pass : order) {
@@ -84,7 +84,9 @@ std::vector<Instr> with_transfers(const std::vector<Instr>& order, const Placeme
     const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
     const bool from_before = block > 0 && !placement.stays(block - 1),
                to_next = block < last && !placement.stays(block);
-    add(forward && (block == 0 || (block == last && placement.stage_of(0) != stage)), Op::Load);
+    const bool first_with_losses = block == last && placement.stage_of(0) != stage;
+    // A stage's first chunk is the first to see a micro-batch.
+    add(forward && (loads_all ? pass.chunk == 0 : block == 0 || first_with_losses), Op::Load);
     add(forward && from_before, Op::RecvActivation);
     add(input_grad && to_next, Op::RecvGrad);
     schedule.push_back(pass);
@@ -127,6 +129,7 @@ ScheduleOptions schedule_of(const Config& config) {
 ScheduleOptions schedule_of(const Config& config, const model::Model& model, std::span<const i64> cuts) {
   ScheduleOptions options = schedule_of(config);
   options.backward_end = std::ranges::upper_bound(cuts, model.backward_end()) - cuts.begin() - 1;
+  options.loads_all = std::ranges::any_of(model.layers, [](const auto& layer) { return layer->reads_tokens(); });
   return options;
 }
 
@@ -146,7 +149,7 @@ std::vector<Instr> make_schedule(const ScheduleOptions& options) {
   if (options.post_validate) return std::move(make_schedules(options)[static_cast<size_t>(options.stage)]);
   const bool v = options.kind == ScheduleKind::ZeroBubbleV;
   return with_transfers(v ? v_orders(options)[static_cast<size_t>(options.stage)] : compute_order(options),
-                        options.placement(), options.stage, options.chunks, options.backward_end);
+                        options.placement(), options.stage, options.chunks, options.backward_end, options.loads_all);
 }
 
 std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
@@ -157,7 +160,8 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
   for (options.stage = 0; options.stage < options.stages; ++options.stage) {
     std::vector<Instr>& order = orders[static_cast<size_t>(options.stage)];
     if (options.kind != ScheduleKind::ZeroBubbleV) order = compute_order(options);
-    order = with_transfers(order, options.placement(), options.stage, options.chunks, options.backward_end);
+    order = with_transfers(order, options.placement(), options.stage, options.chunks, options.backward_end,
+                           options.loads_all);
   }
   if (options.post_validate) add_validation(orders, options.placement());
   return orders;
@@ -180,7 +184,7 @@ std::vector<Instr> make_eval_schedule(const Placement& placement, int stage, i64
       order.push_back({Op::Forward, at.micro, at.chunk});
     }
   }
-  return with_transfers(order, placement, stage, chunks, 0);
+  return with_transfers(order, placement, stage, chunks, 0, false);
 }
 
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {

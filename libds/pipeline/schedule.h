@@ -95,7 +95,8 @@ struct ScheduleOptions {
   int chunks = 1;  // per stage; more than one only for Interleaved and BreadthFirst, two for ZeroBubbleV
   // The block in which the backward pass ends: it sends no gradient, and the blocks before it have no backward pass.
   i64 backward_end = 0;
-  double memory_limit = 1;     // PipelineConfig::memory_limit
+  bool loads_all = false;   // every stage reads tokens, not only those that embed or have losses (Layer::reads_tokens)
+  double memory_limit = 1;  // PipelineConfig::memory_limit
   bool post_validate = false;  // PipelineConfig::post_validate
 
   Placement placement() const noexcept { return {.stages = stages, .v = kind == ScheduleKind::ZeroBubbleV}; }

@@ -6,7 +6,7 @@ namespace ds::plan {
 namespace {
 
 model::Model model_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
-  return model::make_model(config, model::shard_of(config, mesh, coord.tp, coord.sp));
+  return model::make_model(config, model::shard_of(config, mesh, coord));
 }
 
 model::Model with_frozen_groups(model::Model&& model, const Config& config) {

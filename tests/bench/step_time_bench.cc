@@ -166,7 +166,7 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
   std::vector<std::vector<pipeline::Instr>> schedules;
   for (int p = 0; p < mesh.pp; ++p) {
     const MeshCoord coord{.pp = p};
-    models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp)));
+    models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord)));
     plans.push_back(plan::make_run_plan(c, models.back(), mesh, coord));
     works.push_back(plan::tally_step(models.back(), plans.back()));
     stages.push_back({&plans.back(), &works.back()});

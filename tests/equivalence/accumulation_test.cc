@@ -198,7 +198,7 @@ TEST(Fusion, IsForModelsAllOfWhoseLayersAdd) {
   const ModelConfig model = of_four_heads(tiny_gpt2());
   Hooks overwrites;
   overwrites.parts.model = [](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-    model::Model m = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+    model::Model m = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
     m.layers[1] = std::make_unique<Overwrites>(std::move(m.layers[1]));
     return m;
   };

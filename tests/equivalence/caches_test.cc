@@ -95,7 +95,7 @@ ModelConfig ends() {  // embedding and head
 engine::EngineParts toy(bool by_length, size_t second_rotation = 1) {
   engine::EngineParts parts;
   parts.model = [=](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-    const model::Shard shard = model::shard_of(c, mesh, coord.tp, coord.sp);
+    const model::Shard shard = model::shard_of(c, mesh, coord);
     model::Model m = model::make_model(c, shard);
     const RopeScaling stretched{.type = by_length ? RopeType::Dynamic : RopeType::Linear, .factor = 2};
     m.rotations = {{.dim = 12, .theta = 1e4f, .max_positions = 400},

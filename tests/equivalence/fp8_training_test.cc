@@ -188,7 +188,7 @@ TEST(Fp8Training, LowRankBranchesAreAdded) {
   const auto with_branches = [](float scale) {
     Hooks hooks;
     hooks.parts.model = [=](const Config& of, const MeshShape& mesh, const MeshCoord& coord) {
-      model::Model m = model::make_model(of, model::shard_of(of, mesh, coord.tp, coord.sp));
+      model::Model m = model::make_model(of, model::shard_of(of, mesh, coord));
       for (auto& layer : m.layers) layer->attach([=](const model::Linear&) { return model::LowRank{4, scale}; });
       return m;
     };

@@ -101,7 +101,7 @@ Hooks with_experts(const Arrangement& a, Hooks hooks = {}) {
   hooks.same_logits = false;
   if (!a.one_group) hooks.splits = {a.split};
   hooks.parts.model = [a](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-    model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+    model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
     const int expert = a.split.along == DpSplit::Along::Outer ? coord.dp % a.split.inner : coord.dp / a.split.inner;
     for (auto& layer : model.layers) {
       if (layer->is_block()) layer = std::make_unique<ExpertBlock>(std::move(layer), expert, a);
@@ -449,7 +449,7 @@ Hooks with_toys(const Toy& toy, Hooks hooks = {}) {
   hooks.same_logits = false;
   if (toy.ep > 1) hooks.splits = {across, inside};
   hooks.parts.model = [toy, splits = hooks.splits](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-    model::Shard shard = model::shard_of(c, mesh, coord.tp, coord.sp);
+    model::Shard shard = model::shard_of(c, mesh, coord);
     shard.ep = toy.ep;
     shard.ep_rank = coord.dp % toy.ep;
     model::Model model = model::make_model(c.model, c.data.seq_length, shard);

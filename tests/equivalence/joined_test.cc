@@ -201,7 +201,7 @@ TEST(Joined, TilesBranchesAndRowsThatAreFrozenAloneKeepMapsApart) {
         expect_apart(freezing(c, pattern), l, {}, named(c.model, work, l) + " frozen " + pattern);
       Hooks branches;
       branches.parts.model = [](const Config& of, const MeshShape& mesh, const MeshCoord& coord) {
-        model::Model m = model::make_model(of, model::shard_of(of, mesh, coord.tp, coord.sp));
+        model::Model m = model::make_model(of, model::shard_of(of, mesh, coord));
         for (auto& layer : m.layers)
           layer->attach([](const model::Linear& linear) {
             return model::LowRank{linear.spec().name.ends_with("value") ? 2 : 0};
@@ -237,7 +237,7 @@ TEST(Joined, RowsThatAreStoredAlikeStayJoined) {
   for (const ModelConfig& model : kModels) {
     Hooks stored;
     stored.parts.model = [](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-      model::Model m = model::make_model(c, model::shard_of(c, mesh, coord.tp, coord.sp));
+      model::Model m = model::make_model(c, model::shard_of(c, mesh, coord));
       for (auto& layer : m.layers) {
         for (size_t r = 0; r < layer->rows().size() && layer->is_block(); ++r) {
           const std::string& name = layer->rows()[r].name;

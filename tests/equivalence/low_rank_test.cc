@@ -23,7 +23,7 @@ Hooks with_branches(i64 rank) {
   hooks.parts.model = [=](const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
     const model::PassLengths lengths{.sequence = c.data.seq_length,
                                      .kept = c.random_ltd.on() ? c.random_ltd.min_value : 0};
-    model::Model model = model::make_model(c, model::shard_of(c, mesh, coord.tp, coord.sp), lengths);
+    model::Model model = model::make_model(c, model::shard_of(c, mesh, coord), lengths);
     for (auto& layer : model.layers) layer->attach([=](auto&) { return model::LowRank{rank, kScale}; });
     return model;
   };

@@ -202,7 +202,7 @@ TEST(TensorParallel, SumsOfManyElementsGoInParts) {
     expect_planned(t, 1, l.name());
     const MeshShape mesh{.pp = l.pp, .tp = l.tp};
     const plan::RunPlan plan =
-        plan::make_run_plan(c, model::make_model(m, c.data.seq_length, model::shard_of(c, mesh, 0, 0)), mesh, {});
+        plan::make_run_plan(c, model::make_model(m, c.data.seq_length, model::shard_of(c, mesh, {})), mesh, {});
     EXPECT_EQ(plan.exchange_elems, gathered * plan::RunPlan::kExchangeElems) << l.name();
   };
   ModelConfig heads = llama_model();

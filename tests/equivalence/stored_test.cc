@@ -35,7 +35,7 @@ void store_blocks(model::Model& model, const Forms& forms) {
 }
 
 model::Model model_of(const Config& c, const MeshShape& mesh, const MeshCoord& coord) {
-  return model::make_model(c, model::shard_of(c, mesh, coord.tp, coord.sp), {.sequence = c.data.seq_length});
+  return model::make_model(c, model::shard_of(c, mesh, coord), {.sequence = c.data.seq_length});
 }
 
 Hooks stored(const Forms& forms) {

@@ -162,7 +162,7 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         c.zero.param_persistence_threshold = 0;
         c.batch = {.train = micro_batches * dp, .micro = 1, .accumulation = micro_batches};
         const MeshShape mesh{.dp = dp};
-        const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0));
+        const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, {}));
         const plan::RunPlan plan = plan::make_run_plan(c, model, mesh, {});
         i64 padded = 0, planned = 0;
         for (const zero::UnitPlace& unit : plan.dp().layout.units()) padded += unit.padded;

@@ -25,7 +25,7 @@ StepWork tally(const Config& c, const MeshCoord& coord = {}) {
                        .tp = narrow<int>(c.tensor_parallel.tp_size),
                        .sp = narrow<int>(c.sequence_parallel.size)};
   const model::Model model =
-      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
   return plan::tally_step(model, plan::make_run_plan(c, model, mesh, coord));
 }
 
@@ -149,7 +149,7 @@ TEST(RunPlan, SumsOfAllRanksAreThoseOfEach) {
     l.sequence = true;
     const Config c = config_of(config, l);
     const MeshShape mesh{.dp = dp, .tp = 2};
-    const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0));
+    const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, {}));
     const plan::RunPlan plan = plan::make_run_plan(c, model, mesh, {});
     const std::vector<plan::RunPlan::SummedElems> summed = plan.summed_of_ranks();
     ASSERT_EQ(std::ssize(summed), dp);

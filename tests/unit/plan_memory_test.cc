@@ -43,7 +43,7 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
 i64 memory(const Config& c, const MeshShape& mesh, int stage, Tag tag) {
   const MeshCoord coord{.pp = stage};
   const model::Model model =
-      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord.tp, coord.sp));
+      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
   return plan::make_run_plan(c, model, mesh, coord).memory.by_tag[static_cast<size_t>(tag)];
 }
 
@@ -157,7 +157,7 @@ TEST(PlanLogits, In16BitsTakeHalfTheBytes) {
     c.bf16.enabled = true;
     const auto plan_of = [&](DType logits) {
       c.loss.logits = logits;
-      const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, 0, 0));
+      const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, {}));
       return plan::make_run_plan(c, model, mesh, {}, DeviceKind::Cpu);
     };
     const plan::RunPlan wide = plan_of(DType::F32), narrow = plan_of(DType::BF16);
@@ -180,7 +180,7 @@ TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
           std::set<i64> chunks;
           for (int r = 0; r < t; ++r) {
             const MeshCoord coord{.tp = r};
-            const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, coord.tp, coord.sp));
+            const model::Model model = model::make_model(c.model, s, model::shard_of(c, mesh, coord));
             chunks.insert(plan::make_run_plan(c, model, mesh, coord, device).activations.pass.sizes.logits_rows);
           }
           EXPECT_EQ(chunks.size(), 1u) << "vocabulary " << vocab << " tp " << t << " micro-batch " << micro;

@@ -30,7 +30,7 @@ struct Predicted {
             .tp = narrow<int>(c.tensor_parallel.tp_size),
             .sp = narrow<int>(c.sequence_parallel.size)};
     for (int p = 0; p < mesh.pp; ++p)
-      models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, 0, 0)));
+      models.push_back(model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, {})));
     for (int p = 0; p < mesh.pp; ++p) plans.push_back(plan::make_run_plan(c, models[p], mesh, {.pp = p}, device));
     for (size_t p = 0; p < plans.size(); ++p) works.push_back(plan::tally_step(models[p], plans[p]));
   }

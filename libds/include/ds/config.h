@@ -396,6 +396,17 @@ struct SequenceParallelConfig {
   SequenceParallelMode mode = SequenceParallelMode::Ulysses;
 };
 
+// How ranks of dp share the experts of a model that has any.
+struct ExpertParallelConfig {
+  bool enabled = false;
+  i64 size = 1;  // autoep_size: the ranks that have all experts together; 1 unless enabled
+  // use_data_before_expert_parallelism: ranks with the same experts are neighbours, rather than those with different
+  // ones.
+  bool data_first = false;
+  // Rows for which a rank has memory in one round, of those that it would get if all experts got the same number.
+  double room = 2;
+};
+
 // Which blocks of keys a block of queries attends to: DeepSpeed's kinds under its names, or the user's own file
 // (Layout). None: no layout.
 enum class SparseAttentionMode : u8 { None, Dense, Fixed, Variable, BigBird, BSLongformer, Local, Layout };
@@ -496,6 +507,7 @@ struct Config {
   PipelineConfig pipeline;
   TensorParallelConfig tensor_parallel;
   SequenceParallelConfig sequence_parallel;
+  ExpertParallelConfig expert_parallel;
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                         // 0: off

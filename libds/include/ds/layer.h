@@ -218,7 +218,7 @@ struct LayerActs {
   TensorView input_grad;  // [R,C], placed likewise; none for the model's first layer, and without a backward pass
   // Values that the host draws before the micro-batch's forward pass, int32 (Layer::draw); or none.
   TensorView drawn{};
-  std::vector<LayerActs> inner;  // at most one, for a layer around another
+  std::vector<LayerActs> inner;  // of a layer inside this one, or of its parts
 };
 
 // An array that a layer caches for generation: [heads, dim] for each token, work dtype.
@@ -423,6 +423,8 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
+  // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
+  virtual bool reads_tokens() const noexcept { return false; }
   // True if its backward passes obey PassContext::term, as the functions of ds/building_blocks.h and ds/linear.h do. If
   // all layers of a model do, products of gradients can add to the sums of micro-batches themselves
   // (gradient_accumulation_fusion).

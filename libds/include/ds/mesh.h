@@ -15,6 +15,12 @@ struct MeshShape {
   bool operator==(const MeshShape&) const = default;
 };
 
+// A rank's place along each axis.
+struct MeshCoord {
+  int dp = 0, pp = 0, tp = 0, sp = 0, worker = 0;
+  bool operator==(const MeshCoord&) const = default;
+};
+
 // A split of dp into two factors, dp = outer x inner, with `inner` neighbouring ranks. It serves experts and their data
 // parallelism, nodes and the ranks of each, replicas and the ranks inside. A group joins the ranks along one of the two
 // factors, and like dp all ranks of sp. Ranks keep their places.

@@ -55,7 +55,10 @@ struct Shard {
   bool sequence = false;  // between the matrices, each rank of tp has R/tp of the rows
   int sp = 1, sp_rank = 0;
   SequenceMode mode = SequenceMode::Ulysses;
-  int ep = 1, ep_rank = 0;  // ranks with different experts
+  int ep = 1, ep_rank = 0;  // ranks of dp with different experts
+  // The ranks of dp with the same experts, and whether these are neighbours, rather than those with different ones.
+  int expert_copies = 1;
+  bool copies_first = false;
 
   int size(Axis axis) const noexcept;  // the number of ranks along one of kLayerAxes
   int rank(Axis axis) const noexcept;  // and this rank's number among them

@@ -458,22 +458,24 @@ struct OpTable {
                        const RouterParams&, const RouterLossParams&, Stream&) noexcept;
   void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
                       Stream&) noexcept;
-  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: 0 to E-1; another number has
-  // no place. offsets [E+1] int32: expert e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
-  // -1. tokens [R k] int32: the token at each place, -1 after the last one.
-  void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView chosen, Stream&) noexcept;
+  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1;
+  // another number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
+  // -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after the last one.
+  void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
+                       i64 first, Stream&) noexcept;
   // y[R,C] = residual + sum over j of weights[r,j] * x[places[r,j]], in the order of j, rounded once; x [M,C], y, residual
-  // one work dtype, strided rows; weights and residual optional (1, 0). places [R,k] int32: below 0 adds nothing. y may
-  // alias residual.
+  // one work dtype, strided rows; weights and residual optional (1, 0). places [R,k] int32: below 0 adds nothing; optional:
+  // place r k + j, of k = M / R. y may alias residual, and, without places and with k = 1, x.
   void (*combine_rows)(TensorView y, TensorView x, TensorView places, TensorView weights, TensorView residual,
                        Stream&) noexcept;
   // Its gradients: dx[places[r,j]] = weights[r,j] * dy[r], every other row of dx [M,C] stays; dweights [R,k] fp32 = the inner
-  // product of dy[r] and x[places[r,j]], 0 without a place. dx may alias x.
+  // product of dy[r] and x[places[r,j]], 0 without a place. places as in combine_rows. dx may alias x, and, without
+  // places and with k = 1, dy.
   void (*combine_rows_grad)(TensorView dx, TensorView dweights, TensorView dy, TensorView x, TensorView places,
                             TensorView weights, Stream&) noexcept;
   // Products of groups of rows with a matrix each. offsets [G+1] int32, ascending, where the ops run: group g has rows
   // offsets[g] .. offsets[g+1] - 1 of M; G is a multiple of E, and group g uses matrix g % E. A group may be empty. Nothing
-  // depends on the host knowing the offsets.
+  // depends on the host knowing the offsets. They are optional: without, all M rows are one group, and E is 1.
   //   grouped_matmul       c[i] = a[i] op(b[g % E]) for each row i of group g; c [M,N], a [M,K] strided rows; b [E,K,N], or
   //                        trans_b [E,N,K]; one work dtype, c also fp32. Rows of no group stay. The bits of a row of c depend
   //                        on that row of a and its matrix alone: neither on M nor on the rows beside it.

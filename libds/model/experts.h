@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A mixture of experts: a router sends each token to k of E gated MLPs, and their outputs, weighted, are added (Shazeer
+// et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024). No token is dropped.
+// Experts may stand beside a shared one that sees every token (Dai et al., "DeepSeekMoE", 2024).
+//
+// Rows of tokens are sorted by expert, and all experts of a rank are one grouped product. The ranks of tp have E/tp
+// experts each and see the same tokens, so their outputs are terms of a sum that tensor parallelism makes anyway.
+
+#include <memory>
+#include <optional>
+
+#include "model/feed_forward.h"
+
+namespace ds::model {
+
+class Experts final : public FeedForward {
+ public:
+  // Appends rows name.gate, name.experts.{gate_up,down}_proj, and those of the shared expert.
+  Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard);
+
+  std::vector<Linear*> linears() override;
+  std::vector<size_t> matrices() const override;
+  bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
+
+  void plan(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass) const override;
+  void forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
+               const LayerActs& acts) const override;
+  void recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const override;
+  void backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
+                      TensorView residual, const LayerActs& acts) const override;
+  void backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
+                       const LayerActs& acts) const override;
+
+ private:
+  // A shared expert, and the gate that weighs its output: a router of one expert.
+  struct Shared {
+    GatedMlp mlp;
+    bool gated = false;
+    size_t gate = 0;
+  };
+
+  i64 k() const noexcept { return config_.per_token; }
+  i64 E() const noexcept { return config_.count; }
+  i64 own_experts() const noexcept { return E() / shard_.tp; }
+  i64 first_expert() const noexcept { return shard_.tp_rank * own_experts(); }
+  RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
+  ParamRow cut_experts(ParamRow row) const;
+
+  void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  void add_losses(const PassContext& ctx, const LayerActs& own) const;
+  void gather(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
+  void to_hidden(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  void forward_shared(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
+                      const LayerActs& acts) const;
+  void backward_shared(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
+                       TensorView residual, const LayerActs& acts) const;
+
+  ExpertsConfig config_;
+  Shard shard_;
+  i64 C_, F_;
+  size_t router_ = 0, gate_up_ = 0, down_ = 0;
+  std::optional<Shared> shared_;
+};
+
+}  // namespace ds::model

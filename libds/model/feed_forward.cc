@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/feed_forward.h"
+
+#include <span>
+
+#include "base/check.h"
+
+namespace ds::model {
+namespace {
+
+enum Saved : size_t { kGate, kUp, kGated };
+enum Gradient : size_t { kDGate, kDUp };
+
+std::span<const TensorView> pair_of(const std::vector<TensorView>& views) { return std::span(views).first(2); }
+
+}  // namespace
+
+GatedMlp::GatedMlp(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 intermediate,
+                   const Shard& shard, size_t number)
+    : F_(intermediate / shard.tp), number_(number) {
+  const auto column = [&](const char* map) {
+    return LinearSpec{.name = name + map,
+                      .in = c.hidden,
+                      .out = intermediate,
+                      .split = Split::Column,
+                      .bias = c.mlp_bias,
+                      .std = c.initializer_range};
+  };
+  gate_up_ = LinearGroup(rows, std::initializer_list<LinearSpec>{column(".gate_proj"), column(".up_proj")}, shard,
+                         c.joined_products);
+  down_ = Linear(rows,
+                 {.name = name + ".down_proj",
+                  .in = intermediate,
+                  .out = c.hidden,
+                  .split = Split::Row,
+                  .bias = c.mlp_bias,
+                  .std = c.initializer_range},
+                 shard);
+}
+
+void GatedMlp::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pass) const {
+  const i64 R = pass.rows();
+  const DType work = pass.work;
+  LayerActs a;
+  gate_up_.add_outputs(a.saved, [&](i64 columns) { return p.saved(work, {R, columns}); });
+  a.saved.push_back(p.saved(work, {R, F_}));
+  if (pass.mode == Mode::Train)
+    gate_up_.add_outputs(a.gradients, [&](i64 columns) { return p.gradient(work, {R, columns}); });
+  DS_ASSERT(acts.inner.size() == number_);
+  acts.inner.push_back(std::move(a));
+  gate_up_.plan(acts, p, work, R, pass.mode);
+  down_.plan(acts, p, work, R, pass.mode);
+}
+
+void GatedMlp::forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
+                       const LayerActs& acts) const {
+  const std::vector<TensorView>& s = acts.inner[number_].saved;
+  gate_up_.forward(ctx, params, acts, pair_of(s), all_rows(ctx, x));
+  ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
+  down_.forward(ctx, params, acts, y, s[kGated], {.residual = residual});
+}
+
+void GatedMlp::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const {
+  const std::vector<TensorView>& s = acts.inner[number_].saved;
+  gate_up_.forward(ctx, params, acts, pair_of(s), all_rows(ctx, x));
+  ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
+  down_.recompute(ctx, params, acts, s[kGated]);
+}
+
+void GatedMlp::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView,
+                              TensorView residual, const LayerActs& acts) const {
+  const std::vector<TensorView>&s = acts.inner[number_].saved, &g = acts.inner[number_].gradients;
+  down_.backward_input(ctx, params, acts, g[kDGate], all_rows(ctx, dy));
+  ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
+  gate_up_.backward_input(ctx, params, acts, partial_sum(ctx, dx), pair_of(g), first_term(ctx, residual));
+  sum_partials(ctx, dx, residual);
+}
+
+void GatedMlp::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
+                               const LayerActs& acts) const {
+  const std::vector<TensorView>&s = acts.inner[number_].saved, &g = acts.inner[number_].gradients;
+  down_.backward_weight(ctx, grads, acts, all_rows(ctx, dy), s[kGated]);
+  gate_up_.backward_weight(ctx, grads, acts, pair_of(g), all_rows(ctx, x));
+}
+
+}  // namespace ds::model
