@@ -3,46 +3,56 @@
 
 #include "comm/message_tag.h"
 #include "ds/communicator.h"
+#include "model/models.h"
 
 namespace ds::model {
 namespace {
 
-// M = R k places. Arrays of the shared expert are last.
+// N = R k places at most on the rank that routes R tokens; M rows that arrive in a round, or N where nothing travels.
 enum Saved : size_t {
-  kChosen,     // [R,k] int32
-  kWeights,    // [R,k]
-  kOffsets,    // [experts of this rank + 1] int32
-  kPlaces,     // [R,k] int32
-  kTokens,     // [M] int32
-  kChoices,    // [M] int32
-  kScores,     // [R,E]
-  kLogits,     // [R,E]
-  kGateUp,     // [M,2F]
-  kStats,      // [2E+1]
-  kScoreGrad,  // [E]
-  kSharedOut,  // stream
+  kChosen,      // [R,k] int32
+  kWeights,     // [R,k]
+  kAllOffsets,  // of all ranks of ep
+  kOffsets,     // [experts + 1] int32: this rank's among them
+  kPlaces,      // [R,k] int32
+  kTokens,      // [N] int32
+  kChoices,     // [N] int32
+  kScores,      // [R,E]
+  kLogits,      // [R,E]
+  kStats,       // [2E+1]
+  kScoreGrad,   // [E]
+  kGateUp,      // [M,2F]
+  kGroups,      // offsets of the rows that arrive; with ep
+  kArrivedX,    // [M,C]; with ep
+  kSharedOut,   // stream
   kSharedLogit,
   kSharedScore,
-  kSharedWeight,  // of each row of the stream, [S,1]
+  kSharedWeight,  // [S,1], of each row of the stream
   kSharedChosen,
 };
 enum Gradient : size_t {
-  kDGateUp,       // [M,2F]
-  kWeighted,      // [M,F]: the hidden values times the weights of their places
-  kDLogits,       // [R,E]
+  kDGateUp,    // [M,2F]
+  kWeighted,   // [M,F]: the hidden values times the weights of their places
+  kDLogits,    // [R,E]
+  kDArrived,   // [M,C]: gradients of outputs; with ep
+  kSumGateUp,  // fp32, of the matrices; for several rounds
+  kSumDown,
   kDShared,       // stream
   kDSharedLogit,  // [S,1]
 };
 enum Temporary : size_t {
-  kRows,    // [M,C]: inputs, or gradients of outputs, by place
-  kOut,     // [M,C]: outputs, or gradients of inputs
-  kHidden,  // [M,F]
+  kRows,        // [N,C], by place: inputs, then outputs; or gradients of outputs, then of inputs
+  kHidden,      // [M,F]
+  kArrivedOut,  // [M,C]: outputs, or gradients of inputs; with ep
   kDHidden,
-  kPlaceWeights,  // [M,1]
+  kPlaceWeights,  // [N,1]
   kDPlaceWeights,
   kDWeights,        // [R,k]
   kDLogits32,       // [R,E]
   kRouterDx,        // [R,C]
+  kArrivedWeights,  // [M,1]; with ep
+  kDArrivedWeights,
+  kSortedX,         // [N,C]; for several rounds
   kDSharedWeight,   // [S,1]
   kDSharedLogit32,  // [S,1]
 };
@@ -54,13 +64,19 @@ TensorView columns_of(TensorView rows, i64 first, i64 count) {
 }
 
 TensorView one_matrix(TensorView m) { return m.reshaped({1, m.dim(0), m.dim(1)}); }
+TensorView one_column(TensorView v) { return v.reshaped({v.numel(), 1}); }
+TensorView flat(TensorView v) { return v ? v.reshaped({v.numel()}) : v; }
 
 constexpr RouterParams kSharedGate{.sigmoid = true};
 
 }  // namespace
 
 Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard)
-    : config_(c.experts), shard_(shard), C_(c.hidden), F_(c.experts.intermediate) {
+    : config_(c.experts),
+      shard_(shard),
+      C_(c.hidden),
+      F_(c.experts.intermediate),
+      exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard) {
   const auto add = [&](ParamRow row) {
     row.std = c.initializer_range;
     row.decay = true;
@@ -79,10 +95,12 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
 }
 
 ParamRow Experts::cut_experts(ParamRow row) const {
-  if (shard_.tp == 1) return row;
+  if (shard_.tp * shard_.ep == 1) return row;
+  const i64 n = exchange_.own_experts(), first = first_expert() + shard_.ep_rank * n;
   row.whole = row.shape;
-  row.shape[0] = own_experts();
-  row.slice = {0, {{first_expert(), first_expert() + own_experts()}}};
+  row.shape[0] = n;
+  row.slice = {0, {{first, first + n}}};
+  if (travels()) row.group = kExpertGroup;
   return row;
 }
 
@@ -91,27 +109,36 @@ std::vector<Linear*> Experts::linears() { return shared_ ? shared_->mlp.linears(
 std::vector<size_t> Experts::matrices() const { return {}; }
 
 void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pass) const {
-  const i64 R = pass.rows(), S = stream_rows(shard_, pass.mode, R), M = R * k();
+  const i64 R = pass.rows(), S = stream_rows(shard_, pass.mode, R), N = R * k(), M = exchange_.most_rows(R),
+            n = exchange_.own_experts();
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
-  const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated;
+  const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated,
+             repeats = travels() && exchange_.may_repeat(R);
+  const TensorView none{};
   LayerActs a;
   const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
     to.insert(to.end(), views);
   };
   // A recomputation takes the routing of the forward pass.
-  add(a.saved, {p.kept(i32, {R, k()}), p.kept(f32, {R, k()}), p.kept(i32, {own_experts() + 1}), p.kept(i32, {R, k()}),
-                p.kept(i32, {M}), p.kept(i32, {M})});
-  add(a.saved, {p.kept(f32, {R, E()}), p.kept(f32, {R, E()}), p.saved(work, {M, 2 * F_})});
-  add(a.saved, {p.kept(f32, {2 * E() + 1}), p.kept(f32, {E()})});
+  const TensorView all_offsets = p.kept(i32, {exchange_.ranks(), E() / shard_.tp + 1});
+  add(a.saved, {p.kept(i32, {R, k()}), p.kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
+                p.kept(i32, {R, k()}), p.kept(i32, {N}), p.kept(i32, {N}), p.kept(f32, {R, E()}), p.kept(f32, {R, E()}),
+                p.kept(f32, {2 * E() + 1}), p.kept(f32, {E()}), p.saved(work, {M, 2 * F_})});
+  add(a.saved, {travels() ? p.kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
   if (gated) {
     add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
                   p.saved(i32, {S, 1})});
   }
-  add(a.temporary, {p.temporary(work, {M, C_}), p.temporary(work, {M, C_}), p.temporary(work, {M, F_})});
+  add(a.temporary,
+      {p.temporary(work, {N, C_}), p.temporary(work, {M, F_}), travels() ? p.temporary(work, {M, C_}) : none});
   if (train) {
-    add(a.gradients, {p.gradient(work, {M, 2 * F_}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()})});
-    add(a.temporary, {p.temporary(work, {M, F_}), p.temporary(f32, {M, 1}), p.temporary(f32, {M, 1}),
-                      p.temporary(f32, {R, k()}), p.temporary(f32, {R, E()}), p.temporary(work, {R, C_})});
+    add(a.gradients, {p.gradient(work, {M, 2 * F_}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
+                      travels() ? p.gradient(work, {M, C_}) : none, repeats ? p.gradient(f32, {n, 2 * F_, C_}) : none,
+                      repeats ? p.gradient(f32, {n, C_, F_}) : none});
+    add(a.temporary,
+        {p.temporary(work, {M, F_}), p.temporary(f32, {N, 1}), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
+         p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? p.temporary(f32, {M, 1}) : none,
+         travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none});
     if (gated) {
       add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
       add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
@@ -120,6 +147,8 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   acts.inner.push_back(std::move(a));
   if (shared_) shared_->mlp.plan(acts, p, pass);
 }
+
+TensorView Experts::offsets(const LayerActs& own) const { return own.saved[travels() ? kGroups : kOffsets]; }
 
 void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
   const auto& s = own.saved;
@@ -143,16 +172,21 @@ void Experts::add_losses(const PassContext& ctx, const LayerActs& own) const {
   if (ctx.groups.shard.sp_rank > 0) ctx.ops.scaled_sum(ctx.aux_loss, ctx.aux_loss, 0, 0, nullptr, ctx.stream);
 }
 
-// rows [M,C] = those of `all` by place.
-void Experts::gather(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const {
+// rows [N,C] = those of `all` by place.
+void Experts::sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const {
   ctx.ops.embedding_fwd(rows, all, own.saved[kTokens], 0, false, ctx.stream);
 }
 
-// The inputs of the experts, and from them gate and up.
-void Experts::to_hidden(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
-  gather(ctx, own.temporary[kRows], all, own);
-  ctx.ops.grouped_matmul(own.saved[kGateUp], own.temporary[kRows], params.own[gate_up_], own.saved[kOffsets],
-                         /*trans_b=*/true, ctx.stream);
+// The rows of this round where the experts are: `to`, or where they are anyway.
+TensorView Experts::arrive(const PassContext& ctx, TensorView to, TensorView sorted) const {
+  if (!travels()) return sorted;
+  exchange_.to_experts(ctx, to, sorted);
+  return to;
+}
+
+// Gate and up from the inputs of the experts.
+void Experts::to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const {
+  ctx.ops.grouped_matmul(own.saved[kGateUp], x, params.own[gate_up_], offsets(own), /*trans_b=*/true, ctx.stream);
 }
 
 void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
@@ -163,93 +197,147 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
     forward_shared(ctx, params, y, x, residual, acts);
     residual = y;
   }
-  const TensorView all = all_rows(ctx, x);
+  const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
   if (ctx.mode == Mode::Train && adds_loss()) add_losses(ctx, own);
-  to_hidden(ctx, params, all, own);
-  ctx.ops.swiglu_fwd(t[kHidden], columns_of(s[kGateUp], 0, F_), columns_of(s[kGateUp], F_, F_), ctx.stream);
-  ctx.ops.grouped_matmul(t[kOut], t[kHidden], params.own[down_], s[kOffsets], /*trans_b=*/true, ctx.stream);
-  ctx.ops.combine_rows(partial_sum(ctx, y), t[kOut], s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
+  sort(ctx, rows, all, own);
+  if (travels()) exchange_.agree(ctx, s[kAllOffsets]);
+  for (i64 round = 0; round < exchange_.rounds(); ++round) {
+    if (travels()) exchange_.begin(ctx, s[kGroups], round);
+    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], rows), own);
+    ctx.ops.swiglu_fwd(t[kHidden], columns_of(s[kGateUp], 0, F_), columns_of(s[kGateUp], F_, F_), ctx.stream);
+    const TensorView out = travels() ? t[kArrivedOut] : rows;
+    ctx.ops.grouped_matmul(out, t[kHidden], params.own[down_], offsets(own), /*trans_b=*/true, ctx.stream);
+    if (travels()) exchange_.from_experts(ctx, rows, out);
+  }
+  ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
   sum_partials(ctx, y, residual);
 }
 
 void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const {
-  if (shared_) {
-    if (shared_->gated) {
-      forward_shared(ctx, params, acts.inner.front().temporary[kRouterDx], x, {}, acts);
-    } else {
-      shared_->mlp.recompute(ctx, params, x, acts);
-    }
+  const LayerActs& own = acts.inner.front();
+  const auto &s = own.saved, &t = own.temporary;
+  if (shared_ && shared_->gated) {
+    forward_shared(ctx, params, t[kRouterDx].rows(0, x.dim(0)), x, {}, acts);
+  } else if (shared_) {
+    shared_->mlp.recompute(ctx, params, x, acts);
   }
-  to_hidden(ctx, params, all_rows(ctx, x), acts.inner.front());
+  if (travels()) {
+    exchange_.recall(ctx, s[kAllOffsets]);
+    if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
+    exchange_.begin(ctx, s[kGroups], 0);
+  }
+  sort(ctx, t[kRows], all_rows(ctx, x), own);
+  to_hidden(ctx, params, arrive(ctx, s[kArrivedX], t[kRows]), own);
 }
 
 void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
                              TensorView residual, const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
-  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
-  const TensorView gate = columns_of(s[kGateUp], 0, F_), up = columns_of(s[kGateUp], F_, F_);
+  const auto &s = own.saved, &t = own.temporary;
   if (shared_) {
     backward_shared(ctx, params, dx, dy, x, residual, acts);
     residual = dx;
   }
-  // An output's weight is the inner product of its gradient with it, and so that of the hidden gradient with the hidden
-  // values, all without the weight: outputs need not be kept.
-  gather(ctx, t[kRows], all_rows(ctx, dy), own);
-  ctx.ops.grouped_matmul(t[kDHidden], t[kRows], params.own[down_], s[kOffsets], /*trans_b=*/false, ctx.stream);
+  const TensorView rows = t[kRows];
+  sort(ctx, rows, all_rows(ctx, dy), own);
+  ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
+  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
+  if (exchange_.rounds() > 1) {
+    backward_rounds(ctx, params, x, own);
+  } else if (travels()) {
+    exchange_.begin(ctx, s[kGroups], 0);
+    backward_round(ctx, params, own);
+  } else {
+    backward_experts(ctx, params, rows, rows, t[kPlaceWeights], t[kDPlaceWeights], own);
+  }
+  backward_router(ctx, params, own);
+
+  const TensorView from_router = stream_part(ctx, t[kRouterDx]);
+  if (residual) ctx.ops.add(from_router, from_router, residual, ctx.stream);
+  ctx.ops.combine_rows(partial_sum(ctx, dx), rows, s[kPlaces], {}, first_term(ctx, from_router), ctx.stream);
+  sum_partials(ctx, dx, from_router);
+}
+
+// A weight's gradient is the inner product of an output and its gradient, and so that of the hidden values and their
+// gradient, both as if the weight were 1: outputs need not be kept. dx may be dy.
+void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
+                               TensorView weights, TensorView dweights, const LayerActs& own) const {
+  const auto &g = own.gradients, &t = own.temporary;
+  const TensorView gate_up = own.saved[kGateUp], gate = columns_of(gate_up, 0, F_), up = columns_of(gate_up, F_, F_);
+  ctx.ops.grouped_matmul(t[kDHidden], dy, params.own[down_], offsets(own), /*trans_b=*/false, ctx.stream);
   ctx.ops.swiglu_fwd(t[kHidden], gate, up, ctx.stream);
-  ctx.ops.embedding_fwd(t[kPlaceWeights], s[kWeights].reshaped({s[kWeights].numel(), 1}), s[kChoices], 0, false,
-                        ctx.stream);
-  ctx.ops.combine_rows(g[kWeighted], t[kHidden], {}, t[kPlaceWeights], {}, ctx.stream);
-  ctx.ops.combine_rows_grad(t[kDHidden], t[kDPlaceWeights], t[kDHidden], t[kHidden], {}, t[kPlaceWeights], ctx.stream);
+  ctx.ops.combine_rows(g[kWeighted], t[kHidden], {}, weights, {}, ctx.stream);
+  ctx.ops.combine_rows_grad(t[kDHidden], dweights, t[kDHidden], t[kHidden], {}, weights, ctx.stream);
   ctx.ops.swiglu_bwd(columns_of(g[kDGateUp], 0, F_), columns_of(g[kDGateUp], F_, F_), t[kDHidden], gate, up,
                      ctx.stream);
-  ctx.ops.grouped_matmul(t[kOut], g[kDGateUp], params.own[gate_up_], s[kOffsets], /*trans_b=*/false, ctx.stream);
+  ctx.ops.grouped_matmul(dx, g[kDGateUp], params.own[gate_up_], offsets(own), /*trans_b=*/false, ctx.stream);
+}
 
-  // The router, whose gradient is the same on all ranks of tp.
-  const TensorView dweights = t[kDWeights];
-  ctx.ops.embedding_fwd(dweights.reshaped({dweights.numel(), 1}), t[kDPlaceWeights],
-                        s[kPlaces].reshaped({s[kPlaces].numel()}), 0, false, ctx.stream);
+// The same for what arrives in the round that has begun.
+void Experts::backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const {
+  const auto &g = own.gradients, &t = own.temporary;
+  exchange_.to_experts(ctx, g[kDArrived], t[kRows]);
+  exchange_.to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
+  backward_experts(ctx, params, t[kArrivedOut], g[kDArrived], t[kArrivedWeights], t[kDArrivedWeights], own);
+  exchange_.from_experts(ctx, t[kRows], t[kArrivedOut]);
+  exchange_.from_experts(ctx, t[kDPlaceWeights], t[kDArrivedWeights]);
+}
+
+// Several rounds: what the forward pass has kept is of the last one.
+void Experts::backward_rounds(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const {
+  const auto &s = own.saved, &g = own.gradients;
+  sort(ctx, own.temporary[kSortedX], all_rows(ctx, x), own);
+  for (i64 round = 0; round < exchange_.rounds(); ++round) {
+    exchange_.begin(ctx, s[kGroups], round);
+    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], own.temporary[kSortedX]), own);
+    backward_round(ctx, params, own);
+    ctx.ops.grouped_matmul_grad(g[kSumDown], g[kDArrived], g[kWeighted], s[kGroups], round > 0, ctx.stream);
+    ctx.ops.grouped_matmul_grad(g[kSumGateUp], g[kDGateUp], s[kArrivedX], s[kGroups], round > 0, ctx.stream);
+  }
+}
+
+// All ranks of tp have the same gradients of logits.
+void Experts::backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const {
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
+  const TensorView dweights = t[kDWeights], none{};
+  ctx.ops.embedding_fwd(one_column(dweights), t[kDPlaceWeights], flat(s[kPlaces]), 0, false, ctx.stream);
   if (shard_.tp > 1) {
     ctx.groups[Axis::Tp]
         .all_reduce(dweights.data, dweights.numel(), DType::F32, ReduceOp::Sum,
                     message_text(Axis::Tp, Collective::AllReduce))
         .wait();
   }
-  const bool losses_too = adds_loss();
-  const TensorView none{};
-  ctx.ops.route_grad(t[kDLogits32], dweights, s[kChosen], s[kScores], s[kLogits], losses_too ? s[kScoreGrad] : none,
-                     losses_too ? s[kStats] : none, ctx.targets, losses_too ? ctx.aux_grad : none, config_.router,
-                     losses(), ctx.stream);
+  const bool more = adds_loss();
+  ctx.ops.route_grad(t[kDLogits32], dweights, s[kChosen], s[kScores], s[kLogits], more ? s[kScoreGrad] : none,
+                     more ? s[kStats] : none, ctx.targets, more ? ctx.aux_grad : none, config_.router, losses(),
+                     ctx.stream);
   ctx.ops.cast(g[kDLogits], t[kDLogits32], ctx.stream);
   ctx.ops.grouped_matmul(t[kRouterDx], g[kDLogits], one_matrix(params.own[router_]), {}, /*trans_b=*/false, ctx.stream);
-
-  const TensorView from_router = stream_part(ctx, t[kRouterDx]);
-  if (residual) ctx.ops.add(from_router, from_router, residual, ctx.stream);
-  ctx.ops.combine_rows(partial_sum(ctx, dx), t[kOut], s[kPlaces], {}, first_term(ctx, from_router), ctx.stream);
-  sum_partials(ctx, dx, from_router);
 }
 
 void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
                               const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &g = own.gradients;
-  const TensorView rows = own.temporary[kRows];
+  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
+  const bool summed = exchange_.rounds() > 1;
   const auto product = [&](size_t row, TensorView of, TensorView with) {
-    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, s[kOffsets], ctx.adds_gradients(), ctx.stream);
+    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, offsets(own), ctx.adds_gradients(), ctx.stream);
   };
-  if (grads.own[down_]) {
-    gather(ctx, rows, all_rows(ctx, dy), own);
-    product(down_, rows, g[kWeighted]);
+  const auto sorted = [&](TensorView stream) {
+    sort(ctx, own.temporary[kRows], all_rows(ctx, stream), own);
+    return own.temporary[kRows];
+  };
+  if (summed) {
+    round_gradient(ctx, flat(grads.own[down_]), flat(g[kSumDown]));
+    round_gradient(ctx, flat(grads.own[gate_up_]), flat(g[kSumGateUp]));
+  } else {
+    if (grads.own[down_]) product(down_, travels() ? g[kDArrived] : sorted(dy), g[kWeighted]);
+    if (grads.own[gate_up_]) product(gate_up_, g[kDGateUp], travels() ? s[kArrivedX] : sorted(x));
   }
-  if (grads.own[gate_up_] || grads.own[router_]) {
-    const TensorView all = all_rows(ctx, x);
-    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits], all, Orientation::OutIn);
-    if (grads.own[gate_up_]) {
-      gather(ctx, rows, all, own);
-      product(gate_up_, g[kDGateUp], rows);
-    }
-  }
+  if (grads.own[router_])
+    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits], all_rows(ctx, x), Orientation::OutIn);
   if (!shared_) return;
   if (shared_->gated)
     linear_backward_weight(ctx, grads.own[shared_->gate], {}, g[kDSharedLogit], x, Orientation::OutIn);

@@ -5,11 +5,13 @@
 // Experts may stand beside a shared one that sees every token (Dai et al., "DeepSeekMoE", 2024).
 //
 // Rows of tokens are sorted by expert, and all experts of a rank are one grouped product. The ranks of tp have E/tp
-// experts each and see the same tokens, so their outputs are terms of a sum that tensor parallelism makes anyway.
+// experts each and see the same tokens, so their outputs are terms of a sum that tensor parallelism makes anyway; each
+// of these parts may be divided over the ranks of ep (expert_exchange.h).
 
 #include <memory>
 #include <optional>
 
+#include "model/expert_exchange.h"
 #include "model/feed_forward.h"
 
 namespace ds::model {
@@ -42,15 +44,23 @@ class Experts final : public FeedForward {
 
   i64 k() const noexcept { return config_.per_token; }
   i64 E() const noexcept { return config_.count; }
-  i64 own_experts() const noexcept { return E() / shard_.tp; }
-  i64 first_expert() const noexcept { return shard_.tp_rank * own_experts(); }
+  i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
+  bool travels() const noexcept { return shard_.ep > 1; }
   RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
   ParamRow cut_experts(ParamRow row) const;
 
+  // The rows that the experts of this rank compute: their own order, or what has arrived in a round.
+  TensorView offsets(const LayerActs& own) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
   void add_losses(const PassContext& ctx, const LayerActs& own) const;
-  void gather(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
-  void to_hidden(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
+  TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
+  void to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;
+  void backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView weights,
+                        TensorView dweights, const LayerActs& own) const;
+  void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
+  void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
+  void backward_rounds(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;
   void forward_shared(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
                       const LayerActs& acts) const;
   void backward_shared(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
@@ -60,6 +70,7 @@ class Experts final : public FeedForward {
   Shard shard_;
   i64 C_, F_;
   size_t router_ = 0, gate_up_ = 0, down_ = 0;
+  ExpertExchange exchange_;
   std::optional<Shared> shared_;
 };
 

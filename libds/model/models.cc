@@ -97,7 +97,8 @@ Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coo
       .ep = ep,
       .ep_rank = experts.data_first ? coord.dp / copies : coord.dp % ep,
       .expert_copies = copies,
-      .copies_first = experts.data_first};
+      .copies_first = experts.data_first,
+      .expert_room = experts.room};
 }
 
 std::vector<DpSplit> expert_splits(const Shard& shard) {

@@ -24,6 +24,7 @@ Stage::Stage(const Config& config, const model::Model& model, const plan::RunPla
       mesh_(mesh),
       ledger_(ledger),
       device_(device),
+      host_(device),
       stream_(device.stream()),
       graphs_on_(config.cuda.graphs),
       memory_(plan.activations.pass),

@@ -25,6 +25,16 @@ struct MicroBatch {
   double* aux_losses = nullptr;  // likewise; those of the model's layers that add one (Layer::adds_loss)
 };
 
+class DeviceLink final : public model::HostLink {
+ public:
+  explicit DeviceLink(Device& device) : device_(device) {}
+  void download(void* to, const void* from, i64 bytes) override { device_.download(to, from, bytes); }
+  void upload(void* to, const void* from, i64 bytes) override { device_.upload(to, from, bytes); }
+
+ private:
+  Device& device_;
+};
+
 class Stage {
  public:
   // Allocates memory by the plan. All arguments must outlive it. inputs: the array for ActivationPlan::inputs, or null.
@@ -69,7 +79,9 @@ class Stage {
                      FunctionRef<void(i64 layer)> before);
 
   model::PassContext context(const model::PassMemory& memory, const model::Pass& pass) const {
-    return model::make_context(memory, pass, *model_, device_.ops(), stream_, mesh_.by_axis());
+    model::PassContext ctx = model::make_context(memory, pass, *model_, device_.ops(), stream_, mesh_.by_axis());
+    ctx.host = &host_;
+    return ctx;
   }
 
   const ModelConfig& model_config() const noexcept { return config_; }
@@ -147,6 +159,7 @@ class Stage {
   Mesh& mesh_;
   MemoryLedger& ledger_;
   Device& device_;
+  mutable DeviceLink host_;
   Stream& stream_;
   bool graphs_on_;
   model::PassMemory memory_;

@@ -211,8 +211,8 @@ std::string problem(const Case& a) {
     static const ConfigText text("{}", "case", against);
     Config c = config;
     Reader reader(config_keys(), &c, text, "", against);
-    resolve_parallel(c, l.ranks(), reader);
-    check_parallel(c, reader);
+    const i64 replicas = resolve_parallel(c, l.ranks(), reader);
+    check_parallel(c, replicas / c.optimizer.diloco.workers, reader);
   }
   if (against.empty()) against = parse_config(resolved_json(config), "case", {}, l.ranks()).diagnostics;
   return against.empty() ? "" : to_string(against.front());

@@ -281,6 +281,16 @@ struct RopeViews {
   TensorView cos{}, sin{};
 };
 
+// Copies between the memory where ops run and that of the host, for layers whose messages depend on values.
+class HostLink {
+ public:
+  virtual ~HostLink() = default;
+  // After all work that was enqueued; complete when the call returns.
+  virtual void download(void* to, const void* from, i64 bytes) = 0;
+  // `from` may be reused when the call returns.
+  virtual void upload(void* to, const void* from, i64 bytes) = 0;
+};
+
 // The inputs that all layers share in one forward or backward pass. R = B*T rows of tokens.
 struct PassContext {
   const OpTable& ops;
@@ -313,6 +323,7 @@ struct PassContext {
   // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
   // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
   TensorView aux_loss{}, aux_grad{};
+  HostLink* host = nullptr;  // null in a dry run, in which there are no values
 
   // The same pass over other sequences (PlannedPass::over) of at most Groups::most_rows rows. Views with an entry for
   // each token are the caller's to replace.

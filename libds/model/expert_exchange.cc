@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/expert_exchange.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/check.h"
+#include "comm/message_tag.h"
+
+namespace ds::model {
+
+ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard)
+    : experts_(experts), per_token_(per_token), ranks_(shard.ep), rank_(shard.ep_rank), room_(room / shard.tp) {
+  const auto n = static_cast<size_t>(ranks_);
+  all_.resize(n * static_cast<size_t>(experts_ + 1));
+  groups_.resize(static_cast<size_t>(groups()) + 1);
+  round_of_.resize(n * n);
+  sorted_.resize(n);
+  arrived_.resize(n);
+  in_.resize(n);
+  out_.resize(n);
+}
+
+i64 ExpertExchange::most_rows(i64 R) const noexcept {
+  if (ranks_ == 1) return R * per_token_;
+  const i64 of_one = rows_of_one(R);
+  return std::clamp(static_cast<i64>(std::ceil(room_ * static_cast<double>(R * per_token_))), of_one, ranks_ * of_one);
+}
+
+i64 ExpertExchange::rows(i64 from, i64 to) const noexcept {
+  const i32* const offsets = all_.data() + from * (experts_ + 1) + to * own_experts();
+  return offsets[own_experts()] - offsets[0];
+}
+
+void ExpertExchange::agree(const PassContext& ctx, TensorView all) const {
+  const AllGatherSegment segment{all.data, all.bytes() / ranks_};
+  ctx.groups[Axis::Ep].all_gather({&segment, 1}, message_text(Axis::Ep, Collective::AllGather)).wait();
+  recall(ctx, all);
+}
+
+void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
+  const i64 tokens = ctx.B * ctx.T;
+  if (ctx.host != nullptr) {
+    ctx.host->download(all_.data(), all.data, all.bytes());
+  } else {
+    // A dry run: every expert gets the same share.
+    const i64 sent = tokens * per_token_ / ctx.groups.shard.tp;
+    for (i64 e = 0; e <= experts_; ++e) {
+      for (i64 q = 0; q < ranks_; ++q)
+        all_[static_cast<size_t>(q * (experts_ + 1) + e)] = narrow<i32>(sent * e / experts_);
+    }
+  }
+  plan_rounds(tokens);
+}
+
+// A rank takes the rows of as many ranks in a round as it has room for, in the order of ranks.
+void ExpertExchange::plan_rounds(i64 tokens) const {
+  const i64 most = most_rows(tokens);
+  rounds_ = 1;
+  for (i64 to = 0; to < ranks_; ++to) {
+    i64 round = 0, taken = 0;
+    for (i64 from = 0; from < ranks_; ++from) {
+      const i64 n = rows(from, to);
+      if (taken + n > most) ++round, taken = 0;
+      taken += n;
+      round_of_[static_cast<size_t>(to * ranks_ + from)] = round;
+    }
+    rounds_ = std::max(rounds_, round + 1);
+  }
+}
+
+void ExpertExchange::begin(const PassContext& ctx, TensorView groups, i64 round) const {
+  i64 at = 0, group = 0;
+  for (i64 q = 0; q < ranks_; ++q) {
+    const bool comes = round_of_[static_cast<size_t>(rank_ * ranks_ + q)] == round,
+               goes = round_of_[static_cast<size_t>(q * ranks_ + rank_)] == round;
+    const i32 *const own = all_.data() + rank_ * (experts_ + 1), *const theirs = all_.data() + q * (experts_ + 1);
+    sorted_[static_cast<size_t>(q)] = {own[q * own_experts()], goes ? rows(rank_, q) : 0};
+    arrived_[static_cast<size_t>(q)] = {at, comes ? rows(q, rank_) : 0};
+    for (i64 e = rank_ * own_experts(); e < (rank_ + 1) * own_experts(); ++e) {
+      groups_[static_cast<size_t>(group++)] = narrow<i32>(at);
+      if (comes) at += theirs[e + 1] - theirs[e];
+    }
+  }
+  groups_[static_cast<size_t>(group)] = narrow<i32>(at);
+  if (ctx.host != nullptr) ctx.host->upload(groups.data, groups_.data(), groups.bytes());
+}
+
+void ExpertExchange::to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const {
+  move(ctx, arrived, arrived_, sorted, sorted_);
+}
+void ExpertExchange::from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const {
+  move(ctx, sorted, sorted_, arrived, arrived_);
+}
+
+void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
+                          const std::vector<Run>& runs_out) const {
+  const i64 row = to.dim(1) * dtype_bytes(to.dtype);
+  for (size_t q = 0; q < in_.size(); ++q) {
+    in_[q] = {runs_in[q].first * row, runs_in[q].count * row};
+    out_[q] = {runs_out[q].first * row, runs_out[q].count * row};
+  }
+  ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAll)).wait();
+}
+
+}  // namespace ds::model
