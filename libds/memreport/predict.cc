@@ -25,7 +25,7 @@ RankGroup group_of(const plan::RunPlan& plan, const plan::TagBytes& own, const p
   group.process_bytes = process.own;
   group.momentary_bytes = process.momentary_of(first ? 0 : 1);
   group.stage = plan.coord.pp;
-  group.num_params = plan.dp().layout.num_params();
+  for (const zero::ShardsPlan& shards : plan.shards) group.num_params += shards.layout.num_params();
   group.device_bytes = plan.total_memory();
   for (size_t t = 0; t < plan.memory.by_tag.size(); ++t) {
     const i64 bytes = plan.memory.by_tag[t] + own[t];
@@ -257,6 +257,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
   const model::Model& whole = models.of(config, p.mesh, {});
   p.num_params = whole.num_params();
+  p.num_active_params = whole.num_active_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
   const std::vector<i64> cuts = models.cuts(config, p.mesh);

@@ -102,8 +102,10 @@ std::string stages_text(const Prediction& p) {
 
 std::string text(const Prediction& p, bool all) {
   const double tokens = static_cast<double>(p.tokens_per_step);
-  std::string out = fmt::format("{} parameters; {} rank{} ({}) on {} node{}; {}\n", p.num_params, p.world.ranks,
-                                p.world.ranks == 1 ? "" : "s", axes_text(p.mesh), p.world.nodes,
+  const std::string active =
+      p.num_active_params < p.num_params ? fmt::format(", of which a token uses {}", p.num_active_params) : "";
+  std::string out = fmt::format("{} parameters{}; {} rank{} ({}) on {} node{}; {}\n", p.num_params, active,
+                                p.world.ranks, p.world.ranks == 1 ? "" : "s", axes_text(p.mesh), p.world.nodes,
                                 p.world.nodes == 1 ? "" : "s", p.device);
   out += fmt::format("{} tokens per step; {:.4g} FLOPs per token, {:.4g} per step\n", p.tokens_per_step,
                      p.flops_per_token, p.flops_per_token * tokens);
@@ -155,6 +157,7 @@ std::string json(const Prediction& p) {
                {"mesh", mesh_json(p.mesh)},
                {"device", p.device},
                {"num_params", p.num_params},
+               {"num_active_params", p.num_active_params},
                {"tokens_per_step", p.tokens_per_step},
                {"flops_per_token", p.flops_per_token},
                {"flops_per_step", p.flops_per_token * static_cast<double>(p.tokens_per_step)},

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ds/building_blocks.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "base/check.h"
 #include "comm/message_tag.h"
 #include "config/parallel.h"
@@ -211,6 +214,18 @@ class Head final : public Layer {
 
 }  // namespace
 
+i64 Model::num_active_params() const noexcept {
+  double n = 0;
+  for (const ParamRow* row : params()) n += row->tokens * static_cast<double>(row->whole_numel());
+  return static_cast<i64>(std::llround(n));
+}
+
+i64 Model::gradient_parts() const noexcept {
+  i64 most = 1;
+  for (const auto& layer : layers) most = std::max(most, layer->gradient_parts());
+  return most;
+}
+
 i64 Model::num_matmul_params() const noexcept {
   i64 n = tied() ? vocab * hidden : 0;
   for (size_t l = 1; l < layers.size(); ++l) {
@@ -236,7 +251,7 @@ double Model::flops_per_token(i64 T) const noexcept {
     const double tokens = static_cast<double>(layer.tokens(T)), share = tokens / static_cast<double>(T);
     double of_layer = 0;
     for (const ParamRow& row : layer.rows())
-      of_layer += products(backward, row.trained) * static_cast<double>(matrix_elems(row));
+      of_layer += products(backward, row.trained) * row.tokens * static_cast<double>(matrix_elems(row));
     multiplied += share * of_layer;
     if (l + 1 < std::ssize(layers)) attended += (backward ? 1.0 : 1 / 3.0) * share * tokens;
   }

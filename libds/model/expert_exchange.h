@@ -39,6 +39,8 @@ class ExpertExchange {
   bool may_repeat(i64 R) const noexcept { return most_rows(R) < ranks_ * rows_of_one(R); }
   // groups [groups() + 1] int32 = the offsets of the rows that arrive in this round, to which the next messages belong.
   void begin(const PassContext& ctx, TensorView groups, i64 round) const;
+  // Of `groups`, the offsets of those from rank q, in the only round.
+  TensorView of_rank(TensorView groups, i64 q) const { return groups.rows(q * own_experts(), own_experts() + 1); }
   void to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const;
   void from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const;
 

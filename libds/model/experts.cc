@@ -95,6 +95,7 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
 }
 
 ParamRow Experts::cut_experts(ParamRow row) const {
+  row.tokens = static_cast<double>(k()) / static_cast<double>(E());
   if (shard_.tp * shard_.ep == 1) return row;
   const i64 n = exchange_.own_experts(), first = first_expert() + shard_.ep_rank * n;
   row.whole = row.shape;
@@ -322,20 +323,28 @@ void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView
   const auto &s = own.saved, &g = own.gradients;
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   const bool summed = exchange_.rounds() > 1;
+  // A part is what comes from one rank.
+  const TensorView groups = ctx.part < 0 ? offsets(own) : exchange_.of_rank(offsets(own), ctx.part);
   const auto product = [&](size_t row, TensorView of, TensorView with) {
-    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, offsets(own), ctx.adds_gradients(), ctx.stream);
+    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, groups, ctx.adds_gradients(), ctx.stream);
   };
   const auto sorted = [&](TensorView stream) {
     sort(ctx, own.temporary[kRows], all_rows(ctx, stream), own);
     return own.temporary[kRows];
   };
   if (summed) {
-    round_gradient(ctx, flat(grads.own[down_]), flat(g[kSumDown]));
-    round_gradient(ctx, flat(grads.own[gate_up_]), flat(g[kSumGateUp]));
+    // Of several rounds there is only the sum: it is the first part, and the others are zero.
+    const auto rounded = [&](size_t row, TensorView sum) {
+      if (ctx.part > 0) ctx.ops.scaled_sum(flat(sum), flat(sum), 0, 0, nullptr, ctx.stream);
+      round_gradient(ctx, flat(grads.own[row]), flat(sum));
+    };
+    rounded(down_, g[kSumDown]);
+    rounded(gate_up_, g[kSumGateUp]);
   } else {
     if (grads.own[down_]) product(down_, travels() ? g[kDArrived] : sorted(dy), g[kWeighted]);
     if (grads.own[gate_up_]) product(gate_up_, g[kDGateUp], travels() ? s[kArrivedX] : sorted(x));
   }
+  if (ctx.part > 0) return;
   if (grads.own[router_])
     linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits], all_rows(ctx, x), Orientation::OutIn);
   if (!shared_) return;

@@ -23,6 +23,7 @@ class Experts final : public FeedForward {
 
   std::vector<Linear*> linears() override;
   std::vector<size_t> matrices() const override;
+  i64 gradient_parts() const noexcept override { return shard_.ep; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
   void plan(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass) const override;

@@ -127,6 +127,7 @@ class LlamaBlock final : public Layer {
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool adds_gradients() const noexcept override { return true; }
   bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
+  i64 gradient_parts() const noexcept override { return mlp_->gradient_parts(); }
   bool reads_tokens() const noexcept override { return mlp_->adds_loss(); }  // counts those that have a target
   i64 product_rows(i64 R) const noexcept override { return mlp_->product_rows(R); }
   bool is_block() const noexcept override { return true; }
@@ -232,6 +233,7 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     mlp_->backward_weight(ctx, out, dy, s[kNorm2], a);
+    if (ctx.part > 0) return;
     o_.backward_weight(ctx, out, a, all_rows(ctx, g[kDMiddle]), s[kAttn]);
     qkv_.backward_weight(ctx, out, a, dqkv(a), all_rows(ctx, s[kNorm1]));
     round_gradient(ctx, out.own[norm1_], g[kDNorm1]);

@@ -73,16 +73,19 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
         // A unit with tiles is committed after them.
         constexpr i64 kNone = -1;
         i64 open = kNone;
+        const i64 parts = s->plan().grads.parts;
         const auto close = [&] {
           if (open != kNone) s->grads().commit(std::exchange(open, kNone), micro);
         };
         for (const i64 unit : passes[i]) {
           if (!s->plan().grad_layout.is_tile(unit)) close();
-          s->grads().acquire(unit);
-          if (std::ranges::binary_search(s->plan().grads.open, unit)) {
-            open = unit;
-          } else {
-            s->grads().commit(unit, micro);
+          for (i64 part = 0; part < parts; ++part) {
+            s->grads().acquire(unit);
+            if (std::ranges::binary_search(s->plan().grads.open, unit)) {
+              open = unit;
+            } else {
+              s->grads().commit(unit, micro * parts + part);
+            }
           }
         }
         close();

@@ -142,7 +142,11 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
             break;
           case LayerCall::Kind::BackwardWeight:
             enter(c, Pass::BackwardWeight);
-            layer.backward_weight(ctx, views, x, dy, a);
+            for (i64 part = 0, parts = plan.reduce_each_micro ? layer.gradient_parts() : 1; part < parts; ++part) {
+              ctx.part = parts > 1 ? part : -1;
+              layer.backward_weight(ctx, views, x, dy, a);
+            }
+            ctx.part = -1;
             break;
         }
       }

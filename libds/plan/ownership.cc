@@ -165,16 +165,20 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   if (group == 0) shards.zeropp = zeropp_splits(config);
   shards.undoes = config.pipeline.post_validate;
 
+  // Sums that are kept in 16 bits are in fp32 while their bucket is reduced.
+  const i64 parts = group > 0 && plan.reduce_each_micro ? model.gradient_parts() : 1,
+            bucket_elems = config.grad_accum_dtype == DType::F32
+                               ? z.reduce_bucket_size
+                               : std::min(z.reduce_bucket_size, zero::kMostNarrowBucket);
   shards.grads = {
       .axis = shards.axis,
       .work = plan.work,
       .wire = plan.wire,
       .sums = config.grad_accum_dtype,
-      // Sums that are kept in 16 bits are in fp32 while their bucket is reduced.
-      .bucket_elems = std::min(z.reduce_bucket_size,
-                               config.grad_accum_dtype == DType::F32 ? z.reduce_bucket_size : zero::kMostNarrowBucket),
+      .bucket_elems = parts > 1 ? 0 : bucket_elems,  // the next part of a unit is written when one is committed
       .overlap = z.overlap_comm,
-      .micro_batches = plan.micro_batches,
+      .micro_batches = plan.micro_batches * parts,
+      .parts = parts,
       .reduce_each_micro = plan.reduce_each_micro,
       .keeps_own = averages,
       .fused = plan.fused};

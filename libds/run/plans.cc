@@ -171,7 +171,7 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
                          [](const auto& layer) { return layer->is_block(); });
     });
     s.heads = attends ? plans.config().model.heads / mesh.tp : 0;
-    s.num_params = planned.plan.dp().layout.num_params();
+    for (const zero::ShardsPlan& shards : planned.plan.shards) s.num_params += shards.layout.num_params();
     s.memory_bytes = planned.total_memory();
   }
   return stages;

@@ -539,16 +539,25 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       const i64 own = plan::RunPlan::unit_of(call.layer),
                 shared = head ? plan_->head_use() : plan::RunPlan::kSharedUnit;
       const bool has_shared = model_->uses_shared(call.layer) && shards_[0]->plan().has_grads(shared);
-      const auto rows_of = [&](size_t g) {
-        zero::GradStore& grads = shards_[g]->grads();
-        return shards_[g]->plan().has_grads(own) ? grads.acquire(own) : grads.rows(own);
-      };
-      GradTiles tiles(*this, call.layer, instr.micro);
-      const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),
-                                  has_shared ? shards_[0]->grads().acquire(shared)[0] : TensorView{}, &tiles};
-      enqueue_static(key, [&] { layer.backward_weight(ctx, views, x, dy(), acts); });
-      for (const auto& s : shards_) {
-        if (s->plan().has_grads(own)) s->grads().commit(own, instr.micro);  // may start the reduction of its bucket
+      const i64 parts = plan_->reduce_each_micro ? layer.gradient_parts() : 1;
+      for (i64 part = 0; part < parts; ++part) {
+        const auto takes = [&](size_t g) { return part == 0 || shards_[g]->plan().grads.parts > 1; };
+        const auto rows_of = [&](size_t g) {
+          zero::GradStore& grads = shards_[g]->grads();
+          return takes(g) && shards_[g]->plan().has_grads(own) ? grads.acquire(own) : grads.rows(own);
+        };
+        GradTiles tiles(*this, call.layer, instr.micro);
+        const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),
+                                    has_shared && part == 0 ? shards_[0]->grads().acquire(shared)[0] : TensorView{},
+                                    &tiles};
+        model::PassContext of_part = ctx;
+        if (parts > 1) of_part.part = part;
+        enqueue_static(key, [&] { layer.backward_weight(of_part, views, x, dy(), acts); });
+        for (const auto& s : shards_) {
+          if (!takes(static_cast<size_t>(&s - shards_.data())) || !s->plan().has_grads(own)) continue;
+          const i64 of = s->plan().grads.parts;
+          s->grads().commit(own, instr.micro * of + (of > 1 ? part : 0));  // may start the reduction of its bucket
+        }
       }
       if (has_shared) shards_[0]->grads().commit(shared, instr.micro);
       break;

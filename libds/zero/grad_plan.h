@@ -41,7 +41,8 @@ struct GradOptions {
   std::vector<i64> open = {};                 // units that are committed after those of their tiles, ascending
   std::vector<i64> beside = {};               // units that are written while another unit is acquired
   bool overlap = true;                        // overlap_comm
-  i64 micro_batches = 1;                      // per step
+  i64 micro_batches = 1;                      // per step, times `parts`
+  i64 parts = 1;                              // that a micro-batch has (Layer::gradient_parts), each committed alone
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
   bool keeps_own = false;                     // stages 0 and 1: some steps do not reduce gradients over ranks
   // Backward adds to the fp32 sums of the rank's own micro-batches itself (only if accumulates_locally()).

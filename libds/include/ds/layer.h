@@ -74,6 +74,7 @@ struct ParamRow {
   // Copies in the tensor-parallel group have equal gradients, unless this is not 1: then gradients are partial sums
   // over this many neighbouring ranks, each of which has seen other tokens or heads.
   int also_summed = 1;
+  double tokens = 1;   // the share of the tokens that use it: k/E of an expert
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
   i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
@@ -313,7 +314,8 @@ struct PassContext {
   // micro-batch, or, unless `term` is Alone, the row of the projection among the gradients of the head.
   TensorView head_weight_grad{};
   GradTerm term = GradTerm::Alone;
-  float loss_grad = 1;                    // d(scaled total)/d(token loss)
+  i64 part = -1;        // backward_weight: the part whose gradients are made (Layer::gradient_parts); -1: all
+  float loss_grad = 1;  // d(scaled total)/d(token loss)
   float label_smoothing = 0, z_loss = 0;  // see CrossEntropyParams; Train
   RngKey dropout_key{};                   // each use sets its own site
   AttentionBlocks blocks{};               // of Model::layout, for whole sequences from their start
@@ -440,6 +442,10 @@ class DS_API Layer {
   // all layers of a model do, products of gradients can add to the sums of micro-batches themselves
   // (gradient_accumulation_fusion).
   virtual bool adds_gradients() const noexcept { return false; }
+  // Into how many parts the gradients of rows in groups other than dp can be divided, one for each rank whose tokens
+  // they come from. If every micro-batch is reduced for itself, backward_weight is called for each part, in order; the
+  // first call also makes all other gradients. Sums then have the order that they have where all ranks have these rows.
+  virtual i64 gradient_parts() const noexcept { return 1; }
   // Fills acts.drawn for a micro-batch with the sizes for which the activations were planned.
   virtual void draw(const DrawKey&, std::span<i32>) const {}
 
@@ -518,6 +524,7 @@ struct DS_API Model {
   i64 largest_vocab_share() const noexcept;
   i64 product_rows(i64 R) const noexcept;           // the largest of its layers
   i64 fp8_bytes(i64 R) const noexcept;              // of PassContext::fp8, for products of up to R rows
+  i64 gradient_parts() const noexcept;              // the most of its layers
   i64 num_aux_losses() const noexcept;              // layers that add a loss
   i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.
@@ -529,7 +536,8 @@ struct DS_API Model {
     }
     return rows;
   }
-  i64 num_params() const noexcept;  // elements of the whole model
+  i64 num_params() const noexcept;         // elements of the whole model
+  i64 num_active_params() const noexcept;  // those that a token uses
   // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
   // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of

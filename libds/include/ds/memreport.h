@@ -89,6 +89,7 @@ struct Prediction {
   MeshShape mesh;
   std::string device;          // "cpu", "cuda"
   i64 num_params = 0;          // of the whole model
+  i64 num_active_params = 0;   // those that a token uses: fewer if there are experts
   i64 tokens_per_step = 0;     // of all ranks
   double flops_per_token = 0;  // forward and backward, without recomputation, with full attention
   // Idle share of the ranks' time in the pipeline, if a backward pass takes as long as two forward passes.

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Models with experts train with the same bits in every layout that divides neither matrices nor sums: ZeRO stages,
+// pipelines, recomputation, and experts over ranks (ep) if each micro-batch is reduced for itself. Other layouts agree
+// to rounding.
+
+#include "equivalence/checkpoints.h"
+#include "equivalence/layouts.h"
+#include "equivalence/training.h"
+#include "model/models.h"
+#include "slow_set.h"
+
+namespace ds::testing {
+namespace experts_test {
+
+using Kind = PipelineSchedule;
+using Granularity = CheckpointGranularity;
+
+constexpr i64 kSteps = 4;
+
+struct Kinds {
+  i64 experts = 8, chosen = 2, shared = 0;
+  bool gated = false, one_dense = false;
+  RouterParams router{.normalise = true};
+  float balance = 0.02f, z = 1e-3f;
+};
+
+ModelConfig tiny_experts(const Kinds& k = {}) {
+  ModelConfig m = of_four_heads(tiny_llama());
+  m.layers = 4;
+  m.experts = {.count = k.experts,
+               .per_token = k.chosen,
+               .intermediate = 24,
+               .router = k.router,
+               .shared = k.shared,
+               .shared_gate = k.gated,
+               .balance_loss = k.balance,
+               .z_loss = k.z,
+               .layers = std::vector<bool>(4, true)};
+  if (k.one_dense) m.experts.layers[1] = false;
+  return m;
+}
+
+struct Experts {
+  int ep = 1;
+  bool data_first = false;
+  double room = 2;
+};
+
+Config experts_config(const ModelConfig& model, const Layout& l, const Experts& x = {}, DType work = DType::F32) {
+  Config c = config_of(model, l);
+  c.bf16.enabled = work == DType::BF16;
+  c.communication_data_type = wire_type_of(c.work_dtype());
+  c.gradient_clipping = 0.5;
+  c.expert_parallel = {.enabled = x.ep > 1, .size = x.ep, .data_first = x.data_first, .room = x.room};
+  return c;
+}
+
+Trace train(const Config& c, const Layout& l, Hooks hooks = {}, i64 steps = kSteps) {
+  hooks.splits = model::expert_splits(model::shard_of(c, mesh_shape(c, l.ranks()), {}));
+  hooks.same_logits &= c.expert_parallel.size == 1;
+  return train_threads(c, l.ranks(), steps, 1, hooks);
+}
+
+TEST(Experts, TrainWithTheSameBitsInEveryLayout) {
+  for (const DType work : {DType::F32, DType::BF16}) {
+    for (const Kinds& kinds : {Kinds{.one_dense = true}, Kinds{.shared = 32, .gated = true},
+                               Kinds{.chosen = 3, .shared = 32, .router = {.sigmoid = true, .scale = 1.5f}}}) {
+      const ModelConfig model = tiny_experts(kinds);
+      const auto run = [&](const Layout& l) {
+        const Trace t = train(experts_config(model, l, {}, work), l);
+        expect_planned(t, kSteps, l.name());
+        return t;
+      };
+      const Trace want = run({});
+      EXPECT_LT(want.losses.back(), want.losses.front());
+      EXPECT_EQ(std::ssize(want.aux_losses), kSteps);
+      for (const Layout& l : {Layout{.dp = 2, .stage = 1},
+                              {.dp = 4, .stage = 3},
+                              {.pp = 2},
+                              {.dp = 2, .pp = 3, .stage = 2},
+                              {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                              {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
+                              {.dp = 2, .checkpoints = Granularity::Layer, .stage = 3},
+                              {.dp = 2, .checkpoints = Granularity::Selective, .stage = 2}})
+        expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
+    }
+  }
+}
+
+// Every expert is used, and not equally.
+TEST(Experts, OverRanksTrainWithTheBitsOfOneRank) {
+  for (const DType work : {DType::F32, DType::BF16}) {
+    const ModelConfig model = tiny_experts({.shared = 32, .one_dense = true});
+    const auto run = [&](const Layout& l, const Experts& x) { return train(experts_config(model, l, x, work), l); };
+    const Trace want = run({}, {});
+    const auto check = [&](const Layout& l, const Experts& x) {
+      expect_same_training(
+          run(l, x), want,
+          fmt::format("{} {} ep {}{}", dtype_name(work), l.name(), x.ep, x.data_first ? " data first" : ""));
+    };
+    for (const i64 stage : {0, 1, 2, 3}) check({.dp = 2, .stage = stage}, {.ep = 2});
+    check({.dp = 4, .stage = 3}, {.ep = 4});
+    for (const i64 stage : {0, 2, 3}) check({.dp = 4, .stage = stage}, {.ep = 2, .data_first = true});
+    check({.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 1}, {.ep = 2});
+    check({.dp = 2, .checkpoints = Granularity::Layer, .stage = 3}, {.ep = 2});
+    check({.dp = 8, .stage = 1}, {.ep = 8, .room = 1});
+  }
+}
+
+// Neighbours with different experts add up the gradients of an expert in another order.
+TEST(Experts, OverNeighboursAgreeToRounding) {
+  const ModelConfig model = tiny_experts();
+  const Trace want = train(experts_config(model, {}), {});
+  const Layout l{.dp = 4, .stage = 1};
+  const Trace got = train(experts_config(model, l, {.ep = 2}), l);
+  EXPECT_EQ(got.losses[0], want.losses[0]);
+  expect_close(got, want, l.name());
+}
+
+TEST(Experts, OverTensorAndSequenceParallelRanksAgreeToRounding) {
+  const ModelConfig model = tiny_experts({.shared = 32, .gated = true});
+  const Trace want = train(experts_config(model, {}), {});
+  for (const Layout& l : {Layout{.tp = 2},
+                          {.tp = 2, .sequence = true},
+                          {.sp = 2},
+                          {.dp = 2, .tp = 2, .stage = 3},
+                          {.sp = 2, .mode = SequenceParallelMode::Ring}}) {
+    const Trace got = train(experts_config(model, l), l);
+    expect_planned(got, kSteps, l.name());
+    expect_close(got, want, l.name());
+  }
+  for (const Layout& l :
+       {Layout{.dp = 2, .tp = 2, .stage = 2}, {.dp = 2, .tp = 2, .sequence = true}, {.dp = 2, .sp = 2, .stage = 1}})
+    expect_close(train(experts_config(model, l, {.ep = 2}), l), want, "ep 2 " + l.name());
+}
+
+}  // namespace experts_test
+}  // namespace ds::testing
