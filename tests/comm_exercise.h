@@ -172,6 +172,43 @@ inline void exercise_all_to_all(Communicator& c, i64 slice, int salt) {
   }
 }
 
+// Bytes that `from` sends to `to`: none for a third of all pairs, else up to `most`.
+inline i64 uneven_bytes(int from, int to, i64 most, int salt) {
+  u64 x = (static_cast<u64>(from) * 8191 + static_cast<u64>(to) * 131 + static_cast<u64>(salt)) * 0x9E3779B97F4A7C15u;
+  x ^= x >> 31;
+  return x % 3 == 0 ? 0 : static_cast<i64>((x >> 3) % static_cast<u64>(most + 1));
+}
+
+// Slices lie in `shared`, or in private memory if it is empty: those of the source in falling order of ranks, those of
+// the target in rising order, with gaps that do not change.
+inline void exercise_all_to_allv(Communicator& c, std::span<std::byte> shared, i64 most, int salt) {
+  constexpr i64 kGap = 3;
+  const int P = c.size();
+  const auto byte = [&](int from, int to, i64 i) {
+    return static_cast<std::byte>(from * 37 + to * 101 + i * 7 + (i >> 8) + salt);
+  };
+  const i64 room = P * (most + kGap);
+  std::vector<std::byte> own(shared.empty() ? static_cast<size_t>(2 * room) : 0);
+  std::byte *const source = shared.empty() ? own.data() : shared.data(), *const target = source + room;
+  std::vector<AllToAllSlice> out(static_cast<size_t>(P)), in(out.size());
+  std::fill_n(target, room, std::byte{0xA5});
+  std::vector<std::byte> expected(target, target + room);
+  for (i64 q = P - 1, at = 0; q >= 0; at += out[q--].bytes + kGap) {
+    out[q] = {at, uneven_bytes(c.rank(), static_cast<int>(q), most, salt)};
+    for (i64 i = 0; i < out[q].bytes; ++i) source[at + i] = byte(c.rank(), static_cast<int>(q), i);
+  }
+  i64 at = 0;
+  for (int q = 0; q < P; at += in[q++].bytes + kGap) {
+    in[q] = {at, uneven_bytes(q, c.rank(), most, salt)};
+    for (i64 i = 0; i < in[q].bytes; ++i) expected[at + i] = byte(q, c.rank(), i);
+  }
+  Ticket ticket = c.all_to_allv(source, out, target, in, "t.all_to_allv");
+  out.assign(out.size(), {-1, -1});  // the lists are the caller's
+  in.assign(in.size(), {-1, -1});
+  ticket.wait();
+  require(std::equal(expected.begin(), expected.end(), target), "all_to_allv");
+}
+
 // Everybody sends to the next rank before anybody receives.
 inline void exercise_ring(Communicator& c, i64 elems, int salt) {
   const int P = c.size(), next = (c.rank() + 1) % P, previous = (c.rank() + P - 1) % P;
@@ -255,6 +292,10 @@ inline void exercise(Communicator& c, i64 big = 70001, int salt = 0) {
     for (i64 slice : {i64{0}, i64{1}, i64{333}, big}) exercise_gather_and_scatter(c, slice, root, ++salt);
   }
   for (i64 slice : {i64{1}, i64{333}, big}) exercise_all_to_all(c, slice, ++salt);
+  for (auto memory : {shared, std::span<std::byte>()}) {
+    for (i64 most : {i64{0}, i64{1}, i64{100}, i64{5000}, 2 * big}) exercise_all_to_allv(c, memory, most, ++salt);
+  }
+  exercise_all_to_allv(c, c.rank() % 2 == 0 ? shared : std::span<std::byte>(), 2 * big, ++salt);
   if (P > 1) {
     for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems, ++salt);
   }

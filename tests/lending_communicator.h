@@ -110,6 +110,14 @@ class LendingCommunicator final : public Communicator {
     loan->poison();
     return lend_until_waited(loan, inner_->all_to_all(from, to, slice_bytes, tag));
   }
+  Ticket all_to_allv(const void* source, std::span<const AllToAllSlice> slices_out, void* target,
+                     std::span<const AllToAllSlice> slices_in, std::string_view tag) override {
+    const auto loan = begin("all_to_allv", tag);
+    const void* const from = loan->lend_slices(source, slices_out, Use::Reads);
+    void* const to = loan->lend_slices(target, slices_in, Use::Writes);
+    loan->poison();
+    return lend_until_waited(loan, inner_->all_to_allv(from, slices_out, to, slices_in, tag));
+  }
   Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) override {
     const auto loan = begin("gather", tag);
     const void* const from = loan->lend(source, slice_bytes, Use::Reads);
@@ -184,6 +192,18 @@ class LendingCommunicator final : public Communicator {
       }
       // Owners that lend to be read only gave us const.
       if (bytes > 0) ranges.push_back({const_cast<std::byte*>(static_cast<const std::byte*>(owned)), lent, bytes, use});
+      return lent;
+    }
+    // A copy that contains the slices at the same offsets; the gaps between them are not lent.
+    std::byte* lend_slices(const void* owned, std::span<const AllToAllSlice> slices, Use use) {
+      const auto* const from = static_cast<const std::byte*>(owned);
+      i64 end = 0;
+      for (const AllToAllSlice& s : slices) end = std::max(end, s.offset + s.bytes);
+      std::byte* const lent = copies.emplace_back(std::make_unique<std::byte[]>(static_cast<size_t>(end))).get();
+      for (const AllToAllSlice& s : slices) {
+        if (s.bytes > 0) std::memcpy(lent + s.offset, from + s.offset, static_cast<size_t>(s.bytes));
+        lend(from + s.offset, s.bytes, use, lent + s.offset);
+      }
       return lent;
     }
     void poison() {

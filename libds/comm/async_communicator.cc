@@ -12,6 +12,7 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "comm/copy_bytes.h"
+#include "comm/slice_sizes.h"
 #include "comm/staging_size.h"
 
 namespace ds {
@@ -173,9 +174,11 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
       return false;
     }
     if (times_calls_) count_time(op.tag, seconds_since(start));
-    if (trace_ != nullptr && trace_->is_on())
+    if (trace_ != nullptr && trace_->is_on()) {
+      const bool uneven = op.kind == OpKind::AllToAllV;
       trace_->add(fmt::format("{}{}", op.kind == OpKind::Send ? "sends" : "messages", of_group_), op.tag, start,
-                  Clock::now(), op.slice_bytes(), "slice_bytes");
+                  Clock::now(), uneven ? op.out_bytes() : op.slice_bytes(), uneven ? "bytes" : "slice_bytes");
+    }
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {
@@ -205,6 +208,7 @@ void AsyncCommunicator::execute(const Operation& op) {
     case OpKind::Gather:
     case OpKind::Scatter:
     case OpKind::Barrier: return move_now(op, exchange_of(op));
+    case OpKind::AllToAllV: return all_to_allv_now(op);
     case OpKind::Send: return transmit(op, op.peer);
     case OpKind::Recv: return receive(op, op.peer);
     case OpKind::Attach: break;  // not a call
@@ -234,6 +238,39 @@ void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
       if (source != target) copy_bytes(target, source, p.bytes);
     }
   });
+}
+
+void AsyncCommunicator::copy_own(const Operation& op) {
+  const std::span<const std::byte> own = op.out[rank()];
+  if (!own.empty()) copy_bytes(op.in[rank()].data(), own.data(), std::ssize(own));
+}
+
+void AsyncCommunicator::compare_calls(const Operation& op, FunctionRef<const CallInfo&(int)> call_of) {
+  const CallInfo& first = call_of(0);
+  u64 imbalance = first.imbalance;
+  for (int q = 1; q < size(); ++q) {
+    const CallInfo& other = call_of(q);
+    if (!other.agrees_with(first)) {
+      fail(Errc::Comm, world_rank(q),
+           fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
+                       first.describe(), world_rank(q), other.describe()));
+    }
+    imbalance += other.imbalance;
+  }
+  if (imbalance != 0) report_sizes(op);
+}
+
+// All ranks see the same imbalance, so all are here, and each finds the same pair.
+void AsyncCommunicator::report_sizes(const Operation& op) {
+  std::vector<i64> sizes(static_cast<size_t>(2 * size() * size()));
+  const OpSegment own{reinterpret_cast<const std::byte*>(put_sizes(op, rank(), sizes)),
+                      reinterpret_cast<std::byte*>(sizes.data()), 2 * size() * i64{sizeof(i64)}};
+  Operation step{.kind = op.kind};
+  step.tag = op.tag;
+  move_now(step, {.sliced = false, .segments = {&own, 1}});
+  const std::optional<Error> mismatch = size_mismatch(sizes, *this, op.tag, of_group());
+  DS_ASSERT(mismatch.has_value());
+  fail(mismatch->code(), mismatch->rank(), mismatch->what());
 }
 
 // A rank folds its data in its given form; axes of size one need no special case.

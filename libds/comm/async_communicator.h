@@ -102,6 +102,14 @@ class AsyncCommunicator : public BaseCommunicator {
   // Collective. Checks that all ranks make the same call. Then, on ranks that consume, calls `consume` for ranges that
   // together cover every slice for this rank. Returns when no peer reads this rank's source any more.
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const SliceRange&)> consume) = 0;
+  // Collective. Copies op.out[q] to op.in[this rank] on every rank q, after a check that all ranks make the same call
+  // and that sizes match.
+  virtual void all_to_allv_now(const Operation& op) = 0;
+  void copy_own(const Operation& op);  // of all_to_allv
+  // Throws if the calls of all ranks, call_of(rank), do not match, or the sizes of all_to_allv.
+  void compare_calls(const Operation& op, FunctionRef<const CallInfo&(int)> call_of);
+  // Collective, if the sizes of all_to_allv do not match: throws an error that names two of them.
+  [[noreturn]] void report_sizes(const Operation& op);
   // Moves no data, but waits for all ranks.
   void meet_now(const Operation& op) { move_now(op, {.sliced = false, .segments = {}}); }
   // An exchange with `lands`.
@@ -231,6 +239,7 @@ struct AsyncCommunicator::Part {
     c.reduce_scatter_now(op, segments, accumulate);
   }
   Ticket submit(Operation&& op) { return c.submit(std::move(op)); }
+  void all_to_allv(const Operation& op) { c.all_to_allv_now(op); }
   void transmit(const Operation& op, int to) { c.transmit(op, to); }
   bool transmit_at_once(const Operation& op, int to) { return c.transmit_at_once(op, to); }
   void receive(const Operation& op, int from) { c.receive(op, from); }

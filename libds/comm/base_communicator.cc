@@ -5,6 +5,8 @@
 
 #include <new>
 
+#include "comm/slice_sizes.h"
+
 namespace ds {
 
 std::string_view op_name(OpKind kind) noexcept {
@@ -15,6 +17,7 @@ std::string_view op_name(OpKind kind) noexcept {
     case OpKind::Reduce: return "reduce";
     case OpKind::Broadcast: return "broadcast";
     case OpKind::AllToAll: return "all_to_all";
+    case OpKind::AllToAllV: return "all_to_allv";
     case OpKind::Gather: return "gather";
     case OpKind::Scatter: return "scatter";
     case OpKind::Send: return "send";
@@ -71,10 +74,17 @@ i64 Operation::slice_bytes() const noexcept {
   return sum;
 }
 
+i64 Operation::out_bytes() const noexcept {
+  i64 sum = 0;
+  for (const auto& slice : out) sum += std::ssize(slice);
+  return sum;
+}
+
 CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noexcept {
   CallInfo info{.number = number,
                 .bytes = op.slice_bytes(),
                 .shape = 14695981039346656037u,
+                .imbalance = size_imbalance(op, rank_),
                 .segments = static_cast<u32>(op.segments.size()),
                 .root = op.root,
                 .kind = op.kind,
@@ -214,6 +224,23 @@ Ticket BaseCommunicator::all_to_all(const void* source, void* target, i64 slice_
   DS_ASSERT(slice_bytes >= 0);
   auto op = make_operation(OpKind::AllToAll, tag, (size_ - 1) * slice_bytes);
   op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::all_to_allv(const void* source, std::span<const AllToAllSlice> slices_out, void* target,
+                                     std::span<const AllToAllSlice> slices_in, std::string_view tag) {
+  DS_ASSERT(std::ssize(slices_out) == size_ && std::ssize(slices_in) == size_);
+  i64 sent = -slices_out[rank_].bytes;
+  for (const AllToAllSlice& s : slices_out) sent += s.bytes;
+  auto op = make_operation(OpKind::AllToAllV, tag, sent);
+  op.out.reserve(slices_out.size());
+  op.in.reserve(slices_in.size());
+  for (size_t q = 0; q < slices_out.size(); ++q) {
+    const AllToAllSlice &out = slices_out[q], &in = slices_in[q];
+    DS_ASSERT(out.offset >= 0 && out.bytes >= 0 && in.offset >= 0 && in.bytes >= 0);
+    op.out.emplace_back(static_cast<const std::byte*>(source) + out.offset, static_cast<size_t>(out.bytes));
+    op.in.emplace_back(static_cast<std::byte*>(target) + in.offset, static_cast<size_t>(in.bytes));
+  }
   return submit(std::move(op));
 }
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <memory_resource>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@ enum class OpKind : u8 {
   Reduce,
   Broadcast,
   AllToAll,
+  AllToAllV,
   Gather,
   Scatter,
   Send,
@@ -61,19 +63,24 @@ struct Operation {
   int peer = -1;  // the root, or the other side of send and recv
   int root = -1;  // of a collective: world rank
   std::pmr::vector<OpSegment> segments{operation_memory()};
+  // Of all_to_allv, which has no segments: the bytes for each rank, and the place of those from each.
+  std::pmr::vector<std::span<const std::byte>> out{operation_memory()};
+  std::pmr::vector<std::span<std::byte>> in{operation_memory()};
   std::pmr::string tag{operation_memory()};
   Buffer* buffer = nullptr;  // only for Allocate, with ledger and memory_tag
   MemoryLedger* ledger = nullptr;
   Tag memory_tag = Tag::Comm;
 
   i64 slice_bytes() const noexcept;  // over all segments
+  i64 out_bytes() const noexcept;    // of all_to_allv, over all ranks
 };
 
 // The part of an operation that all ranks must agree on; plain data, exchanged between them.
 struct CallInfo {
-  u64 number = 0;  // collective calls before this one
-  i64 bytes = 0;   // per slice
-  u64 shape = 0;   // hash of the segments' sizes
+  u64 number = 0;     // collective calls before this one
+  i64 bytes = 0;      // per slice
+  u64 shape = 0;      // hash of the segments' sizes
+  u64 imbalance = 0;  // size_imbalance(); need not agree
   u32 segments = 0;
   i32 root = -1;  // world rank
   OpKind kind{};
@@ -124,6 +131,8 @@ class BaseCommunicator : public Communicator {
   Ticket reduce(void* data, i64 n, DType dtype, ReduceOp op, int root, std::string_view tag) final;
   Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) final;
   Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) final;
+  Ticket all_to_allv(const void* source, std::span<const AllToAllSlice> slices_out, void* target,
+                     std::span<const AllToAllSlice> slices_in, std::string_view tag) final;
   Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) final;
   Ticket scatter(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) final;
   Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;

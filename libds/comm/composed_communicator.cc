@@ -4,8 +4,9 @@
 //
 //   all_gather, broadcast, gather: the lanes fetch what their node lacks, then the node shares it.
 //   all_to_all, scatter: the node sorts slices by lane, then the lanes exchange them.
-//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds those of its ranks and sends its sums to
-//   node
+//   all_to_allv: slices go straight to their ranks, those within the node in memory, while the others are on the
+//   network. reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds those of its ranks and sends its
+//   sums to node
 //     1, which continues the fold, and so on; the last node returns the sums. If that would save no bytes, slices
 //     travel as in all_to_all, and their owners fold them.
 //
@@ -16,11 +17,13 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "base/as_error.h"
 #include "comm/arena.h"
 #include "comm/make_communicator.h"
+#include "comm/slice_sizes.h"
 
 namespace ds {
 namespace {
@@ -79,7 +82,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
   i64 staging_bytes() const noexcept override {
     i64 bytes = AsyncCommunicator::staging_bytes() + local_->staging_bytes() + lanes_->staging_bytes() +
                 onward_->staging_bytes() + returns_->staging_bytes() + net_->staging_bytes() +
-                narrow<i64>(staging_.size() + slices_.size());
+                narrow<i64>(staging_.size() + slices_.size() + imbalances_.size() * sizeof(u64));
     for (const Round& r : rounds_)
       bytes += narrow<i64>((r.sums.size() + r.returned.size() + r.begun.size()) * sizeof(float));
     return bytes;
@@ -126,15 +129,15 @@ class ComposedCommunicator final : public AsyncCommunicator {
     tickets.clear();
   }
 
-  // Runs `body`. If it fails while the lanes use our buffers, reports the error, so that they end, and waits for them.
+  // Runs `body`. If it fails while other threads use our buffers, reports the error, so that they end, and waits for
+  // them.
   template <class Body>
   void guarded(Body body) {
     try {
       body();
     } catch (const std::exception& e) {
       abort(as_error(e));
-      onward_->drain();
-      returns_->drain();
+      for (AsyncCommunicator* c : {net_.get(), onward_.get(), returns_.get()}) c->drain();
       throw;
     }
   }
@@ -268,6 +271,30 @@ class ComposedCommunicator final : public AsyncCommunicator {
       swapped[half] = on_lanes(op, std::move(step), alone);
     }
     for (Ticket& t : swapped) await(t);
+  }
+
+  // The sizes are compared first, over all ranks, so that all see a mismatch; each part compares its own again.
+  void all_to_allv_now(const Operation& op) override {
+    const Operation call = step_of(op, op.kind, -1);
+    imbalances_.resize(static_cast<size_t>(size()));
+    imbalances_[rank()] = size_imbalance(op, rank());
+    const OpSegment own{reinterpret_cast<const std::byte*>(&imbalances_[rank()]),
+                        reinterpret_cast<std::byte*>(imbalances_.data()), sizeof(u64)};
+    move_now(call, {.sliced = false, .segments = {&own, 1}});
+    if (std::accumulate(imbalances_.begin(), imbalances_.end(), u64{0}) != 0) report_sizes(op);
+    Operation near = step_of(op, op.kind, -1), far = step_of(op, op.kind, -1);
+    const int first = node_ * ranks_;
+    near.out.assign(op.out.begin() + first, op.out.begin() + first + ranks_);
+    near.in.assign(op.in.begin() + first, op.in.begin() + first + ranks_);
+    far.out = op.out;
+    far.in = op.in;
+    std::fill_n(far.out.begin() + first, ranks_, std::span<const std::byte>());
+    std::fill_n(far.in.begin() + first, ranks_, std::span<std::byte>());
+    guarded([&] {
+      Ticket crossing = Part{*net_}.submit(std::move(far));
+      Part{*local_}.all_to_allv(near);
+      crossing.wait();
+    });
   }
 
   void reduce_scatter_now(const Operation& op, std::span<const OpSegment> segments, bool accumulate) override {
@@ -496,6 +523,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
   std::vector<std::byte> slices_;          // its destination,
   std::vector<const std::byte*> sources_;  // and the sources of the fold
   std::array<Round, kDepth> rounds_;
+  std::vector<u64> imbalances_;      // of the sizes of an all_to_allv, of all ranks
   std::atomic<bool> awaits_{false};  // this thread waits for a ticket of onward_ or returns_
 
   std::unique_ptr<AsyncCommunicator> net_;    // all ranks

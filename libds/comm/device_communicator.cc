@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // self and staged: communicators over device memory.
 
+#include <array>
 #include <exception>
+#include <optional>
 
 #include "comm/make_communicator.h"
+#include "comm/slice_sizes.h"
 #include "comm/staging.h"
 
 namespace ds {
@@ -42,6 +45,13 @@ class DeviceSelfCommunicator final : public BaseCommunicator {
                          source = TensorView::of(const_cast<std::byte*>(s.source), op.dtype, {elems});
         if (elems > 0) device_.ops().fold(target, {&source, 1}, op.accumulate, device_.stream());
       }
+    } else if (op.kind == OpKind::AllToAllV) {
+      const std::array<i64, 2> sizes = {std::ssize(op.out[0]), std::ssize(op.in[0])};
+      if (const std::optional<Error> mismatch = size_mismatch(sizes, world_, op.tag)) {
+        abort(*mismatch);
+        throw Error(*mismatch);
+      }
+      if (!op.out[0].empty()) device_.copy(op.in[0].data(), op.out[0].data(), std::ssize(op.out[0]));
     } else if (op.kind == OpKind::AllToAll || op.kind == OpKind::Gather || op.kind == OpKind::Scatter) {
       const OpSegment& s = op.segments[0];
       if (s.source != s.target && s.slice_bytes > 0) device_.copy(s.target, s.source, s.slice_bytes);

@@ -76,9 +76,9 @@ std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, cons
 // is no mode that leaves the order to NCCL: its ring sends no fewer bytes, and its bits would depend on sizes, topology
 // and version. Messages along CommOptions::links go from device to device after use_links(); a send is then done when
 // its receiver has the data. All-reductions other than of I64 and sums of F32, BF16 and F16, as well as reduce,
-// barrier, and send and recv elsewhere, go through host memory and `world` and block the host (a recv does so when its
-// ticket is waited for). A mismatched call may only be noticed as a Timeout. Throws Errc::Unavailable if NCCL cannot be
-// loaded. Collective.
+// barrier, the sizes of an all_to_allv, and send and recv elsewhere, go through host memory and `world` and block the
+// host (a recv does so when its ticket is waited for). A mismatched call may only be noticed as a Timeout. Throws
+// Errc::Unavailable if NCCL cannot be loaded. Collective.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions&);
 
 // From each rank to the one that is `step` further around the ring: 1 or -1.

@@ -19,6 +19,7 @@ enum class Collective : u8 {
   AllGather,
   AllReduce,
   AllToAll,
+  AllToAllV,
   Broadcast,
   Send,
   Recv,
@@ -29,8 +30,8 @@ enum class Collective : u8 {
 };
 
 inline constexpr std::string_view kCollectives[] = {"reduce_scatter", "all_gather", "all_reduce", "all_to_all",
-                                                    "broadcast",      "send",       "recv",       "sparse_gather",
-                                                    "one_bit",        "stats",      "other"};
+                                                    "all_to_allv",    "broadcast",  "send",       "recv",
+                                                    "sparse_gather",  "one_bit",    "stats",      "other"};
 
 constexpr std::string_view collective_name(Collective c) noexcept { return kCollectives[static_cast<size_t>(c)]; }
 

@@ -319,14 +319,29 @@ class MpiCommunicator final : public AsyncCommunicator {
             "MPI_Isend");
     }
     finish(requests_, op);
-    for (int q = 1; q < size(); ++q) {
-      const CallInfo &first = calls_now_[0], &other = calls_now_[q];
-      if (!other.agrees_with(first)) {
-        fail(Errc::Comm, world_rank(q),
-             fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
-                         first.describe(), world_rank(q), other.describe()));
+    compare_calls(op, [this](int q) -> const CallInfo& { return calls_now_[q]; });
+  }
+
+  void all_to_allv_now(const Operation& op) override {
+    agree(op);
+    requests_.clear();
+    for (int step = 1; step < size(); ++step) {
+      const int from = (rank() - step + size()) % size(), to = (rank() + step) % size();
+      const std::span<std::byte> in = op.in[from];
+      const std::span<const std::byte> out = op.out[to];
+      for (i64 done = 0; done < std::ssize(in); done += kMaxMessage) {
+        check(MPI_Irecv(in.data() + done, narrow<int>(std::min(kMaxMessage, std::ssize(in) - done)), MPI_BYTE,
+                        world_rank(from), tag(kSlice), slices_, requests_.add(from)),
+              "MPI_Irecv");
+      }
+      for (i64 done = 0; done < std::ssize(out); done += kMaxMessage) {
+        check(MPI_Isend(out.data() + done, narrow<int>(std::min(kMaxMessage, std::ssize(out) - done)), MPI_BYTE,
+                        world_rank(to), tag(kSlice), slices_, requests_.add(to)),
+              "MPI_Isend");
       }
     }
+    copy_own(op);
+    finish(requests_, op);
   }
 
   void transmit(const Operation& op, int to) override {

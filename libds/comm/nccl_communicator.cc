@@ -3,7 +3,8 @@
 // in an order of their own: a reduce-scatter is an exchange of slices, which sends as much as a ring, (P-1)/P n,
 // followed by a fold in rank order. One staging area serves both, since one queue runs them in turn. Only integer
 // reductions, whose order does not matter, are NCCL's. Operations that NCCL does not promise (NaN wins a maximum) and
-// that no step needs go through host memory and the world.
+// that no step needs go through host memory and the world. So do the sizes of an all_to_allv, which the hosts compare
+// before its slices travel.
 //
 // Messages along a link (CommOptions::links) go from device to device. NCCL runs the operations of a communicator in
 // the order of its calls, and a send ends only with its receive, so a link has a NCCL communicator of its two ranks and
@@ -27,6 +28,7 @@
 #include "comm/make_communicator.h"
 #include "comm/nccl_api.h"
 #include "comm/nccl_connection.h"
+#include "comm/slice_sizes.h"
 #include "comm/staging.h"
 
 namespace ds {
@@ -125,7 +127,9 @@ class NcclCommunicator final : public BaseCommunicator {
   }
   void throw_if_failed() const override { timeline_->failure.throw_if_set(); }
   void abort(const Error& why) noexcept override { give_up(why); }
-  i64 staging_bytes() const noexcept override { return staging_.bytes() + host_.bytes(); }
+  i64 staging_bytes() const noexcept override {
+    return staging_.bytes() + host_.bytes() + std::ssize(sizes_) * i64{sizeof(i64)};
+  }
   void use_links() override { uses_links_ = true; }
 
  private:
@@ -228,6 +232,7 @@ class NcclCommunicator final : public BaseCommunicator {
         return through_host(op);
       case OpKind::Broadcast: return enqueue(op, [&] { broadcast(op); });
       case OpKind::AllToAll: return enqueue(op, [&] { all_to_all(op.segments[0]); });
+      case OpKind::AllToAllV: return enqueue(op, [&] { all_to_allv(op); });
       case OpKind::Gather: return enqueue(op, [&] { gather(op); });
       case OpKind::Scatter: return enqueue(op, [&] { scatter(op); });
       case OpKind::Reduce: return through_host(op);
@@ -464,6 +469,28 @@ class NcclCommunicator final : public BaseCommunicator {
     copy_own(s.target + rank() * s.slice_bytes, s.source + rank() * s.slice_bytes, s.slice_bytes);
   }
 
+  // NCCL does not compare sizes, so the hosts do it first.
+  void all_to_allv(const Operation& op) {
+    try {
+      compare_sizes(world_, op, sizes_);
+    } catch (const Error& e) {
+      give_up(e);
+      throw;
+    }
+    group([&](nccl::Comm comm) {
+      nccl::Result r{};
+      for (int step = 1; step < size(); ++step) {
+        const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
+        const std::span<const std::byte> out = op.out[to];
+        const std::span<std::byte> in = op.in[from];
+        if (!out.empty()) r = first(r, all_.send(comm, out.data(), std::ssize(out), to));
+        if (!in.empty()) r = first(r, all_.recv(comm, in.data(), std::ssize(in), from));
+      }
+      return r;
+    });
+    if (!op.out[rank()].empty()) copy_own(op.in[rank()].data(), op.out[rank()].data(), std::ssize(op.out[rank()]));
+  }
+
   void gather(const Operation& op) {
     const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
@@ -654,6 +681,7 @@ class NcclCommunicator final : public BaseCommunicator {
   Buffer first_message_;  // of every link; freed after NCCL has ended, since freeing waits for the device
   Buffer staging_;
   std::vector<Part> parts_;
+  std::vector<i64> sizes_;  // of an all_to_allv, of all ranks
   std::vector<std::byte*> fold_sources_;
   std::vector<TensorView> fold_views_;
   u64 calls_ = 0;

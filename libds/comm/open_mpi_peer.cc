@@ -5,7 +5,9 @@
 
 #include <mpi.h>
 
+#include <algorithm>
 #include <climits>
+#include <vector>
 
 #include "comm/base_communicator.h"
 #include "comm/make_communicator.h"
@@ -67,6 +69,7 @@ class OpenMpiPeer final : public BaseCommunicator {
   Ticket submit(Operation&& op) override {
     throw_if_failed();
     if (op.kind == OpKind::Barrier) check(MPI_Barrier(comm_), "MPI_Barrier");
+    if (op.kind == OpKind::AllToAllV) all_to_allv(op);
     for (const OpSegment& s : op.segments) {
       if (op.kind == OpKind::Send || op.kind == OpKind::Recv) return message(op, s);
       collective(op, s);
@@ -125,6 +128,28 @@ class OpenMpiPeer final : public BaseCommunicator {
     }
   }
 
+  // The counts and places of slices, from the one with the lowest address on.
+  struct Slices {
+    void set(const auto& slices) {
+      counts.clear();
+      places.clear();
+      base = std::ranges::min(slices, {}, [](const auto& s) { return s.data(); }).data();
+      for (const auto& s : slices) {
+        counts.push_back(count(std::ssize(s)));
+        places.push_back(count(s.data() - base));
+      }
+    }
+    const std::byte* base = nullptr;
+    std::vector<int> counts, places;
+  };
+  void all_to_allv(const Operation& op) {
+    out_.set(op.out);
+    in_.set(op.in);
+    check(MPI_Alltoallv(out_.base, out_.counts.data(), out_.places.data(), MPI_BYTE, const_cast<std::byte*>(in_.base),
+                        in_.counts.data(), in_.places.data(), MPI_BYTE, comm_),
+          "MPI_Alltoallv");
+  }
+
   // Open MPI has no variant whose result replaces this rank's slice of the source.
   void reduce_scatter(const Operation& op, const OpSegment& s, int elems) {
     DS_CHECK(op.dtype == DType::F32 && !op.accumulate, Errc::Config,
@@ -140,6 +165,7 @@ class OpenMpiPeer final : public BaseCommunicator {
   const std::unique_ptr<Communicator> world_;  // keeps MPI initialised
   MPI_Comm comm_ = MPI_COMM_NULL;
   std::vector<float> scratch_;
+  Slices out_, in_;  // of an all_to_allv
   std::vector<std::shared_ptr<Request>> under_way_;
 };
 

@@ -3,6 +3,7 @@
 // source, meets the others, and reads their slices in place. A source that peers cannot reach (or a small one, for
 // which the second meeting would cost more than the copy) goes through the staging area chunk by chunk. Its two halves
 // alternate, so a chunk costs one meeting: a rank that reaches meeting n has read the data staged for meeting n - 1.
+// An all_to_allv does the same with a table of the places of its slices.
 
 #include <algorithm>
 #include <cstring>
@@ -46,7 +47,8 @@ class SharedCommunicator final : public AsyncCommunicator {
         polling_{Polling(crowded_), Polling(crowded_)},
         exposures_(static_cast<size_t>(size())),
         sends_to_(static_cast<size_t>(size())),
-        sources_(static_cast<size_t>(size())) {}
+        sources_(static_cast<size_t>(size())),
+        places_(static_cast<size_t>(size())) {}
 
   // Meets the peers once, so that names can be removed.
   void attach() {
@@ -113,29 +115,41 @@ class SharedCommunicator final : public AsyncCommunicator {
     const i64 copies = x.sliced ? size() : 1;
     const i64 chunk = Arena::kStagingHalf / copies / 64 * 64;
     const u32 half = next_half();
-
     Exposure exposure = Exposure::None;
     if (length > 0 && x.from(rank())) exposure = expose_directly(x, copies, half) ? Exposure::Direct : Exposure::Staged;
-    if (exposure == Exposure::Staged) stage(x, 0, std::min(chunk, length), chunk, half);
+    in_rounds(
+        op, exposure, chunk, [&] { return length; },
+        [&](i64 begin) { stage(x, begin, std::min(chunk, length - begin), chunk, next_half()); },
+        [&](i64 begin, i64 count) {
+          if (x.to(rank())) read(x, begin, count, chunk, half, consume);
+        });
+  }
+
+  // A collective whose ranks have exposed their sources, or stage them chunk by chunk: stage(begin). After the first
+  // meeting, the calls are compared, and length() is the number of bytes to read: read(begin, count).
+  template <class Length, class Stage, class Read>
+  void in_rounds(const Operation& op, Exposure exposure, i64 chunk, Length length_of, Stage stage, Read read) {
+    const u32 half = next_half();
+    if (exposure == Exposure::Staged) stage(0);
     RankSlot& own = slot(rank());
     own.call[half] = call_info(op, collectives_++);
     own.exposure[half] = exposure;
     try {
       meet();
-      check_calls(half);
+      compare_calls(op, [&](int q) -> const CallInfo& { return slot(q).call[half]; });
       // Copied, because a peer that is done with its last round already writes what its next call exposes.
       for (int q = 0; q < size(); ++q) exposures_[q] = slot(q).exposure[half];
       const auto any = [&](Exposure e) {
         return std::find(exposures_.begin(), exposures_.end(), e) != exposures_.end();
       };
-      const i64 round = any(Exposure::Staged) ? chunk : length;
+      const i64 length = length_of(), round = any(Exposure::Staged) ? chunk : length;
       for (i64 begin = 0; begin < length; begin += round) {
         const i64 count = std::min(round, length - begin);
         if (begin > 0) {
-          if (exposure == Exposure::Staged) stage(x, begin, count, chunk, next_half());
+          if (exposure == Exposure::Staged) stage(begin);
           meet();
         }
-        if (x.to(rank())) read(x, begin, count, chunk, half, consume);
+        read(begin, count);
       }
       if (any(Exposure::Direct)) meet();
     } catch (const Error&) {
@@ -174,32 +188,129 @@ class SharedCommunicator final : public AsyncCommunicator {
             FunctionRef<void(const SliceRange&)> consume) {
     const i64 slice = x.sliced ? rank() : 0;
     const u32 half = meetings_ % 2;
-    std::atomic<u32>& reading = slot(rank()).reading;
-    reading.store(1, std::memory_order_seq_cst);  // before checking for a failure: see wait_for_readers
-    try {
-      throw_if_reported();
-      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
-        for (int q = 0; q < size(); ++q) {
-          const std::byte*& source = sources_[q];
-          if (!x.from(q)) {
-            source = nullptr;
-          } else if (q == rank()) {
-            source = x.slice(s, rank()) + offset;
-          } else if (exposures_[q] == Exposure::Direct) {
-            const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
-            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.source_stride() + offset;
-          } else {
-            source = arena_->staging(q, half) + slice * chunk + position;
-          }
+    const Reading reading(*this);
+    for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
+      for (int q = 0; q < size(); ++q) {
+        const std::byte*& source = sources_[q];
+        if (!x.from(q)) {
+          source = nullptr;
+        } else if (q == rank()) {
+          source = x.slice(s, rank()) + offset;
+        } else if (exposures_[q] == Exposure::Direct) {
+          const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
+          source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.source_stride() + offset;
+        } else {
+          source = arena_->staging(q, half) + slice * chunk + position;
         }
-        consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
-      });
-    } catch (...) {
-      reading.store(0, std::memory_order_release);
-      throw;
-    }
-    reading.store(0, std::memory_order_release);
+      }
+      consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
+    });
   }
+
+  void all_to_allv_now(const Operation& op) override {
+    const Activity activity(*this, op.kind);
+    throw_if_reported();
+    const i64 head = align_up(size() * i64{sizeof(Arena::Address)}, 64), chunk = Arena::kStagingHalf - head;
+    DS_ASSERT(chunk > 0);
+    const u32 half = next_half();
+    in_rounds(
+        op, expose_slices(op, half), chunk, [&] { return find_slices(half); },
+        [&](i64 begin) { stage_slices(op, begin, chunk, arena_->staging(rank(), next_half()) + head); },
+        [&](i64 begin, i64 count) { read_slices(op, begin, count, head); });
+  }
+
+  // Calls f(rank, its slice, where that begins in the row of slices) for all other ranks, from the next one on, so that
+  // ranks do not all read from the same one.
+  template <class F>
+  void for_each_sent(const Operation& op, F&& f) const {
+    i64 at = 0;
+    for (int step = 1; step < size(); ++step) {
+      const int q = (rank() + step) % size();
+      f(q, op.out[q], at);
+      at += std::ssize(op.out[q]);
+    }
+  }
+
+  // Writes to our staging half where each rank finds its slice: in our memory, or in the row of our slices that is
+  // staged chunk by chunk; there the region is the length of that row.
+  Exposure expose_slices(const Operation& op, u32 half) {
+    i64 total = 0;
+    const std::byte *begin = nullptr, *end = nullptr;
+    for_each_sent(op, [&](int, std::span<const std::byte> slice, i64) {
+      if (slice.empty()) return;
+      begin = total == 0 ? slice.data() : std::min(begin, slice.data());
+      end = total == 0 ? slice.data() + slice.size() : std::max(end, slice.data() + slice.size());
+      total += std::ssize(slice);
+    });
+    if (total == 0) return Exposure::None;
+    auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
+    std::optional<Arena::Address> address;
+    if (total >= (crowded_ ? kCrowdedDirectBytes : kDirectBytes)) address = arena_->locate(begin, end - begin);
+    for_each_sent(op, [&](int q, std::span<const std::byte> slice, i64 at) {
+      table[q] = {total, at};
+      if (address) table[q] = {address->region, address->offset + (slice.empty() ? 0 : slice.data() - begin)};
+    });
+    return address ? Exposure::Direct : Exposure::Staged;
+  }
+
+  // Sets places_ from the tables of all; returns the length of the longest staged row, at least 1.
+  i64 find_slices(u32 half) {
+    i64 longest = 1;
+    for (int q = 0; q < size(); ++q) {
+      if (q == rank() || exposures_[q] == Exposure::None) continue;
+      places_[q] = reinterpret_cast<const Arena::Address*>(arena_->staging(q, half))[rank()];
+      if (exposures_[q] == Exposure::Staged) longest = std::max(longest, places_[q].region);
+    }
+    return longest;
+  }
+
+  // Copies bytes [begin, begin + chunk) of the row of our slices.
+  void stage_slices(const Operation& op, i64 begin, i64 chunk, std::byte* staging) {
+    for_each_sent(op, [&](int, std::span<const std::byte> slice, i64 at) {
+      const i64 from = std::max(begin, at), to = std::min(begin + chunk, at + std::ssize(slice));
+      if (from < to) copy_bytes(staging + (from - begin), slice.data() + (from - at), to - from);
+    });
+  }
+
+  // Reads our slices of bytes [begin, begin + count) of staged rows; in the first round, those in place, too.
+  void read_slices(const Operation& op, i64 begin, i64 count, i64 head) {
+    const u32 half = meetings_ % 2;
+    const Reading reading(*this);
+    if (begin == 0) copy_own(op);
+    for (int step = 1; step < size(); ++step) {
+      const int q = (rank() + step) % size();
+      const std::span<std::byte> target = op.in[q];
+      const Arena::Address& place = places_[q];
+      if (target.empty()) continue;
+      if (exposures_[q] == Exposure::Direct) {
+        if (begin == 0) copy_bytes(target.data(), arena_->resolve(q, place), std::ssize(target));
+        continue;
+      }
+      const i64 from = std::max(begin, place.offset), to = std::min(begin + count, place.offset + std::ssize(target));
+      if (from < to)
+        copy_bytes(target.data() + (from - place.offset), arena_->staging(q, half) + head + (from - begin), to - from);
+    }
+  }
+
+  // While it lives, this rank may be reading its peers' sources. Throws if a failure has been reported.
+  class Reading {
+   public:
+    explicit Reading(SharedCommunicator& comm) : flag_(comm.slot(comm.rank()).reading) {
+      flag_.store(1, std::memory_order_seq_cst);  // before checking for a failure: see wait_for_readers
+      try {
+        comm.throw_if_reported();
+      } catch (...) {
+        flag_.store(0, std::memory_order_release);
+        throw;
+      }
+    }
+    ~Reading() { flag_.store(0, std::memory_order_release); }
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+
+   private:
+    std::atomic<u32>& flag_;
+  };
 
   // A failed call returns its buffers to the caller, so peers must have stopped reading them. A reader sets `reading`
   // and then checks for a failure; here the failure is set first.
@@ -208,18 +319,6 @@ class SharedCommunicator final : public AsyncCommunicator {
     for (int q = 0; q < size(); ++q) {
       while (q != rank() && slot(q).reading.load(std::memory_order_seq_cst) != 0 && Clock::now() < deadline)
         std::this_thread::yield();
-    }
-  }
-
-  void check_calls(u32 half) {
-    const CallInfo& first = slot(0).call[half];
-    for (int q = 1; q < size(); ++q) {
-      const CallInfo& other = slot(q).call[half];
-      if (!other.agrees_with(first)) {
-        fail(Errc::Comm, world_rank(q),
-             fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
-                         first.describe(), world_rank(q), other.describe()));
-      }
     }
   }
 
@@ -503,6 +602,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   std::vector<u8> sends_to_;         // ranks with a channel from here
   std::atomic<i64> channels_{0};     // their number
   std::vector<const std::byte*> sources_;
+  std::vector<Arena::Address> places_;  // of slices for this rank, in the current all_to_allv
 };
 
 }  // namespace

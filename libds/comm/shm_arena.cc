@@ -31,7 +31,7 @@ namespace bip = boost::interprocess;
 using Clock = std::chrono::steady_clock;
 
 constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
-constexpr u32 kVersion = 4;
+constexpr u32 kVersion = 5;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1, missing in older headers

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "comm/slice_sizes.h"
+
 namespace ds {
 namespace {
 
@@ -30,7 +32,7 @@ Staging::~Staging() {
 }
 
 i64 Staging::bytes() const noexcept {
-  size_t bytes = memory_.size();
+  size_t bytes = memory_.size() + sizes_.size() * sizeof(i64);
   for (const Letter& letter : letters_) bytes += letter.data.size();
   for (const auto& arrival : arrivals_) bytes += arrival->data.size();
   return static_cast<i64>(bytes);
@@ -59,6 +61,7 @@ Ticket Staging::run(const Operation& op) {
     case OpKind::Reduce: reduce(op); break;
     case OpKind::Broadcast: broadcast(op); break;
     case OpKind::AllToAll: all_to_all(op); break;
+    case OpKind::AllToAllV: all_to_allv(op); break;
     case OpKind::Gather: gather(op); break;
     case OpKind::Scatter: scatter(op); break;
     case OpKind::Send: return send(op);
@@ -165,6 +168,27 @@ void Staging::all_to_all(const Operation& op) {
     world_.all_to_all(out, in, count, op.tag).wait();
     for (i64 q = 0; q < P; ++q) upload(s.target + q * length + begin, in + q * count, count);
   });
+}
+
+void Staging::all_to_allv(const Operation& op) {
+  compare_sizes(world_, op, sizes_);
+  const i64 P = world_.size(), longest = *std::ranges::max_element(sizes_);
+  const i64 round = std::min(std::max<i64>(kChunk / P / 2, 1), longest);
+  std::byte *const out = room(2 * P * round), *const in = out + P * round;
+  for (i64 begin = 0; begin < longest; begin += round) {
+    const auto part = [&](auto slice) { return slice.subspan(std::min(slice.size(), static_cast<size_t>(begin))); };
+    slices_out_.clear();
+    slices_in_.clear();
+    for (i64 q = 0; q < P; ++q) {
+      const std::span<const std::byte> to = part(op.out[q]);
+      const std::span<std::byte> from = part(op.in[q]);
+      slices_out_.push_back({q * round, std::min(round, std::ssize(to))});
+      slices_in_.push_back({q * round, std::min(round, std::ssize(from))});
+      download(out + q * round, to.data(), slices_out_[q].bytes);
+    }
+    world_.all_to_allv(out, slices_out_, in, slices_in_, op.tag).wait();
+    for (i64 q = 0; q < P; ++q) upload(part(op.in[q]).data(), in + q * round, slices_in_[q].bytes);
+  }
 }
 
 void Staging::gather(const Operation& op) {

@@ -49,6 +49,7 @@ class Staging {
   void reduce(const Operation&);
   void broadcast(const Operation&);
   void all_to_all(const Operation&);
+  void all_to_allv(const Operation&);
   void gather(const Operation&);
   void scatter(const Operation&);
   Ticket recv(const Operation&);
@@ -60,6 +61,8 @@ class Staging {
   std::vector<std::byte> memory_;
   std::vector<ReduceScatterSegment> scattered_;
   std::vector<AllGatherSegment> gathered_;
+  std::vector<i64> sizes_;  // of an all_to_allv, of all ranks
+  std::vector<AllToAllSlice> slices_out_, slices_in_;
   std::deque<Letter> letters_;                      // reused when they have arrived
   std::vector<std::shared_ptr<Arrival>> arrivals_;  // reused when nothing refers to them any more
   std::shared_ptr<Arrival> last_arrival_;           // null: all have arrived

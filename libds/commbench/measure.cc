@@ -79,16 +79,19 @@ class Bench {
   std::byte* target() const noexcept { return target_.as<std::byte>().data(); }
 
   Task make_task(i64 count, bool in_place) const {
-    return {.comm = endpoint_.comm(),
-            .device = *endpoint_.device,
-            .source = source(),
-            .target = target(),
-            .dtype = selection_.dtype,
-            .redop = selection_.redop,
-            .root = options_.root,
-            .count = count,
-            .in_place = in_place,
-            .bucket_elems = slice_count(options_.bucket_bytes, dtype_bytes(selection_.dtype), endpoint_.world->size())};
+    Task task{
+        .comm = endpoint_.comm(),
+        .device = *endpoint_.device,
+        .source = source(),
+        .target = target(),
+        .dtype = selection_.dtype,
+        .redop = selection_.redop,
+        .root = options_.root,
+        .count = count,
+        .in_place = in_place,
+        .bucket_elems = slice_count(options_.bucket_bytes, dtype_bytes(selection_.dtype), endpoint_.world->size())};
+    set_uneven_slices(task);
+    return task;
   }
 
   Timing time(const Operation& o, const Task& task, i64 size, Result& result) {

@@ -121,6 +121,28 @@ std::vector<Region> exchanged(const Task& t) {
   return slices(t, t.target, [&](int) { return t.rank() * t.count; });
 }
 
+// all_to_allv
+
+void all_to_allv(const Task& t, Tickets& tickets) {
+  tickets.push_back(t.comm.all_to_allv(t.source, t.slices_out, t.target, t.slices_in, kTag));
+}
+std::vector<Region> uneven_source(const Task& t) {
+  std::vector<Region> regions;
+  for (int q = 0; q < t.ranks(); ++q) {
+    const Share share = uneven_share(t.ranks(), t.rank(), q, t.count);
+    regions.push_back(sent(t, t.source + t.slices_out[q].offset, share.count, t.rank(), share.first));
+  }
+  return regions;
+}
+std::vector<Region> unevenly_exchanged(const Task& t) {
+  std::vector<Region> regions;
+  for (int q = 0; q < t.ranks(); ++q) {
+    const Share share = uneven_share(t.ranks(), q, t.rank(), t.count);
+    if (share.count > 0) regions.push_back(sent(t, t.target + t.slices_in[q].offset, share.count, q, share.first));
+  }
+  return regions;
+}
+
 // Messages
 
 int next(const Task& t) { return (t.rank() + 1) % t.ranks(); }
@@ -244,6 +266,8 @@ constexpr std::array kOperations = {
               once, reduces_all, both_forms, reduce, own_data, root_reduced},
     Operation{"all_to_all", true, false, false, true, 1, 1, false, false, false,
               less_own, moves, out_of_place, all_to_all, own_source_slices, exchanged},
+    Operation{"all_to_allv", true, false, false, true, 1, 1, false, false, false,
+              less_own, moves, out_of_place, all_to_allv, uneven_source, unevenly_exchanged},
     Operation{"gather", true, false, true, true, 1, 1, false, false, false,
               less_own, moves, out_of_place, gather, own_source, root_gathered},
     Operation{"scatter", true, false, true, true, 1, 1, false, false, false,
@@ -277,9 +301,19 @@ i64 Operation::size(i64 count, DType dtype, int ranks) const noexcept {
   return count * dtype_bytes(dtype) * (has_slices ? ranks : 1);
 }
 
+void set_uneven_slices(Task& t) {
+  i64 arrived = 0;
+  for (int q = 0; q < t.ranks(); ++q) {
+    const Share out = uneven_share(t.ranks(), t.rank(), q, t.count), in = uneven_share(t.ranks(), q, t.rank(), t.count);
+    t.slices_out.push_back({t.bytes(out.first), t.bytes(out.count)});
+    t.slices_in.push_back({t.bytes(arrived), t.bytes(in.count)});
+    arrived += in.count;
+  }
+}
+
 i64 source_bytes(i64 size) noexcept { return align(size); }
 
-// Sums are in fp32 where 16 bits came in, which doubles a slice.
+// Sums are in fp32 where 16 bits came in, which doubles a slice; an uneven exchange brings at most one more.
 i64 target_bytes(i64 size, int ranks) noexcept { return align(size) + align(2 * div_ceil(size, ranks)) + kTail; }
 
 namespace {

@@ -22,7 +22,8 @@ struct Task {
   int root;
   i64 count;  // elements of the whole buffer, or of a rank's slice
   bool in_place;
-  i64 bucket_elems;  // of a slice, for zero_step
+  i64 bucket_elems;                                      // of a slice, for zero_step
+  std::vector<AllToAllSlice> slices_out{}, slices_in{};  // of source and target, for all_to_allv
 
   int rank() const noexcept { return comm.rank(); }
   int ranks() const noexcept { return comm.size(); }
@@ -65,6 +66,9 @@ struct Operation {
 };
 
 std::span<const Operation> operation_table();
+
+// Sets the slices of all_to_allv: uneven_share().
+void set_uneven_slices(Task& task);
 
 // The sizes of the buffers of a task with these numbers.
 i64 source_bytes(i64 size) noexcept;

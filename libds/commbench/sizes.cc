@@ -58,4 +58,14 @@ i64 slice_count(i64 bytes, i64 element_bytes, int ranks) noexcept {
   return bytes / element_bytes / ranks / aligned * aligned;
 }
 
+Share uneven_share(int ranks, int from, int to, i64 count) noexcept {
+  const auto weight = [&](int q) { return i64{1} + (from + q) % 3; };
+  i64 sum = 0;
+  for (int q = 0; q < ranks; ++q) sum += weight(q);
+  const auto share = [&](int q) { return ranks * count * weight(q) / sum; };
+  i64 first = 0;
+  for (int q = 0; q < to; ++q) first += share(q);
+  return {first, share(to)};
+}
+
 }  // namespace ds::commbench

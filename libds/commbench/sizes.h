@@ -15,4 +15,11 @@ std::vector<i64> list_sizes(const Options& options);
 i64 whole_count(i64 bytes, i64 element_bytes) noexcept;
 i64 slice_count(i64 bytes, i64 element_bytes, int ranks) noexcept;
 
+// The elements that rank `from` sends to rank `to` in an all_to_allv, of its `ranks` * count: a share in proportion to
+// 1 + (from + to) % 3, rounded down; `first` is their place among those that it sends, one rank after the other.
+struct Share {
+  i64 first, count;
+};
+Share uneven_share(int ranks, int from, int to, i64 count) noexcept;
+
 }  // namespace ds::commbench

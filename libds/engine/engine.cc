@@ -81,9 +81,9 @@ void Engine::resume_from(const offload::ServedRecord& r) {
 }
 
 model::Model Engine::make_model(const MeshCoord& coord, const model::PassLengths& lengths) const {
-  model::Model model =
-      parts_.model ? parts_.model(config_, mesh_.shape(), coord)
-                   : model::make_model(config_, model::shard_of(config_, mesh_.shape(), coord), lengths);
+  model::Model model = parts_.model
+                           ? parts_.model(config_, mesh_.shape(), coord)
+                           : model::make_model(config_, model::shard_of(config_, mesh_.shape(), coord), lengths);
   optim::freeze_groups(model, config_);
   return model;
 }

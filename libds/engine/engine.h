@@ -207,6 +207,7 @@ class Engine {
   void share_losses(const update::StepResults& results);
   double fold_losses(const update::StepResults& results) const;
   double fold_aux_losses(const update::StepResults& results) const;
+  void fill_in_experts(Step& step) const;
   double num_means() const noexcept;     // micro-batches of all ranks of a worker in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;

@@ -191,8 +191,23 @@ void Engine::fill_in(Step& step, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   step.record.loss = fold_losses(*step.results);
   if (plan_.aux_losses > 0) step.record.aux_loss = fold_aux_losses(*step.results);
+  fill_in_experts(step);
   step.record.grad_norm = update_->grad_norm(verdict);
   step.record.skipped = !verdict.finite;
+}
+
+// Each rank of sp has counted all tokens of its sequences.
+void Engine::fill_in_experts(Step& step) const {
+  const std::span<const float> all = step.results->resolved_expert_tokens();
+  for (i64 l = 0, first = 0; l < std::ssize(model_.layers); ++l) {
+    const i64 n = model_.layers[static_cast<size_t>(l)]->num_counts();
+    if (n == 0) continue;
+    ExpertTokens& layer = step.record.experts.emplace_back();
+    layer.layer = model_.layers[static_cast<size_t>(l)]->name();
+    for (const float tokens : all.subspan(static_cast<size_t>(first), static_cast<size_t>(n)))
+      layer.tokens.push_back(std::llround(tokens) / mesh_.shape().sp);
+    first += n;
+  }
 }
 
 Progress Engine::progress_after(const GradVerdict& verdict) const noexcept {
@@ -273,7 +288,8 @@ stage::MicroBatch Engine::micro_batch(const Step& step, i64 micro) const noexcep
           .loss_grad = loss_grad(per_token(micro)),
           .per_token = per_token(micro),
           .loss = step.results->losses() + of_all,
-          .aux_losses = step.results->aux_losses() + of_all * plan_.aux_losses};
+          .aux_losses = step.results->aux_losses() + of_all * plan_.aux_losses,
+          .expert_tokens = step.results->expert_tokens()};
 }
 
 // All ranks learn all losses: those of dp from each other, the other stages from that of the head. Each stage has those
@@ -286,6 +302,16 @@ void Engine::share_losses(const update::StepResults& results) {
       .broadcast(results.losses(), row_bytes * mesh_.dp().size(), plan_.last_stage,
                  message_text(Axis::Pp, Collective::Stats))
       .wait();
+  if (plan_.expert_counts > 0) {
+    const auto add = [&](Communicator& ranks, Axis axis) {
+      ranks
+          .all_reduce(results.expert_tokens(), plan_.expert_counts, DType::F32, ReduceOp::Sum,
+                      message_text(axis, Collective::Stats))
+          .wait();
+    };
+    add(mesh_.dp(), Axis::Dp);
+    add(mesh_.pp(), Axis::Pp);
+  }
   if (plan_.aux_losses == 0) return;
   const AllGatherSegment aux{results.aux_losses(), row_bytes * plan_.aux_losses};
   mesh_.dp().all_gather({&aux, 1}, kStatsText).wait();

@@ -18,9 +18,9 @@ ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
 }
 
 Frame frame_of(const Arrangement& a) {
-  return {a.mesh.tp,  a.mesh.pp,           a.mesh.sp,
-          a.stage,    a.sequence_parallel, {a.schedule, a.virtual_stages, a.memory_limit},
-          a.offloaded};
+  return {
+      a.mesh.tp,   a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages, a.memory_limit},
+      a.offloaded, a.ep};
 }
 
 std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut, CheckpointGranularity recompute,
@@ -37,6 +37,10 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
       {fmt::format("{}={}", kAccumulation, cut.accumulation), false, true},
       {fmt::format("activation_checkpointing.granularity={}", granularity_name(recompute))},
       {fmt::format("reduce_order={}", f.stage >= 2 || source.deterministic ? "micro" : "boundary"), true}};
+  if (source.model.experts.count > 0) {
+    all.push_back({fmt::format("expert_parallel.enabled={}", f.ep > 1), true});
+    if (f.ep > 1) all.push_back({fmt::format("expert_parallel.autoep_size={}", f.ep)});
+  }
   // Its second name.
   if (source.tensor_parallel.autotp_size > 1) all.push_back({"tensor_parallel.autotp_size=1", true});
   if (source.zero.tile_size > 0 && f.stage != 3) all.push_back({"zero_optimization.stage3_tile_size=0", true});

@@ -27,6 +27,7 @@ struct Frame {
   bool sequence_parallel = false;
   Schedule schedule = {};
   Offloaded offloaded = Offloaded::AsItIs;
+  i64 ep = 1;
 };
 Frame frame_of(const Arrangement& a);
 

@@ -172,6 +172,19 @@ Schedule least_v(i64 stages) {
           static_cast<double>(least_kept_passes(stages)) / static_cast<double>(2 * stages)};
 }
 
+// Each frame with the experts of the model over so many ranks as can have them.
+std::vector<Frame> with_experts(std::vector<Frame> frames, const ModelConfig& model, i64 ranks) {
+  if (model.experts.count == 0) return frames;
+  std::vector<Frame> all;
+  for (Frame f : frames) {
+    const i64 dp = ranks / (f.tp * f.pp * f.sp);
+    for (f.ep = 1; f.ep <= dp; ++f.ep) {
+      if (ep_problem(model, f.tp, dp, f.ep).empty()) all.push_back(f);
+    }
+  }
+  return all;
+}
+
 std::vector<Frame> Search::frames() const {
   const i64 ranks = options_.world.ranks, per_node = ranks / options_.world.nodes;
   const ModelConfig& model = source_.config.config.model;
@@ -214,7 +227,7 @@ std::vector<Frame> Search::frames() const {
       }
     }
   }
-  return all;
+  return with_experts(std::move(all), model, ranks);
 }
 
 Offloaded offloaded_of(const ZeroConfig& z) noexcept {
@@ -238,6 +251,7 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
           .sequence_parallel = config.tensor_parallel.sequence_parallel,
           .recompute = config.activation_checkpointing.granularity,
           .offloaded = searches_offload() ? offloaded_of(config.zero) : Offloaded::AsItIs,
+          .ep = config.expert_parallel.size,
           .time = {}};
 }
 
@@ -448,7 +462,9 @@ std::optional<Arrangement> Search::nearest_to_present() {
                     present.sequence_parallel.size,
                     narrow<int>(present.zero.stage),
                     present.tensor_parallel.sequence_parallel,
-                    {present.pipeline.schedule, present.pipeline.virtual_stages, present.pipeline.memory_limit}};
+                    {present.pipeline.schedule, present.pipeline.virtual_stages, present.pipeline.memory_limit},
+                    Offloaded::AsItIs,
+                    present.expert_parallel.size};
   std::set<std::string> same = {fmt::format("pipeline.schedule={}", schedule_name(present.pipeline.schedule)),
                                 fmt::format("pipeline.virtual_stages={}", present.pipeline.virtual_stages)};
   for (const Setting& s :
@@ -535,6 +551,7 @@ Config with_layers(Config c, i64 layers) {
   c.model.layers = layers;
   if (layer_by_layer) c.pipeline.virtual_stages = num_layers(c.model);
   if (c.model.sliding_window > 0) c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
+  if (c.model.experts.count > 0) c.model.experts.layers.resize(static_cast<size_t>(layers), true);
   return c;
 }
 

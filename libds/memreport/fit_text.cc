@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/json.h"
 #include "config/parallel.h"
 #include "ds/memreport.h"
@@ -23,11 +25,12 @@ std::string_view offloaded_name(Offloaded what) noexcept {
   return names[static_cast<size_t>(what)];
 }
 
-// offloads: with a column for what is offloaded.
-std::string row(const Arrangement& a, bool offloads) {
-  return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12.5g} {:>6.1f}\n",
-                     a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, schedule_of(a),
-                     granularity_name(a.recompute), a.sequence_parallel ? "yes" : "no",
+// offloads, experts: with a column for what is offloaded, for the ranks that share experts.
+std::string row(const Arrangement& a, bool offloads, bool experts) {
+  return fmt::format("{:>4} {:>4} {:>4} {:>5} {}{:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12.5g} {:>6.1f}\n",
+                     a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, experts ? fmt::format("{:>4} ", a.ep) : "", a.stage,
+                     a.micro, a.accumulation, schedule_of(a), granularity_name(a.recompute),
+                     a.sequence_parallel ? "yes" : "no",
                      offloads ? fmt::format("{:<11} ", offloaded_name(a.offloaded)) : "", bytes_text(a.device_bytes),
                      a.time.tokens_per_s, 100 * a.time.mfu);
 }
@@ -66,6 +69,7 @@ Json arrangement_json(const Arrangement& a) {
                {"bubble_fraction", a.time.bubble_fraction},
                {"keys", a.keys}};
   if (a.schedule == PipelineSchedule::ZeroBubbleV) json["memory_limit"] = a.memory_limit;
+  if (a.ep > 1) json["ep"] = a.ep;
   if (a.offloaded != Offloaded::AsItIs) json["offloaded"] = offloaded_name(a.offloaded);
   return json;
 }
@@ -75,10 +79,13 @@ Json largest_json(const LargestModel& m) { return {{"layers", m.layers}, {"param
 }  // namespace
 
 std::string text(const FitResult& r, const FitOptions& o) {
-  const bool offloads = !o.disk.empty();
+  const auto over_ranks = [](const Arrangement& a) { return a.ep > 1; };
+  const bool offloads = !o.disk.empty(), experts = std::ranges::any_of(r.fitting, over_ranks) ||
+                                                   (r.present && over_ranks(*r.present)) ||
+                                                   (r.nearest && over_ranks(*r.nearest));
   const std::string head =
-      fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12} {:>6}\n", "tp", "pp",
-                  "sp", "dp", "stage", "micro", "accum", "schedule", "recompute", "rows",
+      fmt::format("{:>4} {:>4} {:>4} {:>5} {}{:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12} {:>6}\n", "tp",
+                  "pp", "sp", "dp", experts ? "  ep " : "", "stage", "micro", "accum", "schedule", "recompute", "rows",
                   offloads ? "offloaded   " : "", "memory", "tokens/s", "MFU %");
   std::string out = o.world.ranks == 1
                         ? fmt::format("{} of memory on one rank", bytes_text(o.memory))
@@ -86,21 +93,21 @@ std::string text(const FitResult& r, const FitOptions& o) {
                                       o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s");
   out += fmt::format(": {} arrangement{} tried, {} fit\n\n", r.num_tried, r.num_tried == 1 ? "" : "s", r.num_fitting);
   if (r.present) {
-    out +=
-        fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present, offloads));
+    out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head,
+                       row(*r.present, offloads, experts));
   } else {
     out += "as it is: it cannot be\n";
     for (const std::string& why : r.why_not) out += fmt::format("  {}\n", printable(why));
   }
   if (r.nearest)
-    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest, offloads),
+    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest, offloads, experts),
                        lines(r.nearest->keys));
   if (r.fitting.empty()) {
     out += r.num_tried == 0 ? "\nnothing fits: neither the batch nor the model can be cut over so many ranks\n"
                             : "\nnothing fits: more ranks or more memory are needed\n";
   } else {
     out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
-    for (const Arrangement& a : r.fitting) out += row(a, offloads);
+    for (const Arrangement& a : r.fitting) out += row(a, offloads, experts);
     const Arrangement& first = r.fitting.front();
     out += fmt::format("\nfor the first of them\n{}", lines(first.keys));
     out += fmt::format(

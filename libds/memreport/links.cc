@@ -17,7 +17,8 @@ double steps_of(Collective collective, int ranks) {
     case Collective::AllReduce: return 2.0 * (ranks - 1);
     case Collective::ReduceScatter:
     case Collective::AllGather:
-    case Collective::AllToAll: return ranks - 1;
+    case Collective::AllToAll:
+    case Collective::AllToAllV: return ranks - 1;
     default: return 1;
   }
 }

@@ -220,6 +220,13 @@ i64 Model::num_active_params() const noexcept {
   return static_cast<i64>(std::llround(n));
 }
 
+i64 Model::counts_before(i64 layer) const noexcept {
+  i64 n = 0;
+  for (i64 l = 0; l < layer; ++l) n += layers[static_cast<size_t>(l)]->num_counts();
+  return n;
+}
+i64 Model::num_counts() const noexcept { return counts_before(std::ssize(layers)); }
+
 i64 Model::gradient_parts() const noexcept {
   i64 most = 1;
   for (const auto& layer : layers) most = std::max(most, layer->gradient_parts());

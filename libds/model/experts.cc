@@ -158,18 +158,20 @@ void Experts::route(const PassContext& ctx, RowViews params, TensorView all, con
   ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], s[kChosen], first_expert(), ctx.stream);
 }
 
-// Each rank of sp has the losses of all tokens of its sequences; one of them reports them.
-void Experts::add_losses(const PassContext& ctx, const LayerActs& own) const {
+// Counts tokens, and makes losses of them. Each rank of sp has the losses of all tokens of its sequences; one of them
+// reports them.
+void Experts::count(const PassContext& ctx, const LayerActs& own) const {
   const auto& s = own.saved;
-  ctx.ops.router_stats(s[kStats], s[kChosen], s[kScores], s[kLogits], ctx.targets, config_.router, losses(),
-                       ctx.stream);
+  const TensorView stats = s[kStats];
+  ctx.ops.router_stats(stats, s[kChosen], s[kScores], s[kLogits], ctx.targets, config_.router, losses(), ctx.stream);
   if (ctx.groups.shard.sp > 1) {
     ctx.groups[Axis::Sp]
-        .all_reduce(s[kStats].data, s[kStats].numel(), DType::F32, ReduceOp::Sum,
-                    message_text(Axis::Sp, Collective::AllReduce))
+        .all_reduce(stats.data, stats.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
         .wait();
   }
-  ctx.ops.router_loss(ctx.aux_loss, s[kScoreGrad], s[kStats], k(), losses(), ctx.stream);
+  ctx.ops.cast(ctx.counts.rows(0, E()), stats.rows(0, E()), ctx.stream);
+  if (!adds_loss()) return;
+  ctx.ops.router_loss(ctx.aux_loss, s[kScoreGrad], stats, k(), losses(), ctx.stream);
   if (ctx.groups.shard.sp_rank > 0) ctx.ops.scaled_sum(ctx.aux_loss, ctx.aux_loss, 0, 0, nullptr, ctx.stream);
 }
 
@@ -200,7 +202,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   }
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
-  if (ctx.mode == Mode::Train && adds_loss()) add_losses(ctx, own);
+  if (ctx.mode == Mode::Train) count(ctx, own);
   sort(ctx, rows, all, own);
   if (travels()) exchange_.agree(ctx, s[kAllOffsets]);
   for (i64 round = 0; round < exchange_.rounds(); ++round) {

@@ -23,6 +23,7 @@ class Experts final : public FeedForward {
 
   std::vector<Linear*> linears() override;
   std::vector<size_t> matrices() const override;
+  i64 num_counts() const noexcept override { return E(); }
   i64 gradient_parts() const noexcept override { return shard_.ep; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
@@ -53,7 +54,7 @@ class Experts final : public FeedForward {
   // The rows that the experts of this rank compute: their own order, or what has arrived in a round.
   TensorView offsets(const LayerActs& own) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
-  void add_losses(const PassContext& ctx, const LayerActs& own) const;
+  void count(const PassContext& ctx, const LayerActs& own) const;
   void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
   TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
   void to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;

@@ -22,6 +22,7 @@ class FeedForward {
   virtual std::vector<size_t> matrices() const = 0;
   virtual bool adds_loss() const noexcept { return false; }
   virtual i64 product_rows(i64 R) const noexcept { return R; }
+  virtual i64 num_counts() const noexcept { return 0; }
   virtual i64 gradient_parts() const noexcept { return 1; }
 
   // Declares the arrays, and appends them to acts.inner.

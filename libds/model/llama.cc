@@ -127,8 +127,9 @@ class LlamaBlock final : public Layer {
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool adds_gradients() const noexcept override { return true; }
   bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
+  i64 num_counts() const noexcept override { return mlp_->num_counts(); }
   i64 gradient_parts() const noexcept override { return mlp_->gradient_parts(); }
-  bool reads_tokens() const noexcept override { return mlp_->adds_loss(); }  // counts those that have a target
+  bool reads_tokens() const noexcept override { return mlp_->num_counts() > 0; }  // counts those that have a target
   i64 product_rows(i64 R) const noexcept override { return mlp_->product_rows(R); }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(attention_.window, G_, D_); }

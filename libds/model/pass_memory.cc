@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/pass_memory.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/check.h"
@@ -40,6 +41,11 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     losses = view(DType::F32, {R});
   }
   if (s.gradients && model.num_aux_losses() > 0) aux_loss = aux_grad = view(DType::F32, {1});
+  if (s.gradients) {
+    i64 most = 0;
+    for (const auto& layer : model.layers) most = std::max(most, layer->num_counts());
+    if (most > 0) counts = view(DType::F32, {most});
+  }
   if (model.layout != nullptr) {
     layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
     if (s.gradients) layout_queries = layout_keys;
@@ -137,7 +143,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.token_types = m.token_types;
   ctx.losses = m.losses;
   ctx.head_weight_grad = m.head_weight_grad;
-  if (pass.mode == Mode::Train) ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad;
+  if (pass.mode == Mode::Train) ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad, ctx.counts = m.counts;
   return ctx;
 }
 

@@ -37,6 +37,8 @@ class DroppingBlock final : public Layer {
   i64 tokens(i64 T) const noexcept override { return std::min(T, dropping_.kept); }
   i64 product_rows(i64 R) const noexcept override { return block_->product_rows(R); }
   bool adds_loss() const noexcept override { return block_->adds_loss(); }
+  i64 num_counts() const noexcept override { return block_->num_counts(); }
+  i64 gradient_parts() const noexcept override { return block_->gradient_parts(); }
   bool adds_gradients() const noexcept override { return block_->adds_gradients(); }
 
   LayerActs plan(ActivationPlanner& p, const PlannedPass& pass) const override {

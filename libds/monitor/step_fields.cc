@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <array>
+#include <limits>
+#include <string>
 
 #include "ds/step_record.h"
 
@@ -46,6 +49,34 @@ Value offload(const StepRecord& r) {
   if (const std::optional<double> hidden = r.offload->hidden()) all.emplace_back("hidden", *hidden);
   if (r.offload->to_host_bytes) all.emplace_back("to_host_bytes", *r.offload->to_host_bytes);
   if (r.offload->to_device_bytes) all.emplace_back("to_device_bytes", *r.offload->to_device_bytes);
+  return all;
+}
+
+// The loads of experts, as multiples of the mean of their layer, and how many got no token.
+Value experts(const StepRecord& r) {
+  if (r.experts.empty()) return {};
+  double most = 0, least = std::numeric_limits<double>::infinity();
+  i64 unused = 0;
+  for (const ExpertTokens& layer : r.experts) {
+    i64 sum = 0;
+    for (const i64 n : layer.tokens) sum += n;
+    const double mean = static_cast<double>(std::max<i64>(sum, 1)) / static_cast<double>(layer.tokens.size());
+    for (const i64 n : layer.tokens) {
+      most = std::max(most, static_cast<double>(n) / mean);
+      least = std::min(least, static_cast<double>(n) / mean);
+      unused += n == 0 ? 1 : 0;
+    }
+  }
+  return Named{{"largest_load", most}, {"smallest_load", least}, {"unused", unused}};
+}
+
+Value expert_tokens(const StepRecord& r) {
+  if (r.experts.empty()) return {};
+  Named all;
+  for (const ExpertTokens& layer : r.experts) {
+    for (size_t e = 0; e < layer.tokens.size(); ++e)
+      all.emplace_back(std::string(layer.layer).append(".").append(std::to_string(e)), layer.tokens[e]);
+  }
   return all;
 }
 
@@ -133,6 +164,13 @@ constexpr std::array kFields = {
               .metric = "outer_grad_norm",
               .help = "Norm of what the steps of workers have made of parameters."},
     StepField{.name = step_field::kOffload, .value = offload},
+    StepField{.name = step_field::kExperts,
+              .value = experts,
+              .curve = "experts/",
+              .metric = "experts",
+              .help = "Loads of experts in the last step, of the mean of their layer, and experts without tokens.",
+              .label = "of"},
+    StepField{.name = step_field::kExpertTokens, .value = expert_tokens},
 };
 
 }  // namespace

@@ -44,7 +44,7 @@ void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan
   if (plan.fused) tally_layers(later, model, plan, true);
 }
 
-// The losses of each micro-batch, in a rank's own sums: of the head, and of layers that add one.
+// The losses of each micro-batch, in a rank's own sums: of the head, and of layers that add one; and tokens of experts.
 void tally_losses(StepWork& work, const model::Model& model, const RunPlan& plan) {
   const auto add = [&](size_t chunk, i64 losses) {
     double sum = 0;
@@ -54,9 +54,19 @@ void tally_losses(StepWork& work, const model::Model& model, const RunPlan& plan
     counting_ops().sum(TensorView::of(&sum, DType::F64, {1}), TensorView::of(&each, DType::F32, {losses}), 1, stream);
     work.chunks[chunk].gradients.add(once, plan.micro_batches);
   };
+  const auto count = [&](size_t chunk, i64 experts) {
+    if (experts == 0) return;
+    float sums = 0, tokens = 0;
+    OpTally once;
+    Stream stream{.native = &once};
+    const TensorView of_micro = TensorView::of(&tokens, DType::F32, {experts});
+    counting_ops().fold(TensorView::of(&sums, DType::F32, {experts}), {&of_micro, 1}, true, stream);
+    work.chunks[chunk].gradients.add(once, plan.micro_batches);
+  };
   for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
     const pipeline::Chunk& chunk = plan.stage.chunks[c].chunk;
     for (i64 n = model.aux_losses_before(chunk.begin); n < model.aux_losses_before(chunk.end); ++n) add(c, 1);
+    for (i64 l = chunk.begin; l < chunk.end; ++l) count(c, model.layers[static_cast<size_t>(l)]->num_counts());
   }
   if (plan.projects) add(plan.stage.chunks.size() - 1, plan.B * plan.T);
 }

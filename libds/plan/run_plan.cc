@@ -68,6 +68,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.T = plan.sequence_length / mesh.sp;
   plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
   plan.aux_losses = model.num_aux_losses();
+  plan.expert_counts = model.num_counts();
   plan.use = config.use;
   // Evaluation keeps as many batches under way as a pipeline has use for.
   plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;

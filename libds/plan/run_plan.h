@@ -123,6 +123,7 @@ struct RunPlan : update::UpdatePlan {
   i64 sequence_length = 0;              // of whole sequences
   i64 stream_shares = 1;                // ranks that share the rows of the residual stream
   i64 aux_losses = 0;                   // layers of the model that add a loss
+  i64 expert_counts = 0;                // experts of all layers of the model, whose tokens are counted
   bool reduce_each_micro = false;       // "micro" order
   bool fused = false;                   // layers add to sums of gradients (fuses_gradients)
   i64 update_number = 1;                // of the step that is counted, the last one
@@ -152,7 +153,9 @@ struct RunPlan : update::UpdatePlan {
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
   // The losses that all ranks with the same parameters have in a step.
-  update::LossCounts loss_counts() const noexcept { return {zero::num_shards(mesh), micro_batches, aux_losses}; }
+  update::LossCounts loss_counts() const noexcept {
+    return {zero::num_shards(mesh), micro_batches, aux_losses, expert_counts};
+  }
 };
 
 // `model`: of model::shard_of(), after optim::freeze_groups(); it must outlive the plan. `device`: where it runs, not

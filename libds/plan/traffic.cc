@@ -229,6 +229,14 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
     pp.all_reduce(nullptr, plan.loss_counts().aux(), DType::I64, ReduceOp::Sum, kStatsText);
     calls.up.add(pp.largest());
   }
+  if (plan.trains() && plan.expert_counts > 0) {
+    CountingCommunicator dp(zero::shard_rank(plan.mesh, plan.coord), zero::num_shards(plan.mesh));
+    dp.all_reduce(nullptr, plan.expert_counts, DType::F32, ReduceOp::Sum, kStatsText);
+    calls.axes[Axis::Dp].add(dp.size(), dp.largest());
+    CountingCommunicator pp(plan.coord.pp, plan.mesh.pp);
+    pp.all_reduce(nullptr, plan.expert_counts, DType::F32, ReduceOp::Sum, kStatsText);
+    calls.up.add(pp.largest());
+  }
   if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
   for (const i64 numbers : update.saved_numbers()) calls.world.add({.combined_bytes = numbers * 8});
   if (evaluates(config)) calls.world.add({.combined_bytes = kEvaluation});

@@ -517,6 +517,11 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
         double* const to = micro.aux_losses + model_->aux_losses_before(call.layer);
         ctx.ops.sum(TensorView::of(to, DType::F64, {1}), ctx.aux_loss, 1, stream_);
       }
+      if (const i64 n = layer.num_counts(); n > 0 && instr.op == Op::Forward) {
+        const TensorView counts = ctx.counts.rows(0, n);
+        ctx.ops.fold(TensorView::of(micro.expert_tokens + model_->counts_before(call.layer), DType::F32, {n}),
+                     {&counts, 1}, true, stream_);
+      }
       break;
     }
     case LayerCall::Kind::BackwardInput: {

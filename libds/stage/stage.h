@@ -19,10 +19,11 @@ namespace ds::stage {
 // Inputs of a training pass of a micro-batch besides its tokens.
 struct MicroBatch {
   RngKey dropout_key{};
-  float loss_grad = 1;           // d(scaled total)/d(token loss)
-  double per_token = 1;          // weight of one token's loss in the micro-batch's loss
-  double* loss = nullptr;        // in device memory; receives the micro-batch's loss
-  double* aux_losses = nullptr;  // likewise; those of the model's layers that add one (Layer::adds_loss)
+  float loss_grad = 1;             // d(scaled total)/d(token loss)
+  double per_token = 1;            // weight of one token's loss in the micro-batch's loss
+  double* loss = nullptr;          // in device memory; receives the micro-batch's loss
+  double* aux_losses = nullptr;    // likewise; those of the model's layers that add one (Layer::adds_loss)
+  float* expert_tokens = nullptr;  // likewise; those of all layers, to which the micro-batch's are added
 };
 
 class DeviceLink final : public model::HostLink {

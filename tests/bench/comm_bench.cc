@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <vector>
 
 #include "comm/make_communicator.h"
 #include "device/device.h"
@@ -24,11 +25,35 @@ namespace {
 using namespace ds;
 using Clock = std::chrono::steady_clock;
 
-// n bytes in all; `data` and `more` have that many.
+// Slices as in ds-commbench: a rank sends n bytes in all, in proportion to 1 + (from + to) % 3.
+struct Uneven {
+  Uneven(int rank, int ranks, i64 n) {
+    for (int q = 0; q < ranks; ++q) {
+      add(out, counts_out, places_out, share(rank, q, ranks, n));
+      add(in, counts_in, places_in, share(q, rank, ranks, n));
+    }
+  }
+  static i64 share(int from, int to, int ranks, i64 n) {
+    i64 sum = 0;
+    for (int q = 0; q < ranks; ++q) sum += 1 + (from + q) % 3;
+    return n * (1 + (from + to) % 3) / sum;
+  }
+  static void add(std::vector<AllToAllSlice>& slices, std::vector<int>& counts, std::vector<int>& places, i64 bytes) {
+    const i64 begin = slices.empty() ? 0 : slices.back().offset + slices.back().bytes;
+    slices.push_back({begin, bytes});
+    counts.push_back(static_cast<int>(bytes));
+    places.push_back(static_cast<int>(begin));
+  }
+  std::vector<AllToAllSlice> out, in;
+  std::vector<int> counts_out, places_out, counts_in, places_in;
+};
+
+// n bytes in all; `data` has that many, and `more` half as many again, for uneven slices.
 struct Way {
   Communicator* shm;
   float *data, *more;
   i64 n;
+  Uneven uneven;
 };
 
 struct Operation {
@@ -72,6 +97,13 @@ const Operation kOperations[] = {
        MPI_Alltoall(w.data, slice, MPI_FLOAT, w.more, slice, MPI_FLOAT, MPI_COMM_WORLD);
      },
      [](int) { return 2.0; }},
+    {"all_to_allv", [](const Way& w) { w.shm->all_to_allv(w.data, w.uneven.out, w.more, w.uneven.in, "bench").wait(); },
+     [](const Way& w) {
+       const Uneven& u = w.uneven;
+       MPI_Alltoallv(w.data, u.counts_out.data(), u.places_out.data(), MPI_BYTE, w.more, u.counts_in.data(),
+                     u.places_in.data(), MPI_BYTE, MPI_COMM_WORLD);
+     },
+     [](int) { return 2.0; }},
 };
 
 double seconds(const std::function<void()>& f) {
@@ -106,8 +138,8 @@ int main(int argc, char** argv) {
   auto shm = make_shm_communicator(fmt::format("bench-{:016x}", job), mpi->rank(), P, {.progress_thread = false});
   MemoryLedger ledger;
   const Buffer shared = shm->allocate(ledger, Tag::Buckets, largest),
-               other = shm->allocate(ledger, Tag::Buckets, largest), own(ledger, Tag::Buckets, largest),
-               second(ledger, Tag::Buckets, largest);
+               other = shm->allocate(ledger, Tag::Buckets, largest * 3 / 2), own(ledger, Tag::Buckets, largest),
+               second(ledger, Tag::Buckets, largest * 3 / 2);
   for (const Buffer* b : {&shared, &other, &own, &second}) std::ranges::fill(b->as<float>(), 1.0f);
   const bool speaks = mpi->rank() == 0;
   const double bandwidth = copy_bandwidth(*shm, own.as<float>().data(), second.as<float>().data(), largest);
@@ -123,8 +155,9 @@ int main(int argc, char** argv) {
     for (i64 bytes = 8; bytes <= largest; bytes *= bytes < (1 << 20) ? 8 : 4) {
       const i64 n = bytes / (4 * P) * 4 * P;
       if (n == 0) continue;
-      const Way in_place{shm.get(), shared.as<float>().data(), other.as<float>().data(), n};
-      const Way ordinary{shm.get(), own.as<float>().data(), second.as<float>().data(), n};
+      const Uneven uneven(shm->rank(), P, n);
+      const Way in_place{shm.get(), shared.as<float>().data(), other.as<float>().data(), n, uneven};
+      const Way ordinary{shm.get(), own.as<float>().data(), second.as<float>().data(), n, uneven};
       const std::array<std::function<void()>, 3> ways = {[&] { op.ours(in_place); }, [&] { op.ours(ordinary); },
                                                          [&] { op.theirs(ordinary); }};
       const int inner = n <= 4096 ? 100 : n <= (64 << 10) ? 20 : 1;

@@ -81,6 +81,12 @@ class DelayedCommunicator final : public Communicator {
   Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) override {
     return late(inner_->all_to_all(source, target, slice_bytes, tag), (size() - 1) * slice_bytes);
   }
+  Ticket all_to_allv(const void* source, std::span<const AllToAllSlice> slices_out, void* target,
+                     std::span<const AllToAllSlice> slices_in, std::string_view tag) override {
+    i64 bytes = -slices_out[rank()].bytes;
+    for (const AllToAllSlice& s : slices_out) bytes += s.bytes;
+    return late(inner_->all_to_allv(source, slices_out, target, slices_in, tag), bytes);
+  }
   Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) override {
     return late(inner_->gather(source, target, slice_bytes, root, tag), (size() - 1) * slice_bytes);
   }

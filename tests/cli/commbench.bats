@@ -59,14 +59,14 @@ refuses() {
   for backend in shm mpi; do
     bench 2 --op all -b 1000 -e 1000 --backend "$backend"
     [[ $output == *"Out of bounds values : 0 OK"* ]]
-    for op in all_reduce reduce_scatter all_gather broadcast reduce all_to_all gather scatter sendrecv sendrecv_pairs \
-      latency bandwidth barrier zero_step overlap; do
+    for op in all_reduce reduce_scatter all_gather broadcast reduce all_to_all all_to_allv gather scatter sendrecv \
+      sendrecv_pairs latency bandwidth barrier zero_step overlap; do
       assert_line "# $op"
     done
-    assert_equal "$(rows | wc -l)" 15
+    assert_equal "$(rows | wc -l)" 16
     refute_line --partial "left out"
     bench 3 --op all -b 1K -e 70K -f 70 --backend "$backend" --dtype bfloat16
-    assert_equal "$(rows | wc -l)" 29
+    assert_equal "$(rows | wc -l)" 31
     [[ $output == *"Out of bounds values : 0 OK"* ]]
   done
 }
@@ -75,7 +75,7 @@ refuses() {
   run -0 --separate-stderr timeout 60 ds-launch -n 4 bash -c '
     LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec ds-commbench --op all -b 1000 -e 1000 -n 2 --backend shm+mpi'
   [[ $output == *"Out of bounds values : 0 OK"* ]]
-  assert_equal "$(rows | wc -l)" 15
+  assert_equal "$(rows | wc -l)" 16
   run -0 --separate-stderr timeout 60 ds-launch -n 4 bash -c '
     LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec ds-commbench --op all_reduce -b 64K -e 64K -n 2 \
       --backend shm+mpi --compare mpi'

@@ -43,6 +43,13 @@ std::unique_ptr<Communicator> compose(double timeout_s) {
   return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2, 0, {.timeout_s = timeout_s});
 }
 
+void exchange_until_killed(Communicator& c) {
+  for (int salt = 0;; ++salt) {
+    if (salt == 20 && c.rank() == 2) kill(getpid(), SIGKILL);
+    test::exercise_all_to_allv(c, {}, salt % 2 == 0 ? 1 << 20 : 100, salt);
+  }
+}
+
 // The programs of the ranks, by name.
 const std::map<std::string, void (*)()> kPrograms = {
     {"exercise",
@@ -99,6 +106,26 @@ const std::map<std::string, void (*)()> kPrograms = {
        } else {
          c->all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "even").wait();
        }
+     }},
+    {"slices",
+     [] {
+       auto c = make_mpi_communicator({.timeout_s = 20});
+       std::vector<std::byte> x(300), y(300);
+       const std::vector<AllToAllSlice> out(3, {0, 50});
+       std::vector<AllToAllSlice> in = {{0, 50}, {50, 50}, {100, 50}};
+       if (c->rank() == 2) in[1].bytes = 0;
+       c->all_to_allv(x.data(), out, y.data(), in, "t").wait();
+     }},
+    {"killed_uneven", [] { exchange_until_killed(*make_mpi_communicator({.timeout_s = 20})); }},
+    {"composed_killed_uneven", [] { exchange_until_killed(*compose(20)); }},
+    {"composed_slices",
+     [] {
+       auto c = compose(20);
+       std::vector<std::byte> x(400), y(400);
+       const std::vector<AllToAllSlice> out(4, {0, 50});
+       std::vector<AllToAllSlice> in = {{0, 50}, {50, 50}, {100, 50}, {150, 50}};
+       if (c->rank() == 2) in[1].bytes = 0;
+       c->all_to_allv(x.data(), out, y.data(), in, "t").wait();
      }},
     {"abort",
      [] {
@@ -365,6 +392,21 @@ TEST_F(CommMpi, TheLastCommunicatorFinalises) { EXPECT_EQ(run("twice", 2), 0); }
 TEST_F(CommMpi, MismatchedCallsAreAnErrorOnAllRanks) {
   EXPECT_NE(run("mismatch", 3), 0);
   for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr("rank 1 calls broadcast \"odd\""));
+}
+
+TEST_F(CommMpi, MismatchedSlicesNameBothRanksAndSizesOnAllRanks) {
+  for (const auto& [program, ranks] : {std::pair{"slices", 3}, {"composed_slices", 4}}) {
+    EXPECT_NE(run(program, ranks), 0);
+    for (int r = 0; r < ranks; ++r) {
+      EXPECT_THAT(story(r), HasSubstr(" 1: sizes do not match: rank 1 sends 50 bytes to rank 2, which expects 0"));
+      std::filesystem::remove(stories_ / std::to_string(r));
+    }
+  }
+}
+
+TEST_F(CommMpi, TheDeathOfARankInAnUnevenExchangeEndsTheJob) {
+  EXPECT_EQ(run("killed_uneven", 3), 137);
+  EXPECT_EQ(run("composed_killed_uneven", 4), 137);
 }
 
 TEST_F(CommMpi, AnAbortReachesThePeersWithItsReason) {

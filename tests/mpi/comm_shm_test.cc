@@ -157,6 +157,37 @@ TEST_F(CommShm, AKilledRankIsNamedSoon) {
   EXPECT_LT(Clock::now() - start, 10s);  // of a timeout of 20 s
 }
 
+// Large slices of one call and small ones of the next, of sizes that change.
+TEST_F(CommShm, ARankKilledInAnUnevenExchangeIsNamedSoon) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    MemoryLedger ledger;
+    const Buffer shared = c->allocate(ledger, Tag::Params, i64{8} << 20);
+    for (int salt = 0;; ++salt) {
+      test::exercise_all_to_allv(*c, salt % 2 == 0 ? shared.as<std::byte>() : std::span<std::byte>(), 1 << 20, salt);
+      test::exercise_all_to_allv(*c, {}, 100, salt);
+    }
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(1, SIGKILL);
+  const auto start = Clock::now();
+  for (int r : {0, 2}) EXPECT_THAT(ranks.story(r), HasSubstr(error_story(Errc::Comm, 1) + "rank 1 died"));
+  EXPECT_LT(Clock::now() - start, 10s);  // of a timeout of 20 s
+}
+
+TEST_F(CommShm, MismatchedSlicesNameBothRanksAndSizes) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    std::vector<std::byte> x(300), y(300);
+    std::vector<AllToAllSlice> out(3, {0, 50}), in = {{0, 50}, {50, 50}, {100, 50}};
+    if (r == 2) in[1].bytes = 0;
+    c->all_to_allv(x.data(), out, y.data(), in, "t").wait();
+  });
+  for (int r = 0; r < 3; ++r)
+    EXPECT_THAT(ranks.story(r), HasSubstr(error_story(Errc::Comm, 1) +
+                                          "sizes do not match: rank 1 sends 50 bytes to rank 2, which expects 0"));
+}
+
 TEST_F(CommShm, AKilledRankIsNoticedByWhoOnlyLooks) {
   Ranks ranks(2, [&](int r) {
     auto c = join(r, 2);

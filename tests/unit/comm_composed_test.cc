@@ -82,6 +82,7 @@ TEST(ComposedComm, LargeOperationsGoInRounds) {
       test::exercise_gather_and_scatter(c, 5'000'001, root, 9);
     }
     test::exercise_all_to_all(c, 1'500'001, 10);
+    test::exercise_all_to_allv(c, {}, 3'000'001, 12);
     test::exercise_ring(c, 1'000'001, 11);
     EXPECT_LE(c.staging_bytes(), i64{64} << 20);
   });
@@ -151,6 +152,23 @@ TEST(ComposedComm, AMismatchIsReportedOnAllNodes) {
     EXPECT_THAT(m, HasSubstr("calls do not match"));
 }
 
+// Within a node and between nodes.
+TEST(ComposedComm, MismatchedSlicesNameBothRanksAndSizesOnAllNodes) {
+  for (const auto& [from, to] : {std::pair{1, 0}, {0, 3}, {2, 2}}) {
+    const auto messages = messages_of(2, 2, 20, [&](Communicator& c) {
+      std::vector<std::byte> x(4000), y(4000);
+      std::vector<AllToAllSlice> out(4), in(4);
+      for (int q = 0; q < 4; ++q) out[q] = in[q] = {q * 1000, 600};
+      if (c.rank() == to) in[from].bytes = 500;
+      c.all_to_allv(x.data(), out, y.data(), in, "t").wait();
+    });
+    for (const std::string& m : messages)
+      EXPECT_EQ(m, fmt::format("sizes do not match: rank {} sends 600 bytes to rank {}, which expects 500, in "
+                               "all_to_allv \"t\" [{}]",
+                               from, to, from));
+  }
+}
+
 // Nobody's neighbour calls what it calls.
 TEST(ComposedComm, AMismatchThatGoesInACircleIsReportedToo) {
   for (const std::string& m : messages_of(2, 2, 20, [](Communicator& c) {
@@ -193,6 +211,24 @@ TEST(ComposedComm, AnAbsentRankIsNamedOnAllNodes) {
       if (c.rank() == absent) std::this_thread::sleep_for(2500ms);
       const ReduceScatterSegment s{x.data(), x.data() + c.rank() * 1'000'000, 1'000'000};
       c.reduce_scatter({&s, 1}, DType::F32, false, "t").wait();
+    });
+    for (const std::string& m : messages)
+      EXPECT_THAT(m, AllOf(HasSubstr(fmt::format("rank {} did not arrive within", absent)),
+                           HasSubstr(fmt::format("[{}]", absent))));
+  }
+}
+
+// In its node, and on the way to others.
+TEST(ComposedComm, ARankThatIsAbsentFromAnUnevenExchangeIsNamedOnAllNodes) {
+  for (int absent : {0, 3}) {
+    const auto messages = messages_of(2, 2, 1, [&](Communicator& c) {
+      std::vector<std::byte> x(4'000'000), y(x.size());
+      std::vector<AllToAllSlice> slices(4);
+      for (int q = 0; q < 4; ++q) slices[q] = {q * 1'000'000, 100'000 * (c.rank() + q)};
+      for (int i = 0; i < 3; ++i) {
+        if (i == 2 && c.rank() == absent) std::this_thread::sleep_for(2500ms);
+        c.all_to_allv(x.data(), slices, y.data(), slices, "t").wait();
+      }
     });
     for (const std::string& m : messages)
       EXPECT_THAT(m, AllOf(HasSubstr(fmt::format("rank {} did not arrive within", absent)),

@@ -113,6 +113,10 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     c.broadcast(x.data(), 1600, 1, "dp.broadcast").wait();
     std::vector<float> y(400);
     c.all_to_all(x.data(), y.data(), 400, "dp.all_to_all").wait();
+    std::vector<AllToAllSlice> out, in;  // 4 (p + q) bytes from p to q
+    for (int q = 0; q < 4; ++q) out.push_back({100 * q, 4 * (c.rank() + q)});
+    in = out;
+    c.all_to_allv(x.data(), out, y.data(), in, "ep.all_to_allv").wait();
     c.reduce(x.data(), 400, DType::F32, ReduceOp::Sum, 2, "dp.reduce").wait();
     c.gather(x.data(), y.data(), 400, 3, "dp.gather").wait();
     c.scatter(x.data(), y.data(), 400, 3, "dp.scatter").wait();
@@ -125,6 +129,7 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     EXPECT_EQ(counts.at("tp.all_reduce").bytes, 2 * 3 * 2 * 799 / 4);
     EXPECT_EQ(counts.at("dp.broadcast").bytes, c.rank() == 1 ? 3 * 1600 : 0);
     EXPECT_EQ(counts.at("dp.all_to_all").bytes, 3 * 400);
+    EXPECT_EQ(counts.at("ep.all_to_allv").bytes, 4 * (4 * c.rank() + 6) - 8 * c.rank());  // without its own
     EXPECT_EQ(counts.at("dp.reduce").bytes, c.rank() == 2 ? 3 * 400 : 1600);
     EXPECT_EQ(counts.at("dp.gather").bytes, c.rank() == 3 ? 0 : 400);
     EXPECT_EQ(counts.at("dp.scatter").bytes, c.rank() == 3 ? 3 * 400 : 0);
@@ -157,11 +162,17 @@ TEST(Comm, SteadyStateAllocatesNothing) {
     double verdict = 1;
     const std::vector<ReduceScatterSegment> rs = {{x.data(), shard.data(), 100}, {x.data() + 200, shard.data(), 29900}};
     const AllGatherSegment ag{x.data(), 30000 * 4};
+    std::vector<float> y(x.size());
+    std::vector<AllToAllSlice> slices(2);
+    i64 turn = 0;
     const auto step = [&] {
       for (int bucket = 0; bucket < 8; ++bucket) {
         Ticket t = c.reduce_scatter(rs, DType::F32, false, "dp.reduce_scatter");
         c.all_gather({&ag, 1}, "dp.all_gather").wait();
         t.wait();
+        slices[0] = {0, 4 * (++turn * 7919 % 20000)};
+        slices[1] = {slices[0].bytes, slices[0].bytes};
+        c.all_to_allv(x.data(), slices, y.data(), slices, "ep.all_to_allv").wait();
       }
       c.all_reduce(&verdict, 1, DType::F64, ReduceOp::Max, "dp.all_reduce").wait();
       c.barrier("dp.barrier");
@@ -262,6 +273,54 @@ TEST(CommFailure, MismatchedMessageLengthIsAnError) {
       EXPECT_EQ(e.rank(), 0);
       EXPECT_THAT(e.what(), HasSubstr("sends 100 bytes where rank 1 receives 96"));
     }
+  });
+}
+
+// From each rank to each other, and to itself, in staging and in place.
+TEST(CommFailure, MismatchedSlicesNameBothRanksAndSizesOnAllRanks) {
+  for (const i64 bytes : {i64{40}, i64{300'000}}) {
+    for (int from = 0; from < 3; ++from) {
+      for (int to = 0; to < 3; ++to) {
+        run_threads(3, options(), [&](Communicator& c) {
+          c.barrier("first");
+          std::vector<std::byte> x(1'000'000), y(x.size());
+          std::vector<AllToAllSlice> out(3), in(3);
+          for (int q = 0; q < 3; ++q) out[q] = in[q] = {q * bytes, bytes};
+          if (c.rank() == to) --in[from].bytes;
+          const Error e = error_of([&] { c.all_to_allv(x.data(), out, y.data(), in, "ep.all_to_allv").wait(); });
+          EXPECT_EQ(e.code(), Errc::Comm);
+          EXPECT_EQ(e.rank(), from);
+          EXPECT_EQ(std::string(e.what()),
+                    fmt::format("sizes do not match: rank {} sends {} bytes to rank {}, which expects {}, in "
+                                "all_to_allv \"ep.all_to_allv\"",
+                                from, bytes, to, bytes - 1));
+          EXPECT_EQ(error_of([&] { c.barrier("later"); }).code(), Errc::Comm);
+        });
+      }
+    }
+  }
+}
+
+// Sizes that are only exchanged between pairs, so that sums of sizes agree.
+TEST(CommFailure, SlicesInTheWrongOrderAreAMismatch) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<std::byte> x(100), y(100);
+    const std::vector<AllToAllSlice> out = {{0, 8}, {8, 16}}, in = {{0, 16}, {16, 8}};
+    const Error e = error_of([&] { c.all_to_allv(x.data(), out, y.data(), in, "t").wait(); });
+    EXPECT_THAT(e.what(), HasSubstr("rank 0 sends 8 bytes to rank 0, which expects 16"));
+  });
+}
+
+TEST(CommFailure, AnotherExchangeIsAMismatch) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<std::byte> x(100), y(100);
+    const std::vector<AllToAllSlice> even = {{0, 8}, {8, 8}};
+    const Error e = error_of([&] {
+      (c.rank() == 0 ? c.all_to_all(x.data(), y.data(), 8, "t") : c.all_to_allv(x.data(), even, y.data(), even, "t"))
+          .wait();
+    });
+    EXPECT_THAT(e.what(), HasSubstr("rank 0 calls all_to_all \"t\" (call 1, 1 segments, 8 bytes per slice, u8), rank 1 "
+                                    "calls all_to_allv \"t\" (call 1)"));
   });
 }
 
@@ -381,6 +440,9 @@ TEST(CommFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
             std::vector<float> x(400000), shard(200000);
             const ReduceScatterSegment s{x.data(), shard.data(), 200000};
             c->reduce_scatter({&s, 1}, DType::F32, false, "t").wait();
+            const std::vector<AllToAllSlice> halves = {{0, 400000}, {400000, 400000}};
+            std::vector<float> sent(200000), received(200000);
+            c->all_to_allv(sent.data(), halves, received.data(), halves, "t").wait();
           }
         } catch (const Error& e) {
           EXPECT_EQ(e.rank(), i % 2);

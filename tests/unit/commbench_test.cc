@@ -88,6 +88,7 @@ TEST(CommbenchSizes, RoundDownAsInNcclTests) {
   EXPECT_EQ(size_and_count("all_gather", 1000, DType::F32, 3), std::pair(i64{960}, i64{80}));
   EXPECT_EQ(size_and_count("reduce_scatter", 1000, DType::BF16, 2), std::pair(i64{992}, i64{248}));
   EXPECT_EQ(size_and_count("all_to_all", 1 << 20, DType::F64, 4), std::pair(i64{1} << 20, i64{32768}));
+  EXPECT_EQ(size_and_count("all_to_allv", 1 << 20, DType::F64, 4), std::pair(i64{1} << 20, i64{32768}));
   EXPECT_EQ(size_and_count("gather", 100, DType::I8, 3), std::pair(i64{96}, i64{32}));
   EXPECT_EQ(size_and_count("scatter", 16, DType::F32, 2), std::pair(i64{0}, i64{0}));
   EXPECT_EQ(size_and_count("sendrecv", 1003, DType::F32, 2), std::pair(i64{1000}, i64{250}));
@@ -97,6 +98,31 @@ TEST(CommbenchSizes, RoundDownAsInNcclTests) {
               ElementsAre(4, 8, 16));  // 8 and 16 leave nothing
 }
 
+// A rank sends its size and receives less than a slice more than that, for which targets have room.
+TEST(CommbenchSizes, UnevenSharesAreOfTheSize) {
+  for (int P = 1; P <= 40; ++P) {
+    const i64 count = 1000;
+    for (int p = 0; p < P; ++p) {
+      i64 sent = 0, received = 0, least = P * count, most = 0;
+      for (int q = 0; q < P; ++q) {
+        const Share out = uneven_share(P, p, q, count);
+        EXPECT_EQ(out.first, sent);
+        sent += out.count;
+        received += uneven_share(P, q, p, count).count;
+        least = std::min(least, out.count);
+        most = std::max(most, out.count);
+      }
+      EXPECT_LE(sent, P * count);
+      EXPECT_GT(sent, P * count - P);
+      EXPECT_LE(received, P * count + count);
+      EXPECT_LE(4 * received, target_bytes(4 * P * count, P));
+      if (P >= 3) EXPECT_NEAR(static_cast<double>(most) / static_cast<double>(least), 3, 0.02);
+    }
+  }
+  EXPECT_EQ(uneven_share(2, 0, 1, 300).count, 400);
+  EXPECT_EQ(uneven_share(2, 1, 0, 300).count, 240);
+}
+
 TEST(CommbenchFactors, AreThoseOfNcclTests) {
   for (const int P : {1, 2, 3, 8}) {
     const double own = static_cast<double>(P - 1) / P;
@@ -104,6 +130,7 @@ TEST(CommbenchFactors, AreThoseOfNcclTests) {
                                                                                   {"reduce_scatter", own},
                                                                                   {"all_gather", own},
                                                                                   {"all_to_all", own},
+                                                                                  {"all_to_allv", own},
                                                                                   {"gather", own},
                                                                                   {"scatter", own},
                                                                                   {"broadcast", 1},

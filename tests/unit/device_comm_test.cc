@@ -114,6 +114,17 @@ TEST(DeviceComm, SelfPassesTheExercise) {
   EXPECT_STREQ(e.what(), "rank 0 gave up: enough");
 }
 
+TEST(DeviceComm, SelfComparesSizes) {
+  const auto device = make_cpu_device(*cpu_ops(), 1);
+  const auto c = make_device_self_communicator({.device = device.get()});
+  std::array<std::byte, 8> x{}, y{};
+  const AllToAllSlice out{0, 8}, in{0, 4};
+  const Error e = error_of([&] { c->all_to_allv(x.data(), {&out, 1}, y.data(), {&in, 1}, "t"); });
+  EXPECT_EQ(e.code(), Errc::Comm);
+  EXPECT_THAT(e.what(), HasSubstr("rank 0 sends 8 bytes to rank 0, which expects 4"));
+  EXPECT_EQ(error_of([&] { c->barrier("t"); }).code(), Errc::Comm);
+}
+
 class DeviceComms : public ::testing::TestWithParam<std::tuple<const char*, int>> {
  protected:
   std::string_view backend() const { return std::get<0>(GetParam()); }
@@ -144,6 +155,9 @@ TEST_P(DeviceComms, CountWhatAHostCommunicatorCounts) {
     c.all_reduce(x.data(), 7, DType::BF16, ReduceOp::Sum, "c").wait();
     c.broadcast(x.data(), 400, P - 1, "d").wait();
     c.all_to_all(x.data(), y.data(), 400, "e").wait();
+    std::vector<AllToAllSlice> slices;
+    for (int q = 0; q < P; ++q) slices.push_back({400 * q, 40 * (c.rank() + q)});
+    c.all_to_allv(x.data(), slices, y.data(), slices, "g").wait();
     if (P > 1) test::exercise_ring(c, 10, 0);
     c.barrier("f");
     return c.counts();
@@ -181,6 +195,7 @@ TEST_P(EachDeviceComm, LargeBucketsGoInRounds) {
     EXPECT_GE(c.staging_bytes(), i64{30} << 20);
     test::exercise_reduce_scatter(c, {}, {9'000'001}, DType::F32, false, true, 2);
     test::exercise_all_gather(c, {}, {5'000'001}, 3);
+    test::exercise_all_to_allv(c, {}, 14'000'001, 5);
     test::exercise_reduction<float>(c, 5'000'003, ReduceOp::Sum, -1, 4);
   });
 }
@@ -234,7 +249,9 @@ void expect_no_allocation(std::string_view backend) {
   inside_nccl = of_test_nccl<bool (*)()>("ds_test_nccl_inside");
   run_ranks(backend, 2, 20, [&](Communicator& c, Communicator&) {
     std::vector<float> x(2 * 30000), shard(30000);
-    i64 verdict = 1;
+    std::vector<float> y(x.size());
+    std::vector<AllToAllSlice> slices(2);
+    i64 verdict = 1, turn = 0;
     const std::vector<ReduceScatterSegment> rs = {{x.data(), shard.data(), 100}, {x.data() + 200, shard.data(), 29900}};
     const AllGatherSegment ag{x.data(), 30000 * 4};
     const auto step = [&] {
@@ -242,6 +259,9 @@ void expect_no_allocation(std::string_view backend) {
         Ticket t = c.reduce_scatter(rs, DType::F32, false, "dp.reduce_scatter");
         c.all_gather({&ag, 1}, "dp.all_gather").wait();
         t.wait();
+        slices[0] = {0, 4 * (30000 - turn++ % 5)};
+        slices[1] = {slices[0].bytes, slices[0].bytes};
+        c.all_to_allv(x.data(), slices, y.data(), slices, "ep.all_to_allv").wait();
       }
       Ticket sent = c.send(x.data(), 30000 * 4, 1 - c.rank(), "pp.send");
       c.recv(x.data() + 30000, 30000 * 4, 1 - c.rank(), "pp.recv").wait();
@@ -304,6 +324,34 @@ TEST_P(EachDeviceComm, MismatchedKindsAreAnError) {
     });
     EXPECT_EQ(e.code(), Errc::Comm);
     EXPECT_EQ(error_of([&] { c.barrier("later"); }).code(), Errc::Comm);
+  });
+}
+
+TEST_P(EachDeviceComm, MismatchedSlicesNameBothRanksAndSizesOnAllRanks) {
+  run_ranks(GetParam(), 3, 5, [](Communicator& c, Communicator&) {
+    std::vector<std::byte> x(3000), y(3000);
+    std::vector<AllToAllSlice> out(3), in(3);
+    for (int q = 0; q < 3; ++q) out[q] = in[q] = {1000 * q, 100};
+    if (c.rank() == 0) in[2].bytes = 96;
+    const Error e = error_of([&] { c.all_to_allv(x.data(), out, y.data(), in, "t").wait(); });
+    EXPECT_EQ(e.code(), Errc::Comm);
+    EXPECT_EQ(e.rank(), 2);
+    EXPECT_THAT(e.what(), HasSubstr("rank 2 sends 100 bytes to rank 0, which expects 96, in all_to_allv \"t\""));
+    EXPECT_EQ(error_of([&] { c.barrier("later"); }).code(), Errc::Comm);
+  });
+}
+
+TEST_P(EachDeviceComm, AnotherExchangeIsAMismatch) {
+  run_ranks(GetParam(), 3, 5, [](Communicator& c, Communicator&) {
+    std::vector<std::byte> x(3000), y(3000);
+    const std::vector<AllToAllSlice> slices(3, {0, 0});
+    const Error e = error_of([&] {
+      (c.rank() == 2 ? c.all_to_all(x.data(), y.data(), 8, "t")
+                     : c.all_to_allv(x.data(), slices, y.data(), slices, "t"))
+          .wait();
+      c.barrier("after");
+    });
+    EXPECT_EQ(e.code(), Errc::Comm);
   });
 }
 

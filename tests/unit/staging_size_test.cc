@@ -56,6 +56,8 @@ TEST_P(StagingSize, IsWhatWasForetoldAfterEachCall) {
       reduce_scatter(comm, calls, elems, DType::BF16);
       expect_predicted(comm, calls);
     }
+    test::exercise_all_to_allv(comm, {}, 700000, 1);
+    expect_predicted(comm, calls);
     if (comm.size() == 1) return;
     // Around the ring, twice: a channel is one.
     const int next = (comm.rank() + 1) % comm.size(), previous = (comm.rank() + comm.size() - 1) % comm.size();

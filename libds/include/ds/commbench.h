@@ -7,11 +7,11 @@
 //   algbw = size / time
 //   busbw = algbw * factor, the bandwidth of each link:
 //     2(P-1)/P  all_reduce, zero_step
-//     (P-1)/P   reduce_scatter, all_gather, all_to_all, gather, scatter, overlap
+//     (P-1)/P   reduce_scatter, all_gather, all_to_all, all_to_allv, gather, scatter, overlap
 //     1         all others
 //
 // `size` is in bytes and that of the whole: of the buffer, or of all P slices where ranks own slices. `count` is then
-// the number of elements of one slice.
+// the number of elements of one slice; of all_to_allv, whose slices differ, on average.
 
 #include <functional>
 #include <optional>

@@ -28,9 +28,9 @@
 //
 // Counting. Every call is counted under its tag: the number of calls, and the bytes that this rank sends (payload only,
 // by the algorithm's formula). With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
-// all_reduce 2 (P-1)/P n, rounded down, also for 16-bit types; broadcast (P-1) n at the root, 0 elsewhere; reduce n, at
-// the root (P-1)/P n; gather the slice, at the root 0; scatter (P-1) slices at the root, 0 elsewhere; send n, recv 0;
-// barrier 0.
+// all_reduce 2 (P-1)/P n, rounded down, also for 16-bit types; all_to_allv the slices for other ranks; broadcast (P-1)
+// n at the root, 0 elsewhere; reduce n, at the root (P-1)/P n; gather the slice, at the root 0; scatter (P-1) slices at
+// the root, 0 elsewhere; send n, recv 0; barrier 0.
 
 #include <map>
 #include <memory>
@@ -65,6 +65,11 @@ struct ReduceScatterSegment {
 struct AllGatherSegment {
   void* buffer;  // [P * slice_bytes]; our own slice is filled on entry
   i64 slice_bytes;
+};
+
+// The part of a buffer of all_to_allv that goes to one rank, or comes from it.
+struct AllToAllSlice {
+  i64 offset = 0, bytes = 0;
 };
 
 class DS_API Ticket {
@@ -149,6 +154,13 @@ class DS_API Communicator {
   virtual Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) = 0;
   // Slice q of source goes to rank q; slice q of target comes from rank q.
   virtual Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) = 0;
+  // The same with slices of different sizes. slices_out[q] of source goes to rank q, also if that is this rank;
+  // slices_in[q] of target comes from rank q. Both lists have size() entries and are copied; slices may be empty, and
+  // need neither an order nor to fill the buffers. Those of target do not overlap each other or the source. If a rank
+  // sends another number of bytes than its receiver expects, the call is Errc::Comm on all ranks, and its message names
+  // both ranks and both sizes. Over device memory, the host waits for its peers to compare sizes.
+  virtual Ticket all_to_allv(const void* source, std::span<const AllToAllSlice> slices_out, void* target,
+                             std::span<const AllToAllSlice> slices_in, std::string_view tag) = 0;
   // The root's target [P * slice_bytes] gets slice q from rank q; other ranks' target is ignored.
   virtual Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) = 0;
   // Slice q of the root's source [P * slice_bytes] goes to rank q; other ranks' source is ignored.

@@ -325,6 +325,9 @@ struct PassContext {
   // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
   // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
   TensorView aux_loss{}, aux_grad{};
+  // In training, if layers of the model count tokens (Layer::num_counts): [the most of any layer] fp32, of which the
+  // layer that runs writes its own; none in a recomputation.
+  TensorView counts{};
   HostLink* host = nullptr;  // null in a dry run, in which there are no values
 
   // The same pass over other sequences (PlannedPass::over) of at most Groups::most_rows rows. Views with an entry for
@@ -436,6 +439,10 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
+  // The number of experts whose tokens its forward pass in training counts, in ctx.counts, for the micro-batch: ranks
+  // of tp and sp write equal values, those of all tokens. The sums over a step are reported
+  // (StepRecord::expert_tokens).
+  virtual i64 num_counts() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }
   // True if its backward passes obey PassContext::term, as the functions of ds/building_blocks.h and ds/linear.h do. If
@@ -525,6 +532,8 @@ struct DS_API Model {
   i64 product_rows(i64 R) const noexcept;           // the largest of its layers
   i64 fp8_bytes(i64 R) const noexcept;              // of PassContext::fp8, for products of up to R rows
   i64 gradient_parts() const noexcept;              // the most of its layers
+  i64 num_counts() const noexcept;                  // the sum over layers
+  i64 counts_before(i64 layer) const noexcept;      // the sum over the layers before this one
   i64 num_aux_losses() const noexcept;              // layers that add a loss
   i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.

@@ -204,6 +204,7 @@ struct Arrangement {
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
   Offloaded offloaded = Offloaded::AsItIs;
+  i64 ep = 1;            // ranks of dp that have all experts together
   i64 device_bytes = 0;  // of the rank that needs most
   i64 host_bytes = 0;    // of the fullest node
   StepTime time;

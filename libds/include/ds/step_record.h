@@ -36,6 +36,12 @@ struct PhaseTimes {
   double update_ms = 0;    // verdict, optimizers, publication
 };
 
+// The tokens of a step that each expert of a layer was chosen for, on all ranks.
+struct ExpertTokens {
+  std::string layer;
+  std::vector<i64> tokens;  // by expert
+};
+
 struct StepRecord {
   i64 step = 0;     // from 1
   double loss = 0;  // mean over micro-batches and ranks of a worker; loss_norm "token": over valid tokens
@@ -62,6 +68,7 @@ struct StepRecord {
   std::map<std::string, double> compression{};
   std::optional<double> outer_grad_norm{};  // where workers of diloco met: of the mean of what their steps did
   std::optional<OffloadTraffic> offload{};  // of rank 0, if it offloads
+  std::vector<ExpertTokens> experts{};      // of a model with experts, by layer
 };
 
 // Names of fields in metrics.jsonl and in the output of ds-train --json.
@@ -71,7 +78,8 @@ inline constexpr const char *kStep = "step", *kLoss = "loss", *kAuxLoss = "aux_l
                             *kSeqLength = "seq_length", *kLayerTokens = "layer_tokens", *kTokensPerS = "tokens_per_s",
                             *kStepMs = "step_ms", *kMfu = "mfu", *kMemoryBytes = "memory_bytes",
                             *kCommBytes = "comm_bytes", *kOffload = "offload", *kPhaseMs = "phase_ms",
-                            *kCompression = "compression", *kOuterGradNorm = "outer_grad_norm",
+                            *kCompression = "compression", *kOuterGradNorm = "outer_grad_norm", *kExperts = "experts",
+                            *kExpertTokens = "expert_tokens",
                             *kRecovered = "recovered";  // true for a step whose line was lost; without times and memory
 }  // namespace step_field
 
