@@ -139,7 +139,7 @@ MODELS = {
         num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
         num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
 }
-SEEDS = {"mixtral": 0, "olmoe": 0, "qwen2_moe": 0, "qwen3_moe": 34710}
+SEEDS = {"mixtral": 2880, "olmoe": 4440, "qwen2_moe": 16090, "qwen3_moe": 34710}
 
 
 @contextlib.contextmanager
