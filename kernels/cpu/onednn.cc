@@ -33,6 +33,10 @@ void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, T
 void set_scratch_ops(OpTable& ops) noexcept;
 const OpTable& table() noexcept;
 }  // namespace avx512
+namespace avx512_bf16 {
+const OpTable& table() noexcept;
+void set_scratch_ops(OpTable& ops) noexcept;
+}  // namespace avx512_bf16
 
 namespace onednn {
 namespace {
@@ -219,6 +223,14 @@ void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView d
                                           p, stream);
 }
 
+// Products of groups are ours, since the bits of oneDNN's depend on the number of rows: those of bf16 pairs, which
+// every CPU with AMX has.
+void take_grouped(OpTable& ops, const OpTable& pairs) noexcept {
+  if (!__builtin_cpu_supports("avx512bf16")) return;
+  ops.grouped_matmul = pairs.grouped_matmul;
+  ops.grouped_matmul_grad = pairs.grouped_matmul_grad;
+}
+
 }  // namespace
 
 // The AVX-512 table with these products, under the given name.
@@ -227,6 +239,7 @@ OpTable table(std::string_view name) noexcept {
   ops.name = name;
   ops.matmul = matmul;
   ops.linear_cross_entropy = linear_cross_entropy;
+  take_grouped(ops, avx512_bf16::table());
   return ops;
 }
 
@@ -234,6 +247,9 @@ void set_scratch_ops(OpTable& ops) noexcept {
   avx512::set_scratch_ops(ops);
   ops.matmul = matmul_scratch;
   ops.linear_cross_entropy = linear_cross_entropy_scratch;
+  OpTable pairs = ops;
+  avx512_bf16::set_scratch_ops(pairs);
+  take_grouped(ops, pairs);
 }
 
 }  // namespace onednn

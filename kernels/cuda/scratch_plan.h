@@ -88,4 +88,24 @@ inline constexpr i64 kSumTile = 1 << 15;  // elements of a partial result of sum
 inline constexpr int kFoldSources = 128;  // of one launch of fold
 constexpr i64 sum_tiles(i64 n) noexcept { return std::max<i64>(1, (n + kSumTile - 1) / kSumTile); }
 
+// ---- router_stats: slices of tokens, whose sums are added in order
+struct RouterSlices {
+  static constexpr int kStep = 32;  // tokens that a block has at a time
+  static constexpr i64 kMost = 256;
+  i64 rows, count;
+
+  static constexpr RouterSlices of(i64 R) noexcept {
+    const i64 steps = (R + kStep - 1) / kStep, rows = kStep * std::max<i64>(1, (steps + kMost - 1) / kMost);
+    return {rows, (R + rows - 1) / rows};
+  }
+  constexpr i64 bytes(i64 E) const noexcept { return std::max<i64>(1, count) * (2 * E + 1) * dtype_bytes(DType::F64); }
+};
+
+// ---- sort_choices: each expert's choices in each slice
+inline constexpr i64 kChoiceSlice = 4096;
+constexpr i64 choice_slices(i64 n) noexcept { return (n + kChoiceSlice - 1) / kChoiceSlice; }
+constexpr i64 choice_bytes(i64 n, i64 E) noexcept {
+  return std::max<i64>(1, choice_slices(n)) * E * dtype_bytes(DType::U32);
+}
+
 }  // namespace ds::cuda::scratch

@@ -86,6 +86,51 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64, bool a
   count(stream, {"embedding_bwd", dy.dtype, 0, bytes_of({dy, ids}) + (accumulate ? added : dtable.bytes())});
 }
 
+void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
+           const RouterParams&, Stream& stream) noexcept {
+  count(stream, {"route", logits.dtype, 0, bytes_of({chosen, weights, scores, logits, bias})});
+}
+void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
+                TensorView score_grad, TensorView stats, TensorView targets, TensorView factor, const RouterParams&,
+                const RouterLossParams& p, Stream& stream) noexcept {
+  const bool losses = static_cast<bool>(stats);
+  i64 bytes = bytes_of({dlogits, dweights, chosen, scores});
+  if (losses) bytes += bytes_of({score_grad, stats, targets, factor}) + bytes_if(p.z != 0, logits);
+  count(stream, {"route_grad", scores.dtype, 0, bytes});
+}
+void router_stats(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
+                  const RouterParams&, const RouterLossParams&, Stream& stream) noexcept {
+  count(stream, {"router_stats", scores.dtype, 0, bytes_of({stats, chosen, scores, logits, targets})});
+}
+void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64, const RouterLossParams&,
+                 Stream& stream) noexcept {
+  count(stream, {"router_loss", stats.dtype, 0, bytes_of({loss, score_grad, stats})});
+}
+void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen, i64,
+                  Stream& stream) noexcept {
+  count(stream, {"sort_choices", chosen.dtype, 0, bytes_of({offsets, places, tokens, choices, chosen})});
+}
+// As if every choice had a place, and every row a group: only the device knows better.
+void combine_rows(TensorView y, TensorView x, TensorView places, TensorView weights, TensorView residual,
+                  Stream& stream) noexcept {
+  const i64 read = places ? places.numel() * x.dim(1) * dtype_bytes(x.dtype) : x.bytes();
+  count(stream, {"combine_rows", x.dtype, 0, read + bytes_of({y, places, weights, residual})});
+}
+void combine_rows_grad(TensorView dx, TensorView dweights, TensorView dy, TensorView x, TensorView places,
+                       TensorView weights, Stream& stream) noexcept {
+  const i64 rows = places ? places.numel() : x.dim(0);
+  const i64 moved = rows * dy.dim(1) * (dtype_bytes(dx.dtype) + (dweights ? dtype_bytes(x.dtype) : 0));
+  count(stream, {"combine_rows_grad", x.dtype, 0, moved + bytes_of({dweights, dy, places, weights})});
+}
+void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView offsets, bool, Stream& stream) noexcept {
+  count(stream, {"grouped_matmul", a.dtype, 2 * c.dim(0) * c.dim(1) * a.dim(1), bytes_of({c, a, b, offsets})});
+}
+void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,
+                         Stream& stream) noexcept {
+  count(stream, {"grouped_matmul_grad", a.dtype, 2 * a.dim(0) * a.dim(1) * b.dim(1),
+                 bytes_of({c, a, b, offsets}) + bytes_if(accumulate, c)});
+}
+
 i64 attention_flops(const TensorView& q, const TensorView& k, const AttentionParams& p, i64 per_pair) noexcept {
   return per_pair * q.dim(3) * q.dim(0) * visible_pairs(q.dim(2), q.dim(1), k.dim(1), p);
 }
@@ -245,6 +290,15 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .rope = rope,
                                   .embedding_fwd = embedding_fwd,
                                   .embedding_bwd = embedding_bwd,
+                                  .route = route,
+                                  .route_grad = route_grad,
+                                  .router_stats = router_stats,
+                                  .router_loss = router_loss,
+                                  .sort_choices = sort_choices,
+                                  .combine_rows = combine_rows,
+                                  .combine_rows_grad = combine_rows_grad,
+                                  .grouped_matmul = grouped_matmul,
+                                  .grouped_matmul_grad = grouped_matmul_grad,
                                   .attention_fwd = attention_fwd,
                                   .attention_bwd = attention_bwd,
                                   .attention_merge = attention_merge,

@@ -135,6 +135,51 @@ TEST_P(ScratchOps, MeterGradientsOfEmbeddings) {
   }
 }
 
+TEST_P(ScratchOps, MeterStatisticsOfRouters) {
+  for (const i64 R : {0, 1, 33, 5000}) {
+    for (const i64 E : {1, 64}) {
+      Tensor chosen(DType::I32, {R, 2}), scores(DType::F32, {R, E}), stats(DType::F32, {2 * E + 1});
+      chosen.fill(0), scores.fill(0.5f);
+      for (const int threads : kThreads) {
+        expect_metered(*GetParam(), threads, fmt::format("{} of {}", R, E), [&](const OpTable& ops, Stream& s) {
+          ops.router_stats(stats, chosen, scores, scores, {}, {}, {}, s);
+        });
+      }
+    }
+  }
+}
+
+// Whatever the groups have: the offsets are unknown when memory is planned.
+TEST_P(ScratchOps, MeterProductsOfGroups) {
+  for (const auto& [M, N, K] :
+       {std::array<i64, 3>{0, 8, 8}, {1, 1, 1}, {40, 33, 800}, {400, 600, 17}, {700, 100, 900}, {30, 1200, 385}}) {
+    for (const i64 E : {1, 3}) {
+      for (const DType work : kWorkDTypes) {
+        Tensor a(work, {M, K}), b(work, {E, N, K}), c(work, {M, N}), offsets(DType::I32, {2 * E + 1});
+        a.fill(1), b.fill(1), c.fill(0);
+        for (const i64 each : {i64{0}, M / (2 * E)}) {
+          for (i64 g = 0; g <= 2 * E; ++g) offsets.view().as<i32>()[g] = static_cast<i32>(g * each);
+          for (const int threads : kThreads) {
+            const std::string what = fmt::format("{} {}x{}x{}, {} of {}", dtype_name(work), M, N, K, E, each);
+            expect_metered(*GetParam(), threads, what,
+                           [&](const OpTable& ops, Stream& s) { ops.grouped_matmul(c, a, b, offsets, true, s); });
+            expect_metered(*GetParam(), threads, "gradient " + what,
+                           [&](const OpTable& ops, Stream& s) { ops.grouped_matmul_grad(b, c, a, offsets, false, s); });
+          }
+          if (E == 1) {
+            expect_metered(*GetParam(), 2, "no offsets",
+                           [&](const OpTable& ops, Stream& s) { ops.grouped_matmul(c, a, b, {}, true, s); });
+          }
+          if (HasFailure()) return;
+        }
+        const TensorView across = TensorView::of(b.view().data, work, {E, K, N});
+        expect_metered(*GetParam(), 2, "not transposed",
+                       [&](const OpTable& ops, Stream& s) { ops.grouped_matmul(c, a, across, offsets, false, s); });
+      }
+    }
+  }
+}
+
 TEST_P(ScratchOps, MeterAttention) {
   struct Case {
     i64 B, T, S, H, G, D;

@@ -27,6 +27,12 @@ void rmsnorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dy, Tenso
                          TensorView weight, TensorView rstd, Stream&) noexcept;
 void embedding_bwd_scratch(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate,
                            Stream&) noexcept;
+void router_stats_scratch(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
+                          const RouterParams&, const RouterLossParams&, Stream&) noexcept;
+void grouped_matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView offsets, bool trans_b,
+                            Stream&) noexcept;
+void grouped_matmul_grad_scratch(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,
+                                 Stream&) noexcept;
 void attention_fwd_scratch(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
                            const AttentionParams&, Stream&) noexcept;
 void attention_bwd_scratch(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,

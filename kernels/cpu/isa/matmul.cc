@@ -8,6 +8,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
+#include "cpu/isa/packed_tile.h"
 #include "cpu/isa/tiling.h"
 #include "cpu/vector_math.h"
 
@@ -59,57 +60,6 @@ Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
     }
   }
   return best;
-}
-
-// A tile's scratch: its packed A, a block of B, and its sums, all of which wait for the next block of k, if there is
-// one.
-template <class Product>
-struct TileRoom {
-  static constexpr i64 kDepth = kWords * Product::kDepth;  // of a block of k
-  static constexpr i64 kBlock = 8 * kNR;                   // columns of B packed together: 384 KiB, in L2
-  static constexpr i64 kPitchA = kMR * kWords + kLanes, kPitchB = kNR * kWords, kSums = kMR * kNR;
-  bool held;
-  i64 a, b, sums;  // floats
-
-  TileRoom(i64 panels_m, i64 panels_n, i64 K) noexcept
-      : held(K > kDepth),
-        a(panels_m * kPitchA),
-        b(std::min(panels_n, kBlock / kNR) * kPitchB),
-        sums((held ? panels_m * panels_n : 1) * kSums) {}
-  size_t bytes() const noexcept { return static_cast<size_t>(a + b + sums) * sizeof(float); }
-};
-
-// c[m, n] of one tile.
-template <class Product, class S>
-void multiply_tile(const S& a, const S& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
-                   float* scratch) noexcept {
-  using Room = TileRoom<Product>;
-  constexpr i64 kDepth = Room::kDepth, kBlock = Room::kBlock;
-  constexpr i64 kPitchA = Room::kPitchA, kPitchB = Room::kPitchB, kSums = Room::kSums;
-  const Room room(ceil_div(m.size(), kMR), ceil_div(n.size(), kNR), K);
-  float* const a_block = scratch;
-  float* const b_block = a_block + room.a;
-  float* const sums = b_block + room.b;
-
-  for (i64 k = 0; k == 0 || k < K; k += kDepth) {
-    const i64 depth = std::min(kDepth, K - k), words = ceil_div(depth, Product::kDepth);
-    pack_panels<Product, kMR>(a_block, kPitchA, a, m.begin, m.end, k, depth);
-    float* block = sums;
-    for (i64 jb = n.begin; jb < n.end; jb += kBlock) {
-      const i64 j_end = std::min(jb + kBlock, n.end);
-      pack_panels<Product, kNR>(b_block, kPitchB, b, jb, j_end, k, depth);
-      const float* a_panel = a_block;
-      for (i64 i = m.begin; i < m.end; i += kMR, a_panel += kPitchA) {
-        const i64 rows = std::min(kMR, m.end - i);
-        const float* b_panel = b_block;
-        for (i64 j = jb; j < j_end; j += kNR, b_panel += kPitchB) {
-          micro_kernels<Product>[rows - 1](words, a_panel, b_panel, block, k == 0);
-          if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
-          if (room.held) block += kSums;
-        }
-      }
-    }
-  }
 }
 
 // For few rows (generation) the product is one pass over B, which is read in place.
@@ -332,7 +282,8 @@ Cut tiles_of(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
   Cut cut{choose_grid(M, N, threads), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
-    cut.scratch_bytes = TileRoom<typename ProductOf<T>::type>(panels_m, panels_n, K).bytes();
+    using Room = TileRoom<typename ProductOf<T>::type>;
+    cut.scratch_bytes = Room(panels_m, panels_n, K > Room::kDepth).bytes();
   });
   return cut;
 }
@@ -370,9 +321,10 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
     }
     const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-      multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part_of(M, kMR, tile % grid.m, grid.m),
-                                                 part_of(N, kNR, tile / grid.m, grid.n), e, done,
-                                                 static_cast<float*>(pool.scratch(worker)));
+      using Product = typename ProductOf<T>::type;
+      multiply_tile<Product>(sa, sb, InnerBlocks<Product>{K}, part_of(M, kMR, tile % grid.m, grid.m),
+                             part_of(N, kNR, tile / grid.m, grid.n), e, done,
+                             static_cast<float*>(pool.scratch(worker)));
     });
   });
 }
@@ -390,8 +342,8 @@ void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, T
   const CodeSource sa(a, a_scales, M, p.a), sb(b, b_scales, N, p.b);
   const Grid grid = cut.grid;
   pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-    multiply_tile<Single>(sa, sb, K, part_of(M, kMR, tile % grid.m, grid.m), part_of(N, kNR, tile / grid.m, grid.n), e,
-                          done, static_cast<float*>(pool.scratch(worker)));
+    multiply_tile<Single>(sa, sb, InnerBlocks<Single>{K}, part_of(M, kMR, tile % grid.m, grid.m),
+                          part_of(N, kNR, tile / grid.m, grid.n), e, done, static_cast<float*>(pool.scratch(worker)));
   });
 }
 

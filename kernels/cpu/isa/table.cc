@@ -20,6 +20,9 @@ void set_scratch_ops(OpTable& ops) noexcept {
   ops.layernorm_bwd = layernorm_bwd_scratch;
   ops.rmsnorm_bwd = rmsnorm_bwd_scratch;
   ops.embedding_bwd = embedding_bwd_scratch;
+  ops.router_stats = router_stats_scratch;
+  ops.grouped_matmul = grouped_matmul_scratch;
+  ops.grouped_matmul_grad = grouped_matmul_grad_scratch;
   ops.attention_fwd = attention_fwd_scratch;
   ops.attention_bwd = attention_bwd_scratch;
   ops.evoformer_attention_fwd = evoformer_attention_fwd_scratch;

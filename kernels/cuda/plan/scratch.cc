@@ -136,6 +136,16 @@ void sum(TensorView, TensorView x, double, Stream& stream) noexcept {
   if (const i64 tiles = scratch::sum_tiles(x.numel()); tiles > 1) note(stream, tiles * kBytes);
 }
 
+void router_stats(TensorView, TensorView, TensorView scores, TensorView, TensorView, const RouterParams&,
+                  const RouterLossParams&, Stream& stream) noexcept {
+  note(stream, scratch::RouterSlices::of(scores.dim(0)).bytes(scores.dim(1)));
+}
+
+void sort_choices(TensorView offsets, TensorView, TensorView, TensorView, TensorView chosen, i64,
+                  Stream& stream) noexcept {
+  note(stream, scratch::choice_bytes(chosen.numel(), offsets.numel() - 1));
+}
+
 OpTable make_scratch_ops() noexcept {
   OpTable ops = no_ops();
   ops.name = "scratch";
@@ -147,6 +157,8 @@ OpTable make_scratch_ops() noexcept {
   ops.rmsnorm_bwd = [](TensorView, TensorView, TensorView, TensorView, TensorView x, TensorView, TensorView,
                        Stream& s) noexcept { norm_bwd(x, 1, s); };
   ops.embedding_bwd = embedding_bwd;
+  ops.router_stats = router_stats;
+  ops.sort_choices = sort_choices;
   ops.attention_fwd = attention_fwd;
   ops.attention_bwd = attention_bwd;
   ops.evoformer_attention_fwd = evoformer_attention_fwd;

@@ -154,7 +154,7 @@ struct RouterParams {
   bool normalise = false;
   float scale = 1;  // then multiplies them
   // The E / groups neighbouring experts of a group are considered only if their group is one of the best: by the
-  // largest biased score in it, or by the sum of its two largest.
+  // largest biased score in it, or by the sum of its two largest. At most 64 groups.
   i64 groups = 1, chosen_groups = 1;
   bool group_by_two = false;
 };
@@ -458,9 +458,10 @@ struct OpTable {
                        const RouterParams&, const RouterLossParams&, Stream&) noexcept;
   void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
                       Stream&) noexcept;
-  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1;
-  // another number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k] int32: of each choice, or
-  // -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after the last one.
+  // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1; another
+  // number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k]
+  // int32: of each choice, or -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after
+  // the last one.
   void (*sort_choices)(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
                        i64 first, Stream&) noexcept;
   // y[R,C] = residual + sum over j of weights[r,j] * x[places[r,j]], in the order of j, rounded once; x [M,C], y, residual
@@ -475,7 +476,8 @@ struct OpTable {
                             TensorView weights, Stream&) noexcept;
   // Products of groups of rows with a matrix each. offsets [G+1] int32, ascending, where the ops run: group g has rows
   // offsets[g] .. offsets[g+1] - 1 of M; G is a multiple of E, and group g uses matrix g % E. A group may be empty. Nothing
-  // depends on the host knowing the offsets. They are optional: without, all M rows are one group, and E is 1.
+  // depends on the host knowing the offsets. They are optional: without, all M rows are one group, and E is 1. Batches of
+  // matrices may be strided in both dims.
   //   grouped_matmul       c[i] = a[i] op(b[g % E]) for each row i of group g; c [M,N], a [M,K] strided rows; b [E,K,N], or
   //                        trans_b [E,N,K]; one work dtype, c also fp32. Rows of no group stay. The bits of a row of c depend
   //                        on that row of a and its matrix alone: neither on M nor on the rows beside it.
