@@ -225,12 +225,12 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
   } else if (shared_) {
     shared_->mlp.recompute(ctx, params, x, acts);
   }
+  sort(ctx, t[kRows], all_rows(ctx, x), own);
   if (travels()) {
     exchange_.recall(ctx, s[kAllOffsets]);
     if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
     exchange_.begin(ctx, s[kGroups], 0);
   }
-  sort(ctx, t[kRows], all_rows(ctx, x), own);
   to_hidden(ctx, params, arrive(ctx, s[kArrivedX], t[kRows]), own);
 }
 
@@ -242,12 +242,15 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
     backward_shared(ctx, params, dx, dy, x, residual, acts);
     residual = dx;
   }
+  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
+  // Ranks of tp may have different numbers of rounds, and gather rows together.
+  if (exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T)))
+    sort(ctx, t[kSortedX], all_rows(ctx, x), own);
   const TensorView rows = t[kRows];
   sort(ctx, rows, all_rows(ctx, dy), own);
   ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
-  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   if (exchange_.rounds() > 1) {
-    backward_rounds(ctx, params, x, own);
+    backward_rounds(ctx, params, own);
   } else if (travels()) {
     exchange_.begin(ctx, s[kGroups], 0);
     backward_round(ctx, params, own);
@@ -288,9 +291,8 @@ void Experts::backward_round(const PassContext& ctx, RowViews params, const Laye
 }
 
 // Several rounds: what the forward pass has kept is of the last one.
-void Experts::backward_rounds(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const {
+void Experts::backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const {
   const auto &s = own.saved, &g = own.gradients;
-  sort(ctx, own.temporary[kSortedX], all_rows(ctx, x), own);
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
     to_hidden(ctx, params, arrive(ctx, s[kArrivedX], own.temporary[kSortedX]), own);

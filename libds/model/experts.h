@@ -62,7 +62,7 @@ class Experts final : public FeedForward {
                         TensorView dweights, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
-  void backward_rounds(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;
+  void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void forward_shared(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
                       const LayerActs& acts) const;
   void backward_shared(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,

@@ -8,9 +8,6 @@
 namespace ds::model {
 namespace {
 
-enum Saved : size_t { kGate, kUp, kGated };
-enum Gradient : size_t { kDGate, kDUp };
-
 std::span<const TensorView> pair_of(const std::vector<TensorView>& views) { return std::span(views).first(2); }
 
 }  // namespace

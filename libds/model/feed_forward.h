@@ -58,6 +58,9 @@ class GatedMlp final : public FeedForward {
                        const LayerActs& acts) const override;
 
  private:
+  enum Saved : size_t { kGate, kUp, kGated };
+  enum Gradient : size_t { kDGate, kDUp };
+
   i64 F_;  // on this rank
   size_t number_;
   LinearGroup gate_up_;

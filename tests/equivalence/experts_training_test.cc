@@ -103,7 +103,36 @@ TEST(Experts, OverRanksTrainWithTheBitsOfOneRank) {
     for (const i64 stage : {0, 2, 3}) check({.dp = 4, .stage = stage}, {.ep = 2, .data_first = true});
     check({.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 1}, {.ep = 2});
     check({.dp = 2, .checkpoints = Granularity::Layer, .stage = 3}, {.ep = 2});
-    check({.dp = 8, .stage = 1}, {.ep = 8, .room = 1});
+    check({.dp = 8, .stage = 1}, {.ep = 8, .room = 8});
+  }
+}
+
+// With less memory than rows a layer goes in rounds: no loss is another one in the first step, and later ones agree to
+// rounding.
+TEST(Experts, MoreRowsThanThereIsMemoryForGoInRounds) {
+  const ModelConfig model = tiny_experts();
+  for (const DType work : {DType::F32, DType::BF16}) {
+    for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {
+      for (const Layout& l : {Layout{.dp = 8, .stage = 1},
+                              {.dp = 8, .checkpoints = Granularity::Layer, .stage = 1},
+                              {.dp = 4, .tp = 2, .sequence = true, .stage = 1}}) {
+        if (order == ReduceOrder::Micro && l.tp > 1) continue;
+        const auto run = [&](double room) {
+          Config c = experts_config(model, l, {.ep = l.dp, .room = room}, work);
+          c.reduce_order = order;
+          c.gradient_accumulation_fusion = order == ReduceOrder::Boundary;
+          return train(c, l);
+        };
+        const Trace all = run(8), some = run(1);
+        EXPECT_LT(some.counted[static_cast<size_t>(Tag::Activations)],
+                  all.counted[static_cast<size_t>(Tag::Activations)]);
+        EXPECT_GT(some.sent.at("ep.all_to_all").calls, all.sent.at("ep.all_to_all").calls)
+            << l.name();  // some layer did
+        EXPECT_EQ(some.losses[0], all.losses[0]) << l.name();
+        expect_close(some, all, l.name(),
+                     work == DType::F32 ? Tolerance{} : Tolerance{.loss = 1e-3, .first_norm = 1e-3, .norm = 3e-2});
+      }
+    }
   }
 }
 
@@ -125,6 +154,7 @@ TEST(Experts, OverTensorAndSequenceParallelRanksAgreeToRounding) {
                           {.sp = 2},
                           {.dp = 2, .tp = 2, .stage = 3},
                           {.sp = 2, .mode = SequenceParallelMode::Ring}}) {
+    SCOPED_TRACE(l.name());
     const Trace got = train(experts_config(model, l), l);
     expect_planned(got, kSteps, l.name());
     expect_close(got, want, l.name());
