@@ -319,7 +319,12 @@ class Merge {
       state_ = under_model_names(std::move(state_), o_.config);
     const bool is_extended = o_.positions != 0;
     if (is_extended) state_ = extend_positions(std::move(state_), o_.positions, o_.config);
-    if (output_.format == Format::Hf) config_ = model_config_of(*state_, is_extended ? "" : o_.config);
+    if (output_.format == Format::Hf) {
+      config_ = model_config_of(*state_, is_extended ? "" : o_.config);
+      check_fit(*make_state_tensors(*state_, {}), config_);
+    }
+    // A step holds the model's own parameters; all other outputs are for programs that read published files.
+    if (output_.format != Format::Checkpoint) state_ = under_published_names(std::move(state_), o_.config);
     const bool optimizer = o_.optimizer || (output_.format == Format::Checkpoint && state_->has_optimizer_state());
     view_ = {.dtype = o_.dtype, .optimizer = optimizer, .only = with_owners(*state_, o_.only, o_.config)};
     tensors_ = make_state_tensors(*state_, view_);
@@ -327,7 +332,6 @@ class Merge {
 
   void check() const {
     if (output_.format == Format::Checkpoint) check_readable(*state_);
-    if (output_.format == Format::Hf) check_fit(*tensors_, config_);
     if (output_.is_file()) check_not_source(source_, state_->files(), output_.target);
     if (o_.verify) {
       const std::vector<std::string> bad = state_->verify(tick_);

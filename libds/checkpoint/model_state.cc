@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/model_state.h"
 
+#include <algorithm>
+#include <optional>
 #include <unordered_map>
+#include <unordered_set>
+#include <vector>
 
 #include "base/json.h"
+#include "checkpoint/expert_names.h"
 #include "checkpoint/hf_directory.h"
 #include "checkpoint/match_weights.h"
 #include "config/model_config.h"
@@ -13,10 +18,29 @@
 namespace ds {
 namespace {
 
-class RenamedState : public StateSource {
+// A state with other parameters, which consist of parts of its own.
+class RearrangedState : public StateSource {
  public:
-  RenamedState(std::unique_ptr<StateSource> state, std::vector<ParamEntry> params)
-      : state_(std::move(state)), params_(std::move(params)) {}
+  RearrangedState(std::unique_ptr<StateSource> state, std::vector<Rearranged> tensors)
+      : state_(std::move(state)), rearranged_(std::move(tensors)) {
+    const std::vector<ParamEntry>& own = state_->params();
+    std::unordered_map<std::string_view, std::string_view> renamed;  // parameters that are whole ones here too
+    for (const Rearranged& t : rearranged_) {
+      const ParamEntry& first = own[t.parts.front().tensor];
+      for (const Rearranged::Part& part : t.parts) check_alike(first, own[part.tensor]);
+      ParamEntry& p = params_.emplace_back(first);
+      p.name = t.name;
+      p.shape = t.shape;
+      if (t.shape == first.shape) renamed.emplace(first.name, t.name);
+    }
+    for (ParamEntry& p : params_) {
+      if (p.tied_to.empty()) continue;
+      const auto owner = renamed.find(p.tied_to);
+      DS_CHECK(owner != renamed.end(), Errc::Mismatch, "{}: '{}' is tied to '{}', which is an expert's", path(), p.name,
+               p.tied_to);
+      p.tied_to = owner->second;
+    }
+  }
 
   const std::string& path() const noexcept override { return state_->path(); }
   const CheckpointMeta& meta() const noexcept override { return state_->meta(); }
@@ -25,44 +49,84 @@ class RenamedState : public StateSource {
   bool has(State s) const noexcept override { return state_->has(s); }
   std::unique_ptr<StateSource> reopen() const override {
     std::unique_ptr<StateSource> state = state_->reopen();
-    return state ? std::make_unique<RenamedState>(std::move(state), params_) : nullptr;
+    return state ? std::make_unique<RearrangedState>(std::move(state), rearranged_) : nullptr;
   }
   std::vector<std::string> files() const override { return state_->files(); }
   void check() override { state_->check(); }
   std::vector<std::string> verify(const Tick& tick) override { return state_->verify(tick); }
 
  private:
+  void check_alike(const ParamEntry& first, const ParamEntry& part) const {
+    const bool alike = part.dtype == first.dtype && part.tied_to == first.tied_to &&
+                       part.optimizer_states == first.optimizer_states && part.optimizer == first.optimizer &&
+                       part.frozen == first.frozen;
+    DS_CHECK(alike, Errc::Mismatch, "{}: '{}' is trained otherwise than '{}', and both are parts of one parameter",
+             path(), part.name, first.name);
+  }
   void read_stored(State s, i64 param, i64 first, i64 count, char* out) override {
-    state_->read(s, stored_dtype(s, param), param, first, count, out);
+    const DType dtype = stored_dtype(s, param);
+    rearranged_[static_cast<size_t>(param)].for_each_range(
+        first, count, [&](size_t tensor, i64 begin, i64 n, i64 done) {
+          state_->read(s, dtype, static_cast<i64>(tensor), begin, n, out + done * dtype_bytes(dtype));
+        });
   }
   void read_stored_slice(State s, i64 param, const model::ParamSlice& slice, i64 first, i64 count, char* out) override {
-    state_->read(s, stored_dtype(s, param), param, slice, first, count, out);
+    const Rearranged::Part& part = rearranged_[static_cast<size_t>(param)].parts.front();
+    if (params_[param].shape != state_->params()[part.tensor].shape)
+      return StateSource::read_stored_slice(s, param, slice, first, count, out);
+    state_->read(s, stored_dtype(s, param), static_cast<i64>(part.tensor), slice, first, count, out);
   }
 
   std::unique_ptr<StateSource> state_;
+  std::vector<Rearranged> rearranged_;
   std::vector<ParamEntry> params_;
 };
+
+std::optional<ModelConfig> model_of(const StateSource& state, const std::string& named) {
+  const std::string config = find_model_config(state, named);
+  std::string why;
+  return config.empty() ? std::nullopt : known_model(Json::parse(config), why);
+}
+
+// The parameters as tensors, under `names`.
+std::vector<TensorInfo> tensors_of(const StateSource& state, const std::vector<std::string>& names) {
+  std::vector<TensorInfo> tensors;
+  for (size_t i = 0; i < names.size(); ++i)
+    tensors.push_back({names[i], state.stored_dtype(State::Param, narrow<i64>(i)), state.params()[i].shape});
+  return tensors;
+}
+
+std::unique_ptr<StateSource> rearrange(std::unique_ptr<StateSource> state, std::vector<Rearranged> tensors) {
+  if (std::ranges::equal(tensors, state->params(), {}, &Rearranged::name, &ParamEntry::name)) return state;
+  std::unordered_set<std::string_view> names;
+  for (const Rearranged& t : tensors)
+    DS_CHECK(names.insert(t.name).second, Errc::Mismatch,
+             "{}: contains '{}' twice, once among all experts of its block", state->path(), t.name);
+  return std::make_unique<RearrangedState>(std::move(state), std::move(tensors));
+}
 
 }  // namespace
 
 std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> state, const std::string& named) {
-  const std::string config = find_model_config(*state, named);
-  std::string why;
-  const std::optional<ModelConfig> known = config.empty() ? std::nullopt : known_model(Json::parse(config), why);
+  const std::optional<ModelConfig> known = model_of(*state, named);
   if (!known) return state;
-  std::vector<ParamEntry> params = state->params();
+  const model::Model model = model::make_model(*known, 1);
   std::vector<std::string_view> names;
   for (const ParamEntry& p : state->params()) names.push_back(p.name);
-  const ModelNames of_model = names_of_model(model::make_model(*known, 1), names);
-  if (of_model.removed.empty()) return state;
-  std::unordered_map<std::string_view, std::string_view> renamed;
-  for (size_t i = 0; i < names.size(); ++i) renamed.emplace(names[i], of_model.names[i]);
-  for (ParamEntry& p : params) {
-    p.name = renamed.at(p.name);
-    if (!p.tied_to.empty()) p.tied_to = renamed.at(p.tied_to);
-  }
-  log_message(LogLevel::Warning, removed_text(state->path(), of_model.removed));
-  return std::make_unique<RenamedState>(std::move(state), std::move(params));
+  const ModelNames of_model = names_of_model(model, names);
+  std::vector<Rearranged> joined =
+      join_experts(model, tensors_of(*state, of_model.names), state->foreign(), state->path());
+  if (!of_model.removed.empty()) log_message(LogLevel::Warning, removed_text(state->path(), of_model.removed));
+  return rearrange(std::move(state), std::move(joined));
+}
+
+std::unique_ptr<StateSource> under_published_names(std::unique_ptr<StateSource> state, const std::string& named) {
+  const std::optional<ModelConfig> known = model_of(*state, named);
+  if (!known || known->source || spec_of(known->family).experts.block.empty()) return state;
+  std::vector<std::string> names;
+  for (const ParamEntry& p : state->params()) names.push_back(p.name);
+  std::vector<Rearranged> parts = part_experts(spec_of(known->family).experts, tensors_of(*state, names));
+  return rearrange(std::move(state), std::move(parts));
 }
 
 }  // namespace ds

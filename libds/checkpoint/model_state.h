@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A state with the parameter names of its model.
+// A state with the parameters of its model, or with the tensors of a published one.
 
 #include <memory>
 #include <string>
@@ -9,8 +9,13 @@
 
 namespace ds {
 
-// `state` without the parts that wrappers have added to parameter names (names_of_model), with a warning; unchanged if
-// no config.json of a supported model is found (find_model_config), or there is nothing to remove.
+// `state` without the parts that wrappers have added to parameter names (names_of_model), with a warning, and with its
+// experts joined (join_experts); unchanged if no config.json of a supported model is found (find_model_config), or
+// nothing differs. Throws like join_experts.
 std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> state, const std::string& named);
+
+// `state` with experts under the names of the model's family in published files (part_experts); unchanged if no
+// config.json of a supported model is found, or there are no batches of experts.
+std::unique_ptr<StateSource> under_published_names(std::unique_ptr<StateSource> state, const std::string& named);
 
 }  // namespace ds

@@ -103,13 +103,18 @@ void check_size(const Config& c, Reader& r) {
   if (c.model.layers == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"})) return;
   const ModelConfig& m = c.model;
   const auto number = [](i64 x) { return static_cast<double>(x); };
-  const double hidden = number(m.hidden), wide = number(m.intermediate), heads = number(m.heads * m.head_dim);
-  const double params =
-      2 * number(m.vocab_size + m.max_positions) * hidden + number(m.layers) * hidden * (4 * heads + 3 * wide + 16);
+  const ExpertsConfig& x = m.experts;
+  const double hidden = number(m.hidden), heads = number(m.heads * m.head_dim), experts = number(x.count);
+  // A block's inner sizes: of its matrices, and those that one token passes through.
+  const double inner = std::max(number(m.intermediate), experts * number(x.intermediate)) + number(x.shared),
+               wide = std::max(number(m.intermediate), number(x.per_token) * number(x.intermediate)) + number(x.shared);
+  const double params = 2 * number(m.vocab_size + m.max_positions) * hidden +
+                        number(m.layers) * hidden * (4 * heads + 3 * inner + experts + 16);
   const double rows = number(c.batch.micro) * number(c.data.seq_length), passes = number(c.batch.accumulation);
   const double widest = std::max({number(m.vocab_size), 2 * wide, heads});
   const double flops = rows * std::max(2 * hidden * widest, 10 * heads * number(c.data.seq_length));  // of one op
-  const double of_a_pass = 32 * params + 8 * rows * number(m.layers) * (32 * hidden + 16 * heads + 16 * wide);
+  const double of_a_pass =
+      32 * params + 8 * rows * number(m.layers) * (32 * hidden + 16 * heads + 16 * wide + 8 * experts);
   const double bytes = of_a_pass + 8 * rows * passes;
   const auto beyond = [&](std::string_view key, std::string_view what, double is, std::string_view unit, double most) {
     r.error(key,

@@ -3,10 +3,13 @@
 
 namespace ds {
 
-extern const FamilySpec kGpt2Family, kLlamaFamily, kQwen2Family, kQwen3Family, kBertFamily;
+extern const FamilySpec kGpt2Family, kLlamaFamily, kQwen2Family, kQwen3Family, kMixtralFamily, kOlmoeFamily,
+    kQwen2MoeFamily, kQwen3MoeFamily, kBertFamily;
 
 std::span<const FamilySpec* const> families() noexcept {
-  static constexpr const FamilySpec* kAll[] = {&kGpt2Family, &kLlamaFamily, &kQwen2Family, &kQwen3Family, &kBertFamily};
+  static constexpr const FamilySpec* kAll[] = {&kGpt2Family,     &kLlamaFamily,    &kQwen2Family,
+                                               &kQwen3Family,    &kMixtralFamily,  &kOlmoeFamily,
+                                               &kQwen2MoeFamily, &kQwen3MoeFamily, &kBertFamily};
   return kAll;
 }
 

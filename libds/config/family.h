@@ -24,6 +24,10 @@ struct HfConfig {
   i64 sliding_window = 0;
   i64 max_window_layers = 0;
   std::vector<std::string> layer_types;
+  i64 decoder_sparse_step = 1;
+  std::vector<i64> mlp_only_layers;
+  bool output_router_logits = false;
+  float router_aux_loss_coef = 0;
 };
 
 struct KeyValue {
@@ -35,6 +39,13 @@ struct LearnedPositions {
   std::string_view embedding{};                 // its name; empty: the family learns no positions
   std::span<const std::string_view> lengths{};  // keys of config.json with its length; the first is the usual one
   std::string_view derived{};                   // end of the names of buffers that depend on the length alone
+};
+
+// Names in published files, in which each expert has three matrices of its own:
+// "<block>.experts.<number>.<gate>.weight".
+struct ExpertNames {
+  std::string_view block{};  // the part of a transformer block that has the router and the experts; empty: no experts
+  std::string_view gate{}, up{}, down{};
 };
 
 struct FamilySpec {
@@ -61,6 +72,7 @@ struct FamilySpec {
   std::string_view prefix{};                    // files of the bare model leave it out
   std::span<const std::string_view> buffers{};  // ends of the names of tensors in old files that are no parameters
   LearnedPositions positions{};
+  ExpertNames experts{};
 };
 
 // Sorted by the enum.

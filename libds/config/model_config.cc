@@ -123,6 +123,8 @@ void resolve_windows(HfConfig& h, Reader& r) {
   ModelConfig& m = h.m;
   if (r.any_broken({"layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "num_hidden_layers"}))
     return;
+  if (h.use_sliding_window && r.given("sliding_window") && h.sliding_window == 0)
+    return r.error("sliding_window", "must be at least 1; null turns windows off");
   const bool windowed = h.use_sliding_window && h.sliding_window > 0;
   if (!h.layer_types.empty() && std::ssize(h.layer_types) != m.layers)
     return r.error("layer_types", fmt::format("has {} entries for {} layers", h.layer_types.size(), m.layers));
@@ -177,6 +179,11 @@ bool quantizes_nothing(const Json& object) {
          it->value("load_in_8bit", Json(false)) == false;
 }
 
+// Keys that say something about experts, which another key would turn on.
+constexpr std::string_view kOfExperts[] = {"num_experts_per_tok", "norm_topk_prob",       "router_aux_loss_coef",
+                                           "router_z_loss_coef",  "router_jitter_noise",  "decoder_sparse_step",
+                                           "mlp_only_layers",     "moe_intermediate_size"};
+
 // Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
 bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_view name, const Json& value) {
   if (value.is_null() || value == false) return true;
@@ -190,6 +197,10 @@ bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_
   if (name == "layer_types")
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
   if (name == "pretraining_tp") return value == 0 || value == 1;
+  if (family.experts.block.empty()) {
+    if (std::ranges::find(kOfExperts, name) != std::end(kOfExperts)) return true;
+    if (name.ends_with("_experts") || name == "shared_expert_intermediate_size") return value == 0;
+  }
   for (const KeyValue& neutral : family.neutral)
     if (name == neutral.key) return value == Json::parse(neutral.value);
   return value == 0 && (name.find("dropout") != name.npos || name.ends_with("pdrop"));
@@ -367,6 +378,11 @@ Json model_json(const ModelConfig& model) {
     h.max_window_layers =
         std::find(model.sliding_layers.begin(), model.sliding_layers.end(), true) - model.sliding_layers.begin();
   }
+  const ExpertsConfig& experts = model.experts;
+  h.output_router_logits = experts.balance_loss > 0;
+  h.router_aux_loss_coef = h.output_router_logits ? experts.balance_loss : experts.unused_balance_loss;
+  for (i64 l = 0; l < std::ssize(experts.layers); ++l)
+    if (!experts.sparse(l)) h.mlp_only_layers.push_back(l);
   const RopeScaling& rope = model.rope;
   // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
@@ -385,8 +401,10 @@ Json model_json(const ModelConfig& model) {
   if (model.source) out[kProgramModel] = family_name(model.family);
   for (const Key& k : model_keys(model.family, ModelSource::File)) {
     if (k.kind != KeyKind::Effect || (k.path == "layer_types" && h.layer_types.empty())) continue;
+    if (k.path == "router_z_loss_coef" && experts.z_loss == 0) continue;  // transformers has no such key
     Json value = slot_json(k.slot(&h));
     if (k.path == "pad_token_id" && model.pad_token_id < 0) value = nullptr;
+    if (k.path == "sliding_window" && h.sliding_window == 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
     } else if (rope.type != RopeType::Default && rope_key_read(k.path.substr(dot + 1))) {
@@ -425,7 +443,7 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
   }
   for (const std::string& key : keys) {
     const bool own = key.find("dropout") != key.npos || key.ends_with("pdrop") || key == "initializer_range" ||
-                     key.ends_with("token_id") ||
+                     key.ends_with("token_id") || key == "output_router_logits" || key.starts_with("router_") ||
                      (key == "max_position_embeddings" && now.rope.type != RopeType::Dynamic);
     DS_CHECK(own || at(there, key) == at(here, key), Errc::Mismatch,
              "{}: a checkpoint of another model: model.{} is {} there and {} here", step_dir, key, at(there, key),

@@ -44,6 +44,17 @@ std::string explain(double params, int stage, int ranks) {
   return explain(Subject{.params = params, .dp = ranks, .stage = stage});
 }
 
+namespace {
+
+// Of sparse blocks, beyond an MLP of m.intermediate in each; all matrices are gated ones.
+i64 params_of_experts(const ModelConfig& m) {
+  const ExpertsConfig& x = m.experts;
+  const i64 inner = 3 * (x.count * x.intermediate + x.shared - m.intermediate) + x.count + (x.shared_gate ? 1 : 0);
+  return std::ranges::count(x.layers, true) * inner * m.hidden;
+}
+
+}  // namespace
+
 std::string explain(const Config& config, const World& world) {
   const ModelConfig& m = config.model;
   const MeshShape mesh = mesh_shape(config, world.ranks);
@@ -72,7 +83,8 @@ std::string explain(const Config& config, const World& world) {
              .gated = m.activation == Activation::Silu,
              .biases = m.mlp_bias,
              .rms_norm = spec_of(m.family).rms_norm,
-             .tied = m.tie_embeddings};
+             .tied = m.tie_embeddings,
+             .more_params = params_of_experts(m)};
   s.seq = config.data.seq_length;
   s.micro_batch = config.batch.micro;
   s.micro_batches = config.batch.accumulation;

@@ -84,7 +84,7 @@ i64 layer_params(const ModelShape& m) {
   return matrices + (m.biases ? biases : 0) + 2 * norm_params(m);
 }
 
-i64 block_params(const ModelShape& m) { return m.layers * layer_params(m) + norm_params(m); }
+i64 block_params(const ModelShape& m) { return m.layers * layer_params(m) + m.more_params + norm_params(m); }
 
 i64 num_params(const ModelShape& m) { return block_params(m) + embedding_params(m) + (m.tied ? 0 : output_params(m)); }
 

@@ -96,6 +96,7 @@ struct ModelShape {
   bool biases = false;    // of all matrices but the output layer's; Megatron's report counts none
   bool rms_norm = false;  // without bias
   bool tied = true;       // embedding and output layer are one matrix
+  i64 more_params = 0;    // of experts, beyond an MLP of `ffn` in each layer
 
   i64 num_kv_heads() const noexcept { return kv_heads > 0 ? kv_heads : heads; }
   i64 ffn_size() const noexcept { return ffn > 0 ? ffn : 4 * hidden; }
@@ -103,7 +104,7 @@ struct ModelShape {
 
 // With positions and biases these are the parameters of the published models: 12h² + 13h in a layer of GPT-2.
 i64 layer_params(const ModelShape& model);
-i64 block_params(const ModelShape& model);  // all layers and the final norm
+i64 block_params(const ModelShape& model);  // all layers, with more_params, and the final norm
 i64 num_params(const ModelShape& model);
 
 // Parameters of each rank of a pipeline stage, which holds 1/p of the block: the first has the embedding as well, the

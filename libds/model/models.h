@@ -32,7 +32,8 @@ Model make_model(const Config& config, const Shard& shard, const PassLengths& le
 Model make_model(const Config& config, const Shard& shard = {});
 
 Model make_gpt2(const ModelConfig& config, const Shard& shard);
-// Llama, Qwen2, Qwen3: variants that differ in biases, head norms and RoPE scaling.
+// Llama, Qwen2, Qwen3, and the families whose blocks have experts: variants that differ in biases, head norms, RoPE
+// scaling and feed-forward parts.
 Model make_llama(const ModelConfig& config, const Shard& shard);
 // An encoder with the head of masked language modelling (Hugging Face's BertForMaskedLM), without a pooler.
 Model make_bert(const ModelConfig& config, const Shard& shard);

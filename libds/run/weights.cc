@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <set>
 
+#include "checkpoint/expert_names.h"
 #include "checkpoint/match_weights.h"
 #include "checkpoint/tensor_state.h"
 #include "config/named_files.h"
@@ -116,7 +117,7 @@ struct Match : WeightMatch {
 };
 
 Match match(const model::Model& model, const std::string& path, bool new_head) {
-  std::unique_ptr<TensorSource> source = open_weights(path);
+  std::unique_ptr<TensorSource> source = join_experts(model, open_weights(path));
   WeightMatch found = match_weights(model, *source, new_head);
   DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:\n  {}",
            source->path(), first_lines(found.unreadable, "\n  "));

@@ -327,6 +327,24 @@ PY
   done <<<$'gpt2 3\nllama 4\nllama-tied 2\nqwen2 1\nqwen3 2\nbert 2'
 }
 
+@test "experts over a mesh and back: batches in steps, the same bytes under the published names" {
+  local model tp degrees
+  while read -r model tp; do
+    ds-ckpt-merge "$DS_SOURCE/tests/golden/$model" -o a --format hf --verify --quiet
+    for degrees in "--dp 3" "--tp $tp --pp 3" "--dp 2 --tp $tp --pp 2 --sp 2 --stage 3"; do
+      # shellcheck disable=SC2086 # several options
+      ds-shard "$DS_SOURCE/tests/golden/$model" -o out $degrees --quiet
+      h5dump -H out/step-00000000/model.h5 >names
+      grep -q 'DATASET "model.layers.2\?1\?.mlp.experts.gate_up_proj"' names
+      run -1 grep -E 'experts[.][0-9]|block_sparse_moe' names
+      ds-ckpt-merge out -o b --format hf --verify --quiet
+      cmp a/model.safetensors b/model.safetensors
+      rm -r out b
+    done
+    rm -r a
+  done <<<$'mixtral 1\nolmoe 1\nqwen2_moe 2\nqwen3_moe 2'
+}
+
 @test "the model is named, or found beside its file" {
   cp -r "$DS_SOURCE/tests/golden/llama" model
   cp model/model.safetensors alone.safetensors
@@ -513,7 +531,7 @@ PY
   local golden=$DS_SOURCE/tests/golden
   refuses 2 "--positions 39 is fewer than the 40 that the model has" "$golden/gpt2" -o out --positions 39
   for bad in 0 -1 many 16777217 1.5; do refuses 2 "--positions" "$golden/gpt2" -o out --positions "$bad"; done
-  for model in llama qwen2 qwen3; do
+  for model in llama qwen2 qwen3 mixtral olmoe qwen2_moe qwen3_moe; do
     refuses 2 "a model of type \"$model\" has none" "$golden/$model" -o out --positions 4096
   done
   refuses 2 "show accepts a directory" show run --positions 9

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3 and BERT models of odd sizes.
+"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and
+BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
+    python3 tests/golden/make_fixtures.py --find-seed NAME  # of a model with experts: the seed in SEEDS; minutes
 
 Each tests/golden/<name>/ holds
   config.json, model.safetensors   as transformers writes them: fp32 weights, dropout 0, Hugging Face names
@@ -31,6 +33,21 @@ Llama and Qwen take the softmax, RMSNorm's statistics and the RoPE angles in fp3
 before the weight is applied. Logits are 16-bit; the loss is taken in fp32 from them. fp16 gradients come from a static
 loss scale of 1024, in training too, and are unscaled in fp32.
 
+Models with experts: weights as published, with three matrices for each expert; parameters in expected.safetensors under the
+names of transformers 5, in which the experts of a block are batches. In addition
+    balanced.loss           f64 [1]       loss + 0.05 * the sum over blocks of E / (k n^2) * sum_e count_e * sum p_e, taken
+                                          from transformers' router logits over the n tokens whose target is not ignored
+    balanced.balance        f64 [1]       that sum, without the coefficient
+    balanced.grad.<name>    f64           the gradients of balanced.loss; PyTorch's own error in fp32 is in
+                                          expected_errors.json
+    pooled.loss             f64 [1]       loss + 0.05 * transformers' load_balancing_loss_func, which pools the blocks, counts
+                                          all tokens and does not divide by k
+    pooled.grad.<router>    f64           the gradients of that, of the routers alone
+PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
+expert has tokens, PyTorch chooses the same experts in every dtype and in all steps of training, and each token's last chosen expert
+is ahead of the first that is not chosen: by MARGIN of the spread of its logits at first, with weights rounded to 16 bits too, and
+by TRAINED_MARGIN in training.
+
 BERT's errors are the larger of two attentions of PyTorch's, "eager" and its fused "sdpa", transformers' default, which also
 trains it: like every fused attention that takes the sum that the softmax's gradient subtracts from the rounded output,
 and where every row sees all keys this decides the error of queries and keys.
@@ -51,7 +68,9 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
-BATCH, SEQUENCE, STEPS = 2, 19, 10
+BATCH, STEPS = 2, 10
+SEQUENCE, SPARSE_SEQUENCE = 19, 9  # with experts: fewer tokens, of which none has a tie to decide
+MARGIN, TRAINED_MARGIN, BALANCE = 0.02, 0.002, 0.05
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_LOSS_SCALE = 1024.0
 
@@ -100,7 +119,27 @@ MODELS = {
         vocab_size=79, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=58,
         max_position_embeddings=24, type_vocab_size=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         pad_token_id=0, **NO_SPECIAL_TOKENS),
+    # The window is shorter than the sequence.
+    "mixtral": transformers.MixtralConfig(
+        vocab_size=47, hidden_size=28, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, sliding_window=5, num_local_experts=5, num_experts_per_tok=2,
+        **NO_SPECIAL_TOKENS),
+    "olmoe": transformers.OlmoeConfig(
+        vocab_size=43, hidden_size=32, intermediate_size=14, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, num_experts=8, num_experts_per_tok=3, pad_token_id=None,
+        **NO_SPECIAL_TOKENS),
+    # The first layer is dense.
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        vocab_size=41, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[0], moe_intermediate_size=12, num_experts=6,
+        num_experts_per_tok=2, shared_expert_intermediate_size=22, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
+    # The middle layer is dense; head_dim * heads = 56 is not the hidden size.
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        vocab_size=37, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=14,
+        num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
+        num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
 }
+SEEDS = {"mixtral": 2880, "olmoe": 4440, "qwen2_moe": 16090, "qwen3_moe": 34710}
 
 
 @contextlib.contextmanager
@@ -117,8 +156,14 @@ def all_fp64():
         torch.set_default_dtype(torch.float32)
 
 
+def is_sparse(config):
+    return hasattr(config, "num_experts_per_tok")
+
+
 def new_model(config, **kwargs):
     masked = config.model_type == "bert"
+    if is_sparse(config):
+        kwargs["experts_implementation"] = "eager"
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     return auto.from_config(config, **kwargs)
 
@@ -145,9 +190,9 @@ def initial_model(config, seed):
     return model
 
 
-def batch(vocab_size, seed):
+def batch(vocab_size, seed, sequence=SEQUENCE):
     rng = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab_size, (BATCH, SEQUENCE + 1), generator=rng)
+    tokens = torch.randint(0, vocab_size, (BATCH, sequence + 1), generator=rng)
     tokens[:, 3] = tokens[:, 1]  # a repeated id: its embedding gradient is a sum
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     targets[0, 0] = targets[0, 7] = targets[1, -1] = -100
@@ -168,9 +213,37 @@ def masked_batch(vocab_size, seed):
     return inputs, targets
 
 
+def sparse_batch(vocab_size, seed):
+    return batch(vocab_size, seed, SPARSE_SEQUENCE)
+
+
 def loss_of(model, inputs, targets):
     logits = model(input_ids=inputs, use_cache=False).logits
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def router_logits(model, inputs):
+    """[tokens, E] of each block with experts."""
+    return model(input_ids=inputs, use_cache=False, output_router_logits=True).router_logits
+
+
+def balance_of(logits, k, targets):
+    """Switch Transformers' loss of one block, for k experts a token, over the tokens that are trained on."""
+    logits = logits[targets.flatten() != -100]
+    tokens, experts = logits.shape
+    scores = logits.softmax(-1)
+    chosen = scores.topk(k).indices
+    counts = F.one_hot(chosen, experts).sum((0, 1)).to(scores.dtype)
+    return experts / (k * tokens**2) * (counts * scores.sum(0)).sum()
+
+
+def margin_of(logits, k):
+    """By how much the k-th expert of each token is ahead of the next one, at least; -1 if an expert has no token."""
+    ordered = logits.sort(descending=True).values
+    chosen = logits.topk(k).indices
+    if len(chosen.unique()) < logits.shape[1]:
+        return -1.0
+    return ((ordered[:, k - 1] - ordered[:, k]) / logits.std(-1)).min().item()
 
 
 def token_losses(logits, targets):
@@ -194,8 +267,28 @@ def reference(config, state, inputs, targets):
     return result
 
 
-def train(config, state, dtype, inputs, targets):
-    """Losses and gradient norms of the AdamW run: parameters in `dtype`, master and moments in fp32 (fp64 for fp64)."""
+def balanced(config, state, inputs, targets, dtype):
+    """The losses of models with experts."""
+    model = build(config, state).to(dtype)
+    k, routers = config.num_experts_per_tok, [n for n, _ in model.named_parameters() if n.endswith("mlp.gate.weight")]
+    _, loss = loss_of(model, inputs, targets)
+    balance = sum(balance_of(logits, k, targets) for logits in router_logits(model, inputs))
+    (loss + BALANCE * balance).backward()
+    result = {"balanced.loss": (loss + BALANCE * balance).detach().reshape(1),
+              "balanced.balance": balance.detach().reshape(1)}
+    result.update({"balanced.grad." + name: p.grad for name, p in model.named_parameters()})
+    model = build(config, state).to(dtype)
+    output = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    _, loss = loss_of(model, inputs, targets)
+    (loss + BALANCE * output.aux_loss).backward()
+    result["pooled.loss"] = (loss + BALANCE * output.aux_loss).detach().reshape(1)
+    result.update({"pooled.grad." + name: model.get_parameter(name).grad for name in routers})
+    return result
+
+
+def train(config, state, dtype, inputs, targets, watch=lambda model: True):
+    """Losses and gradient norms of the AdamW run: parameters in `dtype`, master and moments in fp32 (fp64 for fp64). Ends
+    early where `watch`, which sees the model before each step, is not content."""
     scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     model = build(config, state, attentions_of(config, dtype)[-1]).to(dtype)
@@ -207,6 +300,8 @@ def train(config, state, dtype, inputs, targets):
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     losses, norms = [], []
     for step in range(STEPS + 1):
+        if not watch(model):
+            break
         _, loss = loss_of(model, inputs, targets)
         losses.append(loss.item())
         if step == STEPS:
@@ -228,16 +323,78 @@ def errors(got, want):
     return {"max_abs": d.abs().max().item(), "rel_l2": (d.norm() / want.double().norm()).item()}
 
 
-def make(name, directory, seed):
+def choices(config, model, inputs):
+    with torch.no_grad():
+        return [logits.topk(config.num_experts_per_tok).indices.sort().values for logits in router_logits(model, inputs)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_clear(config, state, inputs, targets):
+    """Whether every type chooses the same experts, and none by a hair."""
+    k = config.num_experts_per_tok
+
+    def margin(model):
+        with torch.no_grad():
+            return min(margin_of(logits, k) for logits in router_logits(model, inputs))
+
+    for dtype in DTYPES.values():
+        with all_fp64():
+            exact = build(config, {name: v.to(dtype).double() for name, v in state.items()})
+            if margin(exact) < MARGIN:
+                return False
+            want = choices(config, exact, inputs)
+        if not same(want, choices(config, build(config, state).to(dtype), inputs)):
+            return False
+    trace = []
+
+    def record(model):
+        clear = margin(model) >= TRAINED_MARGIN
+        if clear:
+            trace.append(choices(config, model, inputs))
+        return clear
+
+    with all_fp64():
+        train(config, {name: v.double() for name, v in state.items()}, torch.float64, inputs, targets, record)
+    if len(trace) < STEPS + 1:
+        return False
+    for dtype in DTYPES.values():
+        agreed = []
+
+        def agrees(model):
+            agreed.append(same(trace[len(agreed)], choices(config, model, inputs)))
+            return agreed[-1]
+
+        train(config, state, dtype, inputs, targets, agrees)
+        if not all(agreed):
+            return False
+    return True
+
+
+def start(name, seed):
     config = MODELS[name]
-    directory.mkdir(parents=True, exist_ok=True)
     model = initial_model(config, seed)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    make_batch = masked_batch if config.model_type == "bert" else sparse_batch if is_sparse(config) else batch
+    return config, model, state, *make_batch(config.vocab_size, seed + 1)
+
+
+def find_seed(name):
+    for seed in range(2000, 1000000, 10):
+        config, _, state, inputs, targets = start(name, seed)
+        if is_clear(config, state, inputs, targets):
+            return print(f"{name}: seed {seed}")
+
+
+def make(name, directory, seed):
+    config, model, state, inputs, targets = start(name, seed)
+    directory.mkdir(parents=True, exist_ok=True)
     transformers.logging.disable_progress_bar()
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    make_batch = masked_batch if config.model_type == "bert" else batch
-    inputs, targets = make_batch(config.vocab_size, seed + 1)
+    assert not is_sparse(config) or is_clear(config, state, inputs, targets), f"{name}: seed {seed} routes by a hair"
 
     expected = {"input_ids": inputs.to(torch.int32), "targets": targets.to(torch.int32)}
     exact = reference(config, state, inputs, targets)
@@ -254,6 +411,12 @@ def make(name, directory, seed):
                 table[tensor][key] = {measure: max(e, old.get(measure, 0.0)) for measure, e in new.items()}
         if key != "fp32":
             expected.update({f"{key}.{k}": v.float() for k, v in want.items()})
+    if is_sparse(config):
+        with all_fp64():
+            want = balanced(config, {k: v.double() for k, v in state.items()}, inputs, targets, torch.float64)
+        expected.update(want)
+        for tensor, value in balanced(config, state, inputs, targets, torch.float32).items():
+            table[tensor] = {"fp32": errors(value, want[tensor])}
     for key in DTYPES:
         expected[f"train.{key}.loss"], expected[f"train.{key}.grad_norm"] = train(
             config, state, DTYPES[key], inputs, targets)
@@ -263,7 +426,7 @@ def make(name, directory, seed):
 
     save_file({k: v.contiguous().clone() for k, v in expected.items()}, directory / "expected.safetensors")
     (directory / "expected_errors.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    worst = {k: max(e[k]["rel_l2"] for e in table.values()) for k in DTYPES}
+    worst = {k: max(e[k]["rel_l2"] for e in table.values() if k in e) for k in DTYPES}
     print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, loss {exact['loss'].item():.6f}, "
           f"worst relative error of PyTorch: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
     for key in ("fp64", *DTYPES):
@@ -273,10 +436,12 @@ def make(name, directory, seed):
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    if sys.argv[1:2] == ["--find-seed"]:
+        return find_seed(sys.argv[2])
     root = pathlib.Path(__file__).resolve().parent
     for index, name in enumerate(MODELS):
         if name in (sys.argv[1:] or MODELS):
-            make(name, root / name, seed=1000 + 10 * index)
+            make(name, root / name, seed=SEEDS.get(name, 1000 + 10 * index))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,19 @@ ModelConfig qwen3() {
   return c;
 }
 
+// Experts in the second of two layers, beside a shared one, and norms over all heads. A token goes to all experts:
+// where it goes to some, the loss jumps wherever the choice changes, and tests/golden has the gradients.
+ModelConfig experts() {
+  ModelConfig c = gpt2();
+  c.family = Family::Qwen2Moe;
+  c.activation = Activation::Silu;
+  c.attention_bias = true, c.output_bias = c.mlp_bias = false;
+  c.whole_qk_norm = true;
+  c.experts = {.count = 3, .per_token = 3, .intermediate = 12, .shared = 14, .shared_gate = true};
+  c.experts.layers = {false, true};
+  return c;
+}
+
 // Post-LayerNorm, attention over the whole sequence, a head with a bias of its own.
 ModelConfig bert() {
   ModelConfig c = gpt2();
@@ -181,6 +194,10 @@ std::vector<GradientCase> gradient_cases() {
   };
   ModelConfig untied = with_dropout(gpt2(), 0.3f, 0.3f, 0.3f);
   untied.tie_embeddings = false;
+  ModelConfig weighted = experts();
+  weighted.experts.router = {.normalise = true, .scale = 1.5f};
+  weighted.experts.shared = 0;
+  weighted.experts.layers = {true, true};
   ModelConfig unwindowed = qwen3();
   unwindowed.sliding_window = 0, unwindowed.sliding_layers = {};
   return {{"gpt2", gpt2()},
@@ -193,6 +210,8 @@ std::vector<GradientCase> gradient_cases() {
           {"bert_all", with_dropout(bert(), 0.3f, 0.3f, 0.3f)},
           {"qwen3", qwen3()},
           {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)},
+          {"experts", experts()},
+          {"experts_weighted", weighted},
           {"gpt2_all_dropping", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 8},
           {"bert_dropping", bert(), 9},
           {"qwen3_dropping", unwindowed, 9},

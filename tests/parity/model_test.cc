@@ -24,7 +24,9 @@ namespace ds {
 namespace model_test {
 
 constexpr const char* kModels[] = {"gpt2",        "llama",         "llama-tied", "qwen2",        "qwen3",
-                                   "gpt2-untied", "gpt2-unscaled", "llama-bias", "qwen2-window", "bert"};
+                                   "gpt2-untied", "gpt2-unscaled", "llama-bias", "qwen2-window", "bert",
+                                   "mixtral",     "olmoe",         "qwen2_moe",  "qwen3_moe"};
+constexpr const char* kSparseModels[] = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"};
 constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Fixture {
@@ -52,6 +54,7 @@ struct Fixture {
   }
   // The reference of this dtype: "fp64.x" for fp32, else that of the rounded weights.
   std::vector<double> reference(DType t, const std::string& name) const {
+    if (name.starts_with("balanced.")) return read<double>(name);
     if (t == DType::F32) return read<double>("fp64." + name);
     const std::vector<float> v = read<float>(fmt::format("{}.{}", dtype_name(t), name));
     return {v.begin(), v.end()};
@@ -93,6 +96,24 @@ struct Fixture {
         << name << " " << dtype_name(t) << ": max abs";
     EXPECT_LE(std::sqrt(sum_error), ((cancels ? times : 2) * torch.at("rel_l2").get<double>() + 1e-6) * std::sqrt(sum))
         << name << " " << dtype_name(t) << ": relative L2";
+  }
+  // All gradients of the last step; `kind`: of which loss.
+  void judge_gradients(DType t, engine::Engine& engine, Device& device, double loss_scale,
+                       const std::string& kind = "") const {
+    i64 param = 0;
+    const float unscale = static_cast<float>(1 / loss_scale);
+    for (const auto& unit : engine.plan().rows) {
+      for (const model::ParamRow& row : unit) {
+        const zero::RowPlace& place = engine.plan().dp().layout.rows()[param++];
+        std::vector<float> grad(static_cast<size_t>(row.numel()));
+        device.download(
+            grad.data(),
+            engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}).data(),
+            narrow<i64>(grad.size()) * 4);
+        for (float& g : grad) g *= unscale;
+        judge(t, kind + "grad." + row.name, grad);
+      }
+    }
   }
   // The global norm of the reference's gradients.
   double grad_norm(DType t) const {
@@ -174,20 +195,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   EXPECT_NEAR(r.loss, loss, 3 * torch.at("rel_l2").get<double>() * std::sqrt(squares) / n + 1e-6 * loss);
   EXPECT_NEAR(r.loss, sum / n, 1e-9 * loss) << "training and evaluation";
 
-  i64 param = 0;
-  const float unscale = static_cast<float>(1 / r.loss_scale);
-  for (const auto& unit : engine.plan().rows) {
-    for (const model::ParamRow& row : unit) {
-      const zero::RowPlace& place = engine.plan().dp().layout.rows()[param++];
-      std::vector<float> grad(static_cast<size_t>(row.numel()));
-      device->download(
-          grad.data(),
-          engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}).data(),
-          narrow<i64>(grad.size()) * 4);
-      for (float& g : grad) g *= unscale;
-      f.judge(dtype, "grad." + row.name, grad);
-    }
-  }
+  f.judge_gradients(dtype, engine, *device, r.loss_scale);
 }
 
 // Adam's updates hardly depend on the size of the gradient, its moments do: from zero they are (1 - beta1) g and
@@ -266,6 +274,31 @@ TEST_P(Models, TenAdamWSteps) {
   EXPECT_LE(loss_error, times * torch_loss_error + 1e-5);
   EXPECT_LE(norm_error, times * torch_norm_error + 1e-5);
 }
+
+class SparseModels : public ::testing::TestWithParam<const char*> {};
+
+// The loss that balances experts and its gradients, from transformers' router logits; the head's loss is that without.
+TEST_P(SparseModels, LossThatBalancesExperts) {
+  const Fixture f(GetParam());
+  constexpr float kCoefficient = 0.05f;  // make_fixtures.py's BALANCE
+  const auto device = testing::make_test_device(2);
+  Mesh mesh = testing::make_test_mesh(*device);
+  MemoryLedger ledger;
+  Config config = f.run_config(DType::F32);
+  config.model.experts.balance_loss = kCoefficient;
+  engine::Engine engine(config, mesh, ledger, *device);
+  run::load_weights(engine, f.dir);
+  const StepRecord r = engine.train_step({f.ids, f.targets});
+  const double loss = f.read<double>("fp64.loss")[0], balance = f.read<double>("balanced.balance")[0];
+  EXPECT_NEAR(r.loss, loss, 1e-6 * loss);
+  ASSERT_TRUE(r.aux_loss.has_value());
+  EXPECT_NEAR(*r.aux_loss, kCoefficient * balance, 1e-6 * balance);
+  EXPECT_NEAR(r.loss + *r.aux_loss, f.read<double>("balanced.loss")[0], 1e-6 * loss);
+  f.judge_gradients(DType::F32, engine, *device, r.loss_scale, "balanced.");
+}
+
+INSTANTIATE_TEST_SUITE_P(Parity, SparseModels, ::testing::ValuesIn(kSparseModels),
+                         [](const auto& test) { return std::string(test.param); });
 
 INSTANTIATE_TEST_SUITE_P(Parity, Models, ::testing::Combine(::testing::ValuesIn(kModels), ::testing::ValuesIn(kTypes)),
                          [](const auto& test) {

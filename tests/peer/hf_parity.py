@@ -30,6 +30,12 @@ MODELS = {
         "original_max_position_embeddings": 32}},
     "qwen2": {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    "mixtral": {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**SIZES, "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {**SIZES, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 32, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
     "bert": SIZES,
 }
 MASKS = {"mask_token": 256, "cls_token": 257, "sep_token": 258}

@@ -57,6 +57,11 @@ constexpr const char* kQwen3 =
        "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 16, "max_position_embeddings": 64,
        "use_sliding_window": true, "sliding_window": 8, "max_window_layers": 2,
        "rope_scaling": {"rope_type": "yarn", "factor": 2}})";
+constexpr const char* kQwen2Moe =
+    R"(model={"type": "qwen2_moe", "vocab_size": 96, "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
+       "num_key_value_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64, "num_experts": 6,
+       "num_experts_per_tok": 2, "moe_intermediate_size": 4, "shared_expert_intermediate_size": 12,
+       "mlp_only_layers": [0]})";
 constexpr const char* kBert =
     R"(model={"type": "bert", "vocab_size": 96, "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
        "intermediate_size": 16, "max_position_embeddings": 64})";
@@ -105,7 +110,7 @@ std::vector<Number> all_numbers() {
     alignas(64) std::byte bytes[1 << 14];
   };
   const auto root = std::make_unique<Root>();
-  for (const auto& [family, model] : {std::pair{Family::Gpt2, kGpt2}, {Family::Qwen3, kQwen3}, {Family::Bert, kBert}}) {
+  for (const auto& [family, model] : {std::pair{Family::Gpt2, kGpt2}, {Family::Qwen3, kQwen3}, {Family::Qwen2Moe, kQwen2Moe}, {Family::Bert, kBert}}) {
     for (const Key& key : model_keys(family, ModelSource::Inline)) add(key, root.get(), "model.", {model});
   }
   return all;

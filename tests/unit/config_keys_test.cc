@@ -384,8 +384,8 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
     const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
     EXPECT_NE(has_constant_default(entry, key), derived) << entry << "\nneeds: default " << default_of(key);
   }
-  for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Bert})
-    for (const Key& key : model_keys(family, ModelSource::Inline))
+  for (const FamilySpec* family : families())
+    for (const Key& key : model_keys(family->family, ModelSource::Inline))
       if (key.kind == KeyKind::Effect) {
         EXPECT_TRUE(has_word(key.path.substr(key.path.rfind('.') + 1))) << key.path;
       }

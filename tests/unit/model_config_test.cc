@@ -136,6 +136,140 @@ TEST(ModelConfig, ReadsBert) {
   EXPECT_EQ(load(R"({"model_type": "bert", "pad_token_id": null})").pad_token_id, -1);
 }
 
+// As published for Mixtral 8x7B and OLMoE-1B-7B.
+TEST(ModelConfig, ReadsMixtralAndOlmoe) {
+  const ModelConfig mixtral = load(R"({
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": true,
+    "vocab_size": 32000})");
+  EXPECT_EQ(mixtral.experts.count, 8);
+  EXPECT_EQ(mixtral.experts.per_token, 2);
+  EXPECT_EQ(mixtral.experts.intermediate, 14336);
+  EXPECT_TRUE(mixtral.experts.router.normalise && !mixtral.experts.router.sigmoid);
+  EXPECT_EQ(mixtral.experts.layers, std::vector<bool>(32, true));
+  EXPECT_EQ(mixtral.experts.balance_loss, 0);  // off, as in transformers
+  EXPECT_FALSE(mixtral.attention_bias || mixtral.output_bias || mixtral.mlp_bias || mixtral.qk_norm);
+  EXPECT_EQ(mixtral.window(0), 0);
+  EXPECT_EQ(mixtral.head_dim, 128);
+
+  const ModelConfig olmoe = load(R"({
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "clip_qkv": null,
+    "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+    "num_key_value_heads": 16, "output_router_logits": true, "pad_token_id": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": true, "vocab_size": 50304})");
+  EXPECT_EQ(olmoe.experts.count, 64);
+  EXPECT_EQ(olmoe.experts.per_token, 8);
+  EXPECT_EQ(olmoe.experts.intermediate, 1024);
+  EXPECT_FALSE(olmoe.experts.router.normalise);
+  EXPECT_TRUE(olmoe.whole_qk_norm && !olmoe.qk_norm);
+  EXPECT_EQ(olmoe.experts.balance_loss, 0.01f);
+  EXPECT_EQ(olmoe.experts.z_loss, 0);
+}
+
+// As published for Qwen1.5-MoE-A2.7B and Qwen3-Coder-30B-A3B.
+TEST(ModelConfig, ReadsQwenWithExperts) {
+  const ModelConfig q2 = load(R"({
+    "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+    "max_position_embeddings": 8192, "max_window_layers": 21, "model_type": "qwen2_moe", "num_attention_heads": 16,
+    "num_hidden_layers": 24, "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.39.0",
+    "use_cache": true, "use_sliding_window": false, "vocab_size": 151936, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+    "norm_topk_prob": false, "output_router_logits": false, "router_aux_loss_coef": 0.001})");
+  EXPECT_EQ(q2.experts.count, 60);
+  EXPECT_EQ(q2.experts.per_token, 4);
+  EXPECT_EQ(q2.experts.intermediate, 1408);
+  EXPECT_EQ(q2.experts.shared, 5632);
+  EXPECT_TRUE(q2.experts.shared_gate && q2.attention_bias && !q2.output_bias && !q2.experts.router.normalise);
+  EXPECT_EQ(q2.window(0), 0);
+
+  std::vector<Diagnostic> diagnostics;
+  const ModelDir dir(R"({
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": false, "qkv_bias": false, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0,
+    "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.52.3",
+    "use_cache": true, "use_qk_norm": true, "use_sliding_window": false, "vocab_size": 151936})");
+  const ModelConfig q3 = read_model_file(dir.dir(), diagnostics);
+  ASSERT_EQ(diagnostics.size(), 1u);
+  EXPECT_EQ(diagnostics[0].key, "use_qk_norm");
+  EXPECT_EQ(diagnostics[0].severity, Severity::Warning);
+  EXPECT_EQ(q3.experts.count, 128);
+  EXPECT_EQ(q3.experts.intermediate, 768);
+  EXPECT_EQ(q3.experts.shared, 0);
+  EXPECT_TRUE(q3.qk_norm && q3.experts.router.normalise);
+  EXPECT_FALSE(q3.attention_bias || q3.output_bias || q3.experts.shared_gate || q3.whole_qk_norm);
+  EXPECT_EQ(q3.heads * q3.head_dim, 4096);
+  EXPECT_EQ(load(R"({"model_type": "qwen3_moe", "num_local_experts": 16})").experts.count,
+            16);  // as transformers 5 may
+}
+
+TEST(ModelConfig, SparseBlocksFollowTheStepAndTheExceptions) {
+  const auto layers = [](std::string_view more) {
+    return load(fmt::format(R"({{"model_type": "qwen3_moe", "num_hidden_layers": 6, {}}})", more)).experts.layers;
+  };
+  using Layers = std::vector<bool>;
+  EXPECT_EQ(layers(R"("mlp_only_layers": null)"), Layers(6, true));
+  EXPECT_EQ(layers(R"("mlp_only_layers": [0, 5])"), (Layers{false, true, true, true, true, false}));
+  EXPECT_EQ(layers(R"("decoder_sparse_step": 2)"), (Layers{false, true, false, true, false, true}));
+  EXPECT_EQ(layers(R"("decoder_sparse_step": 3, "mlp_only_layers": [2])"),
+            (Layers{false, false, false, false, false, true}));
+  EXPECT_EQ(layers(R"("decoder_sparse_step": 7)"), Layers(6, false));
+}
+
+// transformers 5: Mixtral and Qwen3-MoE have a window in every layer, Qwen2-MoE in every second one of the first.
+TEST(ModelConfig, WindowsOfModelsWithExperts) {
+  const ModelConfig mixtral = load(R"({"model_type": "mixtral", "num_hidden_layers": 2, "sliding_window": 64})");
+  EXPECT_TRUE(mixtral.window(0) == 64 && mixtral.window(1) == 64);
+  const ModelConfig q3 = load(R"({"model_type": "qwen3_moe", "num_hidden_layers": 2, "use_sliding_window": true,
+    "sliding_window": 64})");
+  EXPECT_TRUE(q3.window(0) == 64 && q3.window(1) == 64);
+  const ModelConfig q2 = load(R"({"model_type": "qwen2_moe", "num_hidden_layers": 5, "use_sliding_window": true,
+    "sliding_window": 64, "max_window_layers": 3})");
+  EXPECT_EQ(q2.sliding_layers, (std::vector<bool>{true, false, true, false, false}));
+  EXPECT_EQ(load(R"({"model_type": "qwen2_moe", "use_sliding_window": false, "sliding_window": 0})").window(0), 0);
+}
+
+// A configuration of ours that gives a coefficient wants the loss, and needs the sizes.
+TEST(ModelConfig, InlineModelsWithExperts) {
+  const auto read = [](std::string_view more, std::vector<Diagnostic>& diagnostics) {
+    const std::string text = fmt::format(R"({{"type": "qwen2_moe", "vocab_size": 64, "hidden_size": 32,
+      "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "num_experts": 6{}}})",
+                                         more);
+    const ConfigText parsed(text, "cfg", diagnostics);
+    return read_model(parsed.root(), ModelSource::Inline, parsed, "model", diagnostics);
+  };
+  constexpr std::string_view kSizes = R"(, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24)";
+  std::vector<Diagnostic> diagnostics;
+  const ModelConfig m =
+      read(fmt::format(R"({}, "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001)", kSizes), diagnostics);
+  EXPECT_TRUE(diagnostics.empty());
+  EXPECT_EQ(m.experts.balance_loss, 0.02f);
+  EXPECT_EQ(m.experts.z_loss, 0.001f);
+  EXPECT_EQ(m.kv_heads, 2);
+  EXPECT_EQ(read(kSizes, diagnostics).experts.balance_loss, 0);
+  EXPECT_EQ(read(fmt::format(R"({}, "output_router_logits": false, "router_aux_loss_coef": 0.02)", kSizes), diagnostics)
+                .experts.balance_loss,
+            0);
+  EXPECT_TRUE(diagnostics.empty());
+  read("", diagnostics);
+  ASSERT_EQ(diagnostics.size(), 3u);
+  EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.num_experts_per_tok: is missing");
+}
+
 TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   const ModelConfig gpt2 = load(R"({"model_type": "gpt2"})");
   EXPECT_EQ(gpt2.vocab_size, 50257);
@@ -147,6 +281,26 @@ TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   EXPECT_FALSE(llama.tie_embeddings);
   EXPECT_EQ(load(R"({"model_type": "qwen3"})").head_dim, 128);
   EXPECT_TRUE(load(R"({"model_type": "llama", "attention_bias": true})").output_bias);
+  const ModelConfig mixtral = load(R"({"model_type": "mixtral"})");
+  EXPECT_EQ(mixtral.kv_heads, 8);
+  EXPECT_EQ(mixtral.rope_theta, 1e6f);
+  EXPECT_EQ(mixtral.max_positions, 131072);
+  EXPECT_EQ(mixtral.norm_eps, 1e-5f);
+  EXPECT_EQ(load(R"({"model_type": "mixtral", "num_key_value_heads": null})").kv_heads, 32);
+  const ModelConfig olmoe = load(R"({"model_type": "olmoe"})");
+  EXPECT_EQ(olmoe.kv_heads, 16);
+  EXPECT_EQ(olmoe.experts.intermediate, 2048);
+  EXPECT_TRUE(load(R"({"model_type": "olmoe", "attention_bias": true})").output_bias);
+  const ModelConfig q2 = load(R"({"model_type": "qwen2_moe"})");
+  EXPECT_EQ(q2.kv_heads, 16);
+  EXPECT_EQ(q2.layers, 24);
+  EXPECT_EQ(q2.experts.shared, 5632);
+  EXPECT_FALSE(load(R"({"model_type": "qwen2_moe", "qkv_bias": false})").attention_bias);
+  const ModelConfig q3 = load(R"({"model_type": "qwen3_moe"})");
+  EXPECT_EQ(q3.kv_heads, 4);
+  EXPECT_EQ(q3.head_dim, 64);
+  EXPECT_EQ(q3.intermediate, 6144);
+  EXPECT_TRUE(load(R"({"model_type": "qwen3_moe", "attention_bias": true})").output_bias);
 }
 
 // transformers uses a number for a missing key, and reads null as the number of heads.
@@ -186,10 +340,10 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "mlp_bias: unknown key: no model of type \"qwen2\" has it, but those of type \"llama\" do"},
            Case{R"({"model_type": "llama", "layer_types": ["sliding_attention"]})",
                 "layer_types: unknown key: no model of type \"llama\" has it, but those of type \"qwen2\" and "
-                "\"qwen3\" do"},
+                "\"qwen3\" and \"qwen2_moe\" do"},
            Case{R"({"model_type": "llama", "sliding_window": 4096})",
                 "sliding_window: unknown key: no model of type \"llama\" has it, but those of type \"qwen2\" and "
-                "\"qwen3\" do"},
+                "\"qwen3\" and \"mixtral\" and \"qwen2_moe\" and \"qwen3_moe\" do"},
            Case{R"({"model_type": "gpt2", "layer_norm_eps": 1e-5})",
                 "no model of type \"gpt2\" has it, but those of type \"bert\" do; did you mean layer_norm_epsilon?"},
            Case{R"({"hidden_size": 64})", "model_type: is missing"},
@@ -219,6 +373,33 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "1 entries for 2 layers"},
            Case{R"({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]})", "is off"},
            Case{R"({"model_type": "t5"})", "\"t5\"", Errc::Unavailable},
+           Case{R"({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 0})",
+                "sliding_window: must be at least 1; null turns windows off"},
+           Case{R"({"model_type": "mixtral", "sliding_window": 0})", "sliding_window: must be at least 1"},
+           Case{R"({"model_type": "mixtral", "num_experts_per_tok": 9})",
+                "num_experts_per_tok: a token cannot choose 9 of 8 experts"},
+           Case{R"({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 6})", "contradicts"},
+           Case{R"({"model_type": "olmoe", "num_experts": 0})", "num_experts: must be an integer"},
+           Case{R"({"model_type": "olmoe", "head_dim": 64})",
+                "head_dim: 16 heads of 64 are not the hidden_size of 2048, over which queries are normalised"},
+           Case{R"({"model_type": "qwen3_moe", "num_experts": 4096, "moe_intermediate_size": 8192})",
+                "num_experts: 4096 experts with moe_intermediate_size 8192 are 33554432 wide together"},
+           Case{R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [1, 4]})",
+                "mlp_only_layers: there is no layer 4; they are 0 to 3"},
+           Case{R"({"model_type": "qwen3_moe", "decoder_sparse_step": 0})", "decoder_sparse_step: must be an integer"},
+           Case{R"({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 32})",
+                "no model of type \"qwen3_moe\" has it, but those of type \"qwen2_moe\" do"},
+           Case{R"({"model_type": "mixtral", "norm_topk_prob": false, "output_router_logits": 3})",
+                "output_router_logits: must be"},
+           Case{R"({"model_type": "llama", "num_experts": 8})",
+                "no model of type \"llama\" has it, but those of type \"mixtral\""},
+           Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.01})", "router_jitter_noise", Errc::Unavailable},
+           Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
+           Case{R"({"model_type": "gpt_oss"})", "a model of type \"gpt_oss\" (there are \"gpt2\"", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},
+           Case{R"({"model_type": "qwen3_next"})", "a model of type \"qwen3_next\"", Errc::Unavailable},
+           Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
+           Case{R"({"model_type": "glm4_moe"})", "a model of type \"glm4_moe\"", Errc::Unavailable},
            Case{R"({"model_type": "bert", "position_embedding_type": "relative_key"})", "position_embedding_type",
                 Errc::Unavailable},
            Case{R"({"model_type": "bert", "tie_word_embeddings": false})", "tie_word_embeddings", Errc::Unavailable},
@@ -263,7 +444,8 @@ TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
       llama = R"("model_type": "llama", "hidden_size": 32, "num_attention_heads": 4)",
       qwen2 = R"("model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4)",
       gpt2 = R"("model_type": "gpt2", "n_embd": 32, "n_head": 4)",
-      bert = R"("model_type": "bert", "hidden_size": 32, "num_attention_heads": 4)";
+      bert = R"("model_type": "bert", "hidden_size": 32, "num_attention_heads": 4)",
+      mixtral = R"("model_type": "mixtral", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4)";
   const struct {
     const std::string& model;
     const char* more;
@@ -311,7 +493,12 @@ TEST(ModelConfig, WhatAsksForNothingIsTakenFromAnyTool) {
       {gpt2, R"("reorder_and_upcast_attn": null, "add_cross_attention": null, "sliding_window": null)", ""},
       {bert, R"("classifier_dropout": null, "position_embedding_type": null, "is_decoder": null, "is_causal": false)",
        ""},
-      {bert, R"("use_sliding_window": false, "attention_dropout": 0.0, "rope_scaling": null)", ""}};
+      {bert, R"("use_sliding_window": false, "attention_dropout": 0.0, "rope_scaling": null)", ""},
+      {llama, R"("num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 0, "norm_topk_prob": true)", ""},
+      {llama, R"("num_local_experts": 0, "router_aux_loss_coef": 0.001, "output_router_logits": false)", ""},
+      {qwen2, R"("decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0)", ""},
+      {mixtral, R"("norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "clip_qkv": null)", ""},
+      {mixtral, R"("max_window_layers": 28, "use_sliding_window": false, "sliding_window": null)", ""}};
   for (const auto& c : cases) {
     const ModelDir dir(fmt::format("{{{}, {}}}", c.model, c.more));
     std::vector<Diagnostic> diagnostics;
@@ -448,6 +635,16 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
           R"({"model_type": "bert", "hidden_size": 96, "hidden_act": "gelu_new", "hidden_dropout_prob": 0.3,
                "attention_probs_dropout_prob": 0.25, "type_vocab_size": 3, "layer_norm_eps": 1e-7, "pad_token_id": 5})",
           R"({"model_type": "bert", "pad_token_id": null})",
+          R"({"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 100,
+               "output_router_logits": true, "router_aux_loss_coef": 0.25})",
+          R"({"model_type": "mixtral", "sliding_window": null, "router_aux_loss_coef": 0.25})",
+          R"({"model_type": "olmoe", "num_experts": 16, "norm_topk_prob": true, "attention_bias": true,
+               "output_router_logits": false, "router_aux_loss_coef": 0.25})",
+          R"({"model_type": "qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [2], "qkv_bias": false,
+               "moe_intermediate_size": 96, "shared_expert_intermediate_size": 100, "use_sliding_window": true,
+               "sliding_window": 9})",
+          R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
+               "head_dim": 128, "router_z_loss_coef": 0.5})",
       }) {
     const std::string once = model_config_json(load(text));
     EXPECT_EQ(model_config_json(load(once)), once) << text;
@@ -466,6 +663,19 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
   EXPECT_EQ(bert["architectures"], Json({"BertForMaskedLM"}));
   EXPECT_EQ(bert["position_embedding_type"], "absolute");
   EXPECT_TRUE(bert["pad_token_id"].is_null());
+}
+
+// One spelling of the blocks that are sparse is written, and no key that transformers does not know.
+TEST(ModelConfig, ExpertsAreWrittenAsTransformersReadsThem) {
+  const ModelConfig m = load(R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2})");
+  const Json json = Json::parse(model_config_json(m));
+  EXPECT_EQ(json["architectures"], Json({"Qwen3MoeForCausalLM"}));
+  EXPECT_EQ(json["decoder_sparse_step"], 1);
+  EXPECT_EQ(json["mlp_only_layers"], Json({0, 2}));
+  EXPECT_FALSE(json.contains("router_z_loss_coef") || json.contains("num_local_experts"));
+  const Json mixtral = Json::parse(model_config_json(load(R"({"model_type": "mixtral"})")));
+  EXPECT_TRUE(mixtral["sliding_window"].is_null());
+  EXPECT_FALSE(mixtral.contains("use_sliding_window") || mixtral.contains("norm_topk_prob"));
 }
 
 TEST(ModelConfig, InlineModelsHaveNoDropoutAndSayTheirSizes) {
@@ -500,6 +710,17 @@ TEST(SameModel, ComparesWhatShapesDoNotTell) {
   other = saved;
   other["activation_function"] = "gelu";
   EXPECT_THAT(difference(other, gpt2), HasSubstr("model.activation_function is \"gelu\" there and \"gelu_new\" here"));
+}
+
+TEST(SameModel, LossesOfRoutersAreARunsOwn) {
+  const ModelConfig m = load(R"({"model_type": "mixtral", "num_hidden_layers": 2})");
+  Json other = Json::parse(model_config_json(m));
+  other["output_router_logits"] = true;
+  other["router_aux_loss_coef"] = 0.5;
+  other["router_z_loss_coef"] = 0.5;
+  EXPECT_EQ(difference(other, m), "");
+  other["num_experts_per_tok"] = 1;
+  EXPECT_THAT(difference(other, m), HasSubstr("model.num_experts_per_tok is 1 there and 2 here"));
 }
 
 TEST(SameModel, WhatTheLibraryCannotBuildIsAnotherModel) {

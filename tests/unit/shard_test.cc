@@ -24,7 +24,7 @@ std::vector<std::vector<std::string>> names_of(const std::vector<std::vector<mod
 }
 
 TEST(ShardUnits, AreTheLayersOfEveryFamily) {
-  for (const Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3}) {
+  for (const Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Qwen2Moe}) {
     ModelConfig config;
     config.family = family;
     config.vocab_size = 10;
@@ -37,6 +37,11 @@ TEST(ShardUnits, AreTheLayersOfEveryFamily) {
     config.max_positions = 16;
     if (family == Family::Gpt2) config.kv_heads = 2;
     config.qk_norm = family == Family::Qwen3;
+    if (family == Family::Qwen2Moe) {
+      config.experts = {.count = 4, .per_token = 2, .intermediate = 6, .shared = 10, .shared_gate = true};
+      config.experts.layers.assign(12, true);
+      config.experts.layers[3] = false;
+    }
     config.tie_embeddings = family == Family::Gpt2 || family == Family::Qwen2;
     const model::Model model = model::make_model(config, 16);
     std::vector<ParamEntry> params;

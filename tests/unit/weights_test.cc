@@ -72,6 +72,9 @@ class Weights : public ::testing::TestWithParam<Family> {
     m.heads = m.kv_heads = m.head_dim = 2;
     m.intermediate = 6;
     m.token_types = 2;
+    if (m.family == Family::Qwen2Moe)
+      m.experts = {
+          .count = 4, .per_token = 2, .intermediate = 2, .shared = 6, .shared_gate = true, .layers = {true}};
     c.batch = {.train = 1, .micro = 1, .accumulation = 1};
     c.data.seq_length = 4;
     return c;
@@ -238,7 +241,7 @@ TEST_P(Weights, TiedNamesMustHaveTheValuesOfTheirParameter) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama, Family::Bert),
+INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama, Family::Qwen2Moe, Family::Bert),
                          [](const auto& test) { return std::string(family_name(test.param)); });
 
 // Names that Google's files and those of other tasks use in addition, or instead.

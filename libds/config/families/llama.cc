@@ -1,65 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "config/families/keys.h"
+#include "config/families/llama.h"
 
 namespace ds {
 namespace family {
-namespace {
-
-// clang-format off
-constexpr Key kLlamaKeys[] = {
-    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
-    effect("hidden_size", slot_of<&H::m, &M::hidden>, kSize),
-    effect("intermediate_size", slot_of<&H::m, &M::intermediate>, kSize),
-    effect("num_hidden_layers", slot_of<&H::m, &M::layers>, {1, 1e5}),
-    effect("num_attention_heads", slot_of<&H::m, &M::heads>, kSize),
-    effect("num_key_value_heads", slot_of<&H::m, &M::kv_heads>, kSize, kNull),
-    effect("head_dim", slot_of<&H::m, &M::head_dim>, kSize, kNull),
-    effect("hidden_act", activation_slot<kGatedActivations>),
-    effect("max_position_embeddings", slot_of<&H::m, &M::max_positions>, kSize),
-    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
-    effect("rms_norm_eps", slot_of<&H::m, &M::norm_eps>, kAboveZero),
-    effect("rope_theta", slot_of<&H::m, &M::rope_theta>, kAboveZero),
-    effect("rope_scaling.rope_type", slot_of<&H::m, &M::rope, &R::type>, {}, kNull),
-    alias("rope_scaling.type", "rope_scaling.rope_type"),
-    effect("rope_scaling.factor", slot_of<&H::m, &M::rope, &R::factor>, {1, kInfinity}, kNull),
-    effect("rope_scaling.low_freq_factor", slot_of<&H::m, &M::rope, &R::low_freq_factor>, kAboveZero, kNull),
-    effect("rope_scaling.high_freq_factor", slot_of<&H::m, &M::rope, &R::high_freq_factor>, kAboveZero, kNull),
-    effect("rope_scaling.original_max_position_embeddings", slot_of<&H::m, &M::rope, &R::original_max_positions>, kSize, kNull),
-    effect("rope_scaling.attention_factor", slot_of<&H::m, &M::rope, &R::attention_factor>, kAboveZero, kNull),
-    effect("rope_scaling.beta_fast", slot_of<&H::m, &M::rope, &R::beta_fast>, kAboveZero, kNull),
-    effect("rope_scaling.beta_slow", slot_of<&H::m, &M::rope, &R::beta_slow>, kAboveZero, kNull),
-    effect("rope_scaling.mscale", slot_of<&H::m, &M::rope, &R::mscale>, {}, kNull),
-    effect("rope_scaling.mscale_all_dim", slot_of<&H::m, &M::rope, &R::mscale_all_dim>, {}, kNull),
-    effect("rope_scaling.truncate", slot_of<&H::m, &M::rope, &R::truncate>, {}, kNull),
-    effect("rope_scaling.short_factor", slot_of<&H::m, &M::rope, &R::short_factor>, kAboveZero, kNull),
-    effect("rope_scaling.long_factor", slot_of<&H::m, &M::rope, &R::long_factor>, kAboveZero, kNull),
-    alias("rope_parameters", "rope_scaling"),
-    alias("original_max_position_embeddings", "rope_scaling.original_max_position_embeddings"),
-    alias("rope_scaling.rope_theta", "rope_theta"),
-    fixed("rope_scaling.partial_rotary_factor", "[1]"),
-    effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>, {}, kNull),
-    effect("attention_bias", slot_of<&H::m, &M::attention_bias>, {}, kNull),
-    effect("mlp_bias", slot_of<&H::m, &M::mlp_bias>, {}, kNull),
-    effect("attention_dropout", slot_of<&H::m, &M::attn_dropout>, kDropout, kNull),
-    effect("use_sliding_window", slot_of<&H::use_sliding_window>, {}, kNull),
-    effect("sliding_window", slot_of<&H::sliding_window>, kSize, kNull),
-    effect("max_window_layers", slot_of<&H::max_window_layers>, {}, kNull),
-    effect("layer_types", slot_of<&H::layer_types>, {}, kNull),
-    fixed("pretraining_tp", "[0, 1]"),
-    fixed("partial_rotary_factor", "[1]"),
-    fixed("use_mrope", "[false]"),
-    silent("rope_interleaved"), silent("is_llama_config"), silent("max_sequence_length"),
-};
-// clang-format on
-
-constexpr std::string_view kLlamaRequired[] = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                                               "intermediate_size"};
-constexpr std::string_view kLlamaUnread[] = {"use_sliding_window", "sliding_window", "max_window_layers",
-                                             "layer_types"};
-constexpr std::string_view kQwen2Unread[] = {"mlp_bias", "pretraining_tp", "attention_bias"};
-constexpr std::string_view kQwen3Unread[] = {"mlp_bias", "pretraining_tp"};
-constexpr KeyValue kQwen2Neutral[] = {{"attention_bias", "true"}};
-constexpr std::string_view kLlamaBuffers[] = {".rotary_emb.inv_freq"};
 
 void set_llama_defaults(HfConfig& h, ModelSource) {
   ModelConfig& m = h.m;
@@ -72,6 +15,14 @@ void set_llama_defaults(HfConfig& h, ModelSource) {
   m.activation = Activation::Silu;
   m.tie_embeddings = m.attention_bias = m.output_bias = m.mlp_bias = false;
 }
+
+namespace {
+
+constexpr std::string_view kLlamaUnread[] = {"use_sliding_window", "sliding_window", "max_window_layers",
+                                             "layer_types"};
+constexpr std::string_view kQwen2Unread[] = {"mlp_bias", "pretraining_tp", "attention_bias"};
+constexpr std::string_view kQwen3Unread[] = {"mlp_bias", "pretraining_tp"};
+constexpr KeyValue kQwen2Neutral[] = {{"attention_bias", "true"}};
 
 void set_qwen2_defaults(HfConfig& h, ModelSource source) {
   set_llama_defaults(h, source);
@@ -101,20 +52,6 @@ void resolve_qwen2(HfConfig& h, const Json& object, ModelSource source, Reader&)
 void resolve_qwen3(HfConfig& h, const Json& object, ModelSource source, Reader& r) {
   resolve_qwen2(h, object, source, r);
   h.m.output_bias = h.m.attention_bias;
-}
-
-// A relative of Llama, whose rows differ in the rest.
-constexpr FamilySpec relative(FamilySpec spec) {
-  spec.block = "LlamaBlock";
-  spec.rotary = spec.rms_norm = true;
-  spec.keys = kLlamaKeys;
-  spec.hidden = "hidden_size";
-  spec.layers = "num_hidden_layers";
-  spec.heads = "num_attention_heads";
-  spec.required = kLlamaRequired;
-  spec.prefix = "model.";
-  spec.buffers = kLlamaBuffers;
-  return spec;
 }
 
 }  // namespace

@@ -38,8 +38,9 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Bert };  // names: family_name()
-// Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "bert".
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Bert };  // family_name()
+// Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+// "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
@@ -67,7 +68,10 @@ struct ExpertsConfig {
   i64 shared = 0;                      // intermediate size of an MLP beside them that sees every token; 0: none
   bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
-  std::vector<bool> layers{};          // [ModelConfig::layers]: true for sparse blocks
+  // router_aux_loss_coef of a config.json whose output_router_logits is false: such a model is trained without that
+  // loss, and its config.json is written as it was.
+  float unused_balance_loss = 0;
+  std::vector<bool> layers{};  // [ModelConfig::layers]: true for sparse blocks
 
   bool sparse(i64 layer) const { return count > 0 && layers[static_cast<size_t>(layer)]; }
 };
