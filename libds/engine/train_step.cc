@@ -134,6 +134,7 @@ void Engine::run_passes(Step& step, const StepBatch& batch, size_t begin, size_t
     } else {
       stage_.run(i, micro_batch(step, instr.micro));
     }
+    if (i + 1 == plan_.stage.use_complete_after) update_->send_use();
     meter.end(step, phase_of(instr.op), pipeline::op_name(instr.op), instr.micro);
   }
 }

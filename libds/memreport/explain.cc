@@ -149,6 +149,12 @@ std::string explain_zero(const Subject& s, double params) {
       "stage 1 when a rank sums several micro-batches first), and from stage 2 on 16-bit gradients lie in\n"
       "buckets alone, which come on top. The prediction from a config counts as libds does.\n",
       s.bytes.sum < 4 ? "16 bits" : "fp32", s.bytes.sum);
+  if (s.bytes.sent != 2) {
+    text += "At stages 0 and 1 products add to these sums if a rank has several micro-batches, and one\n";
+    text += s.bytes.sent == 0
+                ? "data-parallel rank has no 16-bit gradients beside them.\n"
+                : "data-parallel rank exchanges them over sequence parallelism in fp32, not in 16 bits.\n";
+  }
   if (s.bytes.master == 0) text += "Parameters are their own masters here, in 16 bits.\n";
   text += fmt::format("In fp32 (4Ψ + 4Ψ + {:.3g}Ψ) a rank has {} GB at stage {}.\n", s.bytes.states,
                       gb(model_states(psi, s.stage, s.dp, {4, 4, s.bytes.states}).total()), s.stage);

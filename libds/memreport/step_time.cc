@@ -2,6 +2,7 @@
 #include "memreport/step_time.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 
 #include "memreport/hardware.h"
@@ -20,6 +21,7 @@ struct StageTime {
   std::vector<pipeline::Costs> chunks;
   double compute = 0, recompute = 0, in_layers = 0;
   double exposed = 0, hidden = 0;
+  double tied = 0;           // of `exposed`: a message of a tied matrix's gradient between two stages
   double least_exposed = 0;  // with whichever cut of the layers, and calls
   double optimizer = 0, publish = 0;
   double on_host = 0;            // of updates there, beside a GPU
@@ -192,7 +194,10 @@ class StageModel {
       const MessageTag tag = message_tag(text);
       if (tag.axis == Axis::Near) continue;   // counted with other gathers and reductions
       if (tag.axis == Axis::Outer) continue;  // of the last step, if it meets
-      if (tag.axis != Axis::Dp || tag.collective == Collective::OneBit) time_.exposed += sent(text, count);
+      if (tag.axis == Axis::Dp && tag.collective != Collective::OneBit) continue;
+      const double s = sent(text, count);
+      time_.exposed += s;
+      if (tag.axis == Axis::Pp && tag.collective == Collective::Send) time_.tied += s;
     }
     // Fragments of DiLoCo meet once in sync_every steps.
     const DilocoConfig& d = plan_.diloco;
@@ -337,10 +342,14 @@ double between_passes(const StepTime& s) {
 void set_period(StepTime& step, double period) { step.pipeline_s = period - between_passes(step); }
 
 void run_on(StepTime& step, std::span<const std::vector<pipeline::Instr>> schedules,
-            std::span<const pipeline::Costs> blocks, const std::vector<StageTime>& times, bool v) {
+            std::span<const pipeline::Costs> blocks, const std::vector<StageTime>& times, const plan::RunPlan& plan) {
   std::vector<double> between;
-  for (const StageTime& t : times) between.push_back(between_passes(t));
-  const pipeline::SteadySteps steps = pipeline::simulate_steps(schedules, blocks, between, v);
+  for (const StageTime& t : times) between.push_back(between_passes(t) - t.tied);
+  std::optional<pipeline::TiedExchange> tied;
+  if (plan.tied() && plan.first_stage != plan.last_stage && plan.is_trained(0))
+    tied = {.send = times.front().tied, .ahead = plan.sends_use_ahead};
+  const pipeline::SteadySteps steps =
+      pipeline::simulate_steps(schedules, blocks, between, plan.stage.placement.v, tied);
   set_period(step, steps.period);
   step.bubble_fraction = steps.bubble_fraction();
   if (times.size() > 1) step.stage_idle_s = steps.idle;
@@ -449,7 +458,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
   StepTime step = busy_step(times);
   step.ops = ops_of(*stages[busiest_of(times)].work, machine);
   if (stages[0].plan->validates_later()) {
-    run_on(step, schedules, blocks, times, placement.v);
+    run_on(step, schedules, blocks, times, *stages[0].plan);
     return finished(std::move(step), model, *stages[0].plan, machine, times);
   }
   const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks, {}, placement.v);

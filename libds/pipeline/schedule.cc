@@ -130,6 +130,11 @@ ScheduleOptions schedule_of(const Config& config, const model::Model& model, std
   ScheduleOptions options = schedule_of(config);
   options.backward_end = std::ranges::upper_bound(cuts, model.backward_end()) - cuts.begin() - 1;
   options.loads_all = std::ranges::any_of(model.layers, [](const auto& layer) { return layer->reads_tokens(); });
+  const Placement placement = options.placement();
+  options.tied = model.tied() && model.shared.front().trained &&
+                 placement.stage_of(0) != placement.stage_of(i64{options.stages} * options.chunks - 1);
+  // A message is sent out of memory that does not move until it is taken.
+  options.sends_use_ahead = config.grad_accum_dtype == DType::F32 && !config.zero.offload_optimizer.gradients;
   return options;
 }
 
@@ -170,6 +175,21 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
 size_t before_gradients(std::span<const Instr> schedule) noexcept {
   const auto at = std::ranges::find(schedule, Op::Validate, &Instr::op);
   return at == schedule.end() ? 0 : static_cast<size_t>(at - schedule.begin());
+}
+
+size_t use_complete_after(std::span<const Instr> schedule) noexcept {
+  i64 chunk = 0;
+  for (const Instr& i : schedule) chunk = std::max(chunk, i.chunk);
+  const auto ends = [&](const Instr& i) {
+    return i.chunk == chunk && (i.op == Op::Backward || i.op == Op::BackwardInput);
+  };
+  const auto is_pass = [](const Instr& i) {
+    return i.op == Op::Forward || i.op == Op::Backward || i.op == Op::BackwardInput || i.op == Op::BackwardWeight;
+  };
+  const auto last = std::find_if(schedule.rbegin(), schedule.rend(), ends);
+  if (last == schedule.rend()) return schedule.size();
+  const auto next = std::find_if(last.base(), schedule.end(), is_pass);
+  return static_cast<size_t>(next - schedule.begin()) + (next == schedule.end() ? 0 : 1);
 }
 
 std::vector<Instr> make_eval_schedule(const Placement& placement, int stage, i64 micro_batches, int chunks) {

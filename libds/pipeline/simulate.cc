@@ -2,6 +2,7 @@
 #include "pipeline/simulate.h"
 
 #include <algorithm>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -23,20 +24,25 @@ struct Channel {
 
 class Simulation {
  public:
-  // between: time of each stage after each of its steps; empty: none.
+  // Several steps, one after the other.
+  struct Steps {
+    size_t number = 1;
+    std::span<const double> between = {};  // time of each stage after each of its steps; empty: none
+    std::optional<TiedExchange> tied = {};
+  };
   Simulation(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs, const Adversity& adversity,
-             bool v, size_t steps = 1, std::span<const double> between = {})
+             bool v, const Steps& steps)
       : schedules_(schedules),
         costs_(costs),
         adversity_(adversity),
         placement_{.stages = narrow<int>(std::ssize(schedules)), .v = v},
         rng_(adversity.seed),
         steps_(steps),
-        between_(between),
+        use_after_(steps.tied && steps.tied->ahead ? use_complete_after(schedules.back()) : schedules.back().size()),
         next_(schedules.size()),
         now_(schedules.size()),
         validated_(schedules.size()),
-        ends_(steps),
+        ends_(steps.number),
         channels_{std::vector<Channel>(schedules.size()), std::vector<Channel>(schedules.size())} {
     i64 chunks = 1;
     for (const auto& schedule : schedules) {
@@ -67,39 +73,55 @@ class Simulation {
   }
   double delay() { return adversity_.delay > 0 ? adversity_.delay * static_cast<double>(rng_() >> 11) * 0x1p-53 : 0; }
 
-  // Runs the stage's next instruction; false if there is none or it has to wait.
+  // Runs the stage's next instruction, or ends its step after the last one; false if there is none or it has to wait.
   bool step(i64 stage) {
     const size_t s = static_cast<size_t>(stage);
-    const size_t length = schedules_[s].size();
-    if (next_[s] == length * steps_) return false;
-    const Instr& instr = schedules_[s][next_[s] % length];
+    const size_t length = schedules_[s].size(), number = next_[s] / (length + 1), at = next_[s] % (length + 1);
+    if (number == steps_.number) return false;
+    if (stage + 1 == num_stages() && at == use_after_ && uses_.size() == number) uses_.push_back(now_[s]);
+    if (at == length ? !end_step(s, number) : !run(stage, schedules_[s][at])) return false;
+    ++next_[s];
+    return true;
+  }
+
+  // False: it has to wait.
+  bool run(i64 stage, const Instr& instr) {
+    const size_t s = static_cast<size_t>(stage);
     const i64 block = placement_.block_of(narrow<int>(stage), instr.chunk);
     const Costs& cost = costs(block);
     const bool takes = block + 1 < num_blocks_ && !placement_.stays(block),  // the next block takes a message
         gives = block > 0 && !placement_.stays(block - 1);                   // and so does the previous one
-    const bool goes = [&] {
-      switch (instr.op) {
-        case Op::Load: return true;
-        case Op::RecvActivation:
-        case Op::RecvGrad: return receive(stage, instr, block);
-        case Op::SendActivation: return send(stage, instr, {true, instr.micro, block + 1, now_[s]});
-        case Op::SendGrad: return send(stage, instr, {false, instr.micro, block - 1, now_[s]});
-        case Op::Forward: return pass(stage, instr, cost.forward, Op::SendActivation, takes);
-        case Op::BackwardInput: return pass(stage, instr, cost.backward_input, Op::SendGrad, gives);
-        case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, Op::SendGrad, false);
-        case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
-        case Op::Validate: return validate(s);
-      }
-      return false;
-    }();
-    if (!goes) return false;
-    if (++next_[s] % length == 0) end_step(s, next_[s] / length - 1);
+    switch (instr.op) {
+      case Op::Load: return true;
+      case Op::RecvActivation:
+      case Op::RecvGrad: return receive(stage, instr, block);
+      case Op::SendActivation: return send(stage, instr, {true, instr.micro, block + 1, now_[s]});
+      case Op::SendGrad: return send(stage, instr, {false, instr.micro, block - 1, now_[s]});
+      case Op::Forward: return pass(stage, instr, cost.forward, Op::SendActivation, takes);
+      case Op::BackwardInput: return pass(stage, instr, cost.backward_input, Op::SendGrad, gives);
+      case Op::BackwardWeight: return pass(stage, instr, cost.backward_weight, Op::SendGrad, false);
+      case Op::Backward: return pass(stage, instr, cost.backward_input + cost.backward_weight, Op::SendGrad, gives);
+      case Op::Validate: return validate(s);
+    }
+    return false;
+  }
+
+  bool end_step(size_t s, size_t number) {
+    if (steps_.tied && !exchange(s, number)) return false;
+    if (!steps_.between.empty()) now_[s] += steps_.between[s];
+    ends_[number] = std::max(ends_[number], now_[s]);
     return true;
   }
 
-  void end_step(size_t s, size_t number) {
-    if (!between_.empty()) now_[s] += between_[s];
-    ends_[number] = std::max(ends_[number], now_[s]);
+  // The first stage adds the last one's use of the tied matrix to its own, and the last one gets the sum.
+  bool exchange(size_t s, size_t number) {
+    const bool first = s == 0;
+    if (!first && s + 1 != schedules_.size()) return true;
+    const std::vector<double>& from = first ? uses_ : sums_;
+    if (from.size() == number) return false;
+    now_[s] = std::max(now_[s], from[number]) + steps_.tied->send;
+    if (first) sums_.push_back(now_[s]);
+    return true;
   }
 
   // The stages meet.
@@ -164,8 +186,9 @@ class Simulation {
 
   void check_done(i64 stage) const {
     const size_t s = static_cast<size_t>(stage);
-    if (next_[s] < schedules_[s].size() * steps_) {
-      const Instr& instr = schedules_[s][next_[s] % schedules_[s].size()];
+    const size_t at = next_[s] % (schedules_[s].size() + 1);
+    if (next_[s] < (schedules_[s].size() + 1) * steps_.number) {
+      const Instr& instr = schedules_[s][std::min(at, schedules_[s].size() - 1)];
       throw Error(Errc::Internal,
                   fmt::format("internal error: stage {} waits forever at {} of micro-batch {}, chunk {}", stage,
                               op_name(instr.op), instr.micro, instr.chunk));
@@ -177,13 +200,16 @@ class Simulation {
 
   std::span<const std::vector<Instr>> schedules_;
   std::span<const Costs> costs_;
-  const Adversity& adversity_;
+  const Adversity adversity_;
   Placement placement_;
   std::mt19937_64 rng_;
   i64 num_blocks_ = 0;
-  const size_t steps_;
-  std::span<const double> between_;
-  // Per stage: its next instruction, its clock, the meetings that it has left, and whether it waits in the next one.
+  const Steps steps_;
+  const size_t use_after_;  // use_complete_after()
+  // By step: when the last stage's use of the tied matrix may be sent, and when the first one has the sum of both.
+  std::vector<double> uses_, sums_;
+  // Per stage: its next instruction (one more ends a step), its clock, the meetings that it has left, and whether it
+  // waits in the next one.
   std::vector<size_t> next_;
   std::vector<double> now_;
   struct Validated {
@@ -219,14 +245,15 @@ double Timeline::bubble_fraction() const noexcept {
 Timeline simulate(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
                   const Adversity& adversity, bool v) {
   DS_ASSERT(!schedules.empty() && !costs.empty() && adversity.send_buffers > 0);
-  return Simulation(schedules, costs, adversity, v).run();
+  return Simulation(schedules, costs, adversity, v, {}).run();
 }
 
 SteadySteps simulate_steps(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
-                           std::span<const double> between, bool v) {
+                           std::span<const double> between, bool v, std::optional<TiedExchange> tied) {
+  DS_ASSERT(!tied || (schedules.size() > 1 && !v));
   // Delays of the first steps have passed through all stages by then, and what repeats, repeats within so many.
   constexpr size_t kSettled = 4;
-  Simulation steps(schedules, costs, {}, v, 2 * kSettled, between);
+  Simulation steps(schedules, costs, {}, v, {2 * kSettled, between, tied});
   const Timeline timeline = steps.run();
   const std::vector<double>& ends = steps.ends();
   SteadySteps steady{.period = (ends[2 * kSettled - 1] - ends[kSettled - 1]) / kSettled, .idle = {}};
@@ -249,11 +276,16 @@ Timeline simulate(const ScheduleOptions& options, std::span<const Costs> costs, 
   return simulate(make_schedules(options), costs, adversity, options.placement().v);
 }
 
+std::optional<TiedExchange> tied_exchange(const ScheduleOptions& o, double send) noexcept {
+  if (!o.tied) return {};
+  return TiedExchange{.send = send, .ahead = o.sends_use_ahead};
+}
+
 bool formula_is_exact(const ScheduleOptions& o, const Costs& c) {
   if (o.backward_end > 0) return false;  // blocks differ
   if (o.kind == ScheduleKind::ZeroBubbleH2)
-    return o.post_validate && o.micro_batches >= 2 * i64{o.stages} - 1 && c.forward == c.backward_input &&
-           c.forward == c.backward_weight;
+    return o.post_validate && (!o.tied || o.sends_use_ahead) && o.micro_batches >= 2 * i64{o.stages} - 1 &&
+           c.forward == c.backward_input && c.forward == c.backward_weight;
   if (o.post_validate) return false;
   if (o.kind == ScheduleKind::ZeroBubbleV)
     return o.memory_limit >= 1 && o.micro_batches >= o.stages && c.forward == c.backward_input &&
@@ -288,7 +320,8 @@ double bubble_formula(const ScheduleOptions& o, const Costs& c) {
 double bubble_fraction(const ScheduleOptions& o) {
   const Costs costs;
   if (formula_is_exact(o, costs)) return bubble_formula(o, costs);
-  if (o.post_validate) return simulate_steps(make_schedules(o), {&costs, 1}, {}, o.placement().v).bubble_fraction();
+  if (o.post_validate)
+    return simulate_steps(make_schedules(o), {&costs, 1}, {}, o.placement().v, tied_exchange(o)).bubble_fraction();
   return simulate(o, {&costs, 1}).bubble_fraction();
 }
 

@@ -4,6 +4,7 @@
 // deadlock; also the idle times stated in the papers.
 
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -56,15 +57,24 @@ struct SteadySteps {
   std::vector<double> idle;  // of each stage in that time
   double bubble_fraction() const noexcept;
 };
+// The gradient of a matrix that is tied between the first and the last stage. At the end of its step the first stage
+// waits for the last one's use of the matrix, and then the last one for the sum of both uses.
+struct TiedExchange {
+  double send = 0;    // time of a message between the two
+  bool ahead = true;  // the last stage sends after use_complete_after(), else at the end of its step
+};
+// That of these options, if there is one.
+std::optional<TiedExchange> tied_exchange(const ScheduleOptions&, double send = 0) noexcept;
 // between: time for which each stage works between two steps, such as that of its update; empty: none.
 SteadySteps simulate_steps(std::span<const std::vector<Instr>> schedules, std::span<const Costs> costs,
-                           std::span<const double> between = {}, bool v = false);
+                           std::span<const double> between = {}, bool v = false, std::optional<TiedExchange> tied = {});
 
 // Theoretical idle time of each stage, with equal costs for all blocks and free messages. Exact for ZeroBubbleH1 if
 // micro_batches >= stages and backward_weight <= min(forward, backward_input); for ZeroBubbleV with all the memory of
 // 1F1B if micro_batches >= stages and all passes cost the same: the first micro-batch takes so long to reach the last
 // stage. For ZeroBubbleH2, whose formula is that of post-validated steps, if all passes cost the same and micro_batches
-// >= 2 * stages - 1. Always exact for the other kinds, unless they are post-validated.
+// >= 2 * stages - 1, and the use of a tied matrix is sent ahead. Always exact for the other kinds, unless they are
+// post-validated.
 bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
 // The idle share of the total time; 0.43 for 1F1B with 4 stages and 4 micro-batches.

@@ -183,6 +183,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .keeps_own = averages,
       .fused = plan.fused};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
+  if (plan.sends_use_ahead && plan.projects) shards.grads.ahead = plan.head_use();
   if (plan.trains()) plan_grad_passes(shards, plan, model, group);
   if (group == 0) shards.grads.sparse = sparse_units(config, plan, shards);
   if (group == 0) shards.grads.reductions = reductions_of(config, shards.grads.sparse);

@@ -59,6 +59,8 @@ struct StageCalls {
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
   pipeline::Placement placement;
+  // With UpdatePlan::sends_use_ahead, the instructions of the last stage before it sends; else 0.
+  size_t use_complete_after = 0;
   bool split_backward = false;
   // Whether this chunk's output is read in place by the next one.
   bool stays(size_t chunk) const noexcept { return chunk + 1 < chunks.size() && chunks[chunk + 1].continues; }

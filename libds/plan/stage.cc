@@ -154,6 +154,9 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   plan.last_stage = plan.stage.placement.stage_of(i64{plan.mesh.pp} * p.virtual_stages - 1);
   plan.embeds = plan.stage.chunks.front().first;
   plan.projects = plan.stage.chunks.back().last;
+  plan.sends_use_ahead = plan.trains() && schedule.post_validate && schedule.tied && schedule.sends_use_ahead;
+  if (plan.sends_use_ahead && plan.projects)
+    plan.stage.use_complete_after = pipeline::use_complete_after(plan.stage.schedule);
   plan.activations.kept = pipeline::kept_slots(plan.stage.schedule, p.virtual_stages, plan.micro_batches);
 }
 

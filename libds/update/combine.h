@@ -22,8 +22,13 @@ class Combine {
  public:
   // All outlive it.
   Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger, Device& device);
+  // After the last backward pass of the head, on its stage (UpdatePlan::sends_use_ahead): starts to send its use of the
+  // tied matrix to the first stage. Without this call run() sends it.
+  void send_use();
   // After the groups' sums are final. own: each rank has sums of its own micro-batches, of all elements. Collective.
   void run(bool own = false);
+  // Before gradients are written again: waits until all that run() has sent is taken.
+  void finish();
   // The sum of the gradients of a piece that this rank holds, of any group.
   zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
     return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
@@ -36,7 +41,14 @@ class Combine {
   }
 
  private:
+  struct SharedPart;
+  void for_each_shared(bool own, FunctionRef<void(const SharedPart&)> visit) const;
+  zero::TierLease use(i64 unit, const SharedPart& part, zero::LeaseTo access) const;
+  bool in_place() const noexcept { return shards_.front()->grads().sums().in_place(); }
   void add_uses_of_shared(bool own);
+  void add_use_of_last_stage(bool own);
+  void send_use(bool own);
+  void take_sum(bool own);
   void exchange(const CombinePlan::Exchange& e);
 
   const UpdatePlan& plan_;
@@ -47,6 +59,7 @@ class Combine {
   Stream& stream_;
   Buffer exchange_;
   std::vector<TensorView> sources_;  // scratch
+  std::vector<Ticket> sent_;         // parts of the tied matrix's gradient that another stage has not taken
 };
 
 }  // namespace ds::update

@@ -179,6 +179,7 @@ void Update::finish_gradients() {
 }
 
 void Update::judge(StepScalars& numbers, JudgeParams params) {
+  combine_.finish();
   if (apart_) {  // each rank's gradient is a term of the mean, and no rank knows the norm of the mean
     params.divisor /= static_cast<double>(axes_.dp.size());
     params.clip = 0;

@@ -33,6 +33,8 @@ class Update {
   void begin(i64 number, double loss_scale);
   // For predictions of a single update: continues as if all updates before it had been applied.
   void skip_to(i64 number) noexcept { momentum_is_whole_ = number > 1 && keeps_gradients_apart(number - 1); }
+  // With UpdatePlan::sends_use_ahead, on the last stage, after its instruction StageCalls::use_complete_after.
+  void send_use() { combine_.send_use(); }
   // Collective. When it returns, the sums that this rank owns are final, or those of its own gradients.
   void finish_gradients();
   // Makes one verdict for all ranks of a worker, on the device. Both reductions are over integers, so the norm does not

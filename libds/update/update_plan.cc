@@ -9,7 +9,7 @@ namespace {
 // The most elements that are received at once when gradients are summed after the data-parallel sums.
 i64 exchange_elems(const UpdatePlan& plan) {
   i64 elems = 0;
-  if (plan.embeds != plan.projects) {
+  if (plan.embeds && !plan.projects) {
     const i64 slices = plan.dp().grads.keeps_own ? plan.dp().layout.num_ranks() : 1;
     for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
       elems = std::max(elems, std::min(s.slice * slices, UpdatePlan::kExchangeElems));

@@ -49,6 +49,9 @@ struct UpdatePlan {
   MeshCoord coord;
   bool embeds = false, projects = false;  // has the model's first layer, and its last
   int first_stage = 0, last_stage = 0;    // the pipeline stages that have them
+  // If a matrix is tied between two stages, the last one sends its use of it before its step ends
+  // (pipeline::use_complete_after).
+  bool sends_use_ahead = false;
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   std::vector<const model::ParamRow*> params;  // by number

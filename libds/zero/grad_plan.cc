@@ -13,7 +13,7 @@ std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& option
       const i64 n = layout.units()[unit].padded;
       const bool beside = std::ranges::find(options.beside, unit) != options.beside.end();
       const bool open = std::ranges::binary_search(options.open, unit);
-      if (std::exchange(first, false) || open || buckets.back().open ||
+      if (std::exchange(first, false) || open || buckets.back().open || buckets.back().units.back() == options.ahead ||
           (!beside && buckets.back().elems + n > options.bucket_elems))
         buckets.emplace_back().open = open;
       buckets.back().units.push_back(unit);

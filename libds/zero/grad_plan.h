@@ -40,6 +40,7 @@ struct GradOptions {
   std::vector<std::vector<i64>> passes = {};  // the units that each instruction of a schedule acquires, in order
   std::vector<i64> open = {};                 // units that are committed after those of their tiles, ascending
   std::vector<i64> beside = {};               // units that are written while another unit is acquired
+  i64 ahead = -1;                             // a unit whose sum is sent on before the step ends: it ends its bucket
   bool overlap = true;                        // overlap_comm
   i64 micro_batches = 1;                      // per step, times `parts`
   i64 parts = 1;                              // that a micro-batch has (Layer::gradient_parts), each committed alone
@@ -69,8 +70,8 @@ struct Bucket {
 // The most elements of a bucket whose sums are stored in 16 bits, unless one unit has more.
 inline constexpr i64 kMostNarrowBucket = i64{1} << 22;
 
-// Consecutive units of a pass until the next would exceed `bucket_elems`; a larger unit is a bucket of its own. A
-// bucket belongs to one instruction, and units that are written together share a bucket.
+// Consecutive units of a pass until the next would exceed `bucket_elems`, or up to GradOptions::ahead; a larger unit is
+// a bucket of its own. A bucket belongs to one instruction, and units that are written together share a bucket.
 std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options);
 
 // The rows of each unit in memory of that dtype: element i of a unit is at memory_at(unit, i). Null: rows of another

@@ -90,6 +90,10 @@ void GradStore::finish() {
   summed_.assign(fresh_.num_buckets(), false);
 }
 
+void GradStore::finish(i64 unit) {
+  for (const auto& r : reductions_) r->release(fresh_.bucket_of(unit));
+}
+
 void GradStore::gather(std::span<const i64> wanted) {
   if (layout_.states().shard_optimizer) return;
   for (const i64 unit : wanted) {

@@ -39,6 +39,8 @@ class GradStore {
   // After the last micro-batch: waits for all reductions. The sums that this rank owns are final, as far as these ranks
   // go.
   void finish();
+  // The same of a unit that ends a bucket (GradOptions::ahead), after its last commit.
+  void finish(i64 unit);
   // At stage 0: all ranks get the owned slices of all ranks, of the units in `wanted`.
   void gather(std::span<const i64> wanted);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Idle time of pipelines, measured, beside the formula:
 //   pipeline_bench timed [UNIT_MS]                    the real schedules over real communicators, computing is sleeping
-//   pipeline_bench steps [UNIT_MS]                    the same of consecutive steps of four stages
+//   pipeline_bench steps [UNIT_MS [tied]]             the same of consecutive steps of four stages
 //   pipeline_bench real CONFIG [TURNS [KEY=VALUE]...]  whole steps of two stages with one thread each
 //
 // "timed": the instructions of each stage run on a thread of their own, messages through the mesh's communicators as in
@@ -13,6 +13,10 @@
 // "steps": ten steps one after the other. Between two of them all stages meet, as a norm over all gradients makes them;
 // or, post-validated, they meet at Validate. The idle share is that of the time from the end of the second step to the
 // end of the last one, on each stage.
+//
+// With "tied", the first and the last stage share a matrix: post-validated steps at whose ends the first stage waits
+// for the last one's gradient of the matrix, and then the last one for the sum; the last stage sends its gradient with
+// its last pass, or as soon as it is complete.
 //
 // "real": the same steps as one rank with one thread, in turns. If nothing but the schedule cost time, a pipeline of p
 // stages would take 1 / (p (1 - bubble)) of that rank's time. The printed figure is 1 - one rank's time / (p * its
@@ -62,6 +66,7 @@ class TimedStage {
   StageTimes run(int steps = 1) {
     for (int step = 0; step < steps; ++step) {
       run_step();
+      share_matrix();
       if (steps > 1 && !options_.post_validate) meet();
       times_.ends.push_back(Clock::now());
       times_.busy_until_end.push_back(times_.busy);
@@ -69,6 +74,7 @@ class TimedStage {
     for (auto* kind : {&outputs_, &grads_out_}) {
       for (Message& m : *kind) m.ticket.wait();
     }
+    shared_.ticket.wait();
     return times_;
   }
 
@@ -98,7 +104,25 @@ class TimedStage {
         case Op::BackwardWeight: pass(i, grads_in_, seconds_.backward_weight); break;
         case Op::Validate: meet(); break;
       }
+      if (is_last() && options_.sends_use_ahead && i + 1 == pipeline::use_complete_after(schedule_)) send_shared(0);
     }
+    if (is_last() && !options_.sends_use_ahead) send_shared(0);
+  }
+
+  bool is_last() const { return options_.tied && options_.stage + 1 == options_.stages; }
+
+  void send_shared(int to) {
+    shared_.ticket.wait();
+    shared_.ticket = mesh_.pp().send(shared_.bytes.data(), kMessageBytes, to, "pp.send");
+  }
+
+  // As in update/combine.cc.
+  void share_matrix() {
+    const bool first = options_.tied && options_.stage == 0;
+    if (!first && !is_last()) return;
+    shared_.ticket.wait();
+    mesh_.pp().recv(shared_.bytes.data(), kMessageBytes, first ? options_.stages - 1 : 0, "pp.recv").wait();
+    if (first) send_shared(options_.stages - 1);
   }
 
   // The two reductions of a verdict.
@@ -164,6 +188,7 @@ class TimedStage {
   ScheduleOptions options_;
   pipeline::Costs seconds_;
   std::vector<Message> inputs_, outputs_, grads_in_, grads_out_;
+  Message shared_{.bytes = std::vector<std::byte>(kMessageBytes), .ticket = {}};
   size_t posted_ = 0;
   StageTimes times_;
 };
@@ -223,25 +248,27 @@ std::vector<std::unique_ptr<Mesh>> meshes_of(int stages) {
   return meshes;
 }
 
-int steps(double unit_ms) {
+int steps(double unit_ms, bool tied) {
   constexpr int kStages = 4;
   using enum pipeline::ScheduleKind;
   const std::vector<std::unique_ptr<Mesh>> meshes = meshes_of(kStages);
   std::printf("passes of %.1f ms forward, %.1f ms backward; %d stages, %u cores\n\n", unit_ms, 2 * unit_ms, kStages,
               std::thread::hardware_concurrency());
-  std::printf("%-12s %6s %14s %10s %10s\n", "schedule", "micro", "steps", "simulated", "measured");
+  std::printf("%-12s %6s %14s %10s %10s\n", "schedule", "micro", tied ? "sent" : "steps", "simulated", "measured");
   for (const auto& [kind, chunks] :
        {std::pair{OneFOneB, 1}, {Interleaved, 2}, {ZeroBubbleH1, 1}, {ZeroBubbleV, 2}, {ZeroBubbleH2, 1}}) {
     for (const i64 m : {8, 16}) {
-      for (const bool post_validate : {false, true}) {
-        const ScheduleOptions options{
-            .kind = kind, .stages = kStages, .micro_batches = m, .chunks = chunks, .post_validate = post_validate};
-        if (!pipeline::why_not(options).empty()) continue;
+      for (const bool second : {false, true}) {  // post-validated, or sent ahead
+        ScheduleOptions options{
+            .kind = kind, .stages = kStages, .micro_batches = m, .chunks = chunks, .post_validate = tied || second};
+        if (tied) options.tied = true, options.sends_use_ahead = second;
+        if (!pipeline::why_not(options).empty() || (tied && options.placement().v)) continue;
         const double unit = unit_ms * 1e-3 / chunks;
         const double measured =
             measure_steps(meshes, options, {.forward = unit, .backward_input = unit, .backward_weight = unit});
-        std::printf("%-12s %6ld %14s %10.3f %10.3f\n", std::string(schedule_name(kind)).c_str(), m,
-                    post_validate ? "post-validated" : "wait", pipeline::bubble_fraction(options), measured);
+        const char* const what = tied ? (second ? "ahead" : "at the end") : second ? "post-validated" : "wait";
+        std::printf("%-12s %6ld %14s %10.3f %10.3f\n", std::string(schedule_name(kind)).c_str(), m, what,
+                    pipeline::bubble_fraction(options), measured);
         std::fflush(stdout);
       }
     }
@@ -341,10 +368,12 @@ int real(const std::string& config, int turns, const std::vector<std::string>& b
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "timed") return timed(argc > 2 ? std::atof(argv[2]) : 10);
-  if (mode == "steps") return steps(argc > 2 ? std::atof(argv[2]) : 10);
+  const bool tied = argc == 4 && std::string_view(argv[3]) == "tied";
+  if (mode == "steps" && (argc < 4 || tied)) return steps(argc > 2 ? std::atof(argv[2]) : 10, tied);
   if (mode == "real" && argc > 2)
     return real(argv[2], argc > 3 ? std::max(1, std::atoi(argv[3])) : 5, {argv + std::min(4, argc), argv + argc});
-  std::fprintf(stderr,
-               "usage: pipeline_bench timed [UNIT_MS] | steps [UNIT_MS] | real CFG.json [TURNS [KEY=VALUE]...]\n");
+  std::fprintf(
+      stderr,
+      "usage: pipeline_bench timed [UNIT_MS] | steps [UNIT_MS [tied]] | real CFG.json [TURNS [KEY=VALUE]...]\n");
   return 2;
 }

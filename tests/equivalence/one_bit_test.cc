@@ -134,6 +134,42 @@ TEST(OneBitAdam, StagesOfAPipelineMoveNoBit) {
   }
 }
 
+// A matrix that two stages share is averaged on both, by the same signs and scales. Sums of micro-batches are made by
+// products or of rounded gradients.
+TEST(OneBit, TiedMatricesMoveNoBitOnTwoStages) {
+  ASSERT_TRUE(tiny_gpt2().tie_embeddings);
+  struct Case {
+    bool bf16;
+    ReduceOrder order;
+    int dp;
+  };
+  for (const OptimizerType type : {OptimizerType::OneBitAdam, OptimizerType::OneBitLamb, OptimizerType::ZeroOneAdam}) {
+    const bool zero_one = type == OptimizerType::ZeroOneAdam;
+    for (const Case& of : {Case{false, ReduceOrder::Boundary, 3}, Case{false, ReduceOrder::Micro, 2},
+                           Case{true, ReduceOrder::Boundary, 2}, Case{true, ReduceOrder::Micro, 3}}) {
+      const auto train = [&](const Layout& l) {
+        Config c = one_bit(tiny_gpt2(), l);
+        c.optimizer.type = type;
+        c.optimizer.freeze_step = 3;
+        c.optimizer.var_freeze_step = 4, c.optimizer.var_update_scaler = 1;
+        c.optimizer.local_step_scaler = 1, c.optimizer.local_step_clipper = 2;
+        c.bf16.enabled = of.bf16;
+        c.communication_data_type = wire_type_of(c.work_dtype());
+        c.reduce_order = of.order;
+        return train_threads(c, l.ranks(), 8);
+      };
+      const Trace flat = train({.dp = of.dp});
+      EXPECT_TRUE(std::isfinite(flat.losses.back()));
+      for (const Layout& l : {Layout{.dp = of.dp, .pp = 2},
+                              {.dp = of.dp, .pp = 2, .stage = zero_one ? 0 : 1},
+                              {.dp = of.dp, .pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                              {.dp = of.dp, .pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2}})
+        expect_same_training(train(l), flat,
+                             fmt::format("type {} bf16 {} {}", static_cast<int>(type), of.bf16, l.name()));
+    }
+  }
+}
+
 // A step that overflows leaves momentum, errors and weights as they were.
 TEST(OneBitAdam, AnOverflowChangesNothing) {
   for (const auto& [type, stage, freeze] : {std::tuple{OptimizerType::OneBitAdam, 0, 2},

@@ -2,9 +2,15 @@
 // Steps that update before their verdict is known (pipeline.post_validate) train to the bit like steps that wait for
 // it: where nothing is undone, where clipping bites, and where gradients overflow.
 
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "comm/make_communicator.h"
 #include "ds/error.h"
 #include "equivalence/layouts.h"
 #include "slow_set.h"
+#include "update/update.h"
 
 namespace ds::testing {
 namespace post_validate_test {
@@ -207,6 +213,54 @@ TEST(PostValidate, AFinishedStepIsLikeAnyOther) {
     EXPECT_TRUE(same_bits(got.weights, want.weights)) << at;
     EXPECT_EQ(got.losses.size(), want.losses.size() - 1) << at;
   }
+}
+
+// The last stage's use of a tied matrix is sent when it is complete: the first stage ends its step before the last one
+// does, and both have the same sum.
+TEST(PostValidate, TheFirstStageDoesNotWaitForTheLastOnesEnd) {
+  Config c = config_of(gpt2_model(), {.pp = 2});
+  c.pipeline.schedule = Kind::ZeroBubbleH2;
+  c = post_validated(c);
+  std::atomic<bool> first_has_ended = false;
+  run_threads(2, {.timeout_s = 30}, [&](Communicator& pp) {
+    const plan::Planned planned(c, MeshShape{.pp = 2}, pp.rank(), DeviceKind::Cpu);
+    const plan::RunPlan& plan = planned.plan;
+    ASSERT_TRUE(plan.sends_use_ahead);
+    const auto device = make_cpu_device(*cpu_ops(), 1);
+    const auto self = make_self_communicator({});
+    MemoryLedger ledger;
+    zero::AllShards shards;
+    shards.push_back(std::make_unique<zero::Shards>(plan.dp(), plan.rows, plan.grad_rows, true, zero::GroupRanks{*self},
+                                                    *device, ledger, zero::Tiers{}));
+    update::Update update(plan, shards, {*self, *self, pp, *self}, *device, ledger,
+                          [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); });
+    zero::GradStore& grads = shards.front()->grads();
+    update.begin(1, 1);
+    for (i64 micro = 0; micro < plan.micro_batches; ++micro) {
+      for (const std::vector<i64>& pass : plan.dp().grads.passes) {
+        for (const i64 unit : pass) {
+          for (const TensorView& row : grads.acquire(unit))
+            std::fill_n(row.as<float>(), row.numel(), static_cast<float>(pp.rank() + 1));
+          grads.commit(unit, micro);
+        }
+      }
+    }
+    if (plan.projects) {
+      update.send_use();
+      while (!first_has_ended) {
+        pp.look_for_failures();
+        std::this_thread::yield();
+      }
+    }
+    update.finish_gradients();
+    if (plan.embeds) first_has_ended = true;
+    const zero::Piece tied = plan.dp().layout.whole_pieces().front();
+    ASSERT_EQ(tied.param, 0);
+    const zero::TierLease sum = shards.front()->gradient(tied, zero::LeaseTo::Read);
+    for (i64 i = 0; i < tied.count; ++i)
+      ASSERT_EQ(sum.values()[i], static_cast<float>(3 * plan.micro_batches)) << pp.rank();
+    pp.barrier("test");
+  });
 }
 
 // A rank that fails where all meet fails all of them.

@@ -454,6 +454,18 @@ TEST(Explain, PutsTheNumbersIntoZerosTable) {
   EXPECT_THAT(text, Not(HasSubstr("M_model = 4·")));
 }
 
+TEST(Explain, KnowsOfSumsThatProductsAddTo) {
+  const auto explained = [](double sent) {
+    return explain_zero({.params = 1e9, .micro_batches = 4, .stage = 1, .bytes = {.sent = sent}}, 1e9);
+  };
+  EXPECT_THAT(explained(2), Not(HasSubstr("products add")));
+  EXPECT_THAT(explained(2), ContainsRegex("\n> 1 .* 20.000\n"));
+  EXPECT_THAT(explained(0), HasSubstr("rank has no 16-bit gradients beside them.\n"));
+  EXPECT_THAT(explained(0), ContainsRegex("\n> 1 .* 18.000\n"));
+  EXPECT_THAT(explained(4), HasSubstr("rank exchanges them over sequence parallelism in fp32, not in 16 bits.\n"));
+  EXPECT_THAT(explained(4), ContainsRegex("\n> 1 .* 22.000\n"));
+}
+
 TEST(Explain, CutsTheModelOverTpAndPp) {
   const std::string text = explain_zero({.params = 1e12, .dp = 64, .tp = 8, .pp = 2, .stage = 3}, 1e12);
   EXPECT_THAT(text, HasSubstr("Ψ = 1e12 / (tp 8 · pp 2) = 62.5e9 parameters of a rank"));

@@ -389,6 +389,29 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
   EXPECT_EQ(eval.backward, 1);
 }
 
+// The head's last backward pass and one more pass, or the step's end.
+TEST(Schedule, TheHeadsUseOfATiedMatrixIsCompleteBeforeTheStepEnds) {
+  const auto last_stage = [](ScheduleKind kind, int stages, i64 micro_batches, int chunks = 1) {
+    ScheduleOptions o{.kind = kind, .stages = stages, .stage = stages - 1, .micro_batches = micro_batches};
+    o.chunks = chunks;
+    o.post_validate = true;
+    return make_schedule(o);
+  };
+  const auto passes_after = [](const std::vector<Instr>& schedule) {
+    return std::count_if(schedule.begin() + static_cast<std::ptrdiff_t>(use_complete_after(schedule)), schedule.end(),
+                         [](const Instr& i) { return computes(i.op); });
+  };
+  for (int p = 2; p <= 8; ++p) {
+    EXPECT_EQ(use_complete_after(last_stage(ScheduleKind::OneFOneB, p, 20)),
+              last_stage(ScheduleKind::OneFOneB, p, 20).size());
+    EXPECT_EQ(passes_after(last_stage(ScheduleKind::ZeroBubbleH1, p, 20)), p - 1);
+    EXPECT_EQ(passes_after(last_stage(ScheduleKind::ZeroBubbleH2, p, 20)), 2 * (p - 1));
+    // Of the last group of micro-batches, the other chunk's passes follow.
+    EXPECT_EQ(passes_after(last_stage(ScheduleKind::Interleaved, p, 2 * p, 2)), p - 1);
+  }
+  EXPECT_EQ(use_complete_after(make_eval_schedule({2}, 1, 3, 1)), make_eval_schedule({2}, 1, 3, 1).size());
+}
+
 // Every stage validates once, before its first gradient, with nothing in flight: what was sent before was received
 // before.
 TEST(Schedule, ValidatesBetweenMessagesAndBeforeGradients) {

@@ -28,8 +28,9 @@ std::string error_of(const Schedules& schedules) {
 }
 
 double bubble_of_simulation(const ScheduleOptions& o) {
-  return o.post_validate ? simulate_steps(make_schedules(o), kUnit, {}, o.placement().v).bubble_fraction()
-                         : simulate(o, kUnit).bubble_fraction();
+  return o.post_validate
+             ? simulate_steps(make_schedules(o), kUnit, {}, o.placement().v, tied_exchange(o)).bubble_fraction()
+             : simulate(o, kUnit).bubble_fraction();
 }
 
 // For any delays, and even if a stage holds one message of each kind at a time.
@@ -177,6 +178,44 @@ TEST(Simulate, StepsOfZeroBubbleH2FollowEachOtherWithoutABubble) {
       for (const double idle : steps.idle) EXPECT_EQ(idle, 0);
     }
   }
+}
+
+// The use of a tied matrix that is sent when it is complete has come when the first stage ends its step. Sent with the
+// last stage's last pass, it comes p - 1 passes later: the first stage then begins its step so much later.
+TEST(Simulate, TheFirstStageWaitsForATiedMatrixThatIsNotSentAhead) {
+  for (int p = 2; p <= 16; ++p) {
+    for (const i64 m : {2 * i64{p} - 1, 3 * i64{p}}) {
+      ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, 1, true, true};
+      ASSERT_TRUE(formula_is_exact(o));
+      const SteadySteps ahead = simulate_steps(make_schedules(o), kUnit, {}, false, tied_exchange(o));
+      EXPECT_EQ(ahead.period, 3 * m);
+      for (const double idle : ahead.idle) EXPECT_EQ(idle, 0);
+      o.sends_use_ahead = false;
+      ASSERT_FALSE(formula_is_exact(o));
+      const SteadySteps at_end = simulate_steps(make_schedules(o), kUnit, {}, false, tied_exchange(o));
+      EXPECT_EQ(at_end.period, 3 * m + p - 1);
+      EXPECT_EQ(bubble_fraction(o), at_end.bubble_fraction());
+    }
+  }
+}
+
+// Waits make no step shorter; a message takes its time once for the first stage, and once more for the last.
+TEST(Simulate, TiedMatricesAreWaitedFor) {
+  for_every_post_validated([](ScheduleOptions o) {
+    if (o.stages == 1 || o.placement().v) return;
+    const Schedules schedules = make_schedules(o);
+    for (const Costs& costs : {Costs{1, 1, 1}, Costs{3, 4, 2, 0.25}}) {
+      const auto period = [&](std::optional<TiedExchange> tied) {
+        return simulate_steps(schedules, {&costs, 1}, {}, false, tied).period;
+      };
+      const double untied = period({}), ahead = period(TiedExchange{}), at_end = period(TiedExchange{.ahead = false});
+      ASSERT_LE(untied, ahead + 1e-9);
+      ASSERT_LE(ahead, at_end + 1e-9);
+      ASSERT_LE(at_end, period(TiedExchange{.send = 7, .ahead = false}) + 1e-9);
+      const double alone = simulate(schedules, {&costs, 1}).makespan;
+      ASSERT_LE(period(TiedExchange{.send = 7, .ahead = false}), alone + 14 + 1e-9);
+    }
+  });
 }
 
 // Steps that follow each other take no longer than steps that wait for each other, and what a stage works between two

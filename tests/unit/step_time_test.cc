@@ -360,6 +360,31 @@ TEST(StepTime, PostValidatedStepsAreSimulatedOneAfterTheOther) {
   }
 }
 
+// The first stage waits for the end of the last one's step, unless the tied matrix's gradient is sent ahead; sums in 16
+// bits are not.
+TEST(StepTime, TiedMatricesAreWaitedForUnlessSentAhead) {
+  ModelConfig model = tiny_gpt2();
+  model.layers = 8;  // half of them on each stage, so their passes take about the same time
+  Config c = config_of(model, {.pp = 2});
+  c.pipeline.schedule = Kind::ZeroBubbleH2;
+  c.pipeline.post_validate = true;
+  const Links links = links_of(1e-9, 1e-12);
+  Predicted p(c);
+  ASSERT_TRUE(p.plans[0].sends_use_ahead && p.plans[1].sends_use_ahead);
+  EXPECT_EQ(p.plans[0].stage.use_complete_after, 0u);
+  EXPECT_EQ(p.plans[1].stage.use_complete_after, pipeline::use_complete_after(p.plans[1].stage.schedule));
+  const StepTime ahead = p(cpu(), &links);
+  for (plan::RunPlan& plan : p.plans) plan.sends_use_ahead = false;
+  const StepTime at_end = p(cpu(), &links);
+  EXPECT_GT(at_end.step_s, 1.01 * ahead.step_s);
+  EXPECT_GT(at_end.stage_idle_s[0], ahead.stage_idle_s[0]);
+  c.bf16.enabled = true;
+  c.grad_accum_dtype = DType::BF16;
+  const Predicted narrow(c);
+  EXPECT_FALSE(narrow.plans[1].sends_use_ahead);
+  EXPECT_EQ(narrow.plans[1].stage.use_complete_after, 0u);
+}
+
 TEST(Links, AreReadBackAndChosenByPlace) {
   commbench::Result r;
   r.ranks.resize(2);
