@@ -368,7 +368,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const auto device = make_cpu_device(kCounted, 1);
-    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options, {}, mesh_splits(c, {}));
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();
