@@ -62,7 +62,7 @@ DS_DEVICE void find_scales(QuantizeFp8Shared& shared, const float (&y)[kGroup][k
       DS_UNROLL
       for (int e = 0; e < kGroup; ++e) most = larger(most, bits(n, e));
       for (int mask = kAcross / 2; mask > 0; mask /= 2) most = larger(most, warp_shuffle_xor(most, mask));
-      if (t % kAcross == 0) shared.scale[place.first + n] = fp8_scale(most, f);
+      if (t % kAcross == 0) shared.scale[place.first + n] = fp8_scale(most, f, blocks);
     }
   } else {
     u32 all = 0;
@@ -83,7 +83,7 @@ DS_DEVICE void find_scales(QuantizeFp8Shared& shared, const float (&y)[kGroup][k
     if (t < kSide) {
       u32 most = 0;
       for (int w = 0; w < kWarps; ++w) most = larger(most, shared.of_warp[w][blocks == Fp8Blocks::Squares ? 0 : t]);
-      shared.scale[t] = fp8_scale(most, f);
+      shared.scale[t] = fp8_scale(most, f, blocks);
     }
   }
   sync_block();

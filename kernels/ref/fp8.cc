@@ -29,7 +29,7 @@ void quantize_fp8(TensorView codes, TensorView scales, TensorView x, Fp8Blocks b
       for (i64 r = row; r < row_end; ++r) {
         for (i64 j = k; j < k_end; ++j) largest = std::max(largest, std::bit_cast<u32>(value(r, j)) & 0x7FFFFFFFu);
       }
-      const float scale = fp8_scale(largest, format);
+      const float scale = fp8_scale(largest, format, blocks);
       s[layout.scale_of(row, k)] = scale;
       for (i64 r = row; r < row_end; ++r) {
         for (i64 j = k; j < k_end; ++j)
@@ -56,6 +56,46 @@ void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, T
       put(c, m * c.stride[0] + n, x);
     }
   }
+}
+
+namespace {
+
+// Calls use(i, square) for the elements of a part of a matrix.
+template <class F>
+void for_part(const TensorView& maxima, i64 first, i64 count, F&& use) noexcept {
+  const i64 across = maxima.dim(1), columns = across * kFp8Block;
+  for (i64 i = 0; i < count; ++i) {
+    const i64 row = (first + i) / columns, column = (first + i) % columns;
+    use(i, row / kFp8Block * across + column / kFp8Block);
+  }
+}
+
+constexpr Fp8Format kE4M3 = fp8_format(DType::F8E4M3);
+float square_scale(const TensorView& maxima, i64 square) noexcept {
+  return fp8_scale(static_cast<u32>(maxima.as<i64>()[square]), kE4M3, Fp8Blocks::Squares);
+}
+
+}  // namespace
+
+void max_abs_fp8(TensorView maxima, TensorView x, i64 first, Stream&) noexcept {
+  i64* const largest = maxima.as<i64>();
+  std::fill_n(largest, maxima.numel(), 0);
+  for_part(maxima, first, x.numel(), [&](i64 i, i64 square) {
+    const float value = to_float(x.as<bf16>()[i]);
+    largest[square] = std::max(largest[square], i64{std::bit_cast<u32>(value) & 0x7FFFFFFFu});
+  });
+}
+
+void encode_fp8(TensorView codes, TensorView x, TensorView maxima, i64 first, Stream&) noexcept {
+  for_part(maxima, first, x.numel(), [&](i64 i, i64 square) {
+    codes.as<u8>()[i] = fp8_code(to_float(x.as<bf16>()[i]), square_scale(maxima, square), kE4M3);
+  });
+}
+
+void decode_fp8(TensorView x, TensorView codes, TensorView maxima, i64 first, Stream&) noexcept {
+  for_part(maxima, first, x.numel(), [&](i64 i, i64 square) {
+    x.as<bf16>()[i] = to_bf16(from_fp8(codes.as<u8>()[i], kE4M3) * square_scale(maxima, square));
+  });
 }
 
 }  // namespace ds::ref

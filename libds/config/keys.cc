@@ -455,6 +455,7 @@ constexpr Key kKeys[] = {
     alias("bfloat16", "bf16"),
     effect("fp8.enabled", slot_of<&C::fp8, &Fp8Config::enabled>),
     effect("fp8.gradients", slot_of<&C::fp8, &Fp8Config::gradients>).when(in_fp8),
+    effect("fp8.gathers", slot_of<&C::fp8, &Fp8Config::gathers>).when(in_fp8),
     {.path = "data_types.grad_accum_dtype", .slot = slot_of<&C::grad_accum_dtype>, .takes_null = true},
     effect("data_types.logits_dtype", slot_of<&C::loss, &LossConfig::logits>),
     not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),

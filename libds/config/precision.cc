@@ -2,10 +2,14 @@
 #include "config/precision.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "config/optimizer_table.h"
+#include "config/parallel.h"
+#include "ds/kernels/fp8.h"
 
 namespace ds {
 namespace {
@@ -15,7 +19,8 @@ constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled",
                            kBf16Masters = "bf16.bf16_master_weights_and_grads",
                            kBf16States = "bf16.bf16_optimizer_states", kStochastic = "bf16.stochastic_rounding",
                            kSums = "data_types.grad_accum_dtype", kLogits = "data_types.logits_dtype",
-                           kWire = "communication_data_type", kStateDtype = "state_dtype", kFp8 = "fp8.enabled";
+                           kWire = "communication_data_type", kStateDtype = "state_dtype", kFp8 = "fp8.enabled",
+                           kFp8Gathers = "fp8.gathers";
 
 std::string_view dtype_text(DType t) { return t == DType::F16 ? "fp16" : t == DType::BF16 ? "bf16" : "fp32"; }
 
@@ -44,6 +49,56 @@ void resolve_states(Config& c, Reader& r) {
     r.error(kBf16States, "contradicts optimizer.params.state_dtype, which is \"fp32\"");
   resolve(c.optimizer, false);
   for (ParamGroupConfig& group : c.optimizer.groups) resolve(group, group.frozen);
+}
+
+// The sizes of the linear maps that a rank has of a family's block. Those of a program's model are checked when it is
+// made.
+void check_fp8_sizes(const Config& c, Reader& r) {
+  const ModelConfig& m = c.model;
+  const i64 t = c.tensor_parallel.tp_size, heads = m.heads / t, kv_heads = std::max<i64>(m.kv_heads / t, 1);
+  if (m.layers == 0 || m.source || !tp_problem(m, t).empty()) return;
+  std::vector<std::string> bad;
+  const auto size = [&](i64 n, const std::string& what) {
+    if (n % kFp8Block == 0) return;
+    const i64 below = n / kFp8Block * kFp8Block;
+    bad.push_back(fmt::format("{} {} ({}{} would do)", what, n, below > 0 ? fmt::format("{} or ", below) : "",
+                              below + kFp8Block));
+  };
+  size(m.hidden, "the hidden size");
+  size(heads * m.head_dim, fmt::format("{} heads of {}, together", heads, m.head_dim));
+  if (kv_heads != heads)
+    size(kv_heads * m.head_dim, fmt::format("{} key/value heads of {}, together", kv_heads, m.head_dim));
+  size(m.intermediate / t, "the intermediate size");
+  if (bad.empty()) return;
+  r.error(kFp8,
+          fmt::format("scales are for {0} x {0} elements of a matrix, so inputs and outputs of linear maps must be "
+                      "multiples of {0}{1}; these are not: {2}",
+                      kFp8Block, t > 1 ? fmt::format(" on each of the {} ranks of tensor_parallel", t) : "",
+                      fmt::join(bad, ", ")));
+}
+
+void check_fp8(const Config& c, Reader& r) {
+  if (c.fp8.gathers && !c.fp8.enabled && !r.broken(kFp8))
+    r.error(kFp8Gathers, fmt::format("sends the codes of products in FP8: set {} to true", kFp8));
+  if (!c.fp8.enabled) return;
+  if (!c.bf16.enabled) r.error(kFp8, fmt::format("codes are made of numbers in bf16: set {} to true", kBf16));
+  if (c.zero.tile_size > 0)
+    r.error(kFp8, "matrices in tiles (zero_optimization.stage3_tile_size) are multiplied in bf16 alone: set it to 0",
+            Errc::Unavailable);
+  if (c.model.experts.count > 0)
+    return r.error(kFp8, "products of experts are not made in FP8: set it to false", Errc::Unavailable);
+  check_fp8_sizes(c, r);
+  if (!c.fp8.gathers) return;
+  if (trains(c.use) && c.zero.stage != 3 && !r.broken("zero_optimization.stage"))
+    r.error(kFp8Gathers,
+            fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage));
+  for (const auto& [key, codes] :
+       {std::pair{"zero_optimization.zero_quantized_weights", c.zero.quantized_weights},
+        {"zero_optimization.zero_quantized_nontrainable_weights", c.zero.quantized_nontrainable_weights}}) {
+    if (codes)
+      r.error(kFp8Gathers,
+              fmt::format("a matrix travels in one code, and {} has another: set one of them to false", key));
+  }
 }
 
 }  // namespace
@@ -76,11 +131,7 @@ void resolve_precision(Config& c, Reader& r) {
 }
 
 void check_precision(const Config& c, Reader& r) {
-  if (c.fp8.enabled && !c.bf16.enabled)
-    r.error(kFp8, fmt::format("codes are made of numbers in bf16: set {} to true", kBf16));
-  if (c.fp8.enabled && c.zero.tile_size > 0)
-    r.error(kFp8, "matrices in tiles (zero_optimization.stage3_tile_size) are multiplied in bf16 alone: set it to 0",
-            Errc::Unavailable);
+  check_fp8(c, r);
   if (c.loss.logits != DType::F32 && c.loss.logits != c.work_dtype() && !r.broken(kLogits))
     r.error(kLogits, fmt::format("\"{}\": logits are in fp32{}", dtype_text(c.loss.logits),
                                  c.work_dtype() == DType::F32 ? ", like the parameters"

@@ -114,6 +114,21 @@ std::vector<Call> fp8_products(bool host) {
                        ops.quantize_fp8(codes, scales, x, layout.blocks, transposed, stream);
                      }});
   }
+  // Of a matrix that travels as codes.
+  const auto part = [&](std::string op, auto run) {
+    calls.push_back({std::move(op), DType::BF16, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
+                       const TensorView x = cut(DType::BF16, {kRows * kWidth}),
+                                        codes = cut(DType::F8E4M3, {kRows * kWidth}),
+                                        maxima = cut(DType::I64, {kRows / kFp8Block, kWidth / kFp8Block});
+                       run(ops, x, codes, maxima, stream);
+                     }});
+  };
+  part("max_abs_fp8", [](const OpTable& ops, const TensorView& x, const TensorView&, const TensorView& maxima,
+                         Stream& stream) { ops.max_abs_fp8(maxima, x, 0, stream); });
+  part("encode_fp8", [](const OpTable& ops, const TensorView& x, const TensorView& codes, const TensorView& maxima,
+                        Stream& stream) { ops.encode_fp8(codes, x, maxima, 0, stream); });
+  part("decode_fp8", [](const OpTable& ops, const TensorView& x, const TensorView& codes, const TensorView& maxima,
+                        Stream& stream) { ops.decode_fp8(x, codes, maxima, 0, stream); });
   return calls;
 }
 

@@ -89,12 +89,13 @@ class StageModel {
       if (pass == Pass::Recompute) time_.recompute += ops * m;
       return ops + messages / m;
     };
-    const double gradients = machine_.seconds(chunk.gradients);
-    time_.compute += gradients;
+    const double gradients = machine_.seconds(chunk.gradients), gathers = machine_.seconds(chunk.gathers);
+    time_.compute += gradients + gathers;
     pipeline::Costs costs;
     costs.forward = cost(Pass::Forward);
     costs.backward_input = cost(Pass::Recompute) + cost(Pass::BackwardInput);
     costs.backward_weight = cost(Pass::BackwardWeight) + gradients / micro_batches();
+    for (double* const pass : {&costs.forward, &costs.backward_input}) *pass += gathers / micro_batches() / 2;
     costs.send = seconds(message_text(Axis::Pp, Collective::Send), {1, stream_bytes_});
     return costs;
   }
@@ -170,6 +171,7 @@ class StageModel {
     const double publication = sent(Axis::Dp, Collective::AllGather, publish);
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
+    time_.publish += sent(Axis::Dp, Collective::AllReduce, traffic(Axis::Dp, Collective::AllReduce));  // of maxima
 
     // Messages of tp and pp beyond the passes of layers: sums over parameters that several of their ranks hold.
     std::map<std::string, CommCount> rest = plan_.traffic.last;

@@ -308,6 +308,7 @@ std::string Linear::fp8_problem() const {
 void Layer::multiply_in_fp8(DType gradients, std::vector<Fp8Map>& maps, std::vector<std::string>& problems) {
   for (Linear* linear : linears()) {
     linear->multiply_in_fp8(gradients);
+    rows_[linear->weight()].fp8 = true;
     maps.push_back(linear->fp8_map());
     if (std::string problem = linear->fp8_problem(); !problem.empty()) problems.push_back(std::move(problem));
   }

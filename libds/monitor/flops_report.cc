@@ -56,17 +56,18 @@ std::string flops_text(const StepRecord& r, const plan::StepWork& work, i64 num_
   OpTally backward = work.total(Pass::BackwardInput);
   backward.add(work.total(Pass::BackwardWeight));
   const OpTally forward = work.total(Pass::Forward), recomputed = work.total(Pass::Recompute), all = work.total();
-  OpTally gradients;
-  for (const plan::ChunkWork& chunk : work.chunks) gradients.add(chunk.gradients);
+  OpTally gathers, gradients;
+  for (const plan::ChunkWork& chunk : work.chunks) {
+    gathers.add(chunk.gathers);
+    gradients.add(chunk.gradients);
+  }
   const struct {
     const char* name;
     const OpTally& ops;
     double ms;
-  } parts[] = {{"forward", forward, r.phases ? r.phases->forward_ms : 0},
-               {"computed again", recomputed, 0},
-               {"backward", backward, r.phases ? r.phases->backward_ms : 0},
-               {"gradients", gradients, 0},
-               {"update", work.optimizer, r.phases ? r.phases->update_ms : 0}};
+  } parts[] = {{"gathers", gathers, 0},           {"forward", forward, r.phases ? r.phases->forward_ms : 0},
+               {"computed again", recomputed, 0}, {"backward", backward, r.phases ? r.phases->backward_ms : 0},
+               {"gradients", gradients, 0},       {"update", work.optimizer, r.phases ? r.phases->update_ms : 0}};
   std::string text =
       fmt::format("work of rank 0 of {} in step {}: {} parameters in the model, {} tokens of all ranks\n", world_size,
                   r.step, num_params, r.tokens);

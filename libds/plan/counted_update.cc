@@ -16,17 +16,21 @@ class NoVerdict final : public zero::VerdictHandle {
   GradVerdict verdict_;
 };
 
-// The chunk whose backward pass commits the gradients of a unit.
-size_t chunk_of(const RunPlan& plan, const zero::Layout& grads, i64 unit) {
-  if (unit == plan.head_use()) return plan.stage.chunks.size() - 1;
-  if (grads.is_tile(unit)) {
-    const i64 param = grads.units()[unit].first_param;
-    for (unit = 0; param >= grads.units()[unit].first_param + std::ssize(plan.rows[unit]);) ++unit;
+// The chunk with the layer of a unit, which may be a tile; of the shared unit, the first one.
+size_t chunk_of(const RunPlan& plan, const zero::Layout& layout, i64 unit) {
+  if (layout.is_tile(unit)) {
+    const i64 param = layout.units()[unit].first_param;
+    for (unit = 0; param >= layout.units()[unit].first_param + std::ssize(plan.rows[unit]);) ++unit;
   }
   for (size_t c = 0; c < plan.stage.chunks.size(); ++c) {
     if (unit < RunPlan::unit_of(plan.stage.chunks[c].chunk.end)) return c;
   }
   return 0;
+}
+
+// The chunk whose backward pass commits the gradients of a unit.
+size_t chunk_of_grads(const RunPlan& plan, const zero::Layout& grads, i64 unit) {
+  return unit == plan.head_use() ? plan.stage.chunks.size() - 1 : chunk_of(plan, grads, unit);
 }
 
 }  // namespace
@@ -69,7 +73,7 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
     for (const auto& s : shards_) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
-        enter(chunk_of(plan_, s->plan().grad_layout, passes[i].front()), times);
+        enter(chunk_of_grads(plan_, s->plan().grad_layout, passes[i].front()), times);
         // A unit with tiles is committed after them.
         constexpr i64 kNone = -1;
         i64 open = kNone;
@@ -160,6 +164,11 @@ std::vector<i64> CountedUpdate::saved_numbers() const {
   return counts;
 }
 
+void CountedUpdate::publish() {
+  zero::publish(shards_);
+  take_messages(0);
+}
+
 void CountedUpdate::begin_again() {
   traffic_.clear();
   states_before_ = offload_.moved_states();
@@ -174,30 +183,40 @@ std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic(
   return {states, offload_.moved() - all_before_ - states + repeated_};
 }
 
-void CountedUpdate::gather(bool evaluated) {
+void CountedUpdate::gather(Enter enter, bool evaluated) {
   for (const auto& s : shards_) {
-    if (!s->params().in_place()) {  // in their order, and read ahead, which decides what is in memory still
-      s->params().begin(s->plan().train_gathers);
-      for (size_t access = 0; access < s->plan().train_gathers.accesses.size(); ++access) (void)s->params().acquire();
+    zero::ParamStore& params = s->params();
+    const zero::GatherPlan& plan = s->plan().train_gathers;
+    if (!params.in_place()) {  // in their order, and read ahead, which decides what is in memory still
+      params.begin(plan);
+      for (const zero::Access& access : plan.accesses) {
+        enter(access.empty() ? 0 : chunk_of(plan_, s->plan().layout, access.front()), 1);
+        (void)params.acquire();
+      }
       take_messages(1);
       continue;
     }
     std::vector<i64> times(s->plan().layout.units().size(), 0);
-    for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
+    for (const zero::GatherStep& step : plan.steps) {
       for (const zero::GatherStep::Launch& launch : step.launch) ++times[launch.unit];
     }
-    std::map<i64, std::vector<i64>> units;  // by how often they are gathered
+    std::map<std::pair<i64, size_t>, std::vector<i64>> units;  // by how often they are gathered, and for which chunk
     for (size_t u = 0; u < times.size(); ++u) {
-      if (times[u] > 0) units[times[u]].push_back(static_cast<i64>(u));
+      const i64 unit = static_cast<i64>(u);
+      if (times[u] > 0) units[{times[u], chunk_of(plan_, s->plan().layout, unit)}].push_back(unit);
     }
-    for (const auto& [n, alike] : units) {
-      for (const i64 unit : alike) s->params().gather({unit, 0});
-      const bool second = s->params().keeps_second_shards();
-      take_messages(!second ? n : evaluated ? 0 : 1);
+    for (const auto& [key, alike] : units) {
+      const auto [n, chunk] = key;
+      const bool second = params.keeps_second_shards();
+      const i64 from_all = !second ? n : evaluated ? 0 : 1;
+      enter(chunk, from_all);
+      for (const i64 unit : alike) params.gather({unit, 0});
+      for (const i64 unit : alike) params.arrive(unit);
+      take_messages(from_all);
       if (!second) continue;
-      for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
-      for (const i64 unit : alike) s->params().gather({unit, 0});
-      take_messages(evaluated ? n : n - 1);
+      enter(chunk, n - from_all);  // from those near
+      for (const i64 unit : alike) params.gather({unit, 0});
+      take_messages(n - from_all);
     }
   }
 }

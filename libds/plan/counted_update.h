@@ -42,8 +42,14 @@ class CountedUpdate {
   void run(Enter enter, i64 number, bool meets = true);
   // The step's gathers of parameters, by plan. evaluated: an evaluation came after the last update, so that all second
   // shards are there already. use_inputs(): its uses of inputs of layers kept away from the device.
-  void gather(bool evaluated = false);
+  void gather(bool evaluated = false) {
+    gather([](std::optional<size_t>, i64) {}, evaluated);
+  }
+  void gather(Enter enter, bool evaluated);
   void use_inputs();
+
+  // The publication of parameters that were set, which belongs to no step: only its largest calls count.
+  void publish();
 
   // Starts the count of another step, which finds files as the steps before left them.
   void begin_again();

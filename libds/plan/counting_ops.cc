@@ -246,6 +246,16 @@ void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, T
                 bytes_of({c, a, a_scales, b, b_scales, bias, residual}));
 }
 
+void max_abs_fp8(TensorView maxima, TensorView x, i64, Stream& stream) noexcept {
+  count(stream, {"max_abs_fp8", x.dtype, 0, bytes_of({maxima, x})});
+}
+void encode_fp8(TensorView codes, TensorView x, TensorView, i64, Stream& stream) noexcept {
+  count(stream, {"encode_fp8", x.dtype, 0, bytes_of({codes, x})});
+}
+void decode_fp8(TensorView x, TensorView codes, TensorView, i64, Stream& stream) noexcept {
+  count(stream, {"decode_fp8", x.dtype, 0, bytes_of({x, codes})});
+}
+
 void max_abs(TensorView, TensorView x, Stream& stream) noexcept { count(stream, {"max_abs", x.dtype, 0, x.bytes()}); }
 void nonzero_rows(TensorView flags, TensorView x, Stream& stream) noexcept {
   count(stream, {"nonzero_rows", x.dtype, 0, bytes_of({flags, x})});
@@ -320,6 +330,9 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .dequantize_fold = dequantize_fold,
                                   .quantize_fp8 = quantize_fp8,
                                   .matmul_fp8 = matmul_fp8,
+                                  .max_abs_fp8 = max_abs_fp8,
+                                  .encode_fp8 = encode_fp8,
+                                  .decode_fp8 = decode_fp8,
                                   .max_abs = max_abs,
                                   .nonzero_rows = nonzero_rows,
                                   .sum_squares = sum_squares,

@@ -71,7 +71,7 @@ void tally_losses(StepWork& work, const model::Model& model, const RunPlan& plan
   if (plan.projects) add(plan.stage.chunks.size() - 1, plan.B * plan.T);
 }
 
-// The reduction of gradients, and the update.
+// The reduction of gradients, the update, and gathers of parameters that are encoded for them.
 void tally_update(StepWork& work, const RunPlan& plan) {
   OpTally once, *to = nullptr;
   i64 times = 1;
@@ -94,6 +94,13 @@ void tally_update(StepWork& work, const RunPlan& plan) {
         times = n;
       },
       plan.update_number);
+  update.gather(
+      [&](std::optional<size_t> chunk, i64 n) {
+        take();
+        to = &work.chunks[*chunk].gathers;
+        times = n;
+      },
+      false);
   take();
 }
 
@@ -123,7 +130,10 @@ OpTotal OpTally::total() const {
 OpTally StepWork::total() const {
   OpTally all = optimizer;
   for (size_t pass = 0; pass < kPasses; ++pass) all.add(total(static_cast<Pass>(pass)));
-  for (const ChunkWork& chunk : chunks) all.add(chunk.gradients);
+  for (const ChunkWork& chunk : chunks) {
+    all.add(chunk.gathers);
+    all.add(chunk.gradients);
+  }
   return all;
 }
 

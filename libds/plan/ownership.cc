@@ -150,6 +150,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
     options.num_ranks = split_size(plan.mesh, split);
   }
   options.group = group;
+  options.fp8 = z.stage == 3 && config.fp8.enabled && config.fp8.gathers && options.num_ranks > 1;
   shards.layout = zero::Layout::make(plan.rows, options);
   const bool averages = std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),

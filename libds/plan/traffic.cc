@@ -189,6 +189,8 @@ std::vector<std::map<std::string, CommCount>> count_meetings(RunPlan& plan, Coun
 void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model) {
   MeshCalls& calls = plan.traffic.largest;
   const LayerTraffic layers = count_layers(plan, config, model);
+  update.publish();
+  (void)update.traffic(calls);
   if (plan.trains()) {
     const auto meetings = count_meetings(plan, update);
     const AfterEvaluations after = after_evaluations(plan, config);

@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <string_view>
+#include <utility>
 
 #include "base/file.h"
 #include "checkpoint/manifest.h"
@@ -81,6 +83,30 @@ void warn_of_schedule(const Config& now, const CheckpointMeta& meta, const std::
   }
 }
 
+// Warns if products in FP8, or the gathers of their matrices, are other ones than before.
+void warn_of_fp8(const Config& now, const CheckpointMeta& meta, const std::string& source) {
+  if (meta.step == 0 || meta.config_json.empty()) return;
+  const Json saved = Json::parse(meta.config_json), own = Json::parse(resolved_json(now));
+  const auto value = [](const Json& config, const char* key, const char* missing) -> std::string {
+    const auto fp8 = config.find("fp8");
+    if (fp8 == config.end() || !fp8->is_object()) return missing;
+    const auto it = fp8->find(key);
+    return it == fp8->end() ? missing : it->is_string() ? it->get<std::string>() : it->dump();
+  };
+  std::string changed;
+  bool bits = false;
+  for (const auto& [key, missing] : {std::pair{"enabled", "false"}, {"gradients", ""}, {"gathers", "false"}}) {
+    const std::string here = value(own, key, missing), there = value(saved, key, missing);
+    if (here == there || here.empty() || there.empty()) continue;
+    changed += fmt::format("{}fp8.{} is {} here and {} there", changed.empty() ? "" : ", ", key, here, there);
+    bits |= key != std::string_view("gathers");
+  }
+  if (changed.empty()) return;
+  log_message(LogLevel::Warning,
+              fmt::format("{} was trained with other products or gathers: {}; {}", source, changed,
+                          bits ? "losses differ by roundings from those of an unchanged run" : "no loss changes"));
+}
+
 // The values of keys that an attention_identity() states.
 std::map<std::string, std::string> attention_keys(const std::string& identity) {
   constexpr const char *kSparse = "sparse_attention", *kToken = "data.document_token",
@@ -141,6 +167,7 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
            "{} was made with seed {}, this run has {}", source, *meta.seed, config.seed);
   if (request.is_root()) warn_of_schedule(config, meta, source);
+  if (request.is_root()) warn_of_fp8(config, meta, source);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && request.is_root())
     log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
                                                "going on with those of this configuration",

@@ -69,7 +69,7 @@ std::vector<std::vector<size_t>> runs_of(Rows rows) {
 }  // namespace
 
 // How a rank keeps the parameters of a row.
-enum class Layout::Kept : u8 { Sharded, Persistent, Tiled, Elsewhere };
+enum class Layout::Kept : u8 { Sharded, Codes, Persistent, Tiled, Elsewhere };
 
 // By unit and row. Small parameters persist until their total reaches the model's threshold: in registration order, as
 // DeepSpeed decides.
@@ -93,6 +93,10 @@ std::vector<std::vector<Layout::Kept>> Layout::kept_rows(Units units, const Layo
         persistent_total += n;
       } else {
         sharded += n;
+        const auto codes = [&](size_t r) { return unit[r].fp8 && unit[r].storage == model::Storage::Work; };
+        if (options.fp8 && std::ranges::all_of(run, codes)) {
+          for (const size_t r : run) of_unit[r] = Kept::Codes;
+        }
       }
     }
     if (options.tile_elems == 0 || sharded <= options.tile_elems) continue;
@@ -141,7 +145,7 @@ void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kep
   UnitPlace& unit = units_.back();
   for (const bool of_trained : {true, false}) {
     if (!of_trained && options_.of_gradients) break;
-    for (const Kept want : {Kept::Persistent, Kept::Sharded}) add_segment(rows, kept, want, of_trained);
+    for (const Kept want : {Kept::Persistent, Kept::Sharded, Kept::Codes}) add_segment(rows, kept, want, of_trained);
   }
   using model::Storage;
   for (const Storage form : {Storage::BF16, Storage::F16, Storage::Int8, Storage::Int4}) {
@@ -171,6 +175,7 @@ void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const 
             .persistent = want == Kept::Persistent,
             .trained = of_trained,
             .storage = storage,
+            .fp8 = want == Kept::Codes,
             .offset = unit.padded};
   bool any = false;
   for (const std::vector<size_t>& run : runs_of(rows)) {
@@ -269,9 +274,10 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}{}", options_.num_ranks, options_.stage,
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}{}{}{}", options_.num_ranks, options_.stage,
                      options_.slice_alignment(),
-                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems), frozen_, moved_);
+                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems),
+                     std::ranges::any_of(segments_, &Segment::fp8) ? " fp8" : "", frozen_, moved_);
 }
 
 }  // namespace ds::zero

@@ -18,6 +18,7 @@
 // stage3_tile_size elements, each of its matrices is cut into blocks of rows of at most so many elements, and each
 // block is a unit of its own, numbered after those of the layers, so that neither the layer nor a matrix is ever whole
 // in memory (Rajbhandari et al., "ZeRO-Infinity", 2021: memory-centric tiling). At other stages a unit is one segment.
+// Matrices that are gathered as codes of FP8 products have a segment of their own, too, after the other sharded rows.
 // Rows that are not trained have segments of their own, after the trained ones of their unit, one for each form in
 // which they are stored, and tiles that are numbered after all trained ones: a layout of gradients is the same without
 // them. Ownership is the same at stages 0 to 2, and does not depend on bucket sizes. Rows of a unit that are reduced
@@ -61,6 +62,7 @@ struct LayoutOptions {
   i64 tile_elems = 0;                   // stage 3: most elements of a tile (but 8 rows at least); 0: no tiles
   size_t group = 0;                     // only rows of this group (ParamRow::group) have places
   bool of_gradients = false;            // only rows that are trained have places
+  bool fp8 = false;                     // stage 3: matrices of FP8 products are gathered as their codes
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
   i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
@@ -71,6 +73,7 @@ struct Segment {
   bool persistent = false;
   bool trained = true;
   model::Storage storage = model::Storage::Work;
+  bool fp8 = false;      // gathered as codes
   i64 offset = 0;        // in the unit's buffer, elements
   i64 numel = 0;         // up to the end of the last row
   i64 slice = 0;         // elements per rank
@@ -171,8 +174,8 @@ class Layout {
   std::vector<Piece> held_pieces(int rank) const;
 
   // The name of this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; with tiles, " tile=65536"
-  // follows, with rows that are not trained " frozen=" and a hash of which they are and how they are stored, and with
-  // rows that lie in another order than the model's " moved=" and a hash of the order.
+  // follows, with segments of codes " fp8", with rows that are not trained " frozen=" and a hash of which they are and
+  // how they are stored, and with rows that lie in another order than the model's " moved=" and a hash of the order.
   std::string id() const;
 
  private:

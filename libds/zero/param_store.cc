@@ -26,9 +26,11 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     : layout_(layout),
       comm_(comm),
       gather_tag_(message_text(options.axis, Collective::AllGather)),
+      reduce_tag_(message_text(options.axis, Collective::AllReduce)),
       device_(device),
       options_(options),
-      stored_(layout, comm.rank(), options.work) {
+      stored_(layout, comm.rank(), options.work),
+      fp8_(layout, rows, comm.rank()) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
@@ -50,8 +52,10 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   };
   shards_ = make(shard_elems * bytes, most * bytes);
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
-  if (std::ranges::find(options.coded, true) != options.coded.end() || (sharded && stored_.any()))
+  wire_scales_ = std::ranges::find(options.coded, true) != options.coded.end() || stored_.any();
+  if (fp8_.any() || (sharded && wire_scales_))
     wire_ = comm.allocate(ledger, Tag::Gathered, wire_bytes(options.pool_elems));
+  if (fp8_.any()) fp8_.allocate(comm, ledger);
   if (stored_.any() && !sharded) {
     stored_by_rank_ = comm.allocate(ledger, Tag::Params, stored_.bytes());
     stored_.allocate(device, ledger, std::make_unique<DeviceArray>(stored_by_rank_.data()));
@@ -68,7 +72,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   arriving_.resize(layout.segments().size());
   gathered_.reserve(4);  // a unit has no more segments in the work dtype
   published_.reserve(layout.segments().size());
-  tickets_.reserve(layout.segments().size());
+  tickets_.reserve(layout.segments().size() + 1);
   for (const auto& unit : rows) {
     std::vector<TensorView>& views = views_.emplace_back();
     for (const model::ParamRow& row : unit) views.push_back(row.view(options.work, nullptr));
@@ -147,14 +151,19 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
     arriving_at_[number] = offset;
     if (coded(l.unit)) {
-      arriving_[number] = start_coded_gather(comm_, device_, kWeightCodes, wire(offset),
-                                             TensorView::of(own.data(), options_.work, {s.slice}), gather_tag_);
+      arriving_[number] =
+          start_coded_gather(comm_, device_, kWeightCodes, wire(offset), own_slice(s, own), gather_tag_);
+      continue;
+    }
+    last = number;
+    if (s.fp8) {
+      fp8_.encode(device_, s, own_slice(s, own), wire(offset));
+      gathered_.push_back({wire(offset), s.slice});
       continue;
     }
     const i64 slice_bytes = s.slice * bytes;
     device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
     gathered_.push_back({base, slice_bytes});
-    last = number;
   }
   if (!gathered_.empty()) arriving_[last] = comm_.all_gather(gathered_, gather_tag_);
 }
@@ -176,6 +185,7 @@ void ParamStore::arrive(i64 unit) {
       continue;
     }
     if (coded(unit)) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
+    if (s.fp8) fp8_.decode(device_, s, wire(offset), all);
     if (SecondaryShard* const second = second_shard(s); second != nullptr) second->keep(all);
   }
 }
@@ -231,6 +241,7 @@ void ParamStore::publish(Changed changed) {
   }
   if (!layout_.states().shard_optimizer) return;
   tickets_.clear();
+  if (fp8_.any()) tickets_.push_back(publish_maxima(changed));
   i64 elems = 0;  // published together
   const auto flush = [&] {
     if (!published_.empty()) tickets_.push_back(comm_.all_gather(published_, gather_tag_));
@@ -251,6 +262,16 @@ void ParamStore::publish(Changed changed) {
   }
   flush();
   for (Ticket& t : tickets_) t.wait();
+}
+
+Ticket ParamStore::publish_maxima(Changed changed) {
+  const bool trained_alone = changed == Changed::Trained;
+  for (const Segment& s : layout_.segments()) {
+    if (!s.fp8 || (trained_alone && !s.trained)) continue;
+    const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
+    fp8_.measure(device_, s, own_slice(s, own));
+  }
+  return fp8_.agree(comm_, trained_alone, reduce_tag_);
 }
 
 }  // namespace ds::zero

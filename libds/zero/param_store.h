@@ -6,7 +6,8 @@
 // they are stored, and decoded when they arrive. Two parts of ZeRO++ (Wang et al., 2023) change how: with qwZ slices
 // are sent as codes, and all ranks, the owner too, use the decoded values, while slices stay exact; with hpZ the first
 // gather after an update leaves a second shard on the ranks of a smaller group, from which they gather until the next
-// update, with the same bits. Neither changes how stored forms are gathered.
+// update, with the same bits. Neither changes how stored forms are gathered. Matrices of FP8 products may travel as
+// their codes (zero/fp8_gathers), which changes no bit of a product.
 
 #include <optional>
 #include <span>
@@ -16,6 +17,7 @@
 #include "comm/secondary_shard.h"
 #include "device/device.h"
 #include "ds/communicator.h"
+#include "zero/fp8_gathers.h"
 #include "zero/gather_plan.h"
 #include "zero/piece_memory.h"
 #include "zero/stored_params.h"
@@ -103,22 +105,28 @@ class ParamStore final : public PieceMemory {
   }
   bool coded(i64 unit) const noexcept { return !options_.coded.empty() && options_.coded[static_cast<size_t>(unit)]; }
   char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + wire_bytes(offset); }
-  i64 wire_bytes(i64 elems) const noexcept { return elems * wire_width_ + elems / kScaleShare; }
+  i64 wire_bytes(i64 elems) const noexcept { return elems * wire_width_ + (wire_scales_ ? elems / kScaleShare : 0); }
   // Codes take a byte for each element and at most 1/32 of a byte for scales, since slices have 128 elements or more.
   static constexpr i64 kScaleShare = kSliceAlignment / 4;
   static constexpr size_t kStepsAhead = 4;
   void expect_launches();
+  TensorView own_slice(const Segment& s, const TierLease& lease) const noexcept {
+    return TensorView::of(lease.data(), options_.work, {s.slice});
+  }
+  Ticket publish_maxima(Changed changed);
 
   const Layout& layout_;
   Communicator& comm_;
-  std::string gather_tag_;
+  std::string gather_tag_, reduce_tag_;
   Device& device_;
   Options options_;
   Buffer whole_, pool_;
-  Buffer wire_;            // stored forms and codes that are being sent, placed like the pool
-  i64 wire_width_ = 1;     // bytes of an element, without scales
+  Buffer wire_;         // stored forms and codes that are being sent, placed like the pool
+  i64 wire_width_ = 1;  // bytes of an element, without scales
+  bool wire_scales_ = false;
   Buffer stored_by_rank_;  // below stage 3: stored forms, which publish() sends
   mutable StoredParams stored_;
+  Fp8Gathers fp8_;
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row

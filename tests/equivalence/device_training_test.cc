@@ -125,6 +125,9 @@ TEST_P(DeviceTraining, ProductsInFp8) {
       const std::string what = fmt::format("{} {}", family_name(model.family), static_cast<int>(gradients));
       const Trace want = train(config(1, 0), 1);
       expect_same_training(train(config(2, 3), 2), want, what);
+      Config gathers = config(2, 3);
+      gathers.fp8.gathers = true;
+      expect_same_training(train(gathers, 2), want, what + " gathers");
       const Trace cpu = train_threads(config(1, 0), 1, kSteps);
       EXPECT_NEAR(want.losses[0] / cpu.losses[0], 1, 2e-3) << what;
       expect_close(want, cpu, what, {.loss = 1e-2, .first_norm = 1e-2, .norm = 8e-2});

@@ -9,7 +9,7 @@
 
 #include "ds/linear.h"
 #include "equivalence/checkpoints.h"
-#include "equivalence/layouts.h"
+#include "equivalence/fp8_configs.h"
 #include "equivalence/toy_experts.h"
 #include "expect_error.h"
 #include "model/models.h"
@@ -22,38 +22,6 @@ namespace fp8_training_test {
 
 constexpr i64 kSteps = 3;
 
-ModelConfig gpt2() {
-  ModelConfig c = tiny_gpt2();
-  c.hidden = 256;
-  c.layers = 2;
-  c.heads = c.kv_heads = 4;
-  c.head_dim = 64;
-  c.intermediate = 512;
-  return c;
-}
-// Grouped heads, joined products, no biases.
-ModelConfig llama() {
-  ModelConfig c = tiny_llama();
-  c.family = Family::Llama;
-  c.hidden = 128;
-  c.heads = 4;
-  c.kv_heads = 2;
-  c.head_dim = 128;
-  c.intermediate = 256;
-  c.qk_norm = false;
-  return c;
-}
-const ModelConfig kModels[] = {gpt2(), llama()};
-
-Config config_for(const ModelConfig& model, const Layout& l, Fp8Gradients gradients = Fp8Gradients::E4M3,
-                  i64 micro_batches = 4) {
-  Config c = config_of(model, l, micro_batches);
-  c.bf16.enabled = true;
-  c.communication_data_type = WireType::BF16;
-  c.fp8 = {.enabled = true, .gradients = gradients};
-  c.optimizer.lr = 1e-3;
-  return c;
-}
 Config in_bf16(Config c) {
   c.fp8 = {};
   return c;
@@ -67,10 +35,10 @@ std::string named(const ModelConfig& model, const Layout& l, Fp8Gradients gradie
 }
 
 TEST(Fp8Training, IsThatOfBf16ToTheRoundingOfCodes) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     for (const Fp8Gradients gradients : {Fp8Gradients::E4M3, Fp8Gradients::E5M2}) {
       const std::string what = named(model, {}, gradients);
-      const Config c = config_for(model, {}, gradients);
+      const Config c = fp8_config(model, {}, gradients);
       const Trace t = train(c, {}, {}, 12), want = train(in_bf16(c), {}, {}, 12);
       EXPECT_FALSE(same_bits(t.losses, want.losses)) << what << ": nothing is in FP8";
       expect_close(t, want, what, {.loss = 2e-2, .first_norm = 5e-2, .norm = 0.2});
@@ -81,8 +49,8 @@ TEST(Fp8Training, IsThatOfBf16ToTheRoundingOfCodes) {
 }
 
 TEST(Fp8Training, TheFormatOfGradientsIsThatOfTheKey) {
-  for (const ModelConfig& model : kModels) {
-    const Trace e4m3 = train(config_for(model, {})), e5m2 = train(config_for(model, {}, Fp8Gradients::E5M2));
+  for (const ModelConfig& model : fp8_models()) {
+    const Trace e4m3 = train(fp8_config(model, {})), e5m2 = train(fp8_config(model, {}, Fp8Gradients::E5M2));
     EXPECT_EQ(std::bit_cast<u64>(e4m3.losses[0]), std::bit_cast<u64>(e5m2.losses[0])) << "forward passes are equal";
     EXPECT_NE(std::bit_cast<u64>(e4m3.norms[0]), std::bit_cast<u64>(e5m2.norms[0]));
   }
@@ -90,9 +58,9 @@ TEST(Fp8Training, TheFormatOfGradientsIsThatOfTheKey) {
 
 TEST(Fp8Training, NeitherRanksNorStagesNorSchedulesChangeABit) {
   test::EveryNth chosen(3);
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     for (const Fp8Gradients gradients : {Fp8Gradients::E4M3, Fp8Gradients::E5M2}) {
-      const Trace base = train(config_for(model, {}, gradients));
+      const Trace base = train(fp8_config(model, {}, gradients));
       for (const Layout& l : {Layout{.stage = 3},
                               {.dp = 2, .stage = 0},
                               {.dp = 2, .stage = 1},
@@ -105,7 +73,7 @@ TEST(Fp8Training, NeitherRanksNorStagesNorSchedulesChangeABit) {
                               {.checkpoints = Granularity::Layer, .stage = 2},
                               {.dp = 2, .checkpoints = Granularity::Selective, .stage = 3}}) {
         if (!chosen()) continue;
-        const Trace t = train(config_for(model, l, gradients), l);
+        const Trace t = train(fp8_config(model, l, gradients), l);
         expect_same_training(t, base, named(model, l, gradients));
         expect_planned(t, kSteps, named(model, l, gradients));
       }
@@ -115,13 +83,13 @@ TEST(Fp8Training, NeitherRanksNorStagesNorSchedulesChangeABit) {
 
 // Codes are those of whole matrices, and sums differ in their order, as in bf16.
 TEST(Fp8Training, GroupsOfRanksThatShareMatricesAndTokensGiveTheSameTraining) {
-  for (const ModelConfig& model : kModels) {
-    const Trace base = train(config_for(model, {}));
+  for (const ModelConfig& model : fp8_models()) {
+    const Trace base = train(fp8_config(model, {}));
     for (const Layout& l : {Layout{.tp = 2},
                             {.dp = 2, .tp = 2, .sequence = true, .stage = 3},
                             {.sp = 2, .stage = 1},
                             {.sp = 2, .mode = SequenceParallelMode::Ring, .checkpoints = Granularity::Layer}}) {
-      const Trace t = train(config_for(model, l), l);
+      const Trace t = train(fp8_config(model, l), l);
       expect_close(t, base, named(model, l, Fp8Gradients::E4M3), {.loss = 1e-2, .first_norm = 3e-2, .norm = 0.1});
       expect_planned(t, kSteps, named(model, l, Fp8Gradients::E4M3));
     }
@@ -130,9 +98,9 @@ TEST(Fp8Training, GroupsOfRanksThatShareMatricesAndTokensGiveTheSameTraining) {
 
 // A forward pass of joined maps has the bits of maps apart.
 TEST(Fp8Training, JoinedMapsHaveTheCodesOfMapsApart) {
-  ModelConfig apart = llama();
+  ModelConfig apart = fp8_llama();
   apart.joined_products = false;
-  const Trace joined = train(config_for(llama(), {})), want = train(config_for(apart, {}));
+  const Trace joined = train(fp8_config(fp8_llama(), {})), want = train(fp8_config(apart, {}));
   EXPECT_EQ(std::bit_cast<u64>(joined.losses[0]), std::bit_cast<u64>(want.losses[0]));
   EXPECT_FALSE(same_bits(joined.weights, want.weights)) << "nothing is joined";
   expect_close(joined, want, "joined", {.loss = 5e-3, .first_norm = 1e-2, .norm = 5e-2});
@@ -141,9 +109,9 @@ TEST(Fp8Training, JoinedMapsHaveTheCodesOfMapsApart) {
 
 // Samples of 13 tokens: no number of rows is a multiple of 16, and blocks of tokens are not full.
 TEST(Fp8Training, AnyNumberOfRowsIsMultiplied) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     for (const Layout& l : {Layout{}, {.dp = 2, .stage = 3}}) {
-      Config c = config_for(model, l);
+      Config c = fp8_config(model, l);
       c.data.seq_length = 13;
       const Trace t = train(c, l);
       expect_close(t, train(in_bf16(c), l), named(model, l, Fp8Gradients::E4M3),
@@ -155,9 +123,9 @@ TEST(Fp8Training, AnyNumberOfRowsIsMultiplied) {
 
 // Layers that see a part of the tokens, in numbers that change, multiply fewer rows in the memory for all.
 TEST(Fp8Training, LayersThatDropTokensDoNotChangeABitWithRanks) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     const auto dropping = [&](const Layout& l) {
-      Config c = config_for(model, l);
+      Config c = fp8_config(model, l);
       RandomLtdConfig& ltd = c.random_ltd;
       ltd.data_efficiency = ltd.data_routing = ltd.enabled = true;
       ltd.layers = {0, 1};
@@ -165,19 +133,19 @@ TEST(Fp8Training, LayersThatDropTokensDoNotChangeABitWithRanks) {
       return c;
     };
     const Trace base = train(dropping({}));
-    EXPECT_FALSE(same_bits(base.losses, train(config_for(model, {})).losses)) << "nothing is dropped";
+    EXPECT_FALSE(same_bits(base.losses, train(fp8_config(model, {})).losses)) << "nothing is dropped";
     const Layout l{.dp = 2, .stage = 3};
     expect_same_training(train(dropping(l), l), base, named(model, l, Fp8Gradients::E4M3));
   }
 }
 
 TEST(Fp8Training, ResumesWithEveryBit) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     const TempDirectory dir;
     const Layout from{.dp = 2, .stage = 1}, to{.dp = 4, .stage = 3};
-    const Trace whole = train(config_for(model, from), from, {}, 2 * kSteps);
-    const Saved saved = train_and_save(config_for(model, from), from, kSteps, dir.path());
-    const Trace t = resume(config_for(model, to), to, kSteps, saved.step);
+    const Trace whole = train(fp8_config(model, from), from, {}, 2 * kSteps);
+    const Saved saved = train_and_save(fp8_config(model, from), from, kSteps, dir.path());
+    const Trace t = resume(fp8_config(model, to), to, kSteps, saved.step);
     EXPECT_TRUE(same_bits(t.weights, whole.weights)) << family_name(model.family);
     EXPECT_TRUE(same_bits(t.logits, whole.logits)) << family_name(model.family);
   }
@@ -194,8 +162,8 @@ TEST(Fp8Training, LowRankBranchesAreAdded) {
     };
     return hooks;
   };
-  for (const ModelConfig& model : kModels) {
-    const Config c = config_for(model, {.dp = 2, .stage = 3});
+  for (const ModelConfig& model : fp8_models()) {
+    const Config c = fp8_config(model, {.dp = 2, .stage = 3});
     const Layout l{.dp = 2, .stage = 3};
     const Trace t = train(c, l, with_branches(1));
     expect_planned(t, kSteps, "branches");
@@ -206,17 +174,16 @@ TEST(Fp8Training, LowRankBranchesAreAdded) {
   }
 }
 
-// A weight that is not finite is not saturated: its block reaches the norm of the gradients, which skips the step.
 // A frozen matrix beside trained ones in its block.
 TEST(Fp8Training, FrozenMatricesHaveNoGradients) {
-  const std::pair<ModelConfig, const char*> cases[] = {{gpt2(), "*.weight"},
-                                                       {gpt2(), "*c_fc.weight"},
-                                                       {gpt2(), "*c_attn.weight"},
-                                                       {llama(), "*q_proj.weight"},
-                                                       {llama(), "*down_proj.weight"}};
+  const std::pair<ModelConfig, const char*> cases[] = {{fp8_gpt2(), "*.weight"},
+                                                       {fp8_gpt2(), "*c_fc.weight"},
+                                                       {fp8_gpt2(), "*c_attn.weight"},
+                                                       {fp8_llama(), "*q_proj.weight"},
+                                                       {fp8_llama(), "*down_proj.weight"}};
   for (const auto& [model, pattern] : cases) {
     const auto config = [&](const Layout& l) {
-      Config c = config_for(model, l);
+      Config c = fp8_config(model, l);
       ParamGroupConfig frozen;
       static_cast<UpdateConfig&>(frozen) = c.optimizer;
       frozen.params = {pattern};
@@ -231,8 +198,9 @@ TEST(Fp8Training, FrozenMatricesHaveNoGradients) {
   }
 }
 
+// A weight that is not finite is not saturated: its block reaches the norm of the gradients, which skips the step.
 TEST(Fp8Training, InfinitiesSkipTheStep) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
       Hooks hooks;
       hooks.start = [=](engine::Engine& engine) {
@@ -243,7 +211,7 @@ TEST(Fp8Training, InfinitiesSkipTheStep) {
           if (chosen && begin <= 77 && 77 < begin + count) out[77 - begin] = bad;
         });
       };
-      const Trace t = train(config_for(model, {}), {}, hooks, 2);
+      const Trace t = train(fp8_config(model, {}), {}, hooks, 2);
       EXPECT_EQ(t.skipped, (std::vector<bool>{true, true})) << family_name(model.family) << " " << bad;
     }
   }
@@ -251,7 +219,7 @@ TEST(Fp8Training, InfinitiesSkipTheStep) {
 
 // The products of blocks, and nothing else, are of FP8: their floating-point operations are those of bf16.
 TEST(Fp8Training, TheTallyHasTheProductsOfBlocksInFp8) {
-  for (const ModelConfig& model : kModels) {
+  for (const ModelConfig& model : fp8_models()) {
     const auto flops_of = [](const Config& c) {
       const model::Model m = model::make_model(c);
       const plan::OpTally tally = plan::tally_step(m, plan::make_run_plan(c, m, {}, {})).total();
@@ -261,7 +229,7 @@ TEST(Fp8Training, TheTallyHasTheProductsOfBlocksInFp8) {
       }
       return flops;
     };
-    const Config c = config_for(model, {});
+    const Config c = fp8_config(model, {});
     std::map<DType, i64> fp8 = flops_of(c), bf16 = flops_of(in_bf16(c));
     const i64 R = c.batch.train * c.data.seq_length, head = 6 * R * model.hidden * model.vocab_size;
     EXPECT_EQ(fp8[DType::F8E4M3] + fp8[DType::BF16], bf16[DType::BF16]);
@@ -279,12 +247,12 @@ TEST(Fp8Training, SizesThatAreNoMultiplesOfABlockAreRefusedTogether) {
     }
     return std::string("no error");
   };
-  Config c = config_for(tiny_gpt2(), {});
+  Config c = fp8_config(tiny_gpt2(), {});
   const std::string narrow = message(c, {});
   for (const char* map :
        {"h.0.attn.c_attn [36, 108]", "h.0.mlp.c_fc [36, 144]", "h.1.mlp.c_proj [144, 36], and 4 more", "128 x 128"})
     EXPECT_NE(narrow.find(map), narrow.npos) << map << " in " << narrow;
-  c = config_for(llama(), {});
+  c = fp8_config(fp8_llama(), {});
   EXPECT_EQ(message(c, {}), "no error");
   EXPECT_EQ(message(c, {.tp = 2}), "no error");
   // Each of four ranks has 64 of the 256 outputs of gate and up, and one of two heads of keys.
@@ -292,6 +260,51 @@ TEST(Fp8Training, SizesThatAreNoMultiplesOfABlockAreRefusedTogether) {
   EXPECT_NE(shared.find("gate_proj [128, 64]"), shared.npos) << shared;
   EXPECT_NE(shared.find("each of the 4 ranks of tensor_parallel"), shared.npos) << shared;
   EXPECT_EQ(shared.find("k_proj"), shared.npos) << shared;
+}
+
+// A configuration is refused for its sizes exactly if its model would be.
+TEST(Fp8Training, SizesOfAConfigurationAreThoseOfItsModel) {
+  const auto check = [](const std::string& model, i64 heads, int tp) {
+    const std::vector<std::string> set = {"bf16.enabled=true", fmt::format("tensor_parallel.tp_size={}", tp)};
+    const ConfigResult in_bf16 = parse_config(
+        fmt::format(R"({{"train_batch_size": 4, "data": {{"seq_length": 16}}, "model": {}}})", model), "text", set, tp);
+    if (!in_bf16.ok()) return;  // these ranks cannot share it
+    std::vector<std::string> with = set;
+    with.push_back("fp8.enabled=true");
+    const ConfigResult r =
+        parse_config(fmt::format(R"({{"train_batch_size": 4, "data": {{"seq_length": 16}}, "model": {}}})", model),
+                     "text", with, tp);
+    Config c = in_bf16.config;
+    c.fp8.enabled = true;
+    bool fits = true;
+    try {
+      static_cast<void>(model::make_model(c, {.tp = tp}));
+    } catch (const Error&) {
+      fits = false;
+    }
+    EXPECT_EQ(r.ok(), fits) << model << " heads " << heads << " tp " << tp << ": " << r.message();
+  };
+  for (const int tp : {1, 2, 4}) {
+    for (const i64 hidden : {64, 128, 192, 256, 512}) {
+      for (const i64 heads : {2, 4}) {
+        for (const i64 wide : {128, 256, 320}) {
+          check(fmt::format(R"({{"type": "gpt2", "vocab_size": 64, "n_positions": 64, "n_embd": {}, "n_layer": 1, )"
+                            R"("n_head": {}, "n_inner": {}}})",
+                            hidden, heads, wide),
+                heads, tp);
+          check(fmt::format(R"({{"type": "bert", "vocab_size": 64, "hidden_size": {}, "num_hidden_layers": 1, )"
+                            R"("num_attention_heads": {}, "intermediate_size": {}}})",
+                            hidden, heads, wide),
+                heads, tp);
+          for (const i64 kv : {1, 2})
+            check(fmt::format(R"({{"type": "llama", "vocab_size": 64, "hidden_size": {}, "num_hidden_layers": 1, )"
+                              R"("num_attention_heads": {}, "num_key_value_heads": {}, "intermediate_size": {}}})",
+                              hidden, heads, kv, wide),
+                  heads, tp);
+        }
+      }
+    }
+  }
 }
 
 // A model whose block has a matrix, but no linear map.
@@ -307,7 +320,7 @@ struct WithoutMaps final : model::Source {
 };
 
 TEST(Fp8Training, BlocksWithoutLinearMapsAreRefusedByName) {
-  Config c = config_for(llama(), {});
+  Config c = fp8_config(fp8_llama(), {});
   c.model.source = std::make_shared<WithoutMaps>();
   expect_error(Errc::Unavailable, ::testing::HasSubstr("fp8.enabled: the block toy has no linear map"),
                [&] { static_cast<void>(model::make_model(c)); });
@@ -315,8 +328,8 @@ TEST(Fp8Training, BlocksWithoutLinearMapsAreRefusedByName) {
 
 // Rows are multiplied with the bits that they have alone.
 TEST(Fp8Training, TextIsThatOfItsPromptAlone) {
-  for (const ModelConfig& model : kModels) {
-    Config c = config_for(model, {});
+  for (const ModelConfig& model : fp8_models()) {
+    Config c = fp8_config(model, {});
     c.use = ConfigUse::Generate;
     with_engines(c, 1, [&](engine::Engine& engine) {
       const std::vector<std::vector<i32>> prompts = {{1, 2, 3}, {7, 8, 9, 10, 11}, {5}, {20, 21}, {30, 31, 32}};

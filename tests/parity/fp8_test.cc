@@ -237,6 +237,123 @@ TEST(Fp8, ErrorsAreThoseOfTheFormat) {
   }
 }
 
+// Of a square with this largest number.
+struct Square {
+  Square(float most, DType format)
+      : f(fp8_format(format)), scale(fp8_scale(std::bit_cast<u32>(most), f, Fp8Blocks::Squares)) {}
+  u8 code(float x) const { return fp8_code(x, scale, f); }
+  float value(float x) const { return from_fp8(code(x), f) * scale; }
+
+  Fp8Format f;
+  float scale;
+};
+
+// A square is encoded with a power of two, values of its codes are exact in bf16, and they have the same scale and the
+// same codes: for each number in bf16 as the largest one, with numbers of all magnitudes beside it.
+TEST(Fp8, SquaresOfValuesHaveTheCodesOfTheirSquares) {
+  for (const DType format : kFormats) {
+    const Fp8Format f = fp8_format(format);
+    for (u32 largest = 0; largest < 0x7F80; ++largest) {
+      const float most = to_float(bf16{static_cast<u16>(largest)});
+      const Square square(most, format), again(std::abs(square.value(most)), format);
+      int exponent = 0;
+      ASSERT_EQ(std::frexp(square.scale, &exponent), 0.5f) << most;
+      ASSERT_EQ(square.scale, again.scale) << dtype_name(format) << " " << most;
+      const u32 step = largest < 64 ? 1 : 257;
+      for (u32 bits = largest % step; bits <= largest; bits += step) {
+        for (const float x : {to_float(bf16{static_cast<u16>(bits)}), -to_float(bf16{static_cast<u16>(bits)})}) {
+          const float value = square.value(x);
+          ASSERT_TRUE(std::isfinite(value)) << x << " of " << most;
+          ASSERT_EQ(std::bit_cast<u32>(to_float(to_bf16(value))), std::bit_cast<u32>(value)) << x << " of " << most;
+          ASSERT_LE(std::abs(value), std::abs(square.value(most)));
+          ASSERT_EQ(again.code(value), square.code(x)) << dtype_name(format) << " " << x << " of " << most;
+        }
+      }
+      // Within limits the range of the format is used: half the scale would not do.
+      const float top = most / square.scale;
+      if (most > 0x1p-90f && most < 0x1p100f) {
+        ASSERT_GT(top, f.largest_value / 2) << most;
+        ASSERT_LE(top, f.largest_value * 1.125f) << most;
+      }
+    }
+    EXPECT_TRUE(std::isnan(Square(kInf, format).scale));
+    EXPECT_TRUE(std::isnan(Square(kNan, format).scale));
+  }
+}
+
+// At the edges of E4M3: a number that rounds to 448 is no reason for another scale, one that rounds beyond it is; and
+// numbers at the ends of bf16 have scales whose codes stay within them.
+TEST(Fp8, ScalesOfSquaresAtTheEdges) {
+  const auto scale = [](float most) { return Square(most, DType::F8E4M3).scale; };
+  EXPECT_EQ(scale(448), 1);
+  EXPECT_EQ(scale(464), 1);  // in the middle between 448 and 480: to 448, which is even
+  EXPECT_EQ(scale(466), 2);
+  EXPECT_EQ(scale(225), 0.5f);  // rounds to 224
+  EXPECT_EQ(scale(240), 1);     // 480 has no code
+  EXPECT_EQ(scale(256), 1);
+  EXPECT_EQ(Square(464, DType::F8E4M3).value(464), 448);
+  EXPECT_EQ(scale(0), 0x1p-117f);
+  EXPECT_EQ(Square(0x1p-126f, DType::F8E4M3).value(0x1p-126f), 0x1p-126f);
+  EXPECT_EQ(Square(0x1p-126f, DType::F8E4M3).value(0x1p-127f), 0);  // half the least value: to even
+  const float most = to_float(bf16{0x7F7F});
+  EXPECT_EQ(scale(most), 0x1p119f);
+  EXPECT_EQ(Square(most, DType::F8E4M3).value(most), 0x1.Cp127f);
+}
+
+// A matrix and what its parts say of it.
+struct Parts {
+  Parts(i64 rows, i64 k) : maxima(DType::I64, {rows / 128, k / 128}), codes(DType::U8, {rows * k}) {}
+  Tensor maxima, codes;
+};
+
+TEST(Fp8, PartsOfAMatrixHaveTheCodesOfTheWhole) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  constexpr i64 kRows = 256, K = 384, kAll = kRows * K;
+  // Cut anywhere at multiples of 128: within a row, within squares, at a row of squares; a part may have nothing.
+  const std::vector<i64> cuts = {0, 128, 128, 384, 384 * 128 - 256, 384 * 128, 384 * 200 + 256, kAll};
+  for (const OpTable* ops : all_tables()) {
+    for (const float bad : {1.0f, kInf, kNan}) {
+      Tensor x = values(DType::BF16, kRows, K, 6);
+      if (bad != 1) x.set(384 * 140 + 300, bad);
+      const Operand whole(kRows, K, Fp8Blocks::Squares, DType::F8E4M3),
+          again(kRows, K, Fp8Blocks::Squares, DType::F8E4M3);
+      whole.encode(*ops, x, false, s);
+      const TensorView flat = x.view().reshaped({kAll});
+      Parts all(kRows, K);
+      std::vector<i64> largest(6);
+      for (size_t c = 0; c + 1 < cuts.size(); ++c) {
+        Parts part(kRows, K);
+        std::fill_n(part.maxima.view().as<i64>(), 6, 77);  // is overwritten
+        ops->max_abs_fp8(part.maxima, flat.rows(cuts[c], cuts[c + 1] - cuts[c]), cuts[c], s);
+        for (size_t i = 0; i < 6; ++i) largest[i] = std::max(largest[i], part.maxima.view().as<i64>()[i]);
+      }
+      std::copy_n(largest.begin(), 6, all.maxima.view().as<i64>());
+      const auto codes_at = [&](i64 first, i64 n) {
+        return TensorView::of(all.codes.view().as<u8>() + first, DType::F8E4M3, {n});
+      };
+      for (size_t c = 0; c + 1 < cuts.size(); ++c) {
+        const i64 first = cuts[c], n = cuts[c + 1] - first;
+        if (n > 0) ops->encode_fp8(codes_at(first, n), flat.rows(first, n), all.maxima, first, s);
+      }
+      Tensor decoded(DType::BF16, {kRows, K});
+      const TensorView to = decoded.view().reshaped({kAll});
+      for (const auto& [first, n] :
+           {std::pair<i64, i64>{0, 384 * 150 + 128}, {384 * 150 + 128, kAll - 384 * 150 - 128}})
+        ops->decode_fp8(to.rows(first, n), codes_at(first, n), all.maxima, first, s);
+      again.encode(*ops, decoded, false, s);
+      expect_same(again, whole, std::string(ops->name) + " of values");
+      for (i64 r = 0; r < kRows; ++r) {
+        for (i64 k = 0; k < K; ++k) {
+          ASSERT_EQ(all.codes.view().as<u8>()[r * K + k], whole.code(r, k)) << ops->name << " " << r << ", " << k;
+          const double value = whole.value(r, k), got = decoded.at(r * K + k);
+          ASSERT_TRUE(std::isnan(value) ? std::isnan(got) : got == value) << ops->name << " " << r << ", " << k;
+        }
+      }
+    }
+  }
+}
+
 TEST(Fp8, TheTransposedMatrixHasTransposedCodes) {
   ThreadPool pool(2);
   Stream s{.pool = &pool};

@@ -188,7 +188,8 @@ struct Moved {
                                                 "data.document_positions", "data.loss_across_documents"})
       if (key.path == of_documents) set.push_back("data.document_token=7");
     if (key.path == "cuda.attention" || key.path.starts_with("fp8.")) set.push_back("bf16.enabled=true");
-    if (key.path == "fp8.gradients") set.push_back("fp8.enabled=true");
+    if (key.path.starts_with("fp8.") && key.path != "fp8.enabled") set.push_back("fp8.enabled=true");
+    if (key.path == "fp8.gathers") set.push_back("zero_optimization.stage=3");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
         key.path.starts_with("data_types."))

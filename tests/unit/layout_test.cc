@@ -269,6 +269,46 @@ TEST(Layout, CutsNoBlock) {
   }
 }
 
+// Matrices of FP8 products that are cut have segments without other rows, with the same numbers among gradients; the
+// layout has an id of its own only if there are such.
+TEST(Layout, MatricesThatTravelAsCodesHaveSegmentsOfTheirOwn) {
+  Rows unit = rows({40, 0, 300, 0, 0, 0});
+  for (const size_t r : {1u, 3u, 4u, 5u}) unit[r].shape = {256, 128}, unit[r].fp8 = true;
+  unit[3].trained = unit[4].trained = false;
+  unit[4].storage = model::Storage::Int8;
+  for (const int P : {2, 3}) {
+    LayoutOptions options{P, 3, 50, 1000};
+    const Layout plain = make({unit}, options);
+    options.fp8 = true;
+    const Layout layout = make({unit}, options);
+    options.of_gradients = true;
+    const Layout grads = make({unit}, options);
+    const std::span<const Segment> segments = layout.segments();
+    ASSERT_EQ(segments.size(), 5u);
+    const auto is = [&](size_t s, bool trained, bool persistent, bool fp8, model::Storage storage) {
+      return segments[s].trained == trained && segments[s].persistent == persistent && segments[s].fp8 == fp8 &&
+             segments[s].storage == storage;
+    };
+    using enum model::Storage;
+    EXPECT_TRUE(is(0, true, true, false, Work) && is(1, true, false, false, Work) && is(2, true, false, true, Work));
+    EXPECT_TRUE(is(3, false, false, true, Work) && is(4, false, false, false, Int8));
+    for (const auto& [row, segment] : {std::pair{0, 0}, {1, 2}, {2, 1}, {3, 3}, {4, 4}, {5, 2}})
+      EXPECT_EQ(layout.rows()[row].segment, segment) << row;
+    EXPECT_EQ(layout.rows()[5].offset, 256 * 128);
+    ASSERT_EQ(grads.segments().size(), 3u);
+    for (size_t s = 0; s < 3; ++s) EXPECT_EQ(grads.segments()[s].slice, segments[s].slice);
+    EXPECT_EQ(layout.num_params(), plain.num_params());
+    const std::string id = fmt::format("unit-slices/v3 ranks={} stage=3 align=128 fp8", P);
+    EXPECT_EQ(layout.id().substr(0, id.size()), id);
+    for (Segment s : plain.segments()) EXPECT_FALSE(s.fp8);
+    options.of_gradients = false;
+    options.persistence_threshold = options.model_persistence_threshold = 1'000'000;
+    unit[4].storage = Work;
+    EXPECT_EQ(make({unit}, options).id().find("fp8"), std::string::npos);
+    unit[4].storage = Int8;
+  }
+}
+
 // Tiles that are not trained come after all others, so that those of gradients have the same numbers.
 TEST(Layout, TilesThatAreNotTrainedComeLast) {
   Rows matrices;

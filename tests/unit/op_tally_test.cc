@@ -343,6 +343,9 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(dequantize_fold),
                           COUNTED(quantize_fp8),
                           COUNTED(matmul_fp8),
+                          COUNTED(max_abs_fp8),
+                          COUNTED(encode_fp8),
+                          COUNTED(decode_fp8),
                           COUNTED(max_abs),
                           COUNTED(nonzero_rows),
                           COUNTED(sum_squares),
@@ -374,7 +377,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const auto device = make_cpu_device(kCounted, 1);
-    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "test", options), mesh_shape(c, ranks), options, {}, mesh_splits(c, {}));
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();
@@ -447,6 +450,31 @@ TEST(OpTally, HasTheProductsAndCodesOfFp8) {
       c.activation_checkpointing.granularity = joined ? CheckpointGranularity::Layer : CheckpointGranularity::None;
       SCOPED_TRACE(fmt::format("{} joined {}", family_name(model.family), joined));
       expect_engine_agrees(c, 1);
+    }
+  }
+}
+
+// Codes of matrices that travel, and maxima of their blocks; a unit is gathered for each use, or once. And those of
+// parameters that travel as other codes.
+TEST(OpTally, HasTheCodesOfGathers) {
+  ModelConfig model = tiny_gpt2();
+  model.hidden = 128, model.heads = model.kv_heads = 2, model.head_dim = 64, model.intermediate = 256;
+  for (const Layout& l : {Layout{.dp = 2, .stage = 3}, {.dp = 3, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}}) {
+    for (const bool fp8 : {true, false}) {
+      for (const i64 reuse : {0, 1'000'000'000}) {
+        for (const i64 near : {1, 2}) {
+          if (l.dp % near != 0) continue;
+          Config c = config_of(model, l, 2 * l.dp);
+          c.bf16.enabled = true;
+          c.fp8.enabled = c.fp8.gathers = fp8;
+          c.zero.quantized_weights = !fp8;
+          c.zero.max_reuse_distance = reuse;
+          c.zero.hpz_partition_size = near;
+          c.communication_data_type = WireType::BF16;
+          SCOPED_TRACE(fmt::format("{} fp8 {} reuse {} near {}", l.name(), fp8, reuse, near));
+          expect_engine_agrees(c, l.ranks());
+        }
+      }
     }
   }
 }

@@ -43,7 +43,7 @@ void find_scales(const Fp8Tile<T>& t, Fp8Blocks blocks, bool transposed, Fp8Form
   } else {
     for (i64 i = 0; i < t.rows; ++i) largest[i] = largest_of_row(t, i);
   }
-  for (i64 r = 0; r < kSide; ++r) scale[r] = fp8_scale(largest[r], f);
+  for (i64 r = 0; r < kSide; ++r) scale[r] = fp8_scale(largest[r], f, blocks);
 }
 
 // Writes the codes of a tile; those outside of x are zero.

@@ -168,6 +168,7 @@ enum class Fp8Gradients : u8 { E4M3, E5M2 };
 struct Fp8Config {
   bool enabled = false;
   Fp8Gradients gradients = Fp8Gradients::E4M3;  // the format of the gradients of outputs
+  bool gathers = false;                         // ZeRO stage 3 gathers matrices of these products as their codes
 };
 
 // The place of data between its uses: the device (None), host memory, a file on a disk, or a server of states

@@ -76,6 +76,7 @@ struct ParamRow {
   int also_summed = 1;
   double tokens = 1;   // the share of the tokens that use it: k/E of an expert
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
+  bool fp8 = false;    // a matrix of products in FP8, of whole blocks of 128 x 128: gathers may send its codes
   i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
   bool counted = true;

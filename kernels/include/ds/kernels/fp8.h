@@ -57,11 +57,27 @@ inline constexpr i64 kFp8Block = 128;
 // dimension that a product sums over.
 enum class Fp8Blocks : u8 { Rows, Squares };
 
+// The scale of a square by the bits of its largest |x|, which is finite: the least power of two with which that element
+// is rounded to a code, and not cut off at the largest one. The value of every code is then exact in bf16, and has the
+// same scale and code again, so a matrix may travel as codes and be encoded from their values. The range of scales
+// keeps values normal and finite: below it small numbers become 0, and beyond it the largest are cut off at 1.75 *
+// 2^127.
+DS_HOST_DEVICE inline float fp8_square_scale(u32 max_abs_bits, Fp8Format f) noexcept {
+  const int drop = 23 - f.mantissa, top = (f.largest >> f.mantissa) - f.bias;  // top: exponent of the largest number
+  const u32 rounded = (max_abs_bits + ((1u << (drop - 1)) - 1u) + (max_abs_bits >> drop & 1u)) >> drop,
+            mask = (1u << f.mantissa) - 1u;
+  const int above = (rounded & mask) > (f.largest & mask) ? 1 : 0, least = f.mantissa + f.bias, most = 254 - top;
+  int exponent = static_cast<int>(rounded >> f.mantissa) + above - top;
+  exponent = exponent < least ? least : exponent > most ? most : exponent;
+  return std::bit_cast<float>(static_cast<u32>(exponent) << 23);
+}
+
 // The scale of a block by the bits of its largest |x|; an element is encoded as to_fp8(x / scale). If that is not
-// finite the scale is NaN and all codes of the block are 0, so every product with the block is NaN. Never subnormal; 1
-// for zeros.
-DS_HOST_DEVICE inline float fp8_scale(u32 max_abs_bits, Fp8Format f) noexcept {
+// finite the scale is NaN and all codes of the block are 0, so every product with the block is NaN. Never subnormal; in
+// a row 1 for zeros.
+DS_HOST_DEVICE inline float fp8_scale(u32 max_abs_bits, Fp8Format f, Fp8Blocks blocks) noexcept {
   if (max_abs_bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
+  if (blocks == Fp8Blocks::Squares) return fp8_square_scale(max_abs_bits, f);
   if (max_abs_bits == 0) return 1.0f;
   const float scale = std::bit_cast<float>(max_abs_bits) / f.largest_value;
   return scale > 0x1p-126f ? scale : 0x1p-126f;
@@ -97,6 +113,28 @@ struct Fp8Layout {
   }
   constexpr i64 code_bytes() const noexcept { return padded_rows() * padded_k(); }
   constexpr i64 scale_bytes() const noexcept { return scale_rows() * scale_columns() * dtype_bytes(DType::F32); }
+};
+
+// Elements [first, first + count) of a matrix of squares, row by row. A row has `across` squares; first and count are
+// multiples of 128, so that the part has all or none of the 128 elements of a row that are in a square.
+struct Fp8Part {
+  i64 across = 0, first = 0, count = 0;
+
+  struct Range {
+    i64 begin, end;
+  };
+  // The rows of the matrix whose 128 elements in the square the part has.
+  DS_HOST_DEVICE constexpr Range rows_of(i64 square) const noexcept {
+    const i64 top = square / across * kFp8Block, column = square % across, piece = first / kFp8Block;
+    const i64 begin = (piece - column + across - 1) / across,
+              end = (piece + count / kFp8Block - column + across - 1) / across;
+    const i64 from = begin > top ? begin : top, to = end < top + kFp8Block ? end : top + kFp8Block;
+    return {from, to > from ? to : from};
+  }
+  // Where these 128 elements of a row are in the part.
+  DS_HOST_DEVICE constexpr i64 at(i64 row, i64 square) const noexcept {
+    return (row * across + square % across) * kFp8Block - first;
+  }
 };
 
 }  // namespace ds

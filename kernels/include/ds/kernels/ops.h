@@ -603,6 +603,17 @@ struct OpTable {
   void (*matmul_fp8)(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
                      TensorView residual, const Fp8MatmulParams&, Stream&) noexcept;
 
+  // A matrix [R,K] bf16, both multiples of 128, that travels in parts as E4M3 codes of its squares. x [n], codes [n]:
+  // elements [first, first + n) of the matrix, row by row, both multiples of 128 (Fp8Part). maxima [R/128, K/128] int64:
+  // fp32 bit patterns of the largest |x| by square, from which scales follow (fp8_scale). All backends agree bit for bit
+  // (except for the kind of NaN).
+  //   max_abs_fp8  maxima = the largest |x| of each square among the elements of x; 0 where x has none
+  //   encode_fp8   codes = those of x; maxima are of the whole matrix
+  //   decode_fp8   x = the values of codes, exact; quantize_fp8 makes the same codes of them
+  void (*max_abs_fp8)(TensorView maxima, TensorView x, i64 first, Stream&) noexcept;
+  void (*encode_fp8)(TensorView codes, TensorView x, TensorView maxima, i64 first, Stream&) noexcept;
+  void (*decode_fp8)(TensorView x, TensorView codes, TensorView maxima, i64 first, Stream&) noexcept;
+
   // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
   // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.
   void (*max_abs)(TensorView result, TensorView x, Stream&) noexcept;
