@@ -142,7 +142,8 @@ MODELS = {
         num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
         num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
 }
-SEEDS = {"mixtral": 3390, "olmoe": 4440, "qwen2_moe": 16090, "qwen3_moe": 34710}
+# Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
+SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 16090, "qwen3_moe": 111430}
 
 
 @contextlib.contextmanager
