@@ -116,7 +116,9 @@ TEST(CommbenchSizes, UnevenSharesAreOfTheSize) {
       EXPECT_GT(sent, P * count - P);
       EXPECT_LE(received, P * count + count);
       EXPECT_LE(4 * received, target_bytes(4 * P * count, P));
-      if (P >= 3) EXPECT_NEAR(static_cast<double>(most) / static_cast<double>(least), 3, 0.02);
+      if (P >= 3) {
+        EXPECT_NEAR(static_cast<double>(most) / static_cast<double>(least), 3, 0.02);
+      }
     }
   }
   EXPECT_EQ(uneven_share(2, 0, 1, 300).count, 400);
