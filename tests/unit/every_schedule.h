@@ -19,7 +19,7 @@ void for_every_schedule(F f) {
         for (int v = 1; v <= 4; ++v) {
           for (const double limit : {1.0, 0.9, 0.8, 0.7, 0.5}) {
             const bool post_validate = kind == ScheduleKind::ZeroBubbleH2;
-            const pipeline::ScheduleOptions options{kind, p, 0, m, v, 0, limit, post_validate};
+            const pipeline::ScheduleOptions options{kind, p, 0, m, v, 0, false, limit, post_validate};
             if (!why_not(options).empty() || (limit < 1 && kind != ScheduleKind::ZeroBubbleV)) continue;
             SCOPED_TRACE(fmt::format("{} p={} m={} v={} limit={}", schedule_name(kind), p, m, v, limit));
             f(options);

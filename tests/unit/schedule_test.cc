@@ -75,7 +75,7 @@ TEST(Schedule, ComputesInTheOrderOfThePapers) {
   EXPECT_EQ(compute_text(schedule(Interleaved, 2, 1, 4, 2), true),
             "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
   // Written out by hand for the first period; weight gradients fill what is left.
-  EXPECT_EQ(compute_text(make_schedule({ZeroBubbleV, 4, 3, 4, 2, 0, 0.5}), true).substr(0, 47),
+  EXPECT_EQ(compute_text(make_schedule({ZeroBubbleV, 4, 3, 4, 2, 0, false, 0.5}), true).substr(0, 47),
             "F0a F0b F1a F1b b0b b0a W0b W0a F2a F2b b1b b1a");
   EXPECT_EQ(compute_text(make_schedule({ZeroBubbleV, 2, 0, 2, 2}), true),
             "F0a F1a F0b b0b F1b b1b W0b b0a W1b W0a b1a W1a");
@@ -475,8 +475,8 @@ TEST(Schedule, SaysWhyThereIsNone) {
   EXPECT_THAT(why(ZeroBubbleV, 1, 8, 2), HasSubstr("pipeline.stages is 1, it takes 2 or more"));
   for (const int p : {2, 3, 4, 5, 6, 7, 8, 12, 64}) {
     const double least = static_cast<double>(2 * ((p + 4) / 3)) / (2 * p);
-    EXPECT_EQ(why_not({ZeroBubbleV, p, 0, 8, 2, 0, least}), "") << p;
-    EXPECT_THAT(why_not({ZeroBubbleV, p, 0, 8, 2, 0, least - 0.01}), HasSubstr("pipeline.memory_limit")) << p;
+    EXPECT_EQ(why_not({ZeroBubbleV, p, 0, 8, 2, 0, false, least}), "") << p;
+    EXPECT_THAT(why_not({ZeroBubbleV, p, 0, 8, 2, 0, false, least - 0.01}), HasSubstr("pipeline.memory_limit")) << p;
   }
   EXPECT_THAT(why(BreadthFirst, 4, 3, 2), HasSubstr("pipeline.stages is 4, it takes 1"));
   EXPECT_THAT(why(BreadthFirst, 1, 3, 1), HasSubstr("pipeline.virtual_stages is 1, it takes 2 or more"));
