@@ -151,12 +151,11 @@ inline void pack_panels(float* dst, i64 pitch, const S& s, i64 begin, i64 end, i
   }
 }
 
-// sums[rows][kNR] = or += a panel * b panel. One chain of multiply-adds per element, in the order of k.
-using MicroKernel = void (*)(i64 words, const float* a, const float* b, float* sums, bool first);
-
+// A panel times a panel, in registers: every loop over `sum` must be unrolled. One chain of multiply-adds per element,
+// in the order of k.
 template <class Product, int kRows>
-void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool first) noexcept {
-  Vec sum[kRows][2];  // in registers: every loop over it is unrolled
+[[gnu::always_inline]] inline void multiply_panels(Vec (&sum)[kRows][2], i64 words, const float* a,
+                                                   const float* b) noexcept {
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
   for (i64 w = 0; w < words; ++w, a += kRows, b += kNR) {
@@ -168,6 +167,15 @@ void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool f
       sum[r][1] = Product::multiply_add(x, b1, sum[r][1]);
     }
   }
+}
+
+// sums[rows][kNR] = or += a panel * b panel.
+using MicroKernel = void (*)(i64 words, const float* a, const float* b, float* sums, bool first);
+
+template <class Product, int kRows>
+void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool first) noexcept {
+  Vec sum[kRows][2];
+  multiply_panels<Product, kRows>(sum, words, a, b);
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r, sums += kNR) {
     store(sums, first ? sum[r][0] : load(sums) + sum[r][0]);

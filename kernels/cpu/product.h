@@ -21,6 +21,11 @@ struct Single {
   static Vec load_across(const T* p, i64, i64, N n) noexcept {
     return load(p, n);
   }
+  // One word from each of two vectors of adjacent rows.
+  template <class T>
+  static void load_across(Vec (&words)[2], const T* p, i64, i64) noexcept {
+    words[0] = load(p), words[1] = load(p + Vec::kLanes);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -40,6 +45,16 @@ struct Pairs {
     const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(load(p, n).v), 16);
     if (depth == 1) return {_mm512_castsi512_ps(even)};
     return join(even, load(p + stride, n));
+  }
+  static void load_across(Vec (&words)[2], const bf16* p, i64 stride, i64 depth) noexcept {
+    const __m512i even = _mm512_loadu_si512(p),
+                  odd = depth == 1 ? _mm512_setzero_si512() : _mm512_loadu_si512(p + stride);
+    // Within each 128 bits; then the halves of two words each are put in order.
+    const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+    const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
+                  second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
+    words[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, first, high));
+    words[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, second, high));
   }
   // The words (even[i], odd[i]), where the lanes are bf16 numbers.
   static Vec join(Vec even, Vec odd) noexcept { return join(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), odd); }

@@ -2,6 +2,10 @@
 // Products of groups of rows with a matrix each, in tiles of all groups together. A row's sums are those of the packed
 // matrix product (packed_tile.h), whatever its group has beside it.
 
+#include <algorithm>
+#include <array>
+#include <utility>
+
 #include "cpu/isa/kernels.h"
 #include "cpu/isa/packed_tile.h"
 #include "cpu/isa/streamed_tile.h"
@@ -92,17 +96,12 @@ struct RowBlocks {
   Groups groups;
   i64 matrix, matrices;
 
-  bool several() const noexcept {
-    i64 count = 0;
-    for (i64 g = matrix; g < groups.count; g += matrices) count += ceil_div(groups[g].size(), kDepth);
-    return count > 1;
+  i64 count() const noexcept {
+    i64 n = 0;
+    for (i64 g = matrix; g < groups.count; g += matrices) n += ceil_div(groups[g].size(), kDepth);
+    return n;
   }
-  bool empty() const noexcept {
-    for (i64 g = matrix; g < groups.count; g += matrices) {
-      if (!groups[g].empty()) return false;
-    }
-    return true;
-  }
+  bool several() const noexcept { return count() > 1; }
   template <class F>
   void each(F&& f) const noexcept {
     Range waiting{0, 0};
@@ -117,6 +116,60 @@ struct RowBlocks {
     f(waiting.begin, waiting.size(), first, true);
   }
 };
+
+// c[rows][kNR] = or += a panel * b panel, whose rows are `ld` apart.
+template <class C>
+using ResultKernel = void (*)(i64 words, const float* a, const float* b, C* c, i64 ld, bool add);
+
+template <class Product, class C, int kRows>
+void result_kernel(i64 words, const float* a, const float* b, C* c, i64 ld, bool add) noexcept {
+#pragma GCC unroll 14
+  for (int r = 0; r < kRows; ++r) {
+    __builtin_prefetch(c + r * ld, 1);
+    __builtin_prefetch(c + r * ld + kNR - 1, 1);
+  }
+  Vec sum[kRows][2];
+  multiply_panels<Product, kRows>(sum, words, a, b);
+#pragma GCC unroll 14
+  for (int r = 0; r < kRows; ++r, c += ld) {
+    store(c, add ? load(c) + sum[r][0] : sum[r][0]);
+    store(c + kLanes, add ? load(c + kLanes) + sum[r][1] : sum[r][1]);
+  }
+}
+template <class Product, class C>
+constexpr std::array<ResultKernel<C>, kMR> result_kernels = []<size_t... r>(std::index_sequence<r...>) {
+  return std::array<ResultKernel<C>, kMR>{result_kernel<Product, C, static_cast<int>(r + 1)>...};
+}
+(std::make_index_sequence<kMR>{});
+
+// multiply_tile of one block of the inner dimension: few rows, whose products are a small part of the work, so sums go
+// from registers to c.
+template <class Product, class C, class T>
+void multiply_block(const Source<T>& a, const Source<T>& b, Range inner, Range m, Range n, const Epilogue& e,
+                    FinishFn done, float* scratch) noexcept {
+  using Room = TileRoom<Product>;
+  const i64 words = ceil_div(inner.size(), Product::kDepth);
+  const Room room(ceil_div(m.size(), kMR), ceil_div(n.size(), kNR), false);
+  float *const b_block = scratch + room.a, *const sums = b_block + room.b;
+  pack_panels<Product, kMR>(scratch, Room::kPitchA, a, m.begin, m.end, inner.begin, inner.size());
+  for (i64 begin = n.begin; begin < n.end; begin += Room::kBlock) {
+    const i64 end = std::min(begin + Room::kBlock, n.end);
+    pack_panels<Product, kNR>(b_block, Room::kPitchB, b, begin, end, inner.begin, inner.size());
+    const float* a_panel = scratch;
+    for (i64 i = m.begin; i < m.end; i += kMR, a_panel += Room::kPitchA) {
+      const i64 rows = std::min(kMR, m.end - i), ld = e.c.stride[0];
+      const float* b_panel = b_block;
+      for (i64 j = begin; j < end; j += kNR, b_panel += Room::kPitchB) {
+        if (j + kNR <= end) {
+          result_kernels<Product, C>[rows - 1](words, a_panel, b_panel, e.c.as<C>() + i * ld + j, ld, e.accumulate);
+        } else {
+          micro_kernels<Product>[rows - 1](words, a_panel, b_panel, sums, true);
+          done(e, sums, kNR, i, j, rows, end - j);
+        }
+      }
+    }
+  }
+}
 
 TensorView matrix_of(const TensorView& batch, i64 e) noexcept {
   TensorView m = TensorView::of(batch.as<char>() + e * batch.stride[0] * dtype_bytes(batch.dtype), batch.dtype,
@@ -170,11 +223,21 @@ void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView of
     pool.parallel_for(E * cut.tiles(), [&](i64 tile, int worker) {
       const i64 matrix = tile / cut.tiles(), part = tile % cut.tiles();
       const RowBlocks<Product> blocks{groups, matrix, E};
-      if (accumulate && blocks.empty()) return;
+      const i64 count = blocks.count();
+      if (accumulate && count == 0) return;
       Epilogue e{matrix_of(c, matrix), {}, {}, {}};
       e.accumulate = accumulate;
-      multiply_tile<Product>(sa, sb, blocks, cut.rows[part / cut.columns.tiles], cut.columns[part % cut.columns.tiles],
-                             e, done, static_cast<float*>(pool.scratch(worker)));
+      const Range m = cut.rows[part / cut.columns.tiles], n = cut.columns[part % cut.columns.tiles];
+      float* const scratch = static_cast<float*>(pool.scratch(worker));
+      if (count != 1) return multiply_tile<Product>(sa, sb, blocks, m, n, e, done, scratch);
+      blocks.each([&](i64 k, i64 depth, bool, bool) {
+        const Range inner{k, k + depth};
+        if (c.dtype == DType::F32) {
+          multiply_block<Product, float>(sa, sb, inner, m, n, e, done, scratch);
+        } else {
+          multiply_block<Product, T>(sa, sb, inner, m, n, e, done, scratch);
+        }
+      });
     });
   });
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // One tile of a product of a few rows, a b or a b^T, in which most memory traffic is that of b. All rows of a are kept
-// packed, and b passes in panels, each prefetched while the one before it is multiplied. Where k is contiguous in b,
-// its rows are copied as they are, and the rows of a are the lanes: transposing b would take as long as the product of
-// a few rows. Sums grow in the order of packed_tile.h and have the same bits.
+// packed, and b passes in panels: while one is multiplied, the next is packed, a piece every few multiplications, so
+// that memory and the multipliers work at the same time. Where k is contiguous in b, its rows are copied as they are,
+// and the rows of a are the lanes: transposing b would take as long as the product of a few rows. Sums grow in the
+// order of packed_tile.h and have the same bits.
 
 #include <algorithm>
 #include <array>
@@ -15,78 +16,122 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 
 inline constexpr i64 kRowPitch = kWords + 16;  // words between copied rows: they lie in different sets of L1
 
-// Cache lines that are wanted soon: `lines` adjacent ones of each of some rows.
-class Ahead {
+// The next panel of b, [N,K]: rows [rows][kRowPitch]. A piece is a vector of a row.
+template <class Product, class T>
+class RowFeed {
  public:
-  Ahead() = default;
-  template <class T>
-  Ahead(const T* first, i64 row_elems, i64 ld, i64 rows) noexcept
-      : row_(reinterpret_cast<const char*>(first)),
-        lines_(ceil_div(row_elems * i64{sizeof(T)}, 64)),
-        step_(ld * i64{sizeof(T)} - lines_ * 64),
-        left_(lines_ * rows),
-        until_(lines_) {}
-  void prefetch_one() noexcept {
-    if (left_ == 0) return;
-    _mm_prefetch(row_, _MM_HINT_T1);
-    row_ += 64;
-    --left_;
-    if (--until_ == 0) row_ += step_, until_ = lines_;
+  RowFeed() = default;
+  RowFeed(float* to, const Source<T>& b, Range rows, i64 k, i64 depth) noexcept
+      : from_(b.at(rows.begin, k)), to_(to), ld_(b.ld), depth_(depth), rows_(rows.size()) {}
+
+  void pack_piece() noexcept {
+    if (rows_ <= 0) return;
+    constexpr i64 kElems = Product::kDepth * kLanes, kFar = kMR;  // rows
+    _mm_prefetch(reinterpret_cast<const char*>(from_ + kFar * ld_ + at_), _MM_HINT_T1);
+    float* const to = to_ + at_ / Product::kDepth;
+    if (at_ + kElems <= depth_) {
+      store(to, Product::load_along(from_ + at_, AllLanes{}));
+    } else {
+      store(to, Product::load_along(from_ + at_, depth_ - at_));
+    }
+    at_ += kElems;
+    if (at_ >= depth_) at_ = 0, from_ += ld_, to_ += kRowPitch, --rows_;
+  }
+  void finish() noexcept {
+    while (rows_ > 0) pack_piece();
   }
 
  private:
-  const char* row_ = nullptr;
-  i64 lines_ = 0, step_ = 0, left_ = 0, until_ = 0;
+  const T* from_ = nullptr;
+  float* to_ = nullptr;
+  i64 ld_ = 0, depth_ = 0, rows_ = 0, at_ = 0;
 };
 
-// sums[kRows][kVectors * kLanes] = or += rows [kRows][kRowPitch] times lanes [words][kVectors * kLanes].
-using StreamKernel = void (*)(i64 words, const float* rows, const float* lanes, float* sums, bool first, Ahead& ahead);
+// The next panels of b, [K,N]: columns [panels][kWords][kNR]. A piece is a word of each column.
+template <class Product, class T>
+class ColumnFeed {
+ public:
+  ColumnFeed() = default;
+  ColumnFeed(float* to, const Source<T>& b, Range columns, i64 k, i64 depth) noexcept
+      : from_(b.at(columns.begin, k)), to_(to), ld_(b.ld), left_(depth), columns_(columns.size()) {}
 
-template <class Product, int kVectors, int kRows>
-void stream_kernel(i64 words, const float* rows, const float* lanes, float* sums, bool first, Ahead& ahead) noexcept {
+  void pack_piece() noexcept {
+    if (left_ <= 0) return;
+    // Shortly before their use: rows that are a power of two apart share few sets of the caches.
+    for (i64 d = 0; d < D; ++d) {
+      const T* const row = from_ + (kFar + d) * ld_;
+      for (i64 c = 0; c < columns_; c += 64 / i64{sizeof(T)})
+        _mm_prefetch(reinterpret_cast<const char*>(row + c), _MM_HINT_T1);
+    }
+    i64 c = 0;
+    float* to = to_;
+    for (; c + kNR <= columns_; c += kNR, to += kNR * kWords) {
+      Vec words[2];
+      Product::load_across(words, from_ + c, ld_, left_);
+      store(to, words[0]), store(to + kLanes, words[1]);
+    }
+    for_vectors(c, columns_, [&](i64 v, auto n) { store(to + v - c, Product::load_across(from_ + v, ld_, left_, n)); });
+    from_ += D * ld_, to_ += kNR, left_ -= D;
+  }
+  void finish() noexcept {
+    while (left_ > 0) pack_piece();
+  }
+
+ private:
+  static constexpr i64 D = Product::kDepth, kFar = 64;  // rows
+  const T* from_ = nullptr;
+  float* to_ = nullptr;
+  i64 ld_ = 0, left_ = 0, columns_ = 0;
+};
+
+// sums[kRows][kVectors * kLanes] = or += rows [kRows][kRowPitch] times lanes [words][kVectors * kLanes]. The feed packs
+// a piece every `every` words.
+template <class Feed>
+using StreamKernel = void (*)(i64 words, const float* rows, const float* lanes, float* sums, bool first, Feed& feed,
+                              i64 every);
+
+template <class Product, int kVectors, int kRows, class Feed>
+void stream_kernel(i64 words, const float* rows, const float* lanes, float* sums, bool first, Feed& feed,
+                   i64 every) noexcept {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sum[r][v] = zero();
   }
-  Ahead soon = ahead;
-  for (i64 w = 0; w < words; ++w, ++rows, lanes += kVectors * kLanes) {
-    soon.prefetch_one();
-    Vec x[kVectors];
-    for (int v = 0; v < kVectors; ++v) x[v] = load(lanes + v * kLanes);
+  Feed next = feed;  // in registers
+  for (i64 w = 0; w < words;) {
+    next.pack_piece();
+    for (const i64 end = std::min(words, w + every); w < end; ++w, ++rows, lanes += kVectors * kLanes) {
+      Vec x[kVectors];
+      for (int v = 0; v < kVectors; ++v) x[v] = load(lanes + v * kLanes);
 #pragma GCC unroll 14
-    for (int r = 0; r < kRows; ++r) {
-      const Vec y = broadcast(rows[r * kRowPitch]);
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Product::multiply_add(y, x[v], sum[r][v]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec y = broadcast(rows[r * kRowPitch]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = Product::multiply_add(y, x[v], sum[r][v]);
+      }
     }
   }
-  ahead = soon;
+  feed = next;
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v, sums += kLanes) store(sums, first ? sum[r][v] : load(sums) + sum[r][v]);
   }
 }
 
-// stream_kernels<Product, vectors>[rows - 1].
-template <class Product, int kVectors>
-inline constexpr std::array<StreamKernel, kMR> stream_kernels = []<size_t... r>(std::index_sequence<r...>) {
-  return std::array<StreamKernel, kMR>{stream_kernel<Product, kVectors, static_cast<int>(r + 1)>...};
+// stream_kernels<Product, Feed>[rows - 1], of two vectors.
+template <class Product, class Feed>
+inline constexpr std::array<StreamKernel<Feed>, kMR> stream_kernels = []<size_t... r>(std::index_sequence<r...>) {
+  return std::array<StreamKernel<Feed>, kMR>{stream_kernel<Product, 2, static_cast<int>(r + 1), Feed>...};
 }
 (std::make_index_sequence<kMR>{});
 
-// Words of rows [begin, end) in which k is contiguous.
+// Words of rows in which k is contiguous.
 template <class Product, class T>
-void copy_rows(float* to, const Source<T>& s, i64 begin, i64 end, i64 k, i64 depth) noexcept {
-  constexpr i64 D = Product::kDepth;
-  for (i64 r = begin; r < end; ++r, to += kRowPitch) {
-    const T* const from = s.at(r, k);
-    i64 d = 0;
-    for (; d + D * kLanes <= depth; d += D * kLanes) store(to + d / D, Product::load_along(from + d, AllLanes{}));
-    if (d < depth) store(to + d / D, Product::load_along(from + d, depth - d));
-  }
+void copy_rows(float* to, const Source<T>& s, Range rows, i64 k, i64 depth) noexcept {
+  RowFeed<Product, T>(to, s, rows, k, depth).finish();
 }
 
-// A tile's scratch: the packed rows of a, a panel of b, and the sums, which wait for the next block of k if there is
+// A tile's scratch: the packed rows of a, two panels of b, and the sums, which wait for the next block of k if there is
 // one (`held`); where the rows of a are lanes, also results in rows.
 struct StreamRoom {
   i64 kept, panel, results, sums;  // floats
@@ -94,35 +139,60 @@ struct StreamRoom {
   // b [N,K]: panels of kMR rows.
   static StreamRoom along(i64 m, i64 panels_n, bool held) noexcept {
     const i64 panels_m = ceil_div(m, kNR);
-    return {panels_m * kNR * kWords, kMR * kRowPitch, kNR * kLanes, (held ? panels_m * panels_n : 1) * kMR * kNR};
+    return {panels_m * kNR * kWords, kMR * kRowPitch + kLanes, kNR * kLanes,
+            (held ? panels_m * panels_n : 1) * kMR * kNR};
   }
-  // b [K,N]: panels of kNR columns.
+  // b [K,N]: kPanels panels of kNR columns together, which are long pieces of memory.
+  static constexpr i64 kPanels = 4;
   static StreamRoom across(i64 m, i64 panels_n, bool held) noexcept {
-    return {m * kRowPitch, kNR * kWords, 0, (held ? ceil_div(m, kMR) * panels_n : 1) * kMR * kNR};
+    return {m * kRowPitch, kPanels * kNR * kWords, 0, (held ? ceil_div(m, kMR) * panels_n : 1) * kMR * kNR};
   }
-  size_t bytes() const noexcept { return static_cast<size_t>(kept + panel + results + sums) * sizeof(float); }
+  size_t bytes() const noexcept { return static_cast<size_t>(kept + 2 * panel + results + sums) * sizeof(float); }
 };
 
-// results[row][kLanes] = the transposed sums [rows][vectors * kLanes].
-inline void turn_sums(float* results, const float* sums, i64 rows, i64 vectors) noexcept {
+// results[row][kLanes] = the transposed sums [kMR][vectors * kLanes].
+inline void turn_sums(float* results, const float* sums, i64 vectors) noexcept {
   for (i64 v = 0; v < vectors; ++v, results += kLanes * kLanes) {
     Vec t[kLanes];
 #pragma GCC unroll 16
-    for (i64 r = 0; r < kLanes; ++r) t[r] = r < rows ? load(sums + (r * vectors + v) * kLanes) : zero();
+    for (i64 r = 0; r < kLanes; ++r) t[r] = r < kMR ? load(sums + (r * vectors + v) * kLanes) : zero();
     transpose(t);
 #pragma GCC unroll 16
     for (i64 i = 0; i < kLanes; ++i) store(results + i * kLanes, t[i]);
   }
 }
 
+// The panels of b in the order of their use: all of a block of k, then those of the next.
+template <class Feed>
+struct PanelOrder {
+  i64 K, depth, step;
+  Range n;
+  // The feed of the panel after that at (j, k); empty after the last.
+  template <class S>
+  Feed after(float* to, const S& b, i64 j, i64 k) const noexcept {
+    j += step;
+    if (j >= n.end) j = n.begin, k += depth;
+    return k < K ? at(to, b, j, k) : Feed();
+  }
+  template <class S>
+  Feed at(float* to, const S& b, i64 j, i64 k) const noexcept {
+    return Feed(to, b, {j, std::min(j + step, n.end)}, k, std::min(depth, K - k));
+  }
+};
+
 // c[m, n] of one tile; b [N,K].
 template <class Product, class T>
 void multiply_along(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
                     float* scratch) noexcept {
+  using Feed = RowFeed<Product, T>;
   const InnerBlocks<Product> blocks{K};
   const bool held = blocks.several();
+  const i64 panels_m = ceil_div(m.size(), kNR);
   const StreamRoom room = StreamRoom::along(m.size(), ceil_div(n.size(), kMR), held);
-  float *const panel = scratch + room.kept, *const results = panel + room.panel, *const sums = results + room.results;
+  float *panel = scratch + room.kept, *other = panel + room.panel;
+  float *const results = other + room.panel, *const sums = results + room.results;
+  const PanelOrder<Feed> order{K, blocks.kDepth, kMR, n};
+  order.at(panel, b, n.begin, 0).finish();
   blocks.each([&](i64 k, i64 depth, bool first, bool last) {
     const i64 words = ceil_div(depth, Product::kDepth);
     float* kept = scratch;
@@ -133,20 +203,21 @@ void multiply_along(const Source<T>& a, const Source<T>& b, i64 K, Range m, Rang
     }
     float* block = sums;
     for (i64 j = n.begin; j < n.end; j += kMR) {
-      const i64 rows = std::min(kMR, n.end - j), next = std::min(kMR, n.end - j - rows);
-      copy_rows<Product>(panel, b, j, j + rows, k, depth);
-      Ahead ahead = next > 0 ? Ahead(b.at(j + rows, k), depth, b.ld, next) : Ahead();
+      Feed next = order.after(other, b, j, k);
       kept = scratch;
       for (i64 i = m.begin; i < m.end; i += kNR, kept += kNR * kWords) {
         const i64 count = std::min(kNR, m.end - i), vectors = ceil_div(count, kLanes);
-        const auto& kernels = vectors == 1 ? stream_kernels<Product, 1> : stream_kernels<Product, 2>;
-        kernels[rows - 1](words, panel, kept, block, first, ahead);
+        // A panel that ends early has old words in its other rows, whose sums are not used.
+        const auto kernel = vectors == 1 ? stream_kernel<Product, 1, kMR, Feed> : stream_kernel<Product, 2, kMR, Feed>;
+        kernel(words, panel, kept, block, first, next, panels_m);
         if (last) {
-          turn_sums(results, block, rows, vectors);
-          done(e, results, kLanes, i, j, count, rows);
+          turn_sums(results, block, vectors);
+          done(e, results, kLanes, i, j, count, std::min(kMR, n.end - j));
         }
         if (held) block += kMR * kNR;
       }
+      next.finish();
+      std::swap(panel, other);
     }
   });
 }
@@ -155,26 +226,34 @@ void multiply_along(const Source<T>& a, const Source<T>& b, i64 K, Range m, Rang
 template <class Product, class T>
 void multiply_across(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
                      float* scratch) noexcept {
+  using Feed = ColumnFeed<Product, T>;
+  constexpr i64 kColumns = StreamRoom::kPanels * kNR;
   const InnerBlocks<Product> blocks{K};
   const bool held = blocks.several();
+  const i64 panels_m = ceil_div(m.size(), kMR);
   const StreamRoom room = StreamRoom::across(m.size(), ceil_div(n.size(), kNR), held);
-  float *const panel = scratch + room.kept, *const sums = panel + room.panel;
-  const i64 panels = ceil_div(m.size(), kMR);
+  float *panels = scratch + room.kept, *others = panels + room.panel, *const sums = others + room.panel;
+  const PanelOrder<Feed> order{K, blocks.kDepth, kColumns, n};
+  order.at(panels, b, n.begin, 0).finish();
   blocks.each([&](i64 k, i64 depth, bool first, bool last) {
     const i64 words = ceil_div(depth, Product::kDepth);
-    copy_rows<Product>(scratch, a, m.begin, m.end, k, depth);
+    copy_rows<Product>(scratch, a, m, k, depth);
     float* block = sums;
-    for (i64 j = n.begin; j < n.end; j += kNR) {
-      const i64 columns = std::min(kNR, n.end - j), next = std::min(kNR, n.end - j - columns);
-      pack_panels<Product, kNR>(panel, kNR * kWords, b, j, j + columns, k, depth);
-      Ahead ahead = next > 0 ? Ahead(b.at(j + columns, k), next, b.ld, depth) : Ahead();
-      for (i64 p = 0; p < panels; ++p) {  // as even as possible
-        const Range rows = part_of(m.size(), 1, p, panels);
-        stream_kernels<Product, 2>[rows.size() - 1](words, scratch + rows.begin * kRowPitch, panel, block, first,
-                                                    ahead);
-        if (last) done(e, block, kNR, m.begin + rows.begin, j, rows.size(), columns);
-        if (held) block += kMR * kNR;
+    for (i64 begin = n.begin; begin < n.end; begin += kColumns) {
+      Feed next = order.after(others, b, begin, k);
+      const i64 end = std::min(begin + kColumns, n.end), every = panels_m * ceil_div(end - begin, kNR);
+      for (i64 p = 0; p < panels_m; ++p) {
+        const Range rows = part_of(m.size(), 1, p, panels_m);  // as even as possible
+        const float* panel = panels;
+        for (i64 j = begin; j < end; j += kNR, panel += kNR * kWords) {
+          stream_kernels<Product, Feed>[rows.size() - 1](words, scratch + rows.begin * kRowPitch, panel, block, first,
+                                                         next, every);
+          if (last) done(e, block, kNR, m.begin + rows.begin, j, rows.size(), std::min(kNR, end - j));
+          if (held) block += kMR * kNR;
+        }
       }
+      next.finish();
+      std::swap(panels, others);
     }
   });
 }
