@@ -98,9 +98,9 @@ struct ScheduleOptions {
   bool loads_all = false;   // every stage reads tokens, not only those that embed or have losses (Layer::reads_tokens)
   double memory_limit = 1;  // PipelineConfig::memory_limit
   bool post_validate = false;  // PipelineConfig::post_validate
-  // A matrix is tied between the first block and the last, on two stages, which exchange its gradient in each step.
-  bool tied = false;
-  bool sends_use_ahead = true;  // as soon as use_complete_after() has it
+  // A matrix is tied between the first block and the last, on two stages, which exchange its gradient in each step: in
+  // post-validated steps after use_complete_after(), or else at the end of a step.
+  bool tied = false, sends_use_ahead = true;
 
   Placement placement() const noexcept { return {.stages = stages, .v = kind == ScheduleKind::ZeroBubbleV}; }
 };
@@ -138,10 +138,10 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options);
 // The number of instructions up to Validate; 0 in a schedule without one.
 size_t before_gradients(std::span<const Instr> schedule) noexcept;
 
-// In a matrix that is tied between the first and the last block, the head's use of it has its whole gradient with the
+// A matrix may be tied between the first block and the last. The gradient of the head's use of it is complete with the
 // last backward pass of the last block, since the head has no weight pass of its own. The number of instructions of the
-// last stage's schedule after which it may be sent to the first stage: up to the next pass, beside which the gradient
-// is reduced; the schedule's size, if no pass follows.
+// last stage's schedule after which that gradient is sent to the first stage: up to the next pass, beside which it is
+// reduced; the schedule's size, if no pass follows.
 size_t use_complete_after(std::span<const Instr> schedule) noexcept;
 
 // Forward passes only, for evaluation, with any number of micro-batches; on a single stage each goes through all chunks
