@@ -114,7 +114,7 @@ std::vector<Call> fp8_products(bool host) {
                        ops.quantize_fp8(codes, scales, x, layout.blocks, transposed, stream);
                      }});
   }
-  // Of a matrix that travels as codes.
+  // The ops of a matrix that travels as codes.
   const auto part = [&](std::string op, auto run) {
     calls.push_back({std::move(op), DType::BF16, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
                        const TensorView x = cut(DType::BF16, {kRows * kWidth}),

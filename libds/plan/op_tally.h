@@ -72,7 +72,7 @@ struct ChunkWork {
   using Passes = std::array<PassWork, kPasses>;  // by Pass; of one micro-batch
   Passes passes;
   std::optional<Passes> later;  // of those after the first, if they add to sums of gradients that it begins
-  // Of the whole step.
+  // Work of the whole step.
   OpTally gathers;    // codes of gathered parameters
   OpTally gradients;  // rounding to the wire's dtype, sums of micro-batches, of losses
   const PassWork& of(Pass pass) const noexcept { return passes[static_cast<size_t>(pass)]; }

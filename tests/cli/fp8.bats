@@ -61,22 +61,22 @@ wide=(--set model.n_embd=128 --set model.n_head=2)
   done
   assert_equal "$(losses true)" "$(losses false)"
   assert [ "$(sent true.json dp.all_reduce)" -gt 0 ]
-  # What is left in bf16: embeddings and vectors.
+  # Embeddings and vectors travel in bf16.
   assert [ "$(sent true.json dp.all_gather)" -lt $(($(sent false.json dp.all_gather) * 6 / 10)) ]
 }
 
 @test "a run that resumes with other products or gathers says so" {
   set=("${wide[@]}" --set bf16.enabled=true --set zero_optimization.stage=3)
   ds-launch -n 2 ds-train cfg.json --out a --quiet --steps 2 "${set[@]}"
-  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --quiet --steps 4 --resume latest "${set[@]}" --set fp8.enabled=true
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --steps 4 --resume latest "${set[@]}" --set fp8.enabled=true
   assert_equal "$status" 0
   [[ $stderr == *'fp8.enabled is true here and false there; losses differ by roundings'* ]] || fail "$stderr"
   [[ $stderr != *'fp8.gathers'* ]] || fail "$stderr"
-  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --quiet --steps 6 --resume latest "${set[@]}" --set fp8.enabled=true \
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --steps 6 --resume latest "${set[@]}" --set fp8.enabled=true \
     --set fp8.gathers=true
   assert_equal "$status" 0
   [[ $stderr == *'fp8.gathers is true here and false there; no loss changes'* ]] || fail "$stderr"
-  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --quiet --steps 8 --resume latest "${set[@]}" --set fp8.enabled=true \
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out a --steps 8 --resume latest "${set[@]}" --set fp8.enabled=true \
     --set fp8.gathers=true
   [[ $stderr != *'here and'* ]] || fail "$stderr"
 }

@@ -45,7 +45,7 @@ std::string named(const ModelConfig& model, const Layout& l) {
   return fmt::format("{} {}", family_name(model.family), l.name());
 }
 
-// Of three ranks none has whole rows of blocks. With a threshold of 0 vectors are gathered beside the matrices.
+// None of three ranks has whole rows of blocks. With a threshold of 0 vectors are gathered beside the matrices.
 TEST(Fp8Gathers, ChangeNoBit) {
   test::EveryNth chosen(5);
   for (const ModelConfig& model : fp8_models()) {

@@ -237,7 +237,7 @@ TEST(Fp8, ErrorsAreThoseOfTheFormat) {
   }
 }
 
-// Of a square with this largest number.
+// The encoding of a square with this largest number.
 struct Square {
   Square(float most, DType format)
       : f(fp8_format(format)), scale(fp8_scale(std::bit_cast<u32>(most), f, Fp8Blocks::Squares)) {}
