@@ -138,7 +138,7 @@ TEST(Fp8Gathers, GoWithBranchesAndOtherUpdates) {
   const Layout l{.dp = 2, .stage = 3};
   Hooks branches;
   branches.parts.model = [](const Config& of, const MeshShape& mesh, const MeshCoord& coord) {
-    model::Model m = model::make_model(of, model::shard_of(of, mesh, coord.tp, coord.sp));
+    model::Model m = model::make_model(of, model::shard_of(of, mesh, coord));
     for (auto& layer : m.layers) layer->attach([](const model::Linear&) { return model::LowRank{4, 1}; });
     return m;
   };
