@@ -110,7 +110,10 @@ std::vector<Number> all_numbers() {
     alignas(64) std::byte bytes[1 << 14];
   };
   const auto root = std::make_unique<Root>();
-  for (const auto& [family, model] : {std::pair{Family::Gpt2, kGpt2}, {Family::Qwen3, kQwen3}, {Family::Qwen2Moe, kQwen2Moe}, {Family::Bert, kBert}}) {
+  for (const auto& [family, model] : {std::pair{Family::Gpt2, kGpt2},
+                                      {Family::Qwen3, kQwen3},
+                                      {Family::Qwen2Moe, kQwen2Moe},
+                                      {Family::Bert, kBert}}) {
     for (const Key& key : model_keys(family, ModelSource::Inline)) add(key, root.get(), "model.", {model});
   }
   return all;

@@ -395,7 +395,7 @@ const Wrong kWrong[] = {
     {R"("activation_checkpointing": {"granularity": "layers"})", kBad, "\"layer\""},
     {R"("cuda": {"graphs": true}, "device": "cuda", "tensor_parallel": {"tp_size": 2})", kLater, "exclude graphs", 2},
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
-    {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
+    {R"("model": {"type": "gpt_oss"})", kLater, "\"gpt_oss\""},
     // Both: the mistake decides.
     {R"("torch_autocast": {"enabled": true}, "stepz": 3)", kBad, "torch_autocast"},
 };

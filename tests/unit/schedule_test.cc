@@ -65,7 +65,9 @@ TEST(Schedule, ComputesInTheOrderOfThePapers) {
   EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 0, 2)), "F0 F1 B0 B1");
   EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 0, 6)), "F0 F1 F2 F3 b0 W0 F4 b1 W1 F5 b2 W2 b3 W3 b4 W4 b5 W5");
   EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 2, 6)), "F0 F1 b0 F2 b1 F3 b2 W0 F4 b3 W1 F5 b4 W2 b5 W3 W4 W5");
-  const auto h2 = [](int stage) { return compute_text(make_schedule({ZeroBubbleH2, 3, stage, 6, 1, 0, 1, true})); };
+  const auto h2 = [](int stage) {
+    return compute_text(make_schedule({ZeroBubbleH2, 3, stage, 6, 1, 0, false, 1, true}));
+  };
   EXPECT_EQ(h2(0), "F0 F1 F2 F3 F4 b0 W0 F5 b1 W1 b2 W2 b3 W3 b4 W4 b5 W5");
   EXPECT_EQ(h2(1), "F0 F1 F2 b0 F3 b1 F4 b2 W0 F5 b3 W1 b4 W2 b5 W3 W4 W5");
   EXPECT_EQ(h2(2), "F0 b0 F1 b1 F2 b2 F3 b3 F4 b4 W0 F5 b5 W1 W2 W3 W4 W5");
@@ -468,7 +470,7 @@ TEST(Schedule, SaysWhyThereIsNone) {
   EXPECT_EQ(why(Interleaved, 4, 8, 2), "");
   EXPECT_EQ(why(ZeroBubbleH1, 4, 3, 1), "");
   EXPECT_EQ(why(BreadthFirst, 1, 3, 4), "");
-  EXPECT_EQ(why_not({ZeroBubbleH2, 4, 0, 3, 1, 0, 1, true}), "");
+  EXPECT_EQ(why_not({ZeroBubbleH2, 4, 0, 3, 1, 0, false, 1, true}), "");
   EXPECT_THAT(why(ZeroBubbleH2, 4, 8, 1), HasSubstr("pipeline.schedule zb-h2: pipeline.post_validate is false"));
   EXPECT_EQ(why(ZeroBubbleV, 4, 1, 2), "");
   EXPECT_THAT(why(ZeroBubbleV, 4, 8, 1), HasSubstr("pipeline.virtual_stages 1: pipeline.schedule zb-v takes 2"));

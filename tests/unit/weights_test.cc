@@ -73,8 +73,7 @@ class Weights : public ::testing::TestWithParam<Family> {
     m.intermediate = 6;
     m.token_types = 2;
     if (m.family == Family::Qwen2Moe)
-      m.experts = {
-          .count = 4, .per_token = 2, .intermediate = 2, .shared = 6, .shared_gate = true, .layers = {true}};
+      m.experts = {.count = 4, .per_token = 2, .intermediate = 2, .shared = 6, .shared_gate = true, .layers = {true}};
     c.batch = {.train = 1, .micro = 1, .accumulation = 1};
     c.data.seq_length = 4;
     return c;
