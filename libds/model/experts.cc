@@ -121,11 +121,14 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
     to.insert(to.end(), views);
   };
   // A recomputation takes the routing of the forward pass.
-  const TensorView all_offsets = p.kept(i32, {exchange_.members(), E() / shard_.tp + 1});
-  add(a.saved, {p.kept(i32, {R, k()}), p.kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
-                p.kept(i32, {R, k()}), p.kept(i32, {N}), p.kept(i32, {N}), p.kept(f32, {R, E()}), p.kept(f32, {R, E()}),
-                p.kept(f32, {2 * E() + 1}), p.kept(f32, {E()}), p.saved(work, {M, 2 * F_})});
-  add(a.saved, {travels() ? p.kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
+  const auto kept = [&](DType dtype, std::initializer_list<i64> shape) {
+    return train ? p.kept(dtype, shape) : p.saved(dtype, shape);
+  };
+  const TensorView all_offsets = kept(i32, {exchange_.members(), E() / shard_.tp + 1});
+  add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
+                kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}), kept(f32, {R, E()}), kept(f32, {R, E()}),
+                kept(f32, {2 * E() + 1}), kept(f32, {E()}), p.saved(work, {M, 2 * F_})});
+  add(a.saved, {travels() ? kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
   if (gated) {
     add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
                   p.saved(i32, {S, 1})});

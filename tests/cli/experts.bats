@@ -24,7 +24,8 @@ setup() {
 JSON
 }
 
-over() { echo --set expert_parallel.enabled=true --set "expert_parallel.autoep_size=$1"; }
+# With room for all rows that can come.
+over() { echo --set expert_parallel.enabled=true --set "expert_parallel.autoep_size=$1" --set expert_parallel.room=8; }
 
 @test "experts over ranks train with the bits of one rank, and resume at any number" {
   ds-train cfg.json --out one
@@ -86,9 +87,11 @@ PY
 }
 
 @test "memory of experts over ranks is predicted, and what does not fit is refused" {
-  run --separate-stderr ds-memreport cfg.json --ranks 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
+  run --separate-stderr ds-memreport cfg.json -n 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
   assert_success
   [[ $output == *"of which a token uses"* ]] || fail "$output"
-  refused 3 "the model's 8 experts cannot be shared by 3 ranks" --ranks 3 --set expert_parallel.enabled=true \
-    --set expert_parallel.autoep_size=3 --set train_batch_size=6 --check
+  run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --out refused --set expert_parallel.enabled=true \
+    --set expert_parallel.autoep_size=3 --set train_batch_size=6
+  [[ $stderr == *"the model's 8 experts cannot be shared by 3 ranks"* ]] || fail "$stderr"
+  assert [ ! -e refused ]
 }
