@@ -24,8 +24,7 @@ StepWork tally(const Config& c, const MeshCoord& coord = {}) {
                        .pp = narrow<int>(c.pipeline.stages),
                        .tp = narrow<int>(c.tensor_parallel.tp_size),
                        .sp = narrow<int>(c.sequence_parallel.size)};
-  const model::Model model =
-      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
+  const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
   return plan::tally_step(model, plan::make_run_plan(c, model, mesh, coord));
 }
 

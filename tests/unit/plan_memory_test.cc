@@ -42,8 +42,7 @@ Config gpt2_124m(const MeshShape& mesh, i64 micro_batches = 8) {
 
 i64 memory(const Config& c, const MeshShape& mesh, int stage, Tag tag) {
   const MeshCoord coord{.pp = stage};
-  const model::Model model =
-      model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
+  const model::Model model = model::make_model(c.model, c.data.seq_length, model::shard_of(c, mesh, coord));
   return plan::make_run_plan(c, model, mesh, coord).memory.by_tag[static_cast<size_t>(tag)];
 }
 
