@@ -17,7 +17,7 @@ struct Scalar {
 
 inline constexpr const char* kTrainLossTag = "Train/Samples/train_loss";
 // The prefixes of all tags of the two functions below.
-inline constexpr const char* kTagFamilies[] = {"Train/Samples/", "train/", "compression/",
+inline constexpr const char* kTagFamilies[] = {"Train/Samples/", "train/", "compression/", "experts/",
                                                "memory/",        "comm/",  "validation/"};
 
 // First DeepSpeed's, under its names and over samples; then the curves of step_fields(), over steps.

@@ -54,7 +54,7 @@ struct Moved {
               : key.path == "sparse_attention.num_sliding_window_blocks" ? 5
                                                                          : 3;
     } else if (std::holds_alternative<double*>(slot) || std::holds_alternative<float*>(slot)) {
-      value = 0.375;
+      value = key.path == "expert_parallel.room" ? 1.5 : 0.375;
     } else if (std::holds_alternative<BetasSlot>(slot)) {
       value = {0.25, 0.375};
     } else if (std::holds_alternative<std::vector<i64>*>(slot)) {
@@ -204,8 +204,12 @@ struct Moved {
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");
-    for (const std::string_view degree :
-         {"pipeline.stages", "tensor_parallel.tp_size", "tensor_parallel.autotp_size", "sequence_parallel_size"}) {
+    if ((key.path.starts_with("expert_parallel.") && key.path != "expert_parallel.enabled") ||
+        key.path == "use_data_before_expert_parallelism")
+      set.push_back("expert_parallel.enabled=true");
+    if (key.path == "expert_parallel.autoep_size") set.push_back("train_batch_size=3");
+    for (const std::string_view degree : {"expert_parallel.autoep_size", "pipeline.stages", "tensor_parallel.tp_size",
+                                          "tensor_parallel.autotp_size", "sequence_parallel_size"}) {
       if (key.path == degree) world = 3;
     }
     if (key.path == "pipeline.virtual_stages") {

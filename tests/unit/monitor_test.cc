@@ -322,10 +322,10 @@ TEST(StepFields, HaveNamesOfTheirOwn) {
   // A step without anything that is optional.
   for (const StepField& f : step_fields()) {
     const std::string_view name = f.name == nullptr ? "" : f.name;
-    const bool optional = name == step_field::kAuxLoss || name == step_field::kSeqLength ||
-                          name == step_field::kLayerTokens || name == step_field::kPhaseMs ||
-                          name == step_field::kCompression || name == step_field::kOuterGradNorm ||
-                          name == step_field::kOffload;
+    const bool optional =
+        name == step_field::kAuxLoss || name == step_field::kSeqLength || name == step_field::kLayerTokens ||
+        name == step_field::kPhaseMs || name == step_field::kCompression || name == step_field::kOuterGradNorm ||
+        name == step_field::kOffload || name == step_field::kExperts || name == step_field::kExpertTokens;
     EXPECT_EQ(std::holds_alternative<std::monostate>(f.value({})), optional) << name;
   }
 }

@@ -170,7 +170,7 @@ TEST(Simulate, AVOfLessMemoryIsIdleForAsLongAsThePapersSay) {
 TEST(Simulate, StepsOfZeroBubbleH2FollowEachOtherWithoutABubble) {
   for (int p = 2; p <= 16; ++p) {
     for (const i64 m : {2 * i64{p} - 1, 3 * i64{p}}) {
-      const ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, 1, true};
+      const ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, false, 1, true};
       ASSERT_TRUE(formula_is_exact(o));
       EXPECT_EQ(idle_formula(o), 0);
       const SteadySteps steps = simulate_steps(make_schedules(o), kUnit);
@@ -185,7 +185,7 @@ TEST(Simulate, StepsOfZeroBubbleH2FollowEachOtherWithoutABubble) {
 TEST(Simulate, TheFirstStageWaitsForATiedMatrixThatIsNotSentAhead) {
   for (int p = 2; p <= 16; ++p) {
     for (const i64 m : {2 * i64{p} - 1, 3 * i64{p}}) {
-      ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, 1, true, true};
+      ScheduleOptions o{ScheduleKind::ZeroBubbleH2, p, 0, m, 1, 0, false, 1, true, true};
       ASSERT_TRUE(formula_is_exact(o));
       const SteadySteps ahead = simulate_steps(make_schedules(o), kUnit, {}, false, tied_exchange(o));
       EXPECT_EQ(ahead.period, 3 * m);
