@@ -227,7 +227,8 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
   ExpertParallelConfig& ep = c.expert_parallel;
   if (!ep.enabled) {
-    for (const std::string_view key : {kEp, std::string_view("expert_parallel.room")}) {
+    for (const std::string_view key :
+         {kEp, std::string_view("expert_parallel.room"), std::string_view("use_data_before_expert_parallelism")}) {
       if (r.given(key)) r.warning(key, fmt::format("has no effect: {} is false", kExperts));
     }
   }
@@ -361,8 +362,8 @@ void check_parallel(const Config& c, i64 dp, Reader& r) {
     if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);
   }
   if (const i64 ep = c.expert_parallel.size; ep > 1 && !m.source && !r.any_broken({kTp, kEp})) {
-    if (m.experts.count == 0) {
-      r.error(kEp, "the model has no experts");
+    if (m.experts.count == 0 || std::ranges::find(m.experts.layers, true) == m.experts.layers.end()) {
+      r.error(kEp, "the model has no block with experts");
     } else if (const std::string why = ep_problem(m, t, dp, ep); !why.empty()) {
       r.error(kEp, why);
     }

@@ -70,6 +70,7 @@ void Engine::take_step(const StepBatch& batch, Done done) {
   run_passes(step, batch, 0, validate, meter);
   if (!finish_step(done, meter)) {  // the passes so far have seen parameters that are undone
     stage_.begin_again();
+    step.results->forget_expert_tokens();
     run_passes(step, batch, 0, validate, meter);
   }
   begin_gradients(step);
@@ -77,6 +78,7 @@ void Engine::take_step(const StepBatch& batch, Done done) {
   update_->finish_gradients();
   meter.end(step, &PhaseTimes::reduce_ms, "finish gradients");
   stage_.end_step();
+  step.record.expert_rounds = stage_.take_expert_rounds();
   mesh_.use_links();
   open_ = std::move(step);
   if (plan_.validates_later()) return update_ahead(meter);

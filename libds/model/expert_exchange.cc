@@ -33,8 +33,8 @@ i64 ExpertExchange::most_rows(i64 R) const noexcept {
   return std::clamp(static_cast<i64>(std::ceil(room_ * static_cast<double>(R * per_token_))), of_one, ranks_ * of_one);
 }
 
-i64 ExpertExchange::rows(i64 from, i64 to) const noexcept {
-  const i32* const of_rank = offsets(from) + to * own_experts();
+i64 ExpertExchange::rows(i64 from, i64 to, i64 sp_rank) const noexcept {
+  const i32* const of_rank = offsets_of(member(from, sp_rank)) + to * own_experts();
   return of_rank[own_experts()] - of_rank[0];
 }
 
@@ -63,15 +63,17 @@ void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
 void ExpertExchange::plan_rounds(i64 tokens) const {
   const i64 most = most_rows(tokens);
   rounds_ = 1;
-  for (i64 to = 0; to < ranks_; ++to) {
-    i64 round = 0, taken = 0;
-    for (i64 from = 0; from < ranks_; ++from) {
-      const i64 n = rows(from, to);
-      if (taken + n > most) ++round, taken = 0;
-      taken += n;
-      round_of_[static_cast<size_t>(to * ranks_ + from)] = round;
+  for (i64 sp_rank = 0; sp_rank < sp_; ++sp_rank) {
+    for (i64 to = 0; to < ranks_; ++to) {
+      i64 round = 0, taken = 0;
+      for (i64 from = 0; from < ranks_; ++from) {
+        const i64 n = rows(from, to, sp_rank);
+        if (taken + n > most) ++round, taken = 0;
+        taken += n;
+        if (sp_rank == sp_rank_) round_of_[static_cast<size_t>(to * ranks_ + from)] = round;
+      }
+      rounds_ = std::max(rounds_, round + 1);
     }
-    rounds_ = std::max(rounds_, round + 1);
   }
 }
 

@@ -35,7 +35,7 @@ class ExpertExchange {
   void agree(const PassContext& ctx, TensorView all) const;
   // Reads what was agreed on before, without messages.
   void recall(const PassContext& ctx, TensorView all) const;
-  // Of what was last agreed on or recalled; the same on all ranks of ep.
+  // Of what was last agreed on or recalled; the same on all members, who make the same calls.
   i64 rounds() const noexcept { return rounds_; }
   // Whether there can be more than one.
   bool may_repeat(i64 R) const noexcept { return most_rows(R) < ranks_ * rows_of_one(R); }
@@ -47,14 +47,17 @@ class ExpertExchange {
   void from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const;
 
  private:
-  i64 member(i64 rank) const noexcept { return rank * sp_ + sp_rank_; }
-  const i32* offsets(i64 rank) const noexcept { return all_.data() + member(rank) * (experts_ + 1); }
+  i64 member(i64 rank, i64 sp_rank) const noexcept { return rank * sp_ + sp_rank; }
+  i64 member(i64 rank) const noexcept { return member(rank, sp_rank_); }
+  const i32* offsets_of(i64 member) const noexcept { return all_.data() + member * (experts_ + 1); }
+  const i32* offsets(i64 rank) const noexcept { return offsets_of(member(rank)); }
   struct Run {
     i64 first = 0, count = 0;
   };
   // The most that a rank sends to another.
   i64 rows_of_one(i64 R) const noexcept { return R * std::min(per_token_, own_experts()); }
-  i64 rows(i64 from, i64 to) const noexcept;
+  i64 rows(i64 from, i64 to, i64 sp_rank) const noexcept;
+  i64 rows(i64 from, i64 to) const noexcept { return rows(from, to, sp_rank_); }
   void plan_rounds(i64 tokens) const;
   void move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
             const std::vector<Run>& runs_out) const;

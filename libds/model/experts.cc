@@ -207,7 +207,10 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   route(ctx, params, all, own);
   if (ctx.mode == Mode::Train) count(ctx, own);
   sort(ctx, rows, all, own);
-  if (travels()) exchange_.agree(ctx, s[kAllOffsets]);
+  if (travels()) {
+    exchange_.agree(ctx, s[kAllOffsets]);
+    if (ctx.mode == Mode::Train && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
+  }
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     if (travels()) exchange_.begin(ctx, s[kGroups], round);
     to_hidden(ctx, params, arrive(ctx, s[kArrivedX], rows), own);

@@ -67,7 +67,7 @@ Value experts(const StepRecord& r) {
       unused += n == 0 ? 1 : 0;
     }
   }
-  return Named{{"largest_load", most}, {"smallest_load", least}, {"unused", unused}};
+  return Named{{"largest_load", most}, {"smallest_load", least}, {"unused", unused}, {"extra_rounds", r.expert_rounds}};
 }
 
 Value expert_tokens(const StepRecord& r) {

@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "mesh/mesh.h"
@@ -31,9 +32,12 @@ class DeviceLink final : public model::HostLink {
   explicit DeviceLink(Device& device) : device_(device) {}
   void download(void* to, const void* from, i64 bytes) override { device_.download(to, from, bytes); }
   void upload(void* to, const void* from, i64 bytes) override { device_.upload(to, from, bytes); }
+  void add_rounds(i64 more) override { rounds_ += more; }
+  i64 take_rounds() noexcept { return std::exchange(rounds_, 0); }
 
  private:
   Device& device_;
+  i64 rounds_ = 0;
 };
 
 class Stage {
@@ -68,6 +72,8 @@ class Stage {
 
   // Runs an instruction of an evaluation's schedule, except Load.
   void evaluate(const pipeline::Instr& instr);
+  // The rounds beyond one of layers of experts since the last call.
+  i64 take_expert_rounds() noexcept { return host_.take_rounds(); }
   void end_evaluation() { sent_.wait(); }  // later work reuses the memory
   // [R] fp32: losses of the last micro-batch, on the stage with the head.
   TensorView losses() const noexcept { return memory_.losses; }

@@ -52,6 +52,10 @@ class StepResults final : public zero::VerdictHandle {
   StepScalars& scalars() const noexcept { return *static_cast<StepScalars*>(memory_.data()); }
   double* losses() const noexcept { return reinterpret_cast<double*>(&scalars() + 1); }
   double* aux_losses() const noexcept { return losses() + counts_.heads(); }
+  // Before passes run again whose tokens were counted.
+  void forget_expert_tokens() {
+    if (counts_.experts > 0) device_.zero(expert_tokens(), counts_.experts * static_cast<i64>(sizeof(float)));
+  }
   float* expert_tokens() const noexcept { return reinterpret_cast<float*>(aux_losses() + counts_.aux()); }
   const GradVerdict* on_device() const noexcept override { return &scalars().verdict; }
 

@@ -3,6 +3,8 @@
 // pipelines, recomputation, and experts over ranks (ep) if each micro-batch is reduced for itself. Other layouts agree
 // to rounding.
 
+#include <mutex>
+
 #include "equivalence/checkpoints.h"
 #include "equivalence/layouts.h"
 #include "equivalence/training.h"
@@ -115,7 +117,9 @@ TEST(Experts, MoreRowsThanThereIsMemoryForGoInRounds) {
     for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {
       for (const Layout& l : {Layout{.dp = 8, .stage = 1},
                               {.dp = 8, .checkpoints = Granularity::Layer, .stage = 1},
-                              {.dp = 4, .tp = 2, .sequence = true, .stage = 1}}) {
+                              {.dp = 4, .tp = 2, .sequence = true, .stage = 1},
+                              {.dp = 4, .sp = 2, .stage = 1},
+                              {.dp = 4, .sp = 2, .stage = 1}}) {
         if (order == ReduceOrder::Micro && l.tp > 1) continue;
         const auto run = [&](double room) {
           Config c = experts_config(model, l, {.ep = l.dp, .room = room}, work);
@@ -136,6 +140,36 @@ TEST(Experts, MoreRowsThanThereIsMemoryForGoInRounds) {
       }
     }
   }
+}
+
+// A step that is begun again, because its update was undone, counts each token once.
+TEST(Experts, TokensOfStepsThatAreBegunAgainAreCountedOnce) {
+  const Layout l{.pp = 2};
+  const auto counts = [&](bool post_validate) {
+    Config c = experts_config(tiny_experts(), l);
+    c.pipeline.post_validate = post_validate;
+    c.gradient_clipping = 1e-3;  // every update is made again
+    std::vector<std::vector<i64>> all;
+    std::mutex mutex;
+    with_engines(c, l.ranks(), [&](engine::Engine& engine) {
+      const auto note = [&](const StepRecord& r) {
+        const std::lock_guard lock(mutex);
+        if (engine.plan().coord.pp > 0) return;
+        for (const ExpertTokens& layer : r.experts) all.push_back(layer.tokens);
+      };
+      const auto n = static_cast<size_t>(c.batch.accumulation * c.batch.micro * c.data.seq_length);
+      std::vector<i32> ids(n), targets(n);
+      for (i64 step = 0; step < 3; ++step) {
+        fill_sample(step, c.model.vocab_size, ids, targets);
+        engine.take_step({ids, targets, {}}, note);
+      }
+      engine.finish_step(note);
+    });
+    return all;
+  };
+  const auto want = counts(false);
+  EXPECT_EQ(want.size(), 3u * 4);
+  EXPECT_EQ(counts(true), want);
 }
 
 // Neighbours with different experts add up the gradients of an expert in another order.

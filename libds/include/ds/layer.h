@@ -291,6 +291,8 @@ class HostLink {
   virtual void download(void* to, const void* from, i64 bytes) = 0;
   // `from` may be reused when the call returns.
   virtual void upload(void* to, const void* from, i64 bytes) = 0;
+  // The forward pass of a layer in training goes in so many more rounds than one; reported by step.
+  virtual void add_rounds(i64 more) = 0;
 };
 
 // The inputs that all layers share in one forward or backward pass. R = B*T rows of tokens.

@@ -69,6 +69,8 @@ struct StepRecord {
   std::optional<double> outer_grad_norm{};  // where workers of diloco met: of the mean of what their steps did
   std::optional<OffloadTraffic> offload{};  // of rank 0, if it offloads
   std::vector<ExpertTokens> experts{};      // of a model with experts, by layer
+  // Rounds beyond one in which rank 0's layers of experts went, since more rows came than there is memory for.
+  i64 expert_rounds = 0;
 };
 
 // Names of fields in metrics.jsonl and in the output of ds-train --json.
