@@ -63,7 +63,7 @@ struct Operation {
   int peer = -1;  // the root, or the other side of send and recv
   int root = -1;  // of a collective: world rank
   std::pmr::vector<OpSegment> segments{operation_memory()};
-  // Of all_to_allv, which has no segments: the bytes for each rank, and the place of those from each.
+  // For all_to_allv, which has no segments: the bytes for each rank, and the place of those from each.
   std::pmr::vector<std::span<const std::byte>> out{operation_memory()};
   std::pmr::vector<std::span<std::byte>> in{operation_memory()};
   std::pmr::string tag{operation_memory()};

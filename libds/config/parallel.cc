@@ -188,19 +188,22 @@ std::string length_problem(const Config& c, i64 length) {
 }
 
 std::string tp_problem(const ModelConfig& m, i64 tp) {
+  // Matrices of experts are not cut.
+  const bool dense = m.experts.count == 0 || std::ranges::find(m.experts.layers, false) != m.experts.layers.end();
+  const i64 inner = dense ? m.intermediate : 0;
   const auto fits = [&](i64 n) {
-    return m.heads % n == 0 && share(m.kv_heads, n) && m.intermediate % n == 0 && n <= m.vocab_size &&
+    return m.heads % n == 0 && share(m.kv_heads, n) && inner % n == 0 && n <= m.vocab_size &&
            m.experts.count % n == 0 && m.experts.shared % n == 0 && !(m.whole_qk_norm && n > 1);
   };
   if (fits(tp)) return {};
-  const std::string what =
-      m.heads % tp != 0            ? fmt::format("the model's {} heads", m.heads)
-      : !share(m.kv_heads, tp)     ? fmt::format("the model's {} key/value heads", m.kv_heads)
-      : m.intermediate % tp != 0   ? fmt::format("the model's intermediate size of {}", m.intermediate)
-      : m.experts.count % tp != 0  ? fmt::format("the model's {} experts", m.experts.count)
-      : m.experts.shared % tp != 0 ? fmt::format("the shared expert's size of {}", m.experts.shared)
-      : m.whole_qk_norm            ? std::string("the norm over all heads of queries and keys")
-                                   : fmt::format("the vocabulary of {}", m.vocab_size);
+  const std::string what = m.heads % tp != 0        ? fmt::format("the model's {} heads", m.heads)
+                           : !share(m.kv_heads, tp) ? fmt::format("the model's {} key/value heads", m.kv_heads)
+                           : inner % tp != 0        ? fmt::format("the model's intermediate size of {}", m.intermediate)
+                           : m.experts.count % tp != 0 ? fmt::format("the model's {} experts", m.experts.count)
+                           : m.experts.shared % tp != 0
+                               ? fmt::format("the shared expert's size of {}", m.experts.shared)
+                           : m.whole_qk_norm ? std::string("the norm over all heads of queries and keys")
+                                             : fmt::format("the vocabulary of {}", m.vocab_size);
   return fmt::format("{} cannot be shared by {} ranks; {} would do", what, tp, any_of(degrees(m.heads, fits)));
 }
 
@@ -265,7 +268,12 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size;
   const i64 replica = p * t * s;
   if (world % replica == 0) {
-    if (i64& size = c.expert_parallel.size; !trains(c.use) && world / replica % size != 0) size = 1;
+    if (i64& size = c.expert_parallel.size; !trains(c.use) && world / replica % size != 0) {
+      r.warning(kEp,
+                fmt::format("{} has no effect: it does not divide the {} ranks with different samples that there are",
+                            size, world / replica));
+      size = 1;
+    }
     return world / replica;
   }
   std::string product;
@@ -361,6 +369,8 @@ void check_parallel(const Config& c, i64 dp, Reader& r) {
   if (!r.broken(kTp)) {
     if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);
   }
+  if (c.expert_parallel.enabled && c.expert_parallel.size == 1)
+    r.warning(kExperts, fmt::format("has no effect: {} is 1", kEp));
   if (const i64 ep = c.expert_parallel.size; ep > 1 && !m.source && !r.any_broken({kTp, kEp})) {
     if (m.experts.count == 0 || std::ranges::find(m.experts.layers, true) == m.experts.layers.end()) {
       r.error(kEp, "the model has no block with experts");

@@ -46,7 +46,7 @@ std::string explain(double params, int stage, int ranks) {
 
 namespace {
 
-// Of sparse blocks, beyond an MLP of m.intermediate in each; all matrices are gated ones.
+// Parameters of sparse blocks beyond an MLP of m.intermediate in each; all matrices are gated ones.
 i64 params_of_experts(const ModelConfig& m) {
   const ExpertsConfig& x = m.experts;
   const i64 inner = 3 * (x.count * x.intermediate + x.shared - m.intermediate) + x.count + (x.shared_gate ? 1 : 0);

@@ -177,7 +177,7 @@ std::string text(const StepTime& t) {
   line("pipeline", t.pipeline_s, "  all passes, of all stages");
   line("  computing", t.compute_s, "  of the busiest stage");
   if (t.recompute_s > 0) line("  computed again", t.recompute_s, "  part of it");
-  if (t.in_layer_communication_s > 0) line("  inside layers", t.in_layer_communication_s, "  sent by tp and sp");
+  if (t.in_layer_communication_s > 0) line("  inside layers", t.in_layer_communication_s, "  sent by tp, sp and ep");
   line("communication", t.communication_s, t.hidden_s > 0 ? "  exposed" : "");
   if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
   line("optimizer", t.optimizer_s, "");

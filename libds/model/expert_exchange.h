@@ -35,13 +35,13 @@ class ExpertExchange {
   void agree(const PassContext& ctx, TensorView all) const;
   // Reads what was agreed on before, without messages.
   void recall(const PassContext& ctx, TensorView all) const;
-  // Of what was last agreed on or recalled; the same on all members, who make the same calls.
+  // The rounds of the pass that was last agreed on or recalled: the same on all members, which make the same calls.
   i64 rounds() const noexcept { return rounds_; }
   // Whether there can be more than one.
   bool may_repeat(i64 R) const noexcept { return most_rows(R) < ranks_ * rows_of_one(R); }
   // groups [groups() + 1] int32 = the offsets of the rows that arrive in this round, to which the next messages belong.
   void begin(const PassContext& ctx, TensorView groups, i64 round) const;
-  // Of `groups`, the offsets of those from rank q, in the only round.
+  // The part of `groups` for the rows from rank q, in the only round.
   TensorView of_rank(TensorView groups, i64 q) const { return groups.rows(q * own_experts(), own_experts() + 1); }
   void to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const;
   void from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const;
@@ -64,7 +64,7 @@ class ExpertExchange {
 
   i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0, sp_ = 1, sp_rank_ = 0;
   double room_ = 1;
-  // Of the pass at hand, by the host: a layer runs one at a time.
+  // The host's numbers of the pass at hand: a layer runs one pass at a time.
   mutable std::vector<i32> all_, groups_;
   mutable std::vector<i64> round_of_;            // [to, from]
   mutable std::vector<Run> sorted_, arrived_;    // of each rank

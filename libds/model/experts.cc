@@ -343,7 +343,7 @@ void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView
     return own.temporary[kRows];
   };
   if (summed) {
-    // Of several rounds there is only the sum: it is the first part, and the others are zero.
+    // Several rounds leave only a sum, which is the first part; the others are zero.
     const auto rounded = [&](size_t row, TensorView sum) {
       if (ctx.part > 0) ctx.ops.scaled_sum(flat(sum), flat(sum), 0, 0, nullptr, ctx.stream);
       round_gradient(ctx, flat(grads.own[row]), flat(sum));
