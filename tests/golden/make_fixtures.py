@@ -49,7 +49,7 @@ is ahead of the first that is not chosen: by MARGIN of the spread of its logits 
 by TRAINED_MARGIN in training.
 
 The errors of models with experts are the larger of two, too: of transformers' "eager" attention and experts, and of
-"sdpa" and "batched_mm", which also train them: a few small tensors of few tokens would make one of them a matter of luck.
+"sdpa" and "batched_mm", each of which also trains them (train.<dtype>.eager.*, train.<dtype>.*): a few small tensors of few tokens would make one of them a matter of luck.
 
 BERT's errors are the larger of two attentions of PyTorch's, "eager" and its fused "sdpa", transformers' default, which also
 trains it: like every fused attention that takes the sum that the softmax's gradient subtracts from the rounded output,
@@ -299,12 +299,12 @@ def balanced(config, state, inputs, targets, dtype):
     return result
 
 
-def train(config, state, dtype, inputs, targets, watch=lambda model: True):
+def train(config, state, dtype, inputs, targets, watch=lambda model: True, implementation=-1):
     """Losses and gradient norms of the AdamW run: parameters in `dtype`, master and moments in fp32 (fp64 for fp64). Ends
     early where `watch`, which sees the model before each step, is not content."""
     scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    model = build(config, state, implementations_of(config, dtype)[-1]).to(dtype)
+    model = build(config, state, implementations_of(config, dtype)[implementation]).to(dtype)
     params = list(model.parameters())
     master = [torch.nn.Parameter(p.detach().to(wide)) for p in build(config, state).parameters()]
     optimizer = torch.optim.AdamW(
@@ -434,6 +434,9 @@ def make(name, directory, seed):
     for key in DTYPES:
         expected[f"train.{key}.loss"], expected[f"train.{key}.grad_norm"] = train(
             config, state, DTYPES[key], inputs, targets)
+        if is_sparse(config):
+            expected[f"train.{key}.eager.loss"], expected[f"train.{key}.eager.grad_norm"] = train(
+                config, state, DTYPES[key], inputs, targets, implementation=0)
     with all_fp64():
         expected["train.fp64.loss"], expected["train.fp64.grad_norm"] = train(
             config, {k: v.double() for k, v in state.items()}, torch.float64, inputs, targets)
