@@ -408,7 +408,7 @@ TEST(Schedule, TheHeadsUseOfATiedMatrixIsCompleteBeforeTheStepEnds) {
               last_stage(ScheduleKind::OneFOneB, p, 20).size());
     EXPECT_EQ(passes_after(last_stage(ScheduleKind::ZeroBubbleH1, p, 20)), p - 1);
     EXPECT_EQ(passes_after(last_stage(ScheduleKind::ZeroBubbleH2, p, 20)), 2 * (p - 1));
-    // Of the last group of micro-batches, the other chunk's passes follow.
+    // After the last group of micro-batches, the other chunk's passes follow.
     EXPECT_EQ(passes_after(last_stage(ScheduleKind::Interleaved, p, 2 * p, 2)), p - 1);
   }
   EXPECT_EQ(use_complete_after(make_eval_schedule({2}, 1, 3, 1)), make_eval_schedule({2}, 1, 3, 1).size());
