@@ -51,8 +51,8 @@ class Experts final : public FeedForward {
   RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
   ParamRow cut_experts(ParamRow row) const;
 
-  // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have arrived
-  // in the round at hand.
+  // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have
+  // arrived in the round at hand.
   TensorView offsets(const LayerActs& own) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
   void count(const PassContext& ctx, const LayerActs& own) const;
