@@ -389,7 +389,7 @@ faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
   archived why/racecheck/why | grep -x dry
   run -2 "$gpu_check" --build stub -o results rest
   assert_output --partial 'rehearsed or measured: name another folder'
-  run -0 "$gpu_check" --build stub -o results --rehearse --budget 1 rest
+  run -0 "$gpu_check" --build stub -o results --rehearse --budget 60 rest # another budget is the same kind of run
 }
 
 @test "a failure of ds-train stops nothing else; a GPU that is lost does" {
