@@ -3,6 +3,7 @@
 // Model families: one row for each, with all that rooms ask of a family but its layers (model/models.cc has the table
 // of those). A family's row is in families/.
 
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -48,6 +49,12 @@ struct ExpertNames {
   std::string_view gate{}, up{}, down{};
 };
 
+// A family of mixtures of experts whose blocks are, but for their MLPs, those of a dense family.
+struct MixtureOf {
+  std::optional<Family> of{};  // the dense family
+  bool shared = false;         // every block has a shared expert, with a gate
+};
+
 struct FamilySpec {
   Family family{};
   std::string_view name{};          // model_type of config.json
@@ -73,6 +80,8 @@ struct FamilySpec {
   std::span<const std::string_view> buffers{};  // ends of the names of tensors in old files that are no parameters
   LearnedPositions positions{};
   ExpertNames experts{};
+
+  MixtureOf mixture{};
 };
 
 // Sorted by the enum.

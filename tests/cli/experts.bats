@@ -89,7 +89,8 @@ PY
 @test "memory of experts over ranks is predicted, and what does not fit is refused" {
   run --separate-stderr ds-memreport cfg.json -n 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
   assert_success
-  [[ $output == *"of which a token uses"* ]] || fail "$output"
+  [[ $output == *"of which a token uses"*"2 ranks (dp 2, ep 2)"* ]] || fail "$output"
+  [[ $output == *"ep.all_to_allv"*", if all experts get as many tokens"* ]] || fail "$output"
   run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --out refused --set expert_parallel.enabled=true \
     --set expert_parallel.autoep_size=3 --set train_batch_size=6
   [[ $stderr == *"the model's 8 experts cannot be shared by 3 ranks"* ]] || fail "$stderr"

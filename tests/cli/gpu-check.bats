@@ -118,7 +118,7 @@ END
   DS_CUDA_PLUGIN=$sim DS_GPU_CHECK_ONLY='step nccl tests cudnn graphs gemm attention ops gpt2-124m gpt2-124m-autotune \
     kernels-124m kernels-0.5b choices features sparse-attention documents random-ltd curriculum one-bit zero-plus-plus codes accumulation fp8 \
     post-validate diloco \
-    generation save-async traces commbench late-updates' \
+    generation save-async traces commbench late-updates experts' \
     run -0 "$gpu_check" --build "${DS_BIN%/bin}" -o results --rehearse alive features numbers why
   assert_line --regexp '^alive +step +passed .* loss 5\.[0-9]* to [45]\.'
   assert_line --regexp '^alive +nccl +passed .* the losses are those without'

@@ -236,6 +236,7 @@ extern constinit const FamilySpec kMixtralFamily = family::relative({
     .set_defaults = family::set_mixtral_defaults,
     .resolve = family::resolve_mixtral,
     .experts = {"block_sparse_moe", "w1", "w3", "w2"},
+    .mixture = {.of = Family::Llama},
 });
 extern constinit const FamilySpec kOlmoeFamily = family::relative({
     .family = Family::Olmoe,
@@ -260,6 +261,7 @@ extern constinit const FamilySpec kQwen2MoeFamily = family::relative({
     .set_defaults = family::set_qwen2_moe_defaults,
     .resolve = family::resolve_qwen2_moe,
     .experts = family::kUsualNames,
+    .mixture = {.of = Family::Qwen2, .shared = true},
 });
 extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .family = Family::Qwen3Moe,
@@ -272,6 +274,7 @@ extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .set_defaults = family::set_qwen3_moe_defaults,
     .resolve = family::resolve_qwen3_moe,
     .experts = family::kUsualNames,
+    .mixture = {.of = Family::Qwen3},
 });
 
 }  // namespace ds
