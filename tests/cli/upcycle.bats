@@ -68,7 +68,7 @@ steps = [json.loads(line) for line in open("more/metrics.jsonl")]
 losses = [s["loss"] for s in steps if s["type"] == "step"]
 assert losses[-1] < losses[0], losses
 used = next(s["expert_tokens"].values() for s in steps if s["type"] == "step")
-assert min(used) > 0, used  # by the new routers
+assert sum(n > 0 for n in used) > 3 * 2, used  # the new routers choose by token
 PY
   assert_success
 }
