@@ -43,7 +43,8 @@ bool eat(std::string_view& s, i64& number) noexcept {
 // The role of a file, from its name: engine.py's _get_ckpt_name, _get_rank_zero_ckpt_name and their kin.
 FileName parse_name(std::string_view name) noexcept {
   constexpr std::string_view kModel = "_model_states.pt", kOptim = "_optim_states.pt";
-  if (name.starts_with("layer_") && name.ends_with("-model_states.pt")) return {.role = Role::Pipeline, .mp = {}, .family = {}};
+  if (name.starts_with("layer_") && name.ends_with("-model_states.pt"))
+    return {.role = Role::Pipeline, .mp = {}, .family = {}};
   const bool model = name.ends_with(kModel), optim = name.ends_with(kOptim);
   if (!model && !optim) return {};
   std::string_view s = name.substr(0, name.size() - kModel.size());
