@@ -27,6 +27,7 @@ constexpr OpTable op_table_of(std::string_view name) {
       .route_grad = Op<&OpTable::route_grad>::run,
       .router_stats = Op<&OpTable::router_stats>::run,
       .router_loss = Op<&OpTable::router_loss>::run,
+      .balance_experts = Op<&OpTable::balance_experts>::run,
       .sort_choices = Op<&OpTable::sort_choices>::run,
       .combine_rows = Op<&OpTable::combine_rows>::run,
       .combine_rows_grad = Op<&OpTable::combine_rows_grad>::run,

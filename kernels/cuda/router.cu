@@ -235,6 +235,19 @@ __global__ void router_loss_kernel(float* loss, float* score_grad, const float* 
   for (i64 e = lane_of(); e < E; e += kWarp) score_grad[e] = static_cast<float>(each * static_cast<double>(stats[e]));
 }
 
+// Sums of integers are exact in any order.
+__global__ void balance_experts_kernel(float* bias, const float* counts, i64 E, float rate,
+                                       const GradVerdict* verdict) {
+  if (verdict->finite == 0) return;
+  double all = 0;
+  for (i64 e = lane_of(); e < E; e += kWarp) all += static_cast<double>(counts[e]);
+  all = warp_total(all);
+  for (i64 e = lane_of(); e < E; e += kWarp) {
+    const double above = static_cast<double>(E) * static_cast<double>(counts[e]) - all;
+    bias[e] -= above > 0 ? rate : above < 0 ? -rate : 0.0f;
+  }
+}
+
 }  // namespace
 
 void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
@@ -289,6 +302,13 @@ void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k
   launch(router_loss_kernel, {dim3(1), kWarp, 0}, c.stream(), loss.as<float>(), score_grad.as<float>(),
          stats.as<float>(), score_grad.numel(), k, p);
   c.check(cudaGetLastError(), "router_loss");
+}
+
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream& s) noexcept {
+  Context& c = context(s);
+  launch(balance_experts_kernel, {dim3(1), kWarp, 0}, c.stream(), bias.as<float>(), counts.as<float>(), bias.numel(),
+         rate, verdict);
+  c.check(cudaGetLastError(), "balance_experts");
 }
 
 }  // namespace ds::cuda

@@ -163,6 +163,17 @@ void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k
   for (i64 e = 0; e < E; ++e) put(score_grad, e, each * get(stats, e));
 }
 
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept {
+  if (verdict->finite == 0) return;
+  const i64 E = bias.numel();
+  double all = 0;
+  for (i64 e = 0; e < E; ++e) all += get(counts, e);
+  for (i64 e = 0; e < E; ++e) {
+    const double above = static_cast<double>(E) * get(counts, e) - all;
+    put(bias, e, get(bias, e) - static_cast<double>(rate) * ((above > 0) - (above < 0)));
+  }
+}
+
 void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
                   i64 first, Stream&) noexcept {
   const i64 n = chosen.numel(), k = chosen.dim(1), E = offsets.numel() - 1;

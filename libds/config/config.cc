@@ -503,6 +503,7 @@ void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& 
   check_parallel(c, replicas / c.optimizer.diloco.workers, r);
   check_curriculum(c, r);
   check_diloco(c, r);
+  check_router_bias(c, r);
   check_post_validate(c, r);
   check_run(c, world, text, r);
   check_named_files(c, r);

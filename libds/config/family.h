@@ -27,9 +27,14 @@ struct HfConfig {
   std::vector<std::string> layer_types;
   i64 decoder_sparse_step = 1;
   std::vector<i64> mlp_only_layers;
+  i64 first_k_dense_replace = 0;
+  i64 n_shared_experts = 0;
   bool output_router_logits = false;
   float router_aux_loss_coef = 0;
 };
+
+// End of the name of a router's balancing bias, which is fp32 wherever it is written.
+inline constexpr std::string_view kBalancingBias = ".e_score_correction_bias";
 
 struct KeyValue {
   std::string_view key, value;  // JSON
@@ -47,6 +52,7 @@ struct LearnedPositions {
 struct ExpertNames {
   std::string_view block{};  // the part of a transformer block that has the router and the experts; empty: no experts
   std::string_view gate{}, up{}, down{};
+  std::string_view shared = "shared_expert";  // the part that has the shared expert, if there is one
 };
 
 // A family of mixtures of experts whose blocks are, but for their MLPs, those of a dense family.

@@ -66,6 +66,10 @@ void resolve_heads(ModelConfig& m, Reader& r) {
   if (m.heads % m.kv_heads != 0)
     r.error("num_key_value_heads", fmt::format("{} key/value heads do not divide {} heads", m.kv_heads, m.heads));
   if (m.head_dim % 2 != 0) r.error(at, fmt::format("a head has {} dimensions, which must be even", m.head_dim));
+  if (m.rotary_share < 1 && (m.rotary_dim() < 2 || m.rotary_dim() % 2 != 0))
+    r.error("partial_rotary_factor",
+            fmt::format("turns {} of the {} dimensions of a head, which must be an even number", m.rotary_dim(),
+                        m.head_dim));
   if (m.head_dim > 256) r.not_yet(at, fmt::format("a head of {} dimensions (at most 256)", m.head_dim));
 }
 
@@ -104,7 +108,7 @@ void resolve_rope(ModelConfig& m, Reader& r) {
     r.error("rope_scaling.high_freq_factor", "must be greater than low_freq_factor");
   if (m.rope.type == Yarn && m.rope.beta_fast <= m.rope.beta_slow)
     r.error("rope_scaling.beta_fast", "must be greater than beta_slow");
-  if (m.rope.type == RopeType::Dynamic && m.head_dim == 2)
+  if (m.rope.type == RopeType::Dynamic && m.rotary_dim() == 2)
     r.error("rope_scaling.rope_type", "\"dynamic\" is not defined for heads of 2 dimensions");
   if (m.rope.type == LongRope) {
     const i64 original = m.rope.original_max_positions > 0 ? m.rope.original_max_positions : m.max_positions;
@@ -115,8 +119,10 @@ void resolve_rope(ModelConfig& m, Reader& r) {
   if (m.rope.type == LongRope && m.head_dim > 0)
     for (const auto& [key, list] : {std::pair{"rope_scaling.short_factor", &m.rope.short_factor},
                                     std::pair{"rope_scaling.long_factor", &m.rope.long_factor}})
-      if (r.given(key) && std::ssize(*list) != m.head_dim / 2)
-        r.error(key, fmt::format("has {} numbers; head_dim / 2 is {}", list->size(), m.head_dim / 2));
+      if (r.given(key) && std::ssize(*list) != m.rotary_dim() / 2)
+        r.error(key,
+                fmt::format("has {} numbers; {} / 2 is {}", list->size(),
+                            m.rotary_share < 1 ? "head_dim * partial_rotary_factor" : "head_dim", m.rotary_dim() / 2));
 }
 
 void resolve_windows(HfConfig& h, Reader& r) {
@@ -179,10 +185,49 @@ bool quantizes_nothing(const Json& object) {
          it->value("load_in_8bit", Json(false)) == false;
 }
 
+// Weights in FP8 as DeepSeek-V3 has them, which are decoded when they are read.
+bool stores_fp8(const Json& object) {
+  const auto it = object.find("quantization_config");
+  return it != object.end() && it->is_object() && it->value("quant_method", Json()) == "fp8";
+}
+
+// Of those there is one form.
+void check_fp8(const Json& section, Reader& r) {
+  struct Taken {
+    std::string_view key;
+    Json values;
+  };
+  static const Taken kTaken[] = {{"fmt", Json::array({"e4m3"})},
+                                 {"weight_block_size", Json::array({Json::array({128, 128})})},
+                                 {"activation_scheme", Json::array({"dynamic", nullptr})}};
+  constexpr std::string_view kSection = "quantization_config";
+  if (!section.contains("weight_block_size"))
+    r.not_yet(kSection, "\"quant_method\" \"fp8\" without a weight_block_size (it is [128, 128])");
+  for (const auto& [name, value] : section.items()) {
+    if (name == "quant_method" || name == "modules_to_not_convert" || name == "ignored_layers") continue;
+    const auto* const taken = std::ranges::find(kTaken, name, &Taken::key);
+    if (taken == std::end(kTaken)) {
+      if (!value.is_null()) r.not_yet(kSection, fmt::format("\"{}\" of weights in \"fp8\"", name));
+    } else if (std::ranges::find(taken->values, value) == taken->values.end()) {
+      r.not_yet(kSection, fmt::format("\"{}\" {} of weights in \"fp8\" (there is {})", name, value.dump(),
+                                      taken->values[0].dump()));
+    }
+  }
+}
+
 // Keys that say something about experts, which another key would turn on.
-constexpr std::string_view kOfExperts[] = {"num_experts_per_tok", "norm_topk_prob",       "router_aux_loss_coef",
-                                           "router_z_loss_coef",  "router_jitter_noise",  "decoder_sparse_step",
-                                           "mlp_only_layers",     "moe_intermediate_size"};
+constexpr std::string_view kOfExperts[] = {"num_experts_per_tok",
+                                           "norm_topk_prob",
+                                           "router_aux_loss_coef",
+                                           "router_z_loss_coef",
+                                           "router_jitter_noise",
+                                           "decoder_sparse_step",
+                                           "mlp_only_layers",
+                                           "moe_intermediate_size",
+                                           "first_k_dense_replace",
+                                           "n_group",
+                                           "topk_group",
+                                           "routed_scaling_factor"};
 
 // Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
 bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_view name, const Json& value) {
@@ -197,6 +242,7 @@ bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_
   if (name == "layer_types")
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
   if (name == "pretraining_tp") return value == 0 || value == 1;
+  if (name == "num_nextn_predict_layers" || name == "num_mtp_layers") return value == 0;
   if (family.experts.block.empty()) {
     if (std::ranges::find(kOfExperts, name) != std::end(kOfExperts)) return true;
     if (name.ends_with("_experts") || name == "shared_expert_intermediate_size") return value == 0;
@@ -247,7 +293,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
 
   HfConfig h = defaults(*family, source);
   std::vector<Key> keys = model_keys(family->family, source);
-  if (!is_inline && quantizes_nothing(object))
+  const bool fp8 = !is_inline && stores_fp8(object);
+  if (fp8 || (!is_inline && quantizes_nothing(object)))
     *std::ranges::find(keys, "quantization_config", &Key::path) = silent("quantization_config");
   Reader r(keys, &h, text, prefix, diagnostics);
   // transformers, too, keeps what its model of this type does not read: fine-tuning tools leave their marks there.
@@ -256,6 +303,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
     std::set<std::string_view> of_others, marks;
     for (const FamilySpec* f : families()) {
       for (const Key& k : f->keys) {
+        if (k.path == "use_qk_norm") continue;  // published for Qwen3, too, which does not read it
         (k.kind == KeyKind::Silent ? marks : of_others).insert(k.path.substr(0, k.path.find('.')));
       }
     }
@@ -278,6 +326,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   }
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
+  if (fp8) check_fp8(object["quantization_config"], r);
   family->resolve(h, object, source, r);
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
@@ -383,6 +432,9 @@ Json model_json(const ModelConfig& model) {
   h.router_aux_loss_coef = h.output_router_logits ? experts.balance_loss : experts.unused_balance_loss;
   for (i64 l = 0; l < std::ssize(experts.layers); ++l)
     if (!experts.sparse(l)) h.mlp_only_layers.push_back(l);
+  h.first_k_dense_replace = std::ranges::find(experts.layers, true) - experts.layers.begin();
+  h.n_shared_experts = experts.shared / std::max<i64>(experts.intermediate, 1);
+  h.m.later_predictors = 0;  // weights of ours have none
   const RopeScaling& rope = model.rope;
   // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
@@ -451,8 +503,16 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
   }
 }
 
+void forget_published_form(Json& config) {
+  if (stores_fp8(config)) config.erase("quantization_config");
+  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
+    if (config.contains(key)) config[key] = 0;
+  }
+}
+
 Json publish_model(const Json& published, const ModelConfig& model) {
   Json out = published;
+  forget_published_form(out);
   const std::vector<Key> keys = model_keys(model.family, ModelSource::File);
   for (const Key& k : keys) {
     if (k.kind == KeyKind::Alias && k.path.find('.') == k.path.npos) out.erase(std::string(k.path));

@@ -332,6 +332,7 @@ struct Ring {
 }  // namespace
 
 void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, bool inverse) {
+  x.shape[3] = 2 * rotation.cos.dim(1);                                           // the others stay as they are
   if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
   ctx.ops.rope(x, x, rotation.cos, rotation.sin, ctx.positions, inverse, ctx.stream);
 }

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/experts.h"
 
+#include <fmt/format.h>
+
+#include "base/check.h"
 #include "comm/message_tag.h"
+#include "config/family.h"
 #include "ds/communicator.h"
 #include "model/models.h"
 
@@ -85,13 +89,23 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
   };
   // Every rank of tp routes all rows.
   router_ = add(equal_row({.name = name + ".gate.weight", .shape = {E(), C_}}, shard));
+  if (config_.balancing_bias) bias_ = add(balancing_bias(name + ".gate"));
   gate_up_ = add(cut_experts({.name = name + ".experts.gate_up_proj", .shape = {E(), 2 * F_, C_}}));
   down_ = add(cut_experts({.name = name + ".experts.down_proj", .shape = {E(), C_, F_}}));
   if (config_.shared == 0) return;
-  shared_.emplace(Shared{.mlp = GatedMlp(rows, name + ".shared_expert", c, config_.shared, shard, 1),
-                         .gated = config_.shared_gate});
+  const std::string shared = fmt::format("{}.{}", name, spec_of(c.family).experts.shared);
+  shared_.emplace(Shared{.mlp = GatedMlp(rows, shared, c, config_.shared, shard, 1), .gated = config_.shared_gate});
   if (shared_->gated)
     shared_->gate = add(whole_row({.name = name + ".shared_expert_gate.weight", .shape = {1, C_}}, shard));
+}
+
+ParamRow Experts::balancing_bias(const std::string& router) const {
+  ParamRow row =
+      equal_row({.name = fmt::format("{}{}", router, kBalancingBias), .shape = {E()}, .init = Init::Zeros}, shard_);
+  row.trained = false;
+  row.group = balance_group(expert_splits(shard_));
+  row.balances = narrow<i64>(router_);
+  return row;
 }
 
 ParamRow Experts::cut_experts(ParamRow row) const {
@@ -156,8 +170,9 @@ TensorView Experts::offsets(const LayerActs& own) const { return own.saved[trave
 
 void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
   const auto& s = own.saved;
+  const TensorView bias = bias_ ? params.own[*bias_] : TensorView{};
   ctx.ops.grouped_matmul(s[kLogits], all, one_matrix(params.own[router_]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kChosen], s[kWeights], s[kScores], s[kLogits], {}, config_.router, ctx.stream);
+  ctx.ops.route(s[kChosen], s[kWeights], s[kScores], s[kLogits], bias, config_.router, ctx.stream);
   ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], s[kChosen], first_expert(), ctx.stream);
 }
 

@@ -18,7 +18,7 @@ namespace ds::model {
 
 class Experts final : public FeedForward {
  public:
-  // Appends rows name.gate, name.experts.{gate_up,down}_proj, and those of the shared expert.
+  // Appends rows name.gate, its balancing bias, name.experts.{gate_up,down}_proj, and those of the shared expert.
   Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard);
 
   std::vector<Linear*> linears() override;
@@ -49,6 +49,7 @@ class Experts final : public FeedForward {
   i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
   bool travels() const noexcept { return shard_.ep > 1; }
   RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
+  ParamRow balancing_bias(const std::string& router) const;
   ParamRow cut_experts(ParamRow row) const;
 
   // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have
@@ -73,6 +74,7 @@ class Experts final : public FeedForward {
   Shard shard_;
   i64 C_, F_;
   size_t router_ = 0, gate_up_ = 0, down_ = 0;
+  std::optional<size_t> bias_;
   ExpertExchange exchange_;
   std::optional<Shared> shared_;
 };

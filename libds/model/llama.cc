@@ -3,6 +3,8 @@
 // positions, grouped-query attention, SwiGLU. Qwen2 adds biases on q, k, v; Qwen3 normalises each query and key head.
 // Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE have experts in place of the MLP of some blocks or all.
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -351,6 +353,10 @@ Model make_llama(const ModelConfig& c, const Shard& shard) {
   if (c.tie_embeddings) {
     m.shared = {TokenEmbedding::table(c, shard)};
     m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
+  }
+  for (i64 l = c.layers; l < c.layers + c.later_predictors; ++l) {
+    m.other_tasks.push_back(fmt::format("model.layers.{}.", l));
+    m.other_tasks.push_back(fmt::format("layers.{}.", l));  // in files of the bare model
   }
   m.rotations = {rotation_of(c)};
   m.layers.push_back(std::make_unique<TokenEmbedding>(c, shard));

@@ -106,6 +106,9 @@ void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64, 
                  Stream& stream) noexcept {
   count(stream, {"router_loss", stats.dtype, 0, bytes_of({loss, score_grad, stats})});
 }
+void balance_experts(TensorView bias, TensorView counts, float, const GradVerdict*, Stream& stream) noexcept {
+  count(stream, {"balance_experts", bias.dtype, 0, bytes_of({bias, bias, counts})});
+}
 void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen, i64,
                   Stream& stream) noexcept {
   count(stream, {"sort_choices", chosen.dtype, 0, bytes_of({offsets, places, tokens, choices, chosen})});
@@ -304,6 +307,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .route_grad = route_grad,
                                   .router_stats = router_stats,
                                   .router_loss = router_loss,
+                                  .balance_experts = balance_experts,
                                   .sort_choices = sort_choices,
                                   .combine_rows = combine_rows,
                                   .combine_rows_grad = combine_rows_grad,

@@ -342,7 +342,7 @@ PY
       rm -r out b
     done
     rm -r a
-  done <<<$'mixtral 1\nolmoe 1\nqwen2_moe 2\nqwen3_moe 2'
+  done <<<$'mixtral 1\nolmoe 1\nqwen2_moe 2\nqwen3_moe 2\nglm4_moe 2'
 }
 
 @test "the model is named, or found beside its file" {
@@ -531,7 +531,7 @@ PY
   local golden=$DS_SOURCE/tests/golden
   refuses 2 "--positions 39 is fewer than the 40 that the model has" "$golden/gpt2" -o out --positions 39
   for bad in 0 -1 many 16777217 1.5; do refuses 2 "--positions" "$golden/gpt2" -o out --positions "$bad"; done
-  for model in llama qwen2 qwen3 mixtral olmoe qwen2_moe qwen3_moe; do
+  for model in llama qwen2 qwen3 mixtral olmoe qwen2_moe qwen3_moe glm4_moe; do
     refuses 2 "a model of type \"$model\" has none" "$golden/$model" -o out --positions 4096
   done
   refuses 2 "show accepts a directory" show run --positions 9

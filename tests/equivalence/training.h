@@ -249,7 +249,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (const StatePiece& st : held.pieces()) {
     const model::ParamRow& row = engine.row_of(st.param);
     const bool own_master = st.data[State::Master] == nullptr;
-    const DType dtype = own_master ? engine.plan().work : DType::F32;
+    const DType dtype = own_master ? engine.plan().work_of(st.param) : DType::F32;
     const auto* const weights = static_cast<const char*>(st.data[own_master ? State::Param : State::Master]);
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
       const size_t at = static_cast<size_t>(first[st.param] + global);

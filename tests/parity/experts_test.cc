@@ -259,6 +259,43 @@ TEST(Experts, LossesAtBalance) {
   }
 }
 
+// ---- the balancing bias
+
+// Counts of one expert may be the mean itself; large ones differ from it by one.
+TEST(Experts, BiasesMoveByTheSignOfTheirDistanceFromTheMean) {
+  constexpr float kRate = 0.001f;
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  const RngKey key{17, 3, 0};
+  u64 draw = 0;
+  for (const i64 E : {1, 2, 5, 64, 257}) {
+    for (const i64 most : {i64{3}, i64{1} << 24}) {
+      Tensor counts(DType::F32, {E});
+      i64 all = 0;
+      for (i64 e = 0; e < E; ++e) {
+        const i64 n = most > 3 && e > 0 ? most / 2 + static_cast<i64>(key.bits(draw++) % 3)
+                                        : static_cast<i64>(key.bits(draw++)) % most;
+        all += n;
+        counts.set(e, static_cast<float>(n));
+      }
+      for (const i64 finite : {1, 0}) {
+        for (const OpTable* ops : backends()) {
+          Tensor bias(DType::F32, {E});
+          for (i64 e = 0; e < E; ++e) bias.set(e, 0.25f * static_cast<float>(e % 7) - 0.5f);
+          const GradVerdict verdict{.finite = finite};
+          ops->balance_experts(bias, counts, kRate, &verdict, s);
+          for (i64 e = 0; e < E; ++e) {
+            const float before = 0.25f * static_cast<float>(e % 7) - 0.5f;
+            const i64 above = E * static_cast<i64>(counts.at(e)) - all;
+            const float want = finite == 0 || above == 0 ? before : above > 0 ? before - kRate : before + kRate;
+            ASSERT_EQ(bias.at(e), want) << ops->name << " " << E << " " << e;
+          }
+        }
+      }
+    }
+  }
+}
+
 // ---- the order of choices
 
 struct Sorted {

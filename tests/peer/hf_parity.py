@@ -36,6 +36,8 @@ MODELS = {
                   "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
     "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 32, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
+    "glm4_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
     "bert": SIZES,
 }
 MASKS = {"mask_token": 256, "cls_token": 257, "sep_token": 258}

@@ -39,7 +39,9 @@ constexpr Case kCases[] = {
                      "shared_expert_intermediate_size": 6)",
      "mlp", "gate_proj", "up_proj", "down_proj"},
     {"qwen3_moe", R"("num_experts": 3, "moe_intermediate_size": 2, "decoder_sparse_step": 2, "head_dim": 4)", "mlp",
-     "gate_proj", "up_proj", "down_proj"}};
+     "gate_proj", "up_proj", "down_proj"},
+    {"glm4_moe", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "head_dim": 4)",
+     "mlp", "gate_proj", "up_proj", "down_proj"}};
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.family; }
 
@@ -47,6 +49,7 @@ std::string config_of(const Case& c) {
   const std::string class_name = c.family == std::string("mixtral")     ? "Mixtral"
                                  : c.family == std::string("olmoe")     ? "Olmoe"
                                  : c.family == std::string("qwen2_moe") ? "Qwen2Moe"
+                                 : c.family == std::string("glm4_moe")  ? "Glm4Moe"
                                                                         : "Qwen3Moe";
   return fmt::format(R"({{"model_type": "{}", "architectures": ["{}ForCausalLM"], "vocab_size": 11, "hidden_size": 4,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 6,

@@ -216,6 +216,73 @@ TEST(ModelConfig, ReadsQwenWithExperts) {
             16);  // as transformers 5 may
 }
 
+// As published for GLM-4.5, whose rope_parameters are as transformers 5 writes them.
+TEST(ModelConfig, ReadsGlmWithExperts) {
+  constexpr std::string_view kGlm = R"({{
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    {}, "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1536, "norm_topk_prob": true, "num_attention_heads": 96,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_hidden_layers": 92, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": true, "use_qk_norm": true, "vocab_size": 151552}})";
+  for (const std::string_view rope :
+       {R"("partial_rotary_factor": 0.5, "rope_scaling": null, "rope_theta": 1000000)",
+        R"("rope_parameters": {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5})"}) {
+    const ModelConfig m = load(fmt::format(kGlm, rope));
+    EXPECT_EQ(m.experts.count, 160);
+    EXPECT_EQ(m.experts.shared, 1536);
+    EXPECT_FALSE(m.experts.sparse(2));
+    EXPECT_TRUE(m.experts.sparse(3) && m.experts.sparse(91));
+    const RouterParams& r = m.experts.router;
+    EXPECT_TRUE(r.sigmoid && r.normalise && r.group_by_two && m.experts.balancing_bias);
+    EXPECT_EQ(r.scale, 2.5f);
+    EXPECT_TRUE(m.qk_norm && m.attention_bias && !m.output_bias && !m.experts.shared_gate);
+    EXPECT_EQ(m.rotary_dim(), 64);
+    EXPECT_EQ(m.rope_theta, 1e6f);
+    EXPECT_EQ(m.later_predictors, 1);
+    EXPECT_EQ(m.experts.balance_loss, 0);
+    const Json written = Json::parse(model_config_json(m));
+    EXPECT_EQ(written["num_nextn_predict_layers"], 0);
+    EXPECT_EQ(written["first_k_dense_replace"], 3);
+    EXPECT_EQ(written["partial_rotary_factor"], 0.5);
+  }
+}
+
+// Weights in blocks of 128 x 128 are decoded when they are read; any other form is refused by its name, and no written
+// config.json has a word of either.
+TEST(ModelConfig, Fp8OfPublishedWeights) {
+  const auto with = [](std::string_view members) {
+    return fmt::format(R"({{"model_type": "llama", "quantization_config": {{"quant_method": "fp8"{}}}}})", members);
+  };
+  constexpr std::string_view kBlocks = R"(, "weight_block_size": [128, 128])";
+  for (const std::string_view more :
+       {"", R"(, "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"])"})
+    EXPECT_EQ(load(with(fmt::format("{}{}", kBlocks, more))).layers, 32);
+  for (const auto& [members, why] :
+       {std::pair{"", "without a weight_block_size"},
+        {R"(, "weight_block_size": null)", "\"weight_block_size\" null"},
+        {R"(, "weight_block_size": [1, 128])", "\"weight_block_size\" [1,128]"},
+        {R"(, "weight_block_size": [128, 128], "fmt": "e5m2")", "\"fmt\" \"e5m2\""},
+        {R"(, "weight_block_size": [128, 128], "activation_scheme": "static")", "\"activation_scheme\" \"static\""},
+        {R"(, "weight_block_size": [128, 128], "scale_fmt": "ue8m0")", "\"scale_fmt\""}}) {
+    try {
+      load(with(members));
+      ADD_FAILURE() << members;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Unavailable) << members;
+      EXPECT_THAT(e.what(), HasSubstr(why));
+      EXPECT_THAT(e.what(), HasSubstr("quantization_config"));
+    }
+  }
+  Json published = Json::parse(with(kBlocks));
+  published["num_nextn_predict_layers"] = 1;
+  const Json written = publish_model(published, load(with(kBlocks)));
+  EXPECT_FALSE(written.contains("quantization_config"));
+  EXPECT_EQ(written["num_nextn_predict_layers"], 0);
+}
+
 TEST(ModelConfig, SparseBlocksFollowTheStepAndTheExceptions) {
   const auto layers = [](std::string_view more) {
     return load(fmt::format(R"({{"model_type": "qwen3_moe", "num_hidden_layers": 6, {}}})", more)).experts.layers;
@@ -395,6 +462,19 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "no model of type \"llama\" has it, but those of type \"mixtral\""},
            Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.01})", "router_jitter_noise", Errc::Unavailable},
            Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 12, "n_group": 5})",
+                "n_group: 12 experts cannot be 5 groups of two experts or more, as many in each"},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 8})", "n_group: 8 experts cannot be"},
+           Case{R"({"model_type": "glm4_moe", "topk_group": 2})", "topk_group: 2 of 1 groups cannot be chosen"},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 16, "n_group": 4, "topk_group": 1})",
+                "topk_group: the 1 groups that are chosen have 4 experts, and a token chooses 8"},
+           Case{R"({"model_type": "glm4_moe", "head_dim": 6})",
+                "partial_rotary_factor: turns 3 of the 6 dimensions of a head"},
+           Case{R"({"model_type": "llama", "num_nextn_predict_layers": 1})",
+                "no model of type \"llama\" has it, but those of type \"glm4_moe\" do"},
+           Case{R"({"model_type": "llama", "num_nextn_predict_layers": 0})", "accepted"},
+           Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2"})", "a model of type \"deepseek_v2\"", Errc::Unavailable},
            Case{R"({"model_type": "gpt_oss"})", "a model of type \"gpt_oss\" (there are \"gpt2\"", Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_next"})", "a model of type \"qwen3_next\"", Errc::Unavailable},
@@ -645,6 +725,12 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                "sliding_window": 9})",
           R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
                "head_dim": 128, "router_z_loss_coef": 0.5})",
+          R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_routed_experts": 24,
+               "n_group": 4, "topk_group": 2, "n_shared_experts": 3, "moe_intermediate_size": 96, "use_qk_norm": true,
+               "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.5, "norm_topk_prob": false,
+               "num_nextn_predict_layers": 0, "router_aux_loss_coef": 0.25, "output_router_logits": true})",
+          R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2,
+               "n_shared_experts": 0})",
       }) {
     const std::string once = model_config_json(load(text));
     EXPECT_EQ(model_config_json(load(once)), once) << text;

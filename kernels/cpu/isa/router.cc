@@ -210,4 +210,16 @@ void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k
   for (i64 e = 0; e < E; ++e) score_grad.as<float>()[e] = static_cast<float>(each * static_cast<double>(count[e]));
 }
 
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept {
+  if (verdict->finite == 0) return;
+  const i64 E = bias.numel();
+  const float* const count = counts.as<float>();
+  double all = 0;
+  for (i64 e = 0; e < E; ++e) all += static_cast<double>(count[e]);
+  for (i64 e = 0; e < E; ++e) {
+    const double above = static_cast<double>(E) * static_cast<double>(count[e]) - all;
+    bias.as<float>()[e] -= above > 0 ? rate : above < 0 ? -rate : 0.0f;
+  }
+}
+
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -92,6 +92,8 @@ struct DilocoConfig {
 struct OptimizerConfig : UpdateConfig {
   std::vector<ParamGroupConfig> groups;
   DilocoConfig diloco = {};
+  // How far a step moves the balancing bias of each expert (ExpertsConfig::balancing_bias); 0: biases stay.
+  float router_bias_update_rate = 0.001f;
 };
 
 // DeepSpeed's schedules under its names, and common ones: a linear warm-up from 0, followed by the named shape.

@@ -66,7 +66,8 @@ struct ParamRow {
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
-  // The group that reduces its gradient and over which ZeRO cuts it: 0 is dp, i is number i - 1 of Model::splits.
+  // The group that reduces its gradient and over which ZeRO cuts it: 0 is dp, i is number i - 1 of Model::splits. The
+  // number after those is of balancing biases (`balances`), which no group reduces or cuts.
   size_t group = 0;
   // The number of dp ranks whose samples its gradient sums over, by which the sum is divided; 0: all. Independent of
   // the group's size.
@@ -83,7 +84,12 @@ struct ParamRow {
   // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix
   // or vector; -1: none. That row consists of whole blocks of kRowBlock. See lies_after().
   i64 after = -1;
+  // The number in its layer of the matrix of the router for which this row is a balancing bias (RouterParams); -1: it
+  // is none. Such a row is fp32 in every run, whole on every rank, and not trained: the end of a step moves it by the
+  // tokens that were counted (Layer::num_counts), if the matrix is trained. A layer has one at most.
+  i64 balances = -1;
 
+  DType dtype(DType work) const noexcept { return balances < 0 ? work : DType::F32; }
   i64 numel() const noexcept { return product(shape); }
   MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
   // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
@@ -93,8 +99,9 @@ struct ParamRow {
     return trained == other.trained && storage == other.storage && group == other.group;
   }
   // This rank's part as layers see it: a vector, a matrix, or a batch of matrices [count, rows, cols].
-  TensorView view(DType dtype, void* data) const noexcept {
+  TensorView view(DType work, void* data) const noexcept {
     const MatrixShape m = matrices();
+    const DType dtype = this->dtype(work);
     if (m.count == 0) return TensorView::of(data, dtype, {numel()});
     return shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
                              : TensorView::of(data, dtype, {m.count, m.rows, m.cols});

@@ -38,9 +38,9 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Bert };  // family_name()
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, Bert };
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-// "bert".
+// "glm4_moe", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
@@ -92,6 +92,8 @@ struct ModelConfig {
 
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope = {};
+  float rotary_share = 1;  // the share of a head's dimensions that turn, the first ones; the others stay
+  i64 rotary_dim() const noexcept { return static_cast<i64>(static_cast<float>(head_dim) * rotary_share); }
   // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
   DS_API bool rotary() const noexcept;  // positions turn queries and keys; else they are learnt
@@ -122,6 +124,10 @@ struct ModelConfig {
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
 
   ExpertsConfig experts{};
+
+  // Layers after the last one that predict tokens further ahead (multi-token prediction, DeepSeek-V3). Weight files may
+  // contain them; they are left out.
+  i64 later_predictors = 0;
 
   // Whether linear maps of the same input are one product where their shapes allow it (ds/linear.h, LinearGroup).
   bool joined_products = true;

@@ -458,6 +458,10 @@ struct OpTable {
                        const RouterParams&, const RouterLossParams&, Stream&) noexcept;
   void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
                       Stream&) noexcept;
+  // bias_e += rate * sign(mean - count_e) (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+  // Mixture-of-Experts", 2024), where mean is that of counts [E]; nothing if the verdict is not finite. bias, counts fp32;
+  // counts are integers below 2^24, so the sign is exact, and each new bias is rounded once.
+  void (*balance_experts)(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept;
   // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1; another
   // number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k]
   // int32: of each choice, or -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after
