@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "config/families/llama.h"
+#include "config/families/moe.h"
 
 namespace ds {
 namespace family {
@@ -25,7 +26,7 @@ constexpr Key kSparseKeys[] = {
 constexpr Key kMixtralOwn[] = {
     effect("num_local_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
     alias("num_experts", "num_local_experts"),
-    fixed("router_jitter_noise", "[0]"),
+    effect("router_jitter_noise", slot_of<&H::m, &M::experts, &X::input_jitter>, kDropout, kNull),
 };
 constexpr Key kOlmoeOwn[] = {
     effect("num_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
@@ -48,9 +49,10 @@ constexpr Key kQwenOwn[] = {
 // The tables of a family, one after the other.
 template <size_t own>
 constexpr auto with_own(const Key (&keys)[own]) {
-  std::array<Key, std::size(kLlamaKeys) + std::size(kSparseKeys) + own> all;
+  std::array<Key, std::size(kLlamaKeys) + std::size(kSparseKeys) + std::size(kGatingKeys) + own> all;
   Key* end = std::ranges::copy(kLlamaKeys, all.data()).out;
   end = std::ranges::copy(kSparseKeys, end).out;
+  end = std::ranges::copy(kGatingKeys, end).out;
   std::ranges::copy(keys, end);
   return all;
 }
@@ -171,6 +173,7 @@ void resolve_experts(HfConfig& h, std::string_view count, std::string_view size,
   if (!h.output_router_logits) x.unused_balance_loss = h.router_aux_loss_coef;
   if (!r.any_broken({count, "num_experts_per_tok"}) && x.per_token > x.count)
     r.error("num_experts_per_tok", fmt::format("a token cannot choose {} of {} experts", x.per_token, x.count));
+  resolve_gating(h, "num_experts_per_tok", r);
   constexpr i64 kWidest = 1 << 24;
   if (!r.any_broken({count, size}) && x.count * x.intermediate > kWidest)
     r.error(count, fmt::format("{} experts with {} {} are {} wide together (at most {})", x.count, size, x.intermediate,

@@ -83,9 +83,11 @@ struct ParamRow {
   // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix
   // or vector; -1: none. That row consists of whole blocks of kRowBlock. See lies_after().
   i64 after = -1;
+  // A batch of vectors, such as the biases of experts: of its dimensions none makes a matrix, and layers see a vector.
+  bool vectors = false;
 
   i64 numel() const noexcept { return product(shape); }
-  MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
+  MatrixShape matrices() const noexcept { return vectors ? MatrixShape{} : MatrixShape::of(shape); }
   // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
     if (after < 0) return false;
@@ -442,9 +444,9 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
-  // The number of experts whose tokens its forward pass in training counts, in ctx.counts, for the micro-batch: ranks
-  // of tp and sp write equal values, those of all tokens. The sums over a step are reported
-  // (StepRecord::expert_tokens).
+  // The number of values that its forward pass in training counts, in ctx.counts, for the micro-batch, or 0: the tokens
+  // of each expert, then RouterStats::kReport numbers of its router. Ranks of tp and sp write equal values, those of
+  // all tokens. The sums over a step are reported (StepRecord::experts).
   virtual i64 num_counts() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }
