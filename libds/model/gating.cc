@@ -11,7 +11,7 @@ namespace ds::model {
 namespace {
 
 // N: the tokens of all ranks of sp.
-enum Temporary : size_t {
+enum GatingArray : size_t {
   kJittered,  // [R,C], or a stream
   kNoisy,     // [R,E]
   kPriority,  // [R,k]
