@@ -18,6 +18,16 @@ namespace ds {
 // sizes are required and dropout is 0.
 enum class ModelSource { File, Inline };
 
+enum class NoisyGate : u8 { None, Jitter, RSample };
+
+// Keys of DeepSpeed's layer `moe` that are not members of ExpertsConfig themselves.
+struct MoeKeys {
+  NoisyGate noisy_gate_policy = NoisyGate::None;
+  bool second_expert_sampling = false;
+  bool use_rts = false;
+  i64 expert_interval = 2;
+};
+
 // The contents of config.json before they are resolved: 0 and empty stand for a missing key.
 struct HfConfig {
   ModelConfig m;
@@ -31,6 +41,7 @@ struct HfConfig {
   i64 n_shared_experts = 0;
   bool output_router_logits = false;
   float router_aux_loss_coef = 0;
+  MoeKeys moe{};
 };
 
 // End of the name of a router's balancing bias, which is fp32 wherever it is written.
@@ -47,11 +58,12 @@ struct LearnedPositions {
   std::string_view derived{};                   // end of the names of buffers that depend on the length alone
 };
 
-// Names in published files, in which each expert has three matrices of its own:
-// "<block>.experts.<number>.<gate>.weight".
+// Names in published files, in which each expert has matrices of its own: "<block>.<experts>.<number>.<gate>.weight".
+// Without `gate`, experts are GPT-2's MLPs.
 struct ExpertNames {
   std::string_view block{};  // the part of a transformer block that has the router and the experts; empty: no experts
   std::string_view gate{}, up{}, down{};
+  std::string_view experts = "experts", router = "gate.weight";
   std::string_view shared = "shared_expert";  // the part that has the shared expert, if there is one
 };
 

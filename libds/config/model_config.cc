@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "config/families/keys.h"
+#include "config/families/moe.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
 
@@ -243,7 +244,7 @@ bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
   if (name == "pretraining_tp") return value == 0 || value == 1;
   if (name == "num_nextn_predict_layers" || name == "num_mtp_layers") return value == 0;
-  if (family.experts.block.empty()) {
+  if (std::ranges::find(family.keys, "num_experts_per_tok", &Key::path) == family.keys.end()) {
     if (std::ranges::find(kOfExperts, name) != std::end(kOfExperts)) return true;
     if (name.ends_with("_experts") || name == "shared_expert_intermediate_size") return value == 0;
   }
@@ -435,6 +436,7 @@ Json model_json(const ModelConfig& model) {
   h.first_k_dense_replace = std::ranges::find(experts.layers, true) - experts.layers.begin();
   h.n_shared_experts = experts.shared / std::max<i64>(experts.intermediate, 1);
   h.m.later_predictors = 0;  // weights of ours have none
+  family::restore_gating(h);
   const RopeScaling& rope = model.rope;
   // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
@@ -459,6 +461,8 @@ Json model_json(const ModelConfig& model) {
     if (k.path == "sliding_window" && h.sliding_window == 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
+    } else if (k.path.starts_with("moe.")) {
+      if (family::writes_gating(h, k.path)) out["moe"][std::string(k.path.substr(dot + 1))] = std::move(value);
     } else if (rope.type != RopeType::Default && rope_key_read(k.path.substr(dot + 1))) {
       out["rope_scaling"][std::string(k.path.substr(dot + 1))] = std::move(value);
     }
@@ -485,7 +489,21 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
     if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
     return model_json(m);
   };
-  const Json there = now.source ? saved : json(*before), here = json(now);
+  // Capacities, noise and losses of routers are a run's own.
+  const auto without_gating = [](Json model) {
+    const auto moe = model.find("moe");
+    if (moe == model.end() || !moe->is_object()) return model;
+    Json kept = Json::object();
+    for (const char* const key : {"num_experts", "k", "expert_interval"})
+      if (moe->contains(key)) kept[key] = moe->at(key);
+    if (kept.empty()) {
+      model.erase("moe");
+    } else {
+      *moe = std::move(kept);
+    }
+    return model;
+  };
+  const Json there = without_gating(now.source ? saved : json(*before)), here = without_gating(json(now));
   const auto at = [](const Json& model, const std::string& key) {
     return model.contains(key) ? model.at(key).dump() : std::string("not set");
   };

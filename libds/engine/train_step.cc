@@ -2,6 +2,8 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 #include "base/clock.h"
 #include "comm/message_tag.h"
@@ -209,8 +211,14 @@ void Engine::fill_in_experts(Step& step) const {
     if (n == 0) continue;
     ExpertTokens& layer = step.record.experts.emplace_back();
     layer.layer = model_.layers[static_cast<size_t>(l)]->name();
-    for (const float tokens : all.subspan(static_cast<size_t>(first), static_cast<size_t>(n)))
-      layer.tokens.push_back(std::llround(tokens) / mesh_.shape().sp);
+    const auto count = [&](i64 i) { return std::llround(all[static_cast<size_t>(first + i)]) / mesh_.shape().sp; };
+    const i64 experts = n - RouterStats::kReport;
+    for (i64 e = 0; e < experts; ++e) layer.tokens.push_back(count(e));
+    const i64 tokens = std::reduce(layer.tokens.begin(), layer.tokens.end()) / config_.model.experts.per_token;
+    const i64 entropies = count(experts) * RouterStats::kFraction + count(experts + 1);
+    if (tokens > 0)
+      layer.entropy = static_cast<double>(entropies) / static_cast<double>(RouterStats::kFraction * tokens);
+    layer.dropped = count(experts + 2);
     first += n;
   }
 }

@@ -23,9 +23,9 @@ enum Saved : size_t {
   kChoices,     // [N] int32
   kScores,      // [R,E]
   kLogits,      // [R,E]
-  kStats,       // [2E+1]
+  kStats,       // RouterStats
   kScoreGrad,   // [E]
-  kGateUp,      // [M,2F]
+  kPre,         // [M,W]
   kGroups,      // offsets of the rows that arrive; with ep
   kArrivedX,    // [M,C]; with ep
   kSharedOut,   // stream
@@ -35,12 +35,14 @@ enum Saved : size_t {
   kSharedChosen,
 };
 enum Gradient : size_t {
-  kDGateUp,    // [M,2F]
-  kWeighted,   // [M,F]: the hidden values times the weights of their places
-  kDLogits,    // [R,E]
-  kDArrived,   // [M,C]: gradients of outputs; with ep
-  kSumGateUp,  // fp32, of the matrices; for several rounds
+  kDPre,      // [M,W]
+  kWeighted,  // [M,F]: the hidden values times the weights of their places
+  kDLogits,   // [R,E]
+  kDArrived,  // [M,C]: gradients of outputs; with ep
+  kSumUp,     // fp32, of the experts' parameters; for several rounds
   kSumDown,
+  kSumUpBias,
+  kSumDownBias,
   kDShared,       // stream
   kDSharedLogit,  // [S,1]
 };
@@ -57,15 +59,10 @@ enum Temporary : size_t {
   kArrivedWeights,  // [M,1]; with ep
   kDArrivedWeights,
   kSortedX,         // [N,C]; for several rounds
+  kBiasDot,         // [M,1]; with biases
   kDSharedWeight,   // [S,1]
   kDSharedLogit32,  // [S,1]
 };
-
-TensorView columns_of(TensorView rows, i64 first, i64 count) {
-  rows.data = static_cast<char*>(rows.data) + first * dtype_bytes(rows.dtype);
-  rows.shape[1] = count;
-  return rows;
-}
 
 TensorView one_matrix(TensorView m) { return m.reshaped({1, m.dim(0), m.dim(1)}); }
 TensorView one_column(TensorView v) { return v.reshaped({v.numel(), 1}); }
@@ -75,11 +72,14 @@ constexpr RouterParams kSharedGate{.sigmoid = true};
 
 }  // namespace
 
-Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard)
+Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer,
+                 const Shard& shard)
     : config_(c.experts),
       shard_(shard),
       C_(c.hidden),
       F_(c.experts.intermediate),
+      gating_(c, shard, layer),
+      mlp_(c),
       exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard) {
   const auto add = [&](ParamRow row) {
     row.std = c.initializer_range;
@@ -90,8 +90,10 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
   // Every rank of tp routes all rows.
   router_ = add(equal_row({.name = name + ".gate.weight", .shape = {E(), C_}}, shard));
   if (config_.balancing_bias) bias_ = add(balancing_bias(name + ".gate"));
-  gate_up_ = add(cut_experts({.name = name + ".experts.gate_up_proj", .shape = {E(), 2 * F_, C_}}));
-  down_ = add(cut_experts({.name = name + ".experts.down_proj", .shape = {E(), C_, F_}}));
+  mlp_.declare(name + ".experts", c, [&](ParamRow row) {
+    rows.push_back(cut_experts(std::move(row)));
+    return rows.size() - 1;
+  });
   if (config_.shared == 0) return;
   const std::string shared = fmt::format("{}.{}", name, spec_of(c.family).experts.shared);
   shared_.emplace(Shared{.mlp = GatedMlp(rows, shared, c, config_.shared, shard, 1), .gated = config_.shared_gate});
@@ -128,7 +130,7 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
             n = exchange_.own_experts();
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
   const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated,
-             repeats = travels() && exchange_.may_repeat(R);
+             repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
   const TensorView none{};
   LayerActs a;
   const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
@@ -141,7 +143,7 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   const TensorView all_offsets = kept(i32, {exchange_.members(), E() / shard_.tp + 1});
   add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
                 kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}), kept(f32, {R, E()}), kept(f32, {R, E()}),
-                kept(f32, {2 * E() + 1}), kept(f32, {E()}), p.saved(work, {M, 2 * F_})});
+                kept(f32, {RouterStats{E()}.size()}), kept(f32, {E()}), p.saved(work, {M, mlp_.width()})});
   add(a.saved, {travels() ? kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
   if (gated) {
     add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
@@ -150,18 +152,30 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   add(a.temporary,
       {p.temporary(work, {N, C_}), p.temporary(work, {M, F_}), travels() ? p.temporary(work, {M, C_}) : none});
   if (train) {
-    add(a.gradients, {p.gradient(work, {M, 2 * F_}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
-                      travels() ? p.gradient(work, {M, C_}) : none, repeats ? p.gradient(f32, {n, 2 * F_, C_}) : none,
-                      repeats ? p.gradient(f32, {n, C_, F_}) : none});
-    add(a.temporary,
-        {p.temporary(work, {M, F_}), p.temporary(f32, {N, 1}), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
-         p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? p.temporary(f32, {M, 1}) : none,
-         travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none});
+    add(a.gradients, {p.gradient(work, {M, mlp_.width()}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
+                      travels() ? p.gradient(work, {M, C_}) : none});
+    const std::vector<std::vector<i64>> shapes = mlp_.shapes(n);
+    for (size_t i = 0; i < 4; ++i) {
+      if (!repeats || i >= shapes.size()) {
+        a.gradients.push_back(none);
+      } else if (const std::vector<i64>& shape = shapes[i]; shape.size() == 2) {
+        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1]}));
+      } else {
+        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1], shape[2]}));
+      }
+    }
+    // The gradient of a bias needs the weights again.
+    const auto weights = [&](i64 rows) { return biased ? p.gradient(f32, {rows, 1}) : p.temporary(f32, {rows, 1}); };
+    add(a.temporary, {p.temporary(work, {M, F_}), weights(N), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
+                      p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? weights(M) : none,
+                      travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none,
+                      biased ? p.temporary(f32, {M, 1}) : none});
     if (gated) {
       add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
       add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
     }
   }
+  a.inner.push_back(gating_.plan(p, pass));
   acts.inner.push_back(std::move(a));
   if (shared_) shared_->mlp.plan(acts, p, pass);
 }
@@ -170,10 +184,13 @@ TensorView Experts::offsets(const LayerActs& own) const { return own.saved[trave
 
 void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
   const auto& s = own.saved;
-  const TensorView bias = bias_ ? params.own[*bias_] : TensorView{};
-  ctx.ops.grouped_matmul(s[kLogits], all, one_matrix(params.own[router_]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kChosen], s[kWeights], s[kScores], s[kLogits], bias, config_.router, ctx.stream);
-  ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], s[kChosen], first_expert(), ctx.stream);
+  const LayerActs& gating = own.inner.front();
+  ctx.ops.grouped_matmul(s[kLogits], gating_.router_input(ctx, all, gating), one_matrix(params.own[router_]), {},
+                         /*trans_b=*/true, ctx.stream);
+  gating_.choose(ctx, s[kChosen], s[kWeights], s[kScores], s[kLogits], bias_ ? params.own[*bias_] : TensorView{},
+                 gating);
+  ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], gating_.kept(s[kChosen], gating),
+                       first_expert(), ctx.stream);
 }
 
 // Counts tokens, and makes losses of them. Each rank of sp has the losses of all tokens of its sequences; one of them
@@ -181,13 +198,16 @@ void Experts::route(const PassContext& ctx, RowViews params, TensorView all, con
 void Experts::count(const PassContext& ctx, const LayerActs& own) const {
   const auto& s = own.saved;
   const TensorView stats = s[kStats];
-  ctx.ops.router_stats(stats, s[kChosen], s[kScores], s[kLogits], ctx.targets, config_.router, losses(), ctx.stream);
+  ctx.ops.router_stats(stats, s[kChosen], gating_.dropped(own.inner.front()), s[kScores], s[kLogits], ctx.targets,
+                       config_.router, losses(), ctx.stream);
   if (ctx.groups.shard.sp > 1) {
     ctx.groups[Axis::Sp]
         .all_reduce(stats.data, stats.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
         .wait();
   }
+  constexpr i64 kReport = RouterStats::kReport;
   ctx.ops.cast(ctx.counts.rows(0, E()), stats.rows(0, E()), ctx.stream);
+  ctx.ops.cast(ctx.counts.rows(E(), kReport), stats.rows(RouterStats{E()}.report(), kReport), ctx.stream);
   if (!adds_loss()) return;
   ctx.ops.router_loss(ctx.aux_loss, s[kScoreGrad], stats, k(), losses(), ctx.stream);
   if (ctx.groups.shard.sp_rank > 0) ctx.ops.scaled_sum(ctx.aux_loss, ctx.aux_loss, 0, 0, nullptr, ctx.stream);
@@ -205,15 +225,11 @@ TensorView Experts::arrive(const PassContext& ctx, TensorView to, TensorView sor
   return to;
 }
 
-// Gate and up from the inputs of the experts.
-void Experts::to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const {
-  ctx.ops.grouped_matmul(own.saved[kGateUp], x, params.own[gate_up_], offsets(own), /*trans_b=*/true, ctx.stream);
-}
-
 void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
                       const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
+  x = gating_.input(ctx, x, own.inner.front());
   if (shared_) {
     forward_shared(ctx, params, y, x, residual, acts);
     residual = y;
@@ -228,10 +244,9 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   }
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     if (travels()) exchange_.begin(ctx, s[kGroups], round);
-    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], rows), own);
-    ctx.ops.swiglu_fwd(t[kHidden], columns_of(s[kGateUp], 0, F_), columns_of(s[kGateUp], F_, F_), ctx.stream);
+    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], rows), offsets(own));
     const TensorView out = travels() ? t[kArrivedOut] : rows;
-    ctx.ops.grouped_matmul(out, t[kHidden], params.own[down_], offsets(own), /*trans_b=*/true, ctx.stream);
+    mlp_.from_pre(ctx, params, out, s[kPre], t[kHidden], offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
   }
   ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
@@ -241,6 +256,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
 void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
+  x = gating_.input(ctx, x, own.inner.front());
   if (shared_ && shared_->gated) {
     forward_shared(ctx, params, t[kRouterDx].rows(0, x.dim(0)), x, {}, acts);
   } else if (shared_) {
@@ -252,13 +268,17 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
     if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
     exchange_.begin(ctx, s[kGroups], 0);
   }
-  to_hidden(ctx, params, arrive(ctx, s[kArrivedX], t[kRows]), own);
+  mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kRows]), offsets(own));
 }
 
 void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
                              TensorView residual, const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
+  const bool jitters = gating_.jitters_input(ctx.mode);
+  const TensorView after = jitters ? residual : TensorView{};  // added when the jitter has been undone
+  x = gating_.input(ctx, x, own.inner.front());
+  if (jitters) residual = {};
   if (shared_) {
     backward_shared(ctx, params, dx, dy, x, residual, acts);
     residual = dx;
@@ -284,21 +304,21 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   if (residual) ctx.ops.add(from_router, from_router, residual, ctx.stream);
   ctx.ops.combine_rows(partial_sum(ctx, dx), rows, s[kPlaces], {}, first_term(ctx, from_router), ctx.stream);
   sum_partials(ctx, dx, from_router);
+  if (jitters) gating_.input_grad(ctx, dx, after);
 }
 
-// A weight's gradient is the inner product of an output and its gradient, and so that of the hidden values and their
-// gradient, both as if the weight were 1: outputs need not be kept. dx may be dy.
+// dx may be dy.
 void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
                                TensorView weights, TensorView dweights, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  const TensorView gate_up = own.saved[kGateUp], gate = columns_of(gate_up, 0, F_), up = columns_of(gate_up, F_, F_);
-  ctx.ops.grouped_matmul(t[kDHidden], dy, params.own[down_], offsets(own), /*trans_b=*/false, ctx.stream);
-  ctx.ops.swiglu_fwd(t[kHidden], gate, up, ctx.stream);
-  ctx.ops.combine_rows(g[kWeighted], t[kHidden], {}, weights, {}, ctx.stream);
-  ctx.ops.combine_rows_grad(t[kDHidden], dweights, t[kDHidden], t[kHidden], {}, weights, ctx.stream);
-  ctx.ops.swiglu_bwd(columns_of(g[kDGateUp], 0, F_), columns_of(g[kDGateUp], F_, F_), t[kDHidden], gate, up,
-                     ctx.stream);
-  ctx.ops.grouped_matmul(dx, g[kDGateUp], params.own[gate_up_], offsets(own), /*trans_b=*/false, ctx.stream);
+  mlp_.backward(ctx, params, dx, dy, weights, dweights,
+                {.pre = own.saved[kPre],
+                 .dpre = g[kDPre],
+                 .weighted = g[kWeighted],
+                 .hidden = t[kHidden],
+                 .dhidden = t[kDHidden],
+                 .dot = t[kBiasDot]},
+                offsets(own));
 }
 
 // The same for what arrives in the round that has begun.
@@ -313,13 +333,14 @@ void Experts::backward_round(const PassContext& ctx, RowViews params, const Laye
 
 // Several rounds: what the forward pass has kept is of the last one.
 void Experts::backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const {
-  const auto &s = own.saved, &g = own.gradients;
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
+  const ExpertMlp::Rows sums{g[kSumUp], g[kSumDown], g[kSumUpBias], g[kSumDownBias]};
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
-    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], own.temporary[kSortedX]), own);
+    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
     backward_round(ctx, params, own);
-    ctx.ops.grouped_matmul_grad(g[kSumDown], g[kDArrived], g[kWeighted], s[kGroups], round > 0, ctx.stream);
-    ctx.ops.grouped_matmul_grad(g[kSumGateUp], g[kDGateUp], s[kArrivedX], s[kGroups], round > 0, ctx.stream);
+    mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], s[kGroups], round > 0);
+    mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], s[kGroups], round > 0);
   }
 }
 
@@ -335,43 +356,50 @@ void Experts::backward_router(const PassContext& ctx, RowViews params, const Lay
         .wait();
   }
   const bool more = adds_loss();
-  ctx.ops.route_grad(t[kDLogits32], dweights, s[kChosen], s[kScores], s[kLogits], more ? s[kScoreGrad] : none,
-                     more ? s[kStats] : none, ctx.targets, more ? ctx.aux_grad : none, config_.router, losses(),
-                     ctx.stream);
+  ctx.ops.route_grad(t[kDLogits32], dweights, gating_.kept(s[kChosen], own.inner.front()), s[kScores], s[kLogits],
+                     more ? s[kScoreGrad] : none, more ? s[kStats] : none, ctx.targets, more ? ctx.aux_grad : none,
+                     config_.router, losses(), ctx.stream);
   ctx.ops.cast(g[kDLogits], t[kDLogits32], ctx.stream);
   ctx.ops.grouped_matmul(t[kRouterDx], g[kDLogits], one_matrix(params.own[router_]), {}, /*trans_b=*/false, ctx.stream);
+  gating_.router_input_grad(ctx, t[kRouterDx]);
 }
 
 void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
                               const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
-  const auto &s = own.saved, &g = own.gradients;
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   const bool summed = exchange_.rounds() > 1;
+  x = gating_.input(ctx, x, own.inner.front());
   // A part is what comes from one rank.
   const TensorView groups = ctx.part < 0 ? offsets(own) : exchange_.of_rank(offsets(own), ctx.part);
-  const auto product = [&](size_t row, TensorView of, TensorView with) {
-    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, groups, ctx.adds_gradients(), ctx.stream);
-  };
+  const ExpertMlp::Rows wanted = mlp_.of(grads);
   const auto sorted = [&](TensorView stream) {
-    sort(ctx, own.temporary[kRows], all_rows(ctx, stream), own);
-    return own.temporary[kRows];
+    sort(ctx, t[kRows], all_rows(ctx, stream), own);
+    return t[kRows];
   };
   if (summed) {
     // Several rounds leave only a sum, which is the first part; the others are zero.
-    const auto rounded = [&](size_t row, TensorView sum) {
+    const auto rounded = [&](TensorView row, TensorView sum) {
       if (ctx.part > 0) ctx.ops.scaled_sum(flat(sum), flat(sum), 0, 0, nullptr, ctx.stream);
-      round_gradient(ctx, flat(grads.own[row]), flat(sum));
+      round_gradient(ctx, flat(row), flat(sum));
     };
-    rounded(down_, g[kSumDown]);
-    rounded(gate_up_, g[kSumGateUp]);
+    rounded(wanted.down, g[kSumDown]);
+    rounded(wanted.up, g[kSumUp]);
+    if (mlp_.biased()) rounded(wanted.down_bias, g[kSumDownBias]), rounded(wanted.up_bias, g[kSumUpBias]);
   } else {
-    if (grads.own[down_]) product(down_, travels() ? g[kDArrived] : sorted(dy), g[kWeighted]);
-    if (grads.own[gate_up_]) product(gate_up_, g[kDGateUp], travels() ? s[kArrivedX] : sorted(x));
+    if (wanted.down || wanted.down_bias) {
+      mlp_.down_grads(ctx, wanted, travels() ? g[kDArrived] : sorted(dy), g[kWeighted],
+                      t[travels() ? kArrivedWeights : kPlaceWeights], groups, ctx.adds_gradients());
+    }
+    if (wanted.up || wanted.up_bias)
+      mlp_.up_grads(ctx, wanted, g[kDPre], travels() ? s[kArrivedX] : sorted(x), groups, ctx.adds_gradients());
   }
   if (ctx.part > 0) return;
-  if (grads.own[router_])
-    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits], all_rows(ctx, x), Orientation::OutIn);
+  if (grads.own[router_]) {
+    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits],
+                           gating_.router_input(ctx, all_rows(ctx, x), own.inner.front()), Orientation::OutIn);
+  }
   if (!shared_) return;
   if (shared_->gated)
     linear_backward_weight(ctx, grads.own[shared_->gate], {}, g[kDSharedLogit], x, Orientation::OutIn);
@@ -384,7 +412,7 @@ void Experts::forward_shared(const PassContext& ctx, RowViews params, TensorView
   const auto& s = acts.inner.front().saved;
   shared_->mlp.forward(ctx, params, s[kSharedOut], x, {}, acts);
   ctx.ops.grouped_matmul(s[kSharedLogit], x, one_matrix(params.own[shared_->gate]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kSharedChosen], s[kSharedWeight], s[kSharedScore], s[kSharedLogit], {}, kSharedGate, ctx.stream);
+  ctx.ops.route(s[kSharedChosen], s[kSharedWeight], s[kSharedScore], s[kSharedLogit], {}, {}, kSharedGate, ctx.stream);
   ctx.ops.combine_rows(y, s[kSharedOut], {}, s[kSharedWeight], residual, ctx.stream);
 }
 

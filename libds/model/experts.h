@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A mixture of experts: a router sends each token to k of E gated MLPs, and their outputs, weighted, are added (Shazeer
-// et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024). No token is dropped.
-// Experts may stand beside a shared one that sees every token (Dai et al., "DeepSeekMoE", 2024).
+// A mixture of experts: a router sends each token to k of E MLPs, and their outputs, weighted, are added (Shazeer et
+// al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024). Choices beyond an
+// expert's capacity are dropped if it has one (gating.h); else none is. Experts may stand beside a shared one that sees
+// every token (Dai et al., "DeepSeekMoE", 2024).
 //
 // Rows of tokens are sorted by expert, and all experts of a rank are one grouped product. The ranks of tp have E/tp
 // experts each and see the same tokens, so their outputs are terms of a sum that tensor parallelism makes anyway; each
@@ -12,18 +13,21 @@
 #include <optional>
 
 #include "model/expert_exchange.h"
+#include "model/expert_mlp.h"
 #include "model/feed_forward.h"
+#include "model/gating.h"
 
 namespace ds::model {
 
 class Experts final : public FeedForward {
  public:
-  // Appends rows name.gate, its balancing bias, name.experts.{gate_up,down}_proj, and those of the shared expert.
-  Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard);
+  // Appends rows name.gate, its balancing bias, name.experts.*, and those of the shared expert. layer: see
+  // dropout_site.
+  Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer, const Shard& shard);
 
   std::vector<Linear*> linears() override;
   std::vector<size_t> matrices() const override;
-  i64 num_counts() const noexcept override { return E(); }
+  i64 num_counts() const noexcept override { return E() + RouterStats::kReport; }
   i64 gradient_parts() const noexcept override { return shard_.ep; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
@@ -48,7 +52,9 @@ class Experts final : public FeedForward {
   i64 E() const noexcept { return config_.count; }
   i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
   bool travels() const noexcept { return shard_.ep > 1; }
-  RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
+  RouterLossParams losses() const noexcept {
+    return {.balance = config_.balance_loss, .z = config_.z_loss, .first_choices = config_.first_choice_loss};
+  }
   ParamRow balancing_bias(const std::string& router) const;
   ParamRow cut_experts(ParamRow row) const;
 
@@ -59,7 +65,6 @@ class Experts final : public FeedForward {
   void count(const PassContext& ctx, const LayerActs& own) const;
   void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
   TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
-  void to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;
   void backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView weights,
                         TensorView dweights, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
@@ -73,8 +78,10 @@ class Experts final : public FeedForward {
   ExpertsConfig config_;
   Shard shard_;
   i64 C_, F_;
-  size_t router_ = 0, gate_up_ = 0, down_ = 0;
+  size_t router_ = 0;
   std::optional<size_t> bias_;
+  Gating gating_;
+  ExpertMlp mlp_;
   ExpertExchange exchange_;
   std::optional<Shared> shared_;
 };

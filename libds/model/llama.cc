@@ -119,7 +119,7 @@ class LlamaBlock final : public Layer {
     norm2_ = add(whole_row(norm(".post_attention_layernorm", C_), shard));
     const std::string mlp = name_ + ".mlp";
     if (c.experts.sparse(index)) {
-      mlp_ = std::make_unique<Experts>(rows_, mlp, c, shard);
+      mlp_ = std::make_unique<Experts>(rows_, mlp, c, index + 1, shard);
     } else {
       mlp_ = std::make_unique<GatedMlp>(rows_, mlp, c, c.intermediate, shard);
     }

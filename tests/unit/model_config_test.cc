@@ -337,6 +337,45 @@ TEST(ModelConfig, InlineModelsWithExperts) {
   EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.num_experts_per_tok: is missing");
 }
 
+// Defaults are those of DeepSpeed's layer and of Megatron-DeepSpeed.
+TEST(ModelConfig, LayersOfExpertsOfDeepSpeed) {
+  const ModelConfig one = load(R"({"model_type": "gpt2", "moe": {"num_experts": 8}})");
+  const ExpertsConfig& x = one.experts;
+  EXPECT_TRUE(x.plain && x.count == 8 && x.per_token == 1 && x.intermediate == 4 * 768);
+  EXPECT_TRUE(!x.router.normalise && !x.first_choice_loss && !x.noisy_choice && !x.router_jitter);
+  EXPECT_EQ(x.balance_loss, 0.1f);
+  EXPECT_TRUE(x.capacity.limited && x.capacity.factor == 1 && x.capacity.eval_factor == 1 && x.capacity.least == 4);
+  EXPECT_EQ(x.capacity.policy, DropPolicy::Random);
+  for (i64 l = 0; l < 12; ++l) EXPECT_EQ(x.sparse(l), l % 2 == 1);
+
+  const auto moe = [](std::string_view keys) {
+    return load(fmt::format(R"({{"model_type": "gpt2", "moe": {{"num_experts": 8, {}}}}})", keys)).experts;
+  };
+  EXPECT_EQ(moe(R"("use_rts": false)").capacity.policy, DropPolicy::Position);
+  const ExpertsConfig two = moe(R"("k": 2)"), three = moe(R"("k": 3, "drop_tokens": false)");
+  EXPECT_TRUE(two.router.normalise && two.first_choice_loss && two.noisy_choice);
+  EXPECT_EQ(two.capacity.policy, DropPolicy::Position);
+  EXPECT_FALSE(moe(R"("k": 2, "top2_2nd_expert_sampling": false)").noisy_choice);
+  EXPECT_TRUE(three.router.normalise && !three.first_choice_loss && !three.noisy_choice && !three.capacity.limited);
+  EXPECT_EQ(moe(R"("k": 3)").capacity.policy, DropPolicy::Probs);
+  EXPECT_TRUE(moe(R"("noisy_gate_policy": "RSample")").noisy_choice);
+  EXPECT_TRUE(moe(R"("noisy_gate_policy": "Jitter")").router_jitter);
+  EXPECT_FALSE(moe(R"("noisy_gate_policy": null)").router_jitter);
+  EXPECT_EQ(load(R"({"model_type": "gpt2"})").experts.count, 0);
+  EXPECT_EQ(load(R"({"model_type": "gpt2", "moe": null})").experts.count, 0);
+
+  // In other families nothing is dropped unless drop_tokens asks for it.
+  const ExpertsConfig plain = load(R"({"model_type": "mixtral"})").experts;
+  EXPECT_TRUE(!plain.plain && !plain.random() && !plain.capacity.limited);
+  const ExpertsConfig dropping = load(R"({"model_type": "mixtral", "router_jitter_noise": 0.25,
+               "moe": {"drop_tokens": true, "capacity_factor": 1.25, "top2_2nd_expert_sampling": true}})")
+                                     .experts;
+  EXPECT_TRUE(dropping.capacity.limited && dropping.noisy_choice && dropping.random());
+  EXPECT_EQ(dropping.capacity.factor, 1.25);
+  EXPECT_EQ(dropping.capacity.policy, DropPolicy::Probs);
+  EXPECT_EQ(dropping.input_jitter, 0.25f);
+}
+
 TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   const ModelConfig gpt2 = load(R"({"model_type": "gpt2"})");
   EXPECT_EQ(gpt2.vocab_size, 50257);
@@ -460,7 +499,28 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "output_router_logits: must be"},
            Case{R"({"model_type": "llama", "num_experts": 8})",
                 "no model of type \"llama\" has it, but those of type \"mixtral\""},
-           Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.01})", "router_jitter_noise", Errc::Unavailable},
+           Case{R"({"model_type": "mixtral", "router_jitter_noise": 1})", "router_jitter_noise: must be a number"},
+           Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.1, "moe": {"noisy_gate_policy": "Jitter"}})",
+                "moe.noisy_gate_policy: router_jitter_noise already multiplies"},
+           Case{R"({"model_type": "mixtral", "moe": {"noisy_gate_policy": "RSample"}})",
+                "moe.noisy_gate_policy: \"RSample\" is for num_experts_per_tok 1, not 2"},
+           Case{R"({"model_type": "gpt2", "moe": {"k": 1}})", "moe.num_experts: is missing"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 5}})",
+                "moe.k: a token cannot choose 5 of 4 experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "capacity_factor": 0}})",
+                "moe.capacity_factor: must be a number"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "drop_policy": "position", "use_rts": true}})",
+                "moe.use_rts: contradicts moe.drop_policy"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "expert_interval": 13}})",
+                "moe.expert_interval: no layer has experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4096, "expert_interval": 1}, "n_inner": 8192})",
+                "moe.num_experts: 4096 experts of size 8192 are 33554432 wide together"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "ep_size": 2}})",
+                "moe.ep_size: expert_parallel.autoep_size of the run"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true}})", "moe.use_residual",
+                Errc::Unavailable},
+           Case{R"({"model_type": "llama", "moe": {"num_experts": 4}})",
+                "no model of type \"llama\" has it, but those of type \"gpt2\" and"},
            Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
            Case{R"({"model_type": "glm4_moe", "n_routed_experts": 12, "n_group": 5})",
                 "n_group: 12 experts cannot be 5 groups of two experts or more, as many in each"},
@@ -718,6 +778,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
           R"({"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 100,
                "output_router_logits": true, "router_aux_loss_coef": 0.25})",
           R"({"model_type": "mixtral", "sliding_window": null, "router_aux_loss_coef": 0.25})",
+          R"({"model_type": "mixtral", "router_jitter_noise": 0.25,
+               "moe": {"drop_tokens": true, "capacity_factor": 1.5, "min_capacity": 7, "drop_policy": "position"}})",
+          R"({"model_type": "qwen3_moe", "moe": {"noisy_gate_policy": "Jitter"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 2, "top2_2nd_expert_sampling": false}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_rts": false, "noisy_gate_policy": "RSample",
+               "expert_interval": 3, "loss_coeff": 0.5, "z_loss_coeff": 0.25, "eval_capacity_factor": 2}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 3, "drop_tokens": false}})",
           R"({"model_type": "olmoe", "num_experts": 16, "norm_topk_prob": true, "attention_bias": true,
                "output_router_logits": false, "router_aux_loss_coef": 0.25})",
           R"({"model_type": "qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [2], "qkv_bias": false,
@@ -743,6 +810,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
       if (value.is_number() || value.is_boolean()) {
         EXPECT_EQ(json[key], value) << key;
       }
+    const ExpertsConfig here = load(text).experts, again = load(once).experts;
+    EXPECT_TRUE(here.capacity.limited == again.capacity.limited && here.random() == again.random() &&
+                here.noisy_choice == again.noisy_choice && here.layers == again.layers)
+        << once;
+    if (here.capacity.limited) {
+      EXPECT_EQ(here.capacity.policy, again.capacity.policy) << once;
+    }
   }
   EXPECT_THAT(model_config_json(load(R"({"model_type": "gpt2"})")), HasSubstr("GPT2LMHeadModel"));
   const Json bert = Json::parse(model_config_json(load(R"({"model_type": "bert", "pad_token_id": null})")));

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "config/families/llama.h"
+#include "config/families/moe.h"
 
 namespace ds {
 namespace family {
@@ -25,7 +26,7 @@ constexpr Key kSparseKeys[] = {
 constexpr Key kMixtralOwn[] = {
     effect("num_local_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
     alias("num_experts", "num_local_experts"),
-    fixed("router_jitter_noise", "[0]"),
+    effect("router_jitter_noise", slot_of<&H::m, &M::experts, &X::input_jitter>, kDropout, kNull),
 };
 constexpr Key kOlmoeOwn[] = {
     effect("num_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
@@ -69,9 +70,12 @@ constexpr bool has_key(std::span<const Key> keys, std::string_view path) {
 template <const auto& own>
 constexpr auto with_own() {
   constexpr auto is_kept = [](const Key& k) { return !has_key(own, k.path); };
-  std::array<Key, std::ranges::count_if(kLlamaKeys, is_kept) + std::size(kSparseKeys) + std::size(own)> all;
+  std::array<Key, std::ranges::count_if(kLlamaKeys, is_kept) + std::size(kSparseKeys) + std::size(kGatingKeys) +
+                      std::size(own)>
+      all;
   Key* end = std::ranges::copy_if(kLlamaKeys, all.data(), is_kept).out;
   end = std::ranges::copy(kSparseKeys, end).out;
+  end = std::ranges::copy(kGatingKeys, end).out;
   std::ranges::copy(own, end);
   return all;
 }
@@ -222,6 +226,7 @@ void resolve_experts(HfConfig& h, std::string_view count, std::string_view size,
   if (!h.output_router_logits) x.unused_balance_loss = h.router_aux_loss_coef;
   if (!r.any_broken({count, "num_experts_per_tok"}) && x.per_token > x.count)
     r.error("num_experts_per_tok", fmt::format("a token cannot choose {} of {} experts", x.per_token, x.count));
+  resolve_gating(h, "num_experts_per_tok", r);
   constexpr i64 kWidest = 1 << 24;
   if (!r.any_broken({count, size}) && x.count * x.intermediate > kWidest)
     r.error(count, fmt::format("{} experts with {} {} are {} wide together (at most {})", x.count, size, x.intermediate,

@@ -88,10 +88,12 @@ struct ParamRow {
   // is none. Such a row is fp32 in every run, whole on every rank, and not trained: the end of a step moves it by the
   // tokens that were counted (Layer::num_counts), if the matrix is trained. A layer has one at most.
   i64 balances = -1;
+  // A batch of vectors, such as the biases of experts: of its dimensions none makes a matrix, and layers see a vector.
+  bool vectors = false;
 
   DType dtype(DType work) const noexcept { return balances < 0 ? work : DType::F32; }
   i64 numel() const noexcept { return product(shape); }
-  MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
+  MatrixShape matrices() const noexcept { return vectors ? MatrixShape{} : MatrixShape::of(shape); }
   // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
     if (after < 0) return false;
@@ -449,9 +451,9 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
-  // The number of experts whose tokens its forward pass in training counts, in ctx.counts, for the micro-batch: ranks
-  // of tp and sp write equal values, those of all tokens. The sums over a step are reported
-  // (StepRecord::expert_tokens).
+  // The number of values that its forward pass in training counts, in ctx.counts, for the micro-batch, or 0: the tokens
+  // of each expert, then RouterStats::kReport numbers of its router. Ranks of tp and sp write equal values, those of
+  // all tokens. The sums over a step are reported (StepRecord::experts).
   virtual i64 num_counts() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }

@@ -58,16 +58,42 @@ struct RopeScaling {
   std::vector<float> short_factor{}, long_factor{};  // longrope, head_dim / 2 values each
 };
 
-// The experts of a model's sparse blocks, in which a router sends each token to some of many gated MLPs.
+// Which of the choices of an expert are kept if there are more than it has room for.
+enum class DropPolicy : u8 {
+  Position,  // the first by token; of two choices for each token, all first ones before all second ones
+  Probs,     // those with the largest scores
+  Random,    // drawn anew in each step
+};
+// The most choices that an expert takes of a micro-batch of n tokens: max(ceil(n / E * factor * k), least). The others
+// are dropped. A micro-batch is that of all ranks of tp and sp together, so that the same choices are dropped in every
+// layout. Generation drops nothing.
+struct ExpertCapacity {
+  bool limited = false;
+  double factor = 1, eval_factor = 1;  // in training, in evaluations
+  i64 least = 4;
+  DropPolicy policy = DropPolicy::Probs;
+};
+// The experts of a model's sparse blocks, in which a router sends each token to some of many MLPs.
 struct ExpertsConfig {
   i64 count = 0;         // E; 0: the model is dense
   i64 per_token = 0;     // k
   i64 intermediate = 0;  // of one expert
+  bool plain = false;    // experts are MLPs as GPT-2's, with biases; else gated ones without
   RouterParams router{};
   bool balancing_bias = false;         // added to scores for the choice alone (DeepSeek-V3)
   i64 shared = 0;                      // intermediate size of an MLP beside them that sees every token; 0: none
   bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
+  bool first_choice_loss = false;      // likewise
+  ExpertCapacity capacity{};
+  // Noise in training. Its numbers depend on the token's number in the batch, the layer and the step.
+  float input_jitter = 0;      // the input of router and experts is multiplied by uniform numbers between 1 -+ this
+  bool router_jitter = false;  // that of the router alone, by numbers between 0.99 and 1.01
+  bool noisy_choice = false;   // the last of at most two experts is chosen by its logit plus Gumbel noise
+  bool random() const noexcept {
+    return input_jitter > 0 || router_jitter || noisy_choice ||
+           (capacity.limited && capacity.policy == DropPolicy::Random);
+  }
   // router_aux_loss_coef of a config.json whose output_router_logits is false: such a model is trained without that
   // loss, and its config.json is written as it was.
   float unused_balance_loss = 0;
