@@ -260,7 +260,7 @@ void Experts::sort(const PassContext& ctx, TensorView rows, TensorView all, cons
 // The rows of this round where the experts are: `to`, or where they are anyway.
 TensorView Experts::arrive(const PassContext& ctx, TensorView to, TensorView sorted) const {
   if (!travels()) return sorted;
-  exchange_.to_experts(ctx, to, sorted);
+  exchange_.start_to_experts(ctx, to, sorted).wait();
   return to;
 }
 
@@ -269,10 +269,6 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
   x = gating_.input(ctx, x, own.inner.front());
-  if (shared_) {
-    forward_shared(ctx, params, y, x, residual, acts);
-    residual = y;
-  }
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
   if (ctx.mode == Mode::Train) count(ctx, own);
@@ -281,9 +277,22 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
     exchange_.agree(ctx, s[kAllOffsets]);
     if (ctx.mode == Mode::Train && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
   }
+  Ticket on_their_way;
+  if (travels()) {
+    exchange_.begin(ctx, s[kGroups], 0);
+    on_their_way = exchange_.start_to_experts(ctx, s[kArrivedX], rows);
+  }
+  if (shared_) {
+    forward_shared(ctx, params, y, x, residual, acts);
+    residual = y;
+  }
+  on_their_way.wait();
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
-    if (travels()) exchange_.begin(ctx, s[kGroups], round);
-    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], rows), offsets(own));
+    if (round > 0) {
+      exchange_.begin(ctx, s[kGroups], round);
+      exchange_.start_to_experts(ctx, s[kArrivedX], rows).wait();
+    }
+    mlp_.to_pre(ctx, params, s[kPre], travels() ? s[kArrivedX] : rows, offsets(own));
     const TensorView out = travels() ? t[kArrivedOut] : rows;
     mlp_.from_pre(ctx, params, out, s[kPre], t[kHidden], offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
@@ -318,10 +327,6 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   const TensorView after = jitters ? residual : TensorView{};  // added when the jitter has been undone
   x = gating_.input(ctx, x, own.inner.front());
   if (jitters) residual = {};
-  if (shared_) {
-    backward_shared(ctx, params, dx, dy, x, residual, acts);
-    residual = dx;
-  }
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   // Ranks of tp may have different numbers of rounds, and gather rows together.
   if (exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T)))
@@ -329,11 +334,21 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   const TensorView rows = t[kRows];
   sort(ctx, rows, all_rows(ctx, dy), own);
   ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
-  if (exchange_.rounds() > 1) {
-    backward_rounds(ctx, params, own);
-  } else if (travels()) {
+  const bool at_once = travels() && exchange_.rounds() == 1;
+  Ticket on_their_way[2];
+  if (at_once) {
     exchange_.begin(ctx, s[kGroups], 0);
+    start_gradients(ctx, on_their_way, own);
+  }
+  if (shared_) {
+    backward_shared(ctx, params, dx, dy, x, residual, acts);
+    residual = dx;
+  }
+  for (Ticket& ticket : on_their_way) ticket.wait();
+  if (at_once) {
     backward_round(ctx, params, own);
+  } else if (travels()) {
+    backward_rounds(ctx, params, own);
   } else {
     backward_experts(ctx, params, rows, rows, t[kPlaceWeights], t[kDPlaceWeights], own);
   }
@@ -360,11 +375,16 @@ void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorVi
                 offsets(own));
 }
 
-// The same for what arrives in the round that has begun.
+// Gradients of outputs, and weights.
+void Experts::start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const {
+  const auto& t = own.temporary;
+  tickets[0] = exchange_.start_to_experts(ctx, own.gradients[kDArrived], t[kRows]);
+  tickets[1] = exchange_.start_to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
+}
+
+// The same for what has arrived in the round that has begun.
 void Experts::backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  exchange_.to_experts(ctx, g[kDArrived], t[kRows]);
-  exchange_.to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
   backward_experts(ctx, params, t[kArrivedOut], g[kDArrived], t[kArrivedWeights], t[kDArrivedWeights], own);
   exchange_.from_experts(ctx, t[kRows], t[kArrivedOut]);
   exchange_.from_experts(ctx, t[kDPlaceWeights], t[kDArrivedWeights]);
@@ -377,6 +397,9 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
     mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
+    Ticket tickets[2];
+    start_gradients(ctx, tickets, own);
+    for (Ticket& ticket : tickets) ticket.wait();
     backward_round(ctx, params, own);
     mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], s[kGroups], round > 0);
     mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], s[kGroups], round > 0);

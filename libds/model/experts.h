@@ -11,6 +11,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "model/expert_exchange.h"
 #include "model/expert_mlp.h"
@@ -75,6 +76,7 @@ class Experts final : public FeedForward {
   TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
   void backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView weights,
                         TensorView dweights, const LayerActs& own) const;
+  void start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
