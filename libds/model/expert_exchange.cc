@@ -94,15 +94,15 @@ void ExpertExchange::begin(const PassContext& ctx, TensorView groups, i64 round)
   if (ctx.host != nullptr) ctx.host->upload(groups.data, groups_.data(), groups.bytes());
 }
 
-void ExpertExchange::to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const {
-  move(ctx, arrived, arrived_, sorted, sorted_);
+Ticket ExpertExchange::start_to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const {
+  return move(ctx, arrived, arrived_, sorted, sorted_);
 }
 void ExpertExchange::from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const {
-  move(ctx, sorted, sorted_, arrived, arrived_);
+  move(ctx, sorted, sorted_, arrived, arrived_).wait();
 }
 
-void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
-                          const std::vector<Run>& runs_out) const {
+Ticket ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
+                            const std::vector<Run>& runs_out) const {
   const i64 row = to.dim(1) * dtype_bytes(to.dtype);
   for (i64 q = 0; q < ranks_; ++q) {
     const auto bytes = [&](const std::vector<Run>& runs) {
@@ -112,7 +112,7 @@ void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vect
     in_[static_cast<size_t>(member(q))] = bytes(runs_in);
     out_[static_cast<size_t>(member(q))] = bytes(runs_out);
   }
-  ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAllV)).wait();
+  return ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAllV));
 }
 
 }  // namespace ds::model

@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/check.h"
 #include "comm/message_tag.h"
 #include "config/family.h"
@@ -23,8 +25,8 @@ enum Saved : size_t {
   kChoices,     // [N] int32
   kScores,      // [R,E]
   kLogits,      // [R,E]
-  kStats,       // RouterStats
-  kScoreGrad,   // [E]
+  kStats,       // RouterStats, of the micro-batch and, if losses are those of sequences, of each
+  kScoreGrad,   // [E], or for each sequence; none if ctx.shared_stats has it
   kPre,         // [M,W]
   kGroups,      // offsets of the rows that arrive; with ep
   kArrivedX,    // [M,C]; with ep
@@ -60,6 +62,7 @@ enum Temporary : size_t {
   kDArrivedWeights,
   kSortedX,         // [N,C]; for several rounds
   kBiasDot,         // [M,1]; with biases
+  kOneLoss,         // [1]
   kDSharedWeight,   // [S,1]
   kDSharedLogit32,  // [S,1]
 };
@@ -70,6 +73,13 @@ TensorView flat(TensorView v) { return v ? v.reshaped({v.numel()}) : v; }
 
 constexpr RouterParams kSharedGate{.sigmoid = true};
 
+bool any_sparse(const ExpertsConfig& c, i64 begin, i64 end) {
+  for (i64 l = begin; l < std::min(end, std::ssize(c.layers)); ++l) {
+    if (c.sparse(l)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer,
@@ -78,6 +88,8 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
       shard_(shard),
       C_(c.hidden),
       F_(c.experts.intermediate),
+      first_(!any_sparse(c.experts, 0, layer - 1)),
+      last_(!any_sparse(c.experts, layer, std::ssize(c.experts.layers))),
       gating_(c, shard, layer),
       mlp_(c),
       exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard) {
@@ -131,6 +143,7 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
   const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated,
              repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
+  const i64 sequences = by_sequence() && train ? pass.B : 0;
   const TensorView none{};
   LayerActs a;
   const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
@@ -143,7 +156,8 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   const TensorView all_offsets = kept(i32, {exchange_.members(), E() / shard_.tp + 1});
   add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
                 kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}), kept(f32, {R, E()}), kept(f32, {R, E()}),
-                kept(f32, {RouterStats{E()}.size()}), kept(f32, {E()}), p.saved(work, {M, mlp_.width()})});
+                kept(f32, {(1 + sequences) * RouterStats{E()}.size()}),
+                pools() ? none : kept(f32, {std::max<i64>(sequences, 1) * E()}), p.saved(work, {M, mlp_.width()})});
   add(a.saved, {travels() ? kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
   if (gated) {
     add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
@@ -169,7 +183,7 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
     add(a.temporary, {p.temporary(work, {M, F_}), weights(N), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
                       p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? weights(M) : none,
                       travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none,
-                      biased ? p.temporary(f32, {M, 1}) : none});
+                      biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1})});
     if (gated) {
       add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
       add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
@@ -193,24 +207,64 @@ void Experts::route(const PassContext& ctx, RowViews params, TensorView all, con
                        first_expert(), ctx.stream);
 }
 
-// Counts tokens, and makes losses of them. Each rank of sp has the losses of all tokens of its sequences; one of them
-// reports them.
-void Experts::count(const PassContext& ctx, const LayerActs& own) const {
+void Experts::count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const {
   const auto& s = own.saved;
-  const TensorView stats = s[kStats];
-  ctx.ops.router_stats(stats, s[kChosen], gating_.dropped(own.inner.front()), s[kScores], s[kLogits], ctx.targets,
-                       config_.router, losses(), ctx.stream);
+  const auto rows = [&](TensorView of) { return of ? of.rows(first * ctx.T, count * ctx.T) : of; };
+  ctx.ops.router_stats(stats, rows(s[kChosen]), rows(gating_.dropped(own.inner.front())), rows(s[kScores]),
+                       rows(s[kLogits]), rows(ctx.targets), config_.router, losses(0, 0), ctx.stream);
+}
+
+// Counts tokens, and makes losses of them.
+void Experts::count(const PassContext& ctx, const LayerActs& own) const {
+  const TensorView all = own.saved[kStats];
+  const i64 size = RouterStats{E()}.size();
+  count_rows(ctx, own, all.rows(0, size), 0, ctx.B);
+  if (by_sequence()) {
+    for (i64 b = 0; b < ctx.B; ++b) count_rows(ctx, own, all.rows((1 + b) * size, size), b, 1);
+  }
   if (ctx.groups.shard.sp > 1) {
     ctx.groups[Axis::Sp]
-        .all_reduce(stats.data, stats.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
+        .all_reduce(all.data, all.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
         .wait();
   }
   constexpr i64 kReport = RouterStats::kReport;
-  ctx.ops.cast(ctx.counts.rows(0, E()), stats.rows(0, E()), ctx.stream);
-  ctx.ops.cast(ctx.counts.rows(E(), kReport), stats.rows(RouterStats{E()}.report(), kReport), ctx.stream);
-  if (!adds_loss()) return;
-  ctx.ops.router_loss(ctx.aux_loss, s[kScoreGrad], stats, k(), losses(), ctx.stream);
+  ctx.ops.cast(ctx.counts.rows(0, E()), all.rows(0, E()), ctx.stream);
+  ctx.ops.cast(ctx.counts.rows(E(), kReport), all.rows(RouterStats{E()}.report(), kReport), ctx.stream);
+  if (adds_loss()) add_losses(ctx, own);
+}
+
+// Each rank of sp has the losses of all tokens of its sequences; one of them reports them.
+void Experts::add_losses(const PassContext& ctx, const LayerActs& own) const {
+  const TensorView all = own.saved[kStats], grad = own.saved[kScoreGrad], one = own.temporary[kOneLoss];
+  const i64 size = RouterStats{E()}.size();
+  if (pools()) {
+    add_pooled_loss(ctx, own);
+  } else if (!by_sequence()) {
+    ctx.ops.router_loss(ctx.aux_loss, grad, all.rows(0, size), k(), losses(config_.balance_loss, config_.z_loss),
+                        ctx.stream);
+  } else {
+    const float share = config_.balance_loss / static_cast<float>(ctx.B);
+    ctx.ops.router_loss(ctx.aux_loss, grad.rows(0, E()), all.rows(0, size), k(), losses(0, config_.z_loss), ctx.stream);
+    for (i64 b = 0; b < ctx.B; ++b) {
+      ctx.ops.router_loss(one, grad.rows(b * E(), E()), all.rows((1 + b) * size, size), k(), losses(share, 0),
+                          ctx.stream);
+      ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
+    }
+  }
   if (ctx.groups.shard.sp_rank > 0) ctx.ops.scaled_sum(ctx.aux_loss, ctx.aux_loss, 0, 0, nullptr, ctx.stream);
+}
+
+// The sums over the blocks are complete in the last of them.
+void Experts::add_pooled_loss(const PassContext& ctx, const LayerActs& own) const {
+  const i64 size = RouterStats{E()}.size();
+  const TensorView stats = own.saved[kStats].rows(0, size), sums = ctx.shared_stats.rows(0, size),
+                   grad = ctx.shared_stats.rows(size, E()), one = own.temporary[kOneLoss];
+  first_ ? ctx.ops.cast(sums, stats, ctx.stream) : ctx.ops.add(sums, sums, stats, ctx.stream);
+  ctx.ops.router_loss(ctx.aux_loss, grad, stats, k(), losses(0, config_.z_loss), ctx.stream);
+  if (!last_) return;
+  const i64 choices = config_.first_choice_loss ? 1 : k();
+  ctx.ops.router_loss(one, grad, sums, k(), losses(config_.balance_loss * static_cast<float>(choices), 0), ctx.stream);
+  ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
 }
 
 // rows [N,C] = those of `all` by place.
@@ -221,7 +275,7 @@ void Experts::sort(const PassContext& ctx, TensorView rows, TensorView all, cons
 // The rows of this round where the experts are: `to`, or where they are anyway.
 TensorView Experts::arrive(const PassContext& ctx, TensorView to, TensorView sorted) const {
   if (!travels()) return sorted;
-  exchange_.to_experts(ctx, to, sorted);
+  exchange_.start_to_experts(ctx, to, sorted).wait();
   return to;
 }
 
@@ -230,10 +284,6 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
   x = gating_.input(ctx, x, own.inner.front());
-  if (shared_) {
-    forward_shared(ctx, params, y, x, residual, acts);
-    residual = y;
-  }
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
   if (ctx.mode == Mode::Train) count(ctx, own);
@@ -242,9 +292,22 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
     exchange_.agree(ctx, s[kAllOffsets]);
     if (ctx.mode == Mode::Train && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
   }
+  Ticket on_their_way;
+  if (travels()) {
+    exchange_.begin(ctx, s[kGroups], 0);
+    on_their_way = exchange_.start_to_experts(ctx, s[kArrivedX], rows);
+  }
+  if (shared_) {
+    forward_shared(ctx, params, y, x, residual, acts);
+    residual = y;
+  }
+  on_their_way.wait();
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
-    if (travels()) exchange_.begin(ctx, s[kGroups], round);
-    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], rows), offsets(own));
+    if (round > 0) {
+      exchange_.begin(ctx, s[kGroups], round);
+      exchange_.start_to_experts(ctx, s[kArrivedX], rows).wait();
+    }
+    mlp_.to_pre(ctx, params, s[kPre], travels() ? s[kArrivedX] : rows, offsets(own));
     const TensorView out = travels() ? t[kArrivedOut] : rows;
     mlp_.from_pre(ctx, params, out, s[kPre], t[kHidden], offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
@@ -279,10 +342,6 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   const TensorView after = jitters ? residual : TensorView{};  // added when the jitter has been undone
   x = gating_.input(ctx, x, own.inner.front());
   if (jitters) residual = {};
-  if (shared_) {
-    backward_shared(ctx, params, dx, dy, x, residual, acts);
-    residual = dx;
-  }
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   // Ranks of tp may have different numbers of rounds, and gather rows together.
   if (exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T)))
@@ -290,11 +349,21 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   const TensorView rows = t[kRows];
   sort(ctx, rows, all_rows(ctx, dy), own);
   ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
-  if (exchange_.rounds() > 1) {
-    backward_rounds(ctx, params, own);
-  } else if (travels()) {
+  const bool at_once = travels() && exchange_.rounds() == 1;
+  Ticket on_their_way[2];
+  if (at_once) {
     exchange_.begin(ctx, s[kGroups], 0);
+    start_gradients(ctx, on_their_way, own);
+  }
+  if (shared_) {
+    backward_shared(ctx, params, dx, dy, x, residual, acts);
+    residual = dx;
+  }
+  for (Ticket& ticket : on_their_way) ticket.wait();
+  if (at_once) {
     backward_round(ctx, params, own);
+  } else if (travels()) {
+    backward_rounds(ctx, params, own);
   } else {
     backward_experts(ctx, params, rows, rows, t[kPlaceWeights], t[kDPlaceWeights], own);
   }
@@ -321,11 +390,16 @@ void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorVi
                 offsets(own));
 }
 
-// The same for what arrives in the round that has begun.
+// Gradients of outputs, and weights.
+void Experts::start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const {
+  const auto& t = own.temporary;
+  tickets[0] = exchange_.start_to_experts(ctx, own.gradients[kDArrived], t[kRows]);
+  tickets[1] = exchange_.start_to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
+}
+
+// The same for what has arrived in the round that has begun.
 void Experts::backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  exchange_.to_experts(ctx, g[kDArrived], t[kRows]);
-  exchange_.to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
   backward_experts(ctx, params, t[kArrivedOut], g[kDArrived], t[kArrivedWeights], t[kDArrivedWeights], own);
   exchange_.from_experts(ctx, t[kRows], t[kArrivedOut]);
   exchange_.from_experts(ctx, t[kDPlaceWeights], t[kDArrivedWeights]);
@@ -338,6 +412,9 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
     mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
+    Ticket tickets[2];
+    start_gradients(ctx, tickets, own);
+    for (Ticket& ticket : tickets) ticket.wait();
     backward_round(ctx, params, own);
     mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], s[kGroups], round > 0);
     mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], s[kGroups], round > 0);
@@ -355,10 +432,18 @@ void Experts::backward_router(const PassContext& ctx, RowViews params, const Lay
                     message_text(Axis::Tp, Collective::AllReduce))
         .wait();
   }
-  const bool more = adds_loss();
-  ctx.ops.route_grad(t[kDLogits32], dweights, gating_.kept(s[kChosen], own.inner.front()), s[kScores], s[kLogits],
-                     more ? s[kScoreGrad] : none, more ? s[kStats] : none, ctx.targets, more ? ctx.aux_grad : none,
-                     config_.router, losses(), ctx.stream);
+  const i64 size = RouterStats{E()}.size(), parts = by_sequence() ? ctx.B : 1, n = ctx.B / parts * ctx.T;
+  const TensorView stats = adds_loss() ? s[kStats].rows(0, size) : none;
+  for (i64 b = 0; b < parts; ++b) {
+    const auto rows = [&](TensorView of) { return of ? of.rows(b * n, n) : of; };
+    const TensorView grad = !adds_loss() ? none
+                            : pools()    ? ctx.shared_stats.rows(size, E())
+                                         : s[kScoreGrad].rows(b * E(), E());
+    ctx.ops.route_grad(rows(t[kDLogits32]), rows(dweights), rows(gating_.kept(s[kChosen], own.inner.front())),
+                       rows(s[kScores]), rows(s[kLogits]), grad, stats, rows(ctx.targets),
+                       adds_loss() ? ctx.aux_grad : none, config_.router, losses(config_.balance_loss, config_.z_loss),
+                       ctx.stream);
+  }
   ctx.ops.cast(g[kDLogits], t[kDLogits32], ctx.stream);
   ctx.ops.grouped_matmul(t[kRouterDx], g[kDLogits], one_matrix(params.own[router_]), {}, /*trans_b=*/false, ctx.stream);
   gating_.router_input_grad(ctx, t[kRouterDx]);

@@ -11,6 +11,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "model/expert_exchange.h"
 #include "model/expert_mlp.h"
@@ -29,6 +30,7 @@ class Experts final : public FeedForward {
   std::vector<size_t> matrices() const override;
   i64 num_counts() const noexcept override { return E() + RouterStats::kReport; }
   i64 gradient_parts() const noexcept override { return shard_.ep; }
+  i64 num_shared_stats() const noexcept override { return pools() ? RouterStats{E()}.size() + E() : 0; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
   void plan(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass) const override;
@@ -52,9 +54,14 @@ class Experts final : public FeedForward {
   i64 E() const noexcept { return config_.count; }
   i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
   bool travels() const noexcept { return shard_.ep > 1; }
-  RouterLossParams losses() const noexcept {
-    return {.balance = config_.balance_loss, .z = config_.z_loss, .first_choices = config_.first_choice_loss};
+  // With these coefficients.
+  RouterLossParams losses(float balance, float z) const noexcept {
+    return {.balance = balance, .z = z, .first_choices = config_.first_choice_loss};
   }
+  bool by_sequence() const noexcept {
+    return config_.balance_over == BalanceOver::Sequence && config_.balance_loss != 0;
+  }
+  bool pools() const noexcept { return config_.balance_over == BalanceOver::Layers && config_.balance_loss != 0; }
   ParamRow balancing_bias(const std::string& router) const;
   ParamRow cut_experts(ParamRow row) const;
 
@@ -62,11 +69,16 @@ class Experts final : public FeedForward {
   // arrived in the round at hand.
   TensorView offsets(const LayerActs& own) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
+  void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;
   void count(const PassContext& ctx, const LayerActs& own) const;
+  void add_losses(const PassContext& ctx, const LayerActs& own) const;
+  void add_pooled_loss(const PassContext& ctx, const LayerActs& own) const;
   void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
   TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
   void backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView weights,
                         TensorView dweights, const LayerActs& own) const;
+  void start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
@@ -78,6 +90,7 @@ class Experts final : public FeedForward {
   ExpertsConfig config_;
   Shard shard_;
   i64 C_, F_;
+  bool first_, last_;  // of the blocks with experts
   size_t router_ = 0;
   std::optional<size_t> bias_;
   Gating gating_;

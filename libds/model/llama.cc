@@ -130,6 +130,7 @@ class LlamaBlock final : public Layer {
   bool adds_gradients() const noexcept override { return true; }
   bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
   i64 num_counts() const noexcept override { return mlp_->num_counts(); }
+  i64 num_shared_stats() const noexcept override { return mlp_->num_shared_stats(); }
   i64 gradient_parts() const noexcept override { return mlp_->gradient_parts(); }
   bool reads_tokens() const noexcept override { return mlp_->num_counts() > 0; }  // counts those that have a target
   i64 product_rows(i64 R) const noexcept override { return mlp_->product_rows(R); }

@@ -58,12 +58,12 @@ ModelConfig config_of(const Shape& shape) {
 class Layer {
  public:
   Layer(const OpTable& ops, Stream& stream, const Shape& shape, DType work)
-      : experts_(rows_, "mlp", config_of(shape), {}),
+      : experts_(rows_, "mlp", config_of(shape), 1, {}),
         x_(work, {shape.tokens, shape.hidden}),
         y_(work, {shape.tokens, shape.hidden}),
         dx_(work, {shape.tokens, shape.hidden}),
         targets_(static_cast<size_t>(shape.tokens)),
-        counts_(static_cast<size_t>(shape.experts)),
+        counts_(static_cast<size_t>(experts_.num_counts())),
         ctx_{.ops = ops, .stream = stream, .B = 1, .T = shape.tokens} {
     for (const auto& row : rows_) {
       for (auto* const to : {&weights_, &grads_}) to->emplace_back(arrays_.emplace_back(bytes(row, work)), row, work);
@@ -85,7 +85,7 @@ class Layer {
     planner.begin_layer(model::Keep::All, false);
     experts_.plan(acts_, planner, pass);
     ctx_.targets = TensorView::of(targets_.data(), DType::I32, {shape.tokens});
-    ctx_.counts = TensorView::of(counts_.data(), DType::F32, {shape.experts});
+    ctx_.counts = TensorView::of(counts_.data(), DType::F32, {experts_.num_counts()});
   }
   void forward() { experts_.forward(ctx_, {weight_views_}, y_.view, x_.view, {}, acts_); }
   void backward() {

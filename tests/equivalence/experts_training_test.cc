@@ -25,6 +25,7 @@ struct Kinds {
   RouterParams router{.normalise = true};
   float balance = 0.02f, z = 1e-3f;
   bool bias = false;
+  BalanceOver over = BalanceOver::MicroBatch;
 };
 
 ModelConfig tiny_experts(const Kinds& k = {}) {
@@ -40,6 +41,7 @@ ModelConfig tiny_experts(const Kinds& k = {}) {
                .balance_loss = k.balance,
                .z_loss = k.z,
                .layers = std::vector<bool>(4, true)};
+  m.experts.balance_over = k.over;
   if (k.one_dense) m.experts.layers[1] = false;
   return m;
 }
@@ -89,6 +91,36 @@ TEST(Experts, TrainWithTheSameBitsInEveryLayout) {
         expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
     }
   }
+}
+
+// Losses over sequences and over layers, too, do not depend on the layout; that over sequences is the one of
+// micro-batches of one sequence.
+TEST(Experts, LossesOverSequencesAndLayers) {
+  for (const BalanceOver over : {BalanceOver::Sequence, BalanceOver::Layers}) {
+    const ModelConfig model = tiny_experts({.one_dense = true, .balance = 0.3f, .over = over});
+    const auto run = [&](const Layout& l, const Experts& x = {}) {
+      const Trace t = train(experts_config(model, l, x), l);
+      expect_planned(t, kSteps, l.name());
+      return t;
+    };
+    const Trace want = run({});
+    for (const Layout& l : {Layout{.dp = 4, .stage = 3}, {.dp = 2, .checkpoints = Granularity::Layer, .stage = 2}})
+      expect_same_training(run(l), want, l.name());
+    expect_same_training(run({.dp = 2, .stage = 1}, {.ep = 2}), want, "ep");
+    if (over == BalanceOver::Sequence) expect_same_training(run({.pp = 2}), want, "pp");
+    for (const Layout& l : {Layout{.tp = 2}, {.sp = 2}}) expect_close(run(l), want, l.name(), {});
+  }
+  const Layout l;
+  const auto of = [&](BalanceOver over, i64 micro) {
+    Config c = experts_config(tiny_experts({.balance = 0.3f, .over = over}), l);
+    c.batch = {.train = 4, .micro = micro, .accumulation = 4 / micro};
+    return train(c, l);
+  };
+  const Trace one = of(BalanceOver::MicroBatch, 1), together = of(BalanceOver::Sequence, 4);
+  expect_close(together, one, "sequences", {});
+  for (size_t i = 0; i < one.aux_losses.size(); ++i)
+    EXPECT_NEAR(together.aux_losses[i], one.aux_losses[i], 1e-5 * one.aux_losses[i]);
+  EXPECT_GT(std::abs(of(BalanceOver::MicroBatch, 4).aux_losses[0] - one.aux_losses[0]), 1e-4 * one.aux_losses[0]);
 }
 
 // Every expert is used, and not equally.

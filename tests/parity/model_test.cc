@@ -103,21 +103,28 @@ struct Fixture {
   // All gradients of the last step; `kind`: of which loss.
   void judge_gradients(DType t, engine::Engine& engine, Device& device, double loss_scale,
                        const std::string& kind = "") const {
+    for (const auto& [name, grad] : gradients(engine, device, loss_scale)) judge(t, kind + "grad." + name, grad);
+  }
+  // By name.
+  static std::map<std::string, std::vector<float>> gradients(engine::Engine& engine, Device& device,
+                                                             double loss_scale) {
+    std::map<std::string, std::vector<float>> all;
     i64 param = 0;
     const float unscale = static_cast<float>(1 / loss_scale);
     for (const auto& unit : engine.plan().rows) {
       for (const model::ParamRow& row : unit) {
         const zero::RowPlace& place = engine.plan().dp().layout.rows()[param++];
         if (!row.trained) continue;  // a balancing bias
-        std::vector<float> grad(static_cast<size_t>(row.numel()));
+        std::vector<float>& grad = all[row.name];
+        grad.resize(static_cast<size_t>(row.numel()));
         device.download(
             grad.data(),
             engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}).data(),
             narrow<i64>(grad.size()) * 4);
         for (float& g : grad) g *= unscale;
-        judge(t, kind + "grad." + row.name, grad);
       }
     }
+    return all;
   }
   // The global norm of the reference's gradients.
   double grad_norm(DType t) const {
@@ -306,6 +313,44 @@ TEST_P(SparseModels, LossThatBalancesExperts) {
   EXPECT_NEAR(*r.aux_loss, kCoefficient * balance, 1e-6 * balance);
   EXPECT_NEAR(r.loss + *r.aux_loss, f.read<double>("balanced.loss")[0], 1e-6 * loss);
   f.judge_gradients(DType::F32, engine, *device, r.loss_scale, "balanced.");
+}
+
+// transformers' own loss counts all tokens. So its gradients of the routers are compared with those of the head's loss,
+// and of the other one from runs in which no token is ignored.
+TEST_P(SparseModels, LossOverLayersIsThatOfTransformers) {
+  const Fixture f(GetParam());
+  constexpr float kCoefficient = 0.05f;
+  const auto device = testing::make_test_device(2);
+  std::vector<i32> all = f.targets;
+  for (i32& t : all) t = std::max(t, 0);
+  double aux = 0;
+  const auto gradients = [&](float coefficient, const std::vector<i32>& targets) {
+    Mesh mesh = testing::make_test_mesh(*device);
+    MemoryLedger ledger;
+    Config config = f.run_config(DType::F32);
+    config.model.experts.balance_loss = coefficient;
+    config.model.experts.balance_over = BalanceOver::Layers;
+    engine::Engine engine(config, mesh, ledger, *device);
+    run::load_weights(engine, f.dir);
+    const StepRecord r = engine.train_step({f.ids, targets});
+    if (coefficient > 0) aux = r.aux_loss.value_or(0);
+    return Fixture::gradients(engine, *device, r.loss_scale);
+  };
+  const auto head = gradients(0, f.targets), both = gradients(kCoefficient, all), without = gradients(0, all);
+  const double loss = f.read<double>("fp64.loss")[0];
+  EXPECT_NEAR(loss + aux, f.read<double>("pooled.loss")[0], 1e-6 * loss);
+  int routers = 0;
+  for (const auto& [name, grad] : head) {
+    if (!name.ends_with("mlp.gate.weight")) continue;
+    const std::vector<double> want = f.read<double>("pooled.grad." + name);
+    ASSERT_EQ(want.size(), grad.size());
+    double largest = 0;
+    for (const double g : want) largest = std::max(largest, std::abs(g));
+    for (size_t i = 0; i < grad.size(); ++i)
+      EXPECT_NEAR(grad[i] + both.at(name)[i] - without.at(name)[i], want[i], 2e-5 * largest) << name << " " << i;
+    ++routers;
+  }
+  EXPECT_GT(routers, 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Parity, SparseModels, ::testing::ValuesIn(kSparseModels),

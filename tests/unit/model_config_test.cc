@@ -504,6 +504,7 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "moe.noisy_gate_policy: router_jitter_noise already multiplies"},
            Case{R"({"model_type": "mixtral", "moe": {"noisy_gate_policy": "RSample"}})",
                 "moe.noisy_gate_policy: \"RSample\" is for num_experts_per_tok 1, not 2"},
+           Case{R"({"model_type": "mixtral", "moe": {"loss_over": "batch"}})", "moe.loss_over: must be"},
            Case{R"({"model_type": "gpt2", "moe": {"k": 1}})", "moe.num_experts: is missing"},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 5}})",
                 "moe.k: a token cannot choose 5 of 4 experts"},

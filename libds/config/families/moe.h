@@ -11,6 +11,7 @@ inline constexpr Range kLeastCapacity = {0, 1 << 24};
 
 // clang-format off
 inline constexpr Key kGatingKeys[] = {
+    effect("moe.loss_over", slot_of<&H::m, &M::experts, &ExpertsConfig::balance_over>),
     effect("moe.drop_tokens", slot_of<&H::m, &M::experts, &ExpertsConfig::capacity, &ExpertCapacity::limited>),
     effect("moe.capacity_factor", slot_of<&H::m, &M::experts, &ExpertsConfig::capacity, &ExpertCapacity::factor>, kFactor),
     effect("moe.eval_capacity_factor", slot_of<&H::m, &M::experts, &ExpertsConfig::capacity, &ExpertCapacity::eval_factor>, kFactor),

@@ -340,6 +340,9 @@ struct PassContext {
   // In training, if layers of the model count tokens (Layer::num_counts): [the most of any layer] fp32, of which the
   // layer that runs writes its own; none in a recomputation.
   TensorView counts{};
+  // In training, if layers of the model share numbers (Layer::num_shared_stats): [the most of any layer] fp32, valid
+  // from the forward pass of a micro-batch to its backward pass.
+  TensorView shared_stats{};
   HostLink* host = nullptr;  // null in a dry run, in which there are no values
 
   // The same pass over other sequences (PlannedPass::over) of at most Groups::most_rows rows. Views with an entry for
@@ -455,6 +458,9 @@ class DS_API Layer {
   // of each expert, then RouterStats::kReport numbers of its router. Ranks of tp and sp write equal values, those of
   // all tokens. The sums over a step are reported (StepRecord::experts).
   virtual i64 num_counts() const noexcept { return 0; }
+  // The fp32 numbers that its forward pass in training shares with those of other layers, in ctx.shared_stats, and its
+  // backward pass reads; 0: none. Such layers are all in one stage of a pipeline.
+  virtual i64 num_shared_stats() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }
   // True if its backward passes obey PassContext::term, as the functions of ds/building_blocks.h and ds/linear.h do. If

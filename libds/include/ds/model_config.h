@@ -73,6 +73,12 @@ struct ExpertCapacity {
   i64 least = 4;
   DropPolicy policy = DropPolicy::Probs;
 };
+// The tokens over which the loss that balances experts (RouterLossParams::balance) is formed.
+enum class BalanceOver : u8 {
+  MicroBatch,  // those of a micro-batch; the losses of the blocks are added
+  Sequence,    // those of each sequence; the mean over the sequences of a micro-batch; likewise
+  Layers,      // those of a micro-batch in all sparse blocks together, not divided by k, as in transformers
+};
 // The experts of a model's sparse blocks, in which a router sends each token to some of many MLPs.
 struct ExpertsConfig {
   i64 count = 0;         // E; 0: the model is dense
@@ -85,6 +91,7 @@ struct ExpertsConfig {
   bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
   bool first_choice_loss = false;      // likewise
+  BalanceOver balance_over = BalanceOver::MicroBatch;
   ExpertCapacity capacity{};
   // Noise in training. Its numbers depend on the token's number in the batch, the layer and the step.
   float input_jitter = 0;      // the input of router and experts is multiplied by uniform numbers between 1 -+ this
