@@ -676,6 +676,7 @@ constexpr Key kKeys[] = {
     effect("expert_parallel.enabled", slot_of<&C::expert_parallel, &ExpertParallelConfig::enabled>),
     effect("expert_parallel.autoep_size", slot_of<&C::expert_parallel, &ExpertParallelConfig::size>, {1, kDegree.high}).when(has_expert_parallelism),
     effect("expert_parallel.room", slot_of<&C::expert_parallel, &ExpertParallelConfig::room>, {1, 1024}).when(has_expert_parallelism),
+    effect("expert_parallel.further_rounds", slot_of<&C::expert_parallel, &ExpertParallelConfig::further_rounds>).when(has_expert_parallelism),
     not_yet("expert_parallel.expert_tensor_parallel_size", "[1]"),
     ignored("expert_parallel.preset_model", "the model's family says where its experts are"),
     ignored("expert_parallel.use_grouped_mm", "products of experts are always grouped"),

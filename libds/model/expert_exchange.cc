@@ -16,7 +16,8 @@ ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Sh
       rank_(shard.ep_rank),
       sp_(shard.sp),
       sp_rank_(shard.sp_rank),
-      room_(room / shard.tp) {
+      room_(room / shard.tp),
+      further_rounds_(shard.expert_rounds) {
   const auto n = static_cast<size_t>(ranks_), all = static_cast<size_t>(members());
   all_.resize(all * static_cast<size_t>(experts_ + 1));
   groups_.resize(static_cast<size_t>(groups()) + 1);
@@ -42,6 +43,19 @@ void ExpertExchange::agree(const PassContext& ctx, TensorView all) const {
   const AllGatherSegment segment{all.data, all.bytes() / members()};
   ctx.groups[Axis::Ep].all_gather({&segment, 1}, message_text(Axis::Ep, Collective::AllGather)).wait();
   recall(ctx, all);
+  if (further_rounds_ || rounds_ == 1) return;
+  i64 most = 0;
+  for (i64 sp_rank = 0; sp_rank < sp_; ++sp_rank) {
+    for (i64 to = 0; to < ranks_; ++to) {
+      i64 sum = 0;
+      for (i64 from = 0; from < ranks_; ++from) sum += rows(from, to, sp_rank);
+      most = std::max(most, sum);
+    }
+  }
+  throw Error(Errc::OutOfMemory,
+              fmt::format("{} rows of tokens go to the experts of one rank, which has room for {}: raise "
+                          "expert_parallel.room, or leave out expert_parallel.further_rounds",
+                          most, most_rows(ctx.B * ctx.T)));
 }
 
 void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {

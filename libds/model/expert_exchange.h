@@ -31,7 +31,8 @@ class ExpertExchange {
 
   // The part of all [members, E+1] int32 for this rank's offsets [E+1].
   TensorView own_offsets(TensorView all) const { return all.rows(member(rank_), 1).reshaped({all.dim(1)}); }
-  // Fills in the offsets of the other ranks. The host waits for them.
+  // Fills in the offsets of the other ranks. The host waits for them. Throws Errc::OutOfMemory on all members if there
+  // are several rounds, and no further one is wanted.
   void agree(const PassContext& ctx, TensorView all) const;
   // Reads what was agreed on before, without messages.
   void recall(const PassContext& ctx, TensorView all) const;
@@ -65,6 +66,7 @@ class ExpertExchange {
 
   i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0, sp_ = 1, sp_rank_ = 0;
   double room_ = 1;
+  bool further_rounds_ = true;
   // The host's numbers of the pass at hand: a layer runs one pass at a time.
   mutable std::vector<i32> all_, groups_;
   mutable std::vector<i64> round_of_;            // [to, from]

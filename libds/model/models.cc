@@ -99,7 +99,8 @@ Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coo
       .ep_rank = experts.data_first ? coord.dp / copies : coord.dp % ep,
       .expert_copies = copies,
       .copies_first = experts.data_first,
-      .expert_room = experts.room};
+      .expert_room = experts.room,
+      .expert_rounds = experts.further_rounds};
 }
 
 std::vector<DpSplit> expert_splits(const Shard& shard) {

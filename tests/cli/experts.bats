@@ -147,3 +147,11 @@ PY
   run -2 --separate-stderr ds-train cfg.json --out refused --set device=cuda --set cuda.graphs=true
   [[ $stderr == *"routers with noise draw other numbers in every step"* ]] || fail "$stderr"
 }
+
+@test "more rows than there is room for end a run only if they are to" {
+  local set=(--set expert_parallel.enabled=true --set expert_parallel.autoep_size=4 --set expert_parallel.room=1)
+  ds-launch -n 4 ds-train cfg.json --out rounds --quiet "${set[@]}"
+  grep -q '"extra_rounds":[1-9]' rounds/metrics.jsonl
+  run -4 --separate-stderr ds-launch -n 4 ds-train cfg.json --out ends --quiet "${set[@]}" --set expert_parallel.further_rounds=false
+  [[ $stderr == *"rows of tokens go to the experts of one rank, which has room for "*"raise expert_parallel.room"* ]] || fail "$stderr"
+}

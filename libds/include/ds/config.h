@@ -408,6 +408,8 @@ struct ExpertParallelConfig {
   bool data_first = false;
   // Rows for which a rank has memory in one round, of those that it would get if all experts got the same number.
   double room = 2;
+  // If more rows come: the layer goes in further rounds; else the run ends.
+  bool further_rounds = true;
 };
 
 // Which blocks of keys a block of queries attends to: DeepSpeed's kinds under its names, or the user's own file
