@@ -540,7 +540,6 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_next"})", "a model of type \"qwen3_next\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
-           Case{R"({"model_type": "glm4_moe"})", "a model of type \"glm4_moe\"", Errc::Unavailable},
            Case{R"({"model_type": "bert", "position_embedding_type": "relative_key"})", "position_embedding_type",
                 Errc::Unavailable},
            Case{R"({"model_type": "bert", "tie_word_embeddings": false})", "tie_word_embeddings", Errc::Unavailable},
