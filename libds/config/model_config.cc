@@ -305,7 +305,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
     for (const FamilySpec* f : families()) {
       for (const Key& k : f->keys) {
         if (k.path == "use_qk_norm") continue;  // published for Qwen3, too, which does not read it
-        (k.kind == KeyKind::Silent ? marks : of_others).insert(k.path.substr(0, k.path.find('.')));
+        const size_t dot = k.path.find('.');    // a silent member says nothing of its section
+        (k.kind == KeyKind::Silent && dot == k.path.npos ? marks : of_others).insert(k.path.substr(0, dot));
       }
     }
     const auto is_neutral = [&, of_others, marks](std::string_view name, const Json& value) {

@@ -100,7 +100,7 @@ TEST(Experts, LossesOverSequencesAndLayers) {
     const ModelConfig model = tiny_experts({.one_dense = true, .balance = 0.3f, .over = over});
     const auto run = [&](const Layout& l, const Experts& x = {}) {
       const Trace t = train(experts_config(model, l, x), l);
-      expect_planned(t, kSteps, l.name());
+      if (x.ep == 1) expect_planned(t, kSteps, l.name());
       return t;
     };
     const Trace want = run({});
@@ -112,8 +112,9 @@ TEST(Experts, LossesOverSequencesAndLayers) {
   }
   const Layout l;
   const auto of = [&](BalanceOver over, i64 micro) {
-    Config c = experts_config(tiny_experts({.balance = 0.3f, .over = over}), l);
+    Config c = experts_config(tiny_experts({.balance = 0.3f, .z = 0, .over = over}), l);
     c.batch = {.train = 4, .micro = micro, .accumulation = 4 / micro};
+    c.loss.norm = LossNorm::Token;  // the head's loss does not depend on micro-batches
     return train(c, l);
   };
   const Trace one = of(BalanceOver::MicroBatch, 1), together = of(BalanceOver::Sequence, 4);

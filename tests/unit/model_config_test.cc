@@ -534,7 +534,6 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "llama", "num_nextn_predict_layers": 1})",
                 "no model of type \"llama\" has it, but those of type \"glm4_moe\" do"},
            Case{R"({"model_type": "llama", "num_nextn_predict_layers": 0})", "accepted"},
-           Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v2"})", "a model of type \"deepseek_v2\"", Errc::Unavailable},
            Case{R"({"model_type": "gpt_oss"})", "a model of type \"gpt_oss\" (there are \"gpt2\"", Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},

@@ -364,7 +364,7 @@ extern constinit const FamilySpec kGlm4MoeFamily = family::relative({
     .neutral = family::kGlmNeutral,
     .set_defaults = family::set_glm_defaults,
     .resolve = family::resolve_glm,
-    .experts = {"mlp", "gate_proj", "up_proj", "down_proj", "shared_experts"},
+    .experts = {.block = "mlp", .gate = "gate_proj", .up = "up_proj", .down = "down_proj", .shared = "shared_experts"},
 });
 
 }  // namespace ds
