@@ -143,15 +143,15 @@ MODELS = {
         vocab_size=37, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=14,
         num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
         num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
-    # The first layer is dense; 8 of 16 dimensions of a head turn; tokens choose among the experts of one of two groups.
+    # The first layer is dense; 8 of 16 dimensions of a head turn; the experts of a token are those of one of two groups.
     "glm4_moe": transformers.Glm4MoeConfig(
         vocab_size=41, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
         num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1,
-        moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, n_group=2, topk_group=1,
+        moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=2, n_group=2, topk_group=1,
         routed_scaling_factor=1.8, num_mtp_layers=0, partial_rotary_factor=0.5, **NO_SPECIAL_TOKENS),
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
-SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 11230}
+SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570}
 
 
 @contextlib.contextmanager
@@ -258,7 +258,9 @@ def biases(model):
 
 
 def ahead(values, k):
-    """By how much the k-th largest value of each row is ahead of the next one."""
+    """By how much the k-th largest value of each row is ahead of the next one, if there is one."""
+    if k == values.shape[1]:
+        return torch.full_like(values[:, 0], float("inf"))
     ordered = values.sort(descending=True).values
     return ordered[:, k - 1] - ordered[:, k]
 
