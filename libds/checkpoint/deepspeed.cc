@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "checkpoint/deepspeed_table.h"
 #include "checkpoint/hf_directory.h"
+#include "ds/log.h"
 
 namespace ds {
 namespace {
@@ -88,7 +89,11 @@ bool is_deepspeed(const std::string& dir) {
 
 std::unique_ptr<StateSource> open_deepspeed(const std::string& dir, const std::string& tag) {
   const std::string path = find_deepspeed_tag(dir, tag);
-  DeepspeedTable table = read_deepspeed_table(list_deepspeed_files(path));
+  const DeepspeedFiles files = list_deepspeed_files(path);
+  DeepspeedTable table = read_deepspeed_table(files);
+  if (!files.experts.empty())
+    log_message(LogLevel::Warning,
+                fmt::format("{}: a checkpoint with experts; the optimizer's states in it are not read", path));
   table.meta.model_config_json = find_hf_config(parent_directory(path));  // as trainers leave it
   return std::make_unique<DeepspeedReader>(path, std::move(table));
 }

@@ -10,6 +10,7 @@
 //            with another one, tied to it
 //   Param    the module's weights if they are stored in 16 bits (stages 0 to 2), else the master, rounded
 //   Master   the fp32 partitions. A frozen parameter and a buffer are their own master, and their moments are zero
+//   With experts (MoE; stages 0 to 2): Param alone, and those of experts last, as a warning says.
 //   ExpAvg, ExpAvgSq   Adam's, if the optimizer has them for every trained parameter. States of other
 //            optimizers are not read. At stage 0 they have no names: they are assigned if exactly one assignment
 //            keeps the order of the module and fits the shapes, and are missing otherwise
@@ -30,9 +31,9 @@ bool is_deepspeed_shard(const std::string& path) noexcept;
 
 // `tag`: a subdirectory of `dir`; empty: `dir` itself if it contains the files, else the tag that `latest` or, without
 // that, `latest_universal` names. Only headers are read; memory does not depend on the number of elements. Throws
-// Errc::Unavailable (naming tensor or pipeline parallelism, experts, or offloaded tensors), Errc::Corrupt (a shard is
-// missing or damaged, naming its rank; `latest` names no tag), Errc::Config (no `latest`, naming the tags),
-// Errc::Mismatch (shards of different saves, naming the rank), Errc::Io.
+// Errc::Unavailable (naming tensor or pipeline parallelism, experts of stage 3, or offloaded tensors), Errc::Corrupt (a
+// shard or an expert is missing or damaged, naming it; `latest` names no tag), Errc::Config (no `latest`, naming the
+// tags), Errc::Mismatch (shards of different saves, naming the rank), Errc::Io.
 std::unique_ptr<StateSource> open_deepspeed(const std::string& dir, const std::string& tag = {});
 
 }  // namespace ds

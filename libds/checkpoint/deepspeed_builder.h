@@ -101,6 +101,7 @@ class DeepspeedBuilder {
   // A frozen parameter of stage 3, of which every rank has a chunk.
   Segments frozen_chunks(const std::string& name, i64 elems) const;
   void add_untrained();
+  void add_experts();
   void add_as_it_is(const std::string& name, const std::vector<i64>& shape, DType dtype, Segments at);
   void add_ties();
   void read_config();
@@ -144,6 +145,7 @@ class DeepspeedBuilder {
   DeepspeedTable table_;
   mutable std::vector<UnfoldingBudget> budgets_;  // by file
   std::vector<size_t> model_, optim_;             // numbers of files, by rank
+  std::vector<size_t> experts_;                   // likewise, by layer and expert
   const Value* module_ = nullptr;
   Index module_index_;
   const Value* version_ = nullptr;

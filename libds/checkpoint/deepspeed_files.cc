@@ -17,10 +17,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-enum class Role : u8 { Other, Model, ZeroModel, Optim, Pipeline, Expert };
+enum class Role : u8 { Other, Model, ZeroModel, Optim, Pipeline, Expert, ExpertOptim };
 struct FileName {
   Role role = Role::Other;
-  i64 rank = 0;             // data-parallel
+  i64 rank = 0;             // data-parallel; or the number of the expert
+  i64 layer = 0;            // of the expert, among layers that have some
   std::string_view mp;      // "00" where there is no tensor parallelism
   std::string_view family;  // "", "bf16_" or "fp16_"
 };
@@ -34,19 +35,30 @@ bool eat(std::string_view& s, std::string_view prefix) noexcept {
 // The role of a file, from its name: engine.py's _get_ckpt_name, _get_rank_zero_ckpt_name and their kin.
 FileName parse_name(std::string_view name) noexcept {
   constexpr std::string_view kModel = "_model_states.pt", kOptim = "_optim_states.pt";
-  if (name.starts_with("layer_") && name.ends_with("-model_states.pt")) return {Role::Pipeline, 0, {}, {}};
+  if (name.starts_with("layer_") && name.ends_with("-model_states.pt"))
+    return {.role = Role::Pipeline, .mp = {}, .family = {}};
   const bool model = name.ends_with(kModel), optim = name.ends_with(kOptim);
   if (!model && !optim) return {};
   std::string_view s = name.substr(0, name.size() - kModel.size());
-  if (s.find("expert_") != std::string_view::npos || s.starts_with("expp_rank_")) return {Role::Expert, 0, {}, {}};
+  if (s.starts_with("expp_rank_")) return {.role = Role::ExpertOptim, .mp = {}, .family = {}};
   FileName f;
+  const auto number = [&](i64& to) {
+    const auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), to);
+    s.remove_prefix(static_cast<size_t>(end - s.data()));
+    return error == std::errc() && to >= 0 && to < (1 << 20);
+  };
+  if (model && s.starts_with("layer_") && s.find("_expert_") != std::string_view::npos) {
+    const bool good =
+        eat(s, "layer_") && number(f.layer) && eat(s, "_expert_") && number(f.rank) && eat(s, "_mp_rank_");
+    f.role = good ? Role::Expert : Role::Other;
+    f.mp = s;
+    return f;
+  }
   for (const std::string_view family : {"bf16_", "fp16_"}) {
     if (eat(s, family)) f.family = family;
   }
   if (eat(s, "zero_pp_rank_")) {
-    const auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), f.rank);
-    s.remove_prefix(static_cast<size_t>(end - s.data()));
-    if (error != std::errc() || f.rank < 0 || !eat(s, "_mp_rank_")) return {};
+    if (!number(f.rank) || !eat(s, "_mp_rank_")) return {};
     f.role = model ? Role::ZeroModel : Role::Optim;
   } else if (model && eat(s, "mp_rank_")) {
     f.role = Role::Model;
@@ -55,6 +67,22 @@ FileName parse_name(std::string_view name) noexcept {
   }
   f.mp = s;
   return f;
+}
+
+// The paths of each layer's experts, in order; a layer has them all if it has as many as the others.
+std::vector<std::string> by_expert(const std::map<i64, std::map<i64, std::string>>& layers, const std::string& dir) {
+  std::vector<std::string> paths;
+  i64 experts = 0;
+  for (const auto& [layer, files] : layers) experts = std::max(experts, files.rbegin()->first + 1);
+  for (i64 layer = 0; layer < std::ssize(layers); ++layer) {
+    const auto at = layers.find(layer);
+    for (i64 e = 0; e < experts; ++e) {
+      const bool there = at != layers.end() && at->second.contains(e);
+      DS_CHECK(there, Errc::Corrupt, "{}: expert {} of layer {} is missing", dir, e, layer);
+      paths.push_back(at->second.at(e));
+    }
+  }
+  return paths;
 }
 
 // The paths in order of rank; every rank from 0 on must be there.
@@ -101,7 +129,7 @@ constexpr std::string_view kPointers[] = {kLatestName, kLatestUniversalName};
 
 bool is_deepspeed_shard(const std::string& path) noexcept {
   const Role role = parse_name(std::string_view(path).substr(path.rfind('/') + 1)).role;
-  return role != Role::Other && role != Role::Model;
+  return role != Role::Other && role != Role::Model && role != Role::Expert;
 }
 
 bool is_deepspeed_tag(const std::string& dir) noexcept {
@@ -150,19 +178,23 @@ DeepspeedFiles list_deepspeed_files(const std::string& tag_dir) {
     names.insert(entry.path().filename().string());
   }
   std::map<i64, std::string> zero_model, optim;
+  std::map<i64, std::map<i64, std::string>> experts;  // by layer
+  bool optim_of_experts = false;
   std::string model, first_optim;
   std::string_view family;
   for (const std::string& name : names) {
     const FileName f = parse_name(name);
     const std::string path = fmt::format("{}/{}", tag_dir, name);
-    DS_CHECK(f.role != Role::Expert, Errc::Unavailable, "{}: a file of experts (MoE), which are not supported", path);
     DS_CHECK(f.role != Role::Pipeline, Errc::Unavailable,
              "{}: a layer of a pipeline-parallel run, which is not supported; convert it with ds_to_universal.py",
              path);
-    if (f.role == Role::Other) continue;
+    if (f.role == Role::ExpertOptim) optim_of_experts = true;
+    if (f.role == Role::Other || f.role == Role::ExpertOptim) continue;
     DS_CHECK(f.mp == "00", Errc::Unavailable,
              "{}: a part of a tensor- or pipeline-parallel run, which is not supported (only mp_rank_00 is)", path);
-    if (f.role == Role::Model) {
+    if (f.role == Role::Expert) {
+      experts[f.layer][f.rank] = path;
+    } else if (f.role == Role::Model) {
       model = path;
     } else if (f.role == Role::ZeroModel) {
       zero_model[f.rank] = path;
@@ -180,6 +212,11 @@ DeepspeedFiles list_deepspeed_files(const std::string& tag_dir) {
            fs::path(zero_model.begin()->second).filename().string());
   files.model = model.empty() ? by_rank(zero_model, "model states", tag_dir) : std::vector<std::string>{model};
   files.optim = by_rank(optim, "optimizer states", tag_dir);
+  files.experts = by_expert(experts, tag_dir);
+  DS_CHECK(experts.empty() || !model.empty(), Errc::Unavailable,
+           "{}: experts (MoE) at stage 3, which are not supported", tag_dir);
+  DS_CHECK(!optim_of_experts || !experts.empty(), Errc::Corrupt, "{}: the files of experts are missing", tag_dir);
+  if (!experts.empty()) files.optim.clear();
   files.universal = files.optim.empty() && fs::is_directory(tag_dir + "/zero");
   DS_CHECK(!files.model.empty(), Errc::Corrupt, "{}: the model states are missing", tag_dir);
   return files;

@@ -12,6 +12,8 @@ struct DeepspeedFiles {
   std::vector<std::string> model;  // paths by rank; one file up to stage 2
   std::vector<std::string> optim;  // paths by rank; none at stage 0 and in the universal format
   bool universal = false;          // zero/<parameter>/ contains the optimizer state
+  // Those of experts, each with the weights of one; then `optim` is empty, since the optimizer's states are not read.
+  std::vector<std::string> experts;
 };
 
 // Whether `dir` contains files named like those of a tag.

@@ -12,18 +12,23 @@ namespace ds {
 DeepspeedTable DeepspeedBuilder::build() {
   for (const std::string& path : files_.model) model_.push_back(open(path));
   for (const std::string& path : files_.optim) optim_.push_back(open(path));
+  for (const std::string& path : files_.experts) experts_.push_back(open(path));
   read_model_states();
   has(State::Param) = true;
   if (files_.universal) {
     place_universal();
   } else if (!optim_.empty()) {
     place_partitions();
+  } else if (!experts_.empty()) {
+    set_stage(0);
+    find_shared_storage();
   } else {
     DS_CHECK(groups_.empty(), Errc::Corrupt, "{}: the optimizer states are missing", files_.dir);
     place_whole();
   }
   place_weights();
   add_untrained();
+  add_experts();
   add_ties();
   read_config();
   list_unread();
@@ -138,6 +143,7 @@ void DeepspeedBuilder::read_model_states() {
     }
   }
   for (size_t r = 1; r < model_.size(); ++r) check_same_model(model_[r]);
+  if (!experts_.empty()) groups_.clear();  // they are of the optimizer
   for (const auto& group : groups_) {
     for (const Parameter& p : group) add_param(p.name, p.shape, f);
   }
@@ -264,6 +270,19 @@ void DeepspeedBuilder::add_untrained() {
     check(!stage_3 || buffers.contains(name) || numel(t) > 0, Errc::Corrupt, f,
           "'{}' is named in 'module', but its elements are missing", name);
     add_as_it_is(name, t.shape, *t.dtype, whole(t, f));
+  }
+}
+
+// Each file is a dict of the tensors of one expert, under the names that they have in the whole model.
+void DeepspeedBuilder::add_experts() {
+  for (const size_t f : experts_) {
+    const Value& root = file(f).root();
+    check(root.is(Kind::Dict) && has_string_keys(root), Errc::Corrupt, f, "is no dict of an expert's tensors");
+    for (size_t i = 0; i < root.items.size(); i += 2) {
+      const std::string& name = root.items[i]->text;
+      const PickleTensor& t = state_of(*root.items[i + 1], fmt::format("'{}'", name), f);
+      add_as_it_is(name, t.shape, *t.dtype, whole(t, f));
+    }
   }
 }
 

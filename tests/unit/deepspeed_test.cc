@@ -356,15 +356,55 @@ TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
            {"mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
            {"zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor- or pipeline-parallel"},
            {"layer_03-model_00-model_states.pt", "layer of a pipeline-parallel run"},
-           {"layer_1_expert_0_mp_rank_00_model_states.pt", "experts (MoE)"},
-           {"expp_rank_0_mp_rank_00_optim_states.pt", "experts (MoE)"},
+           {"layer_0_expert_0_mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
            {"offloaded_tensors", "swapped to NVMe"}}) {
     write_file(copy("zero1-fp16") + "/" + name, "");
     refused(Errc::Unavailable, part);
     refused(Errc::Unavailable, name);
   }
+  write_file(copy("zero3-fp16") + "/layer_0_expert_0_mp_rank_00_model_states.pt", "");
+  refused(Errc::Unavailable, "experts (MoE) at stage 3");
+  write_file(copy("zero1-fp16") + "/expp_rank_0_mp_rank_00_optim_states.pt", "");
+  refused(Errc::Corrupt, "the files of experts are missing");
+  write_file(copy("zero1-fp16") + "/layer_0_expert_1_mp_rank_00_model_states.pt", "");
+  refused(Errc::Corrupt, "expert 0 of layer 0 is missing");
+  write_file(copy("zero1-fp16") + "/layer_1_expert_0_mp_rank_00_model_states.pt", "");
+  refused(Errc::Corrupt, "expert 0 of layer 0 is missing");
   write_file(copy("zero1-fp16") + "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "");
   refused(Errc::Corrupt, "two checkpoints in one directory");
+}
+
+// Experts of two ranks (tests/golden/make_deepspeed_moe.py): the weights of the live model, bit for bit, and no
+// optimizer.
+TEST(DeepSpeedExperts, AreReadWithTheWeightsOfTheirModel) {
+  for (const std::string name : {"zero0-fp32", "zero1-bf16"}) {
+    const std::string dir = testing::test_data("deepspeed-moe/" + name);
+    const auto source = open_deepspeed(dir);
+    EXPECT_FALSE(source->has(State::ExpAvg) || source->has(State::Master)) << name;
+    EXPECT_TRUE(source->verify({}).empty()) << name;
+    const auto expected = open_source(dir + "/expected.safetensors");
+    size_t compared = 0;
+    for (const TensorInfo& t : expected->list()) {
+      const auto& params = source->params();
+      const auto it = std::ranges::find(params, t.name, &ParamEntry::name);
+      ASSERT_NE(it, params.end()) << name << " " << t.name;
+      ++compared;
+      if (!it->tied_to.empty()) continue;
+      const i64 param = it - params.begin();
+      ASSERT_EQ(t.shape, it->shape) << t.name;
+      EXPECT_EQ(source->stored_dtype(State::Param, param), t.dtype) << t.name;
+      std::vector<char> got(static_cast<size_t>(t.bytes())), want(got);
+      source->read(State::Param, t.dtype, param, 0, t.numel(), got.data());
+      expected->read(t.name, 0, t.numel(), want.data());
+      EXPECT_EQ(got, want) << name << " " << t.name;
+    }
+    EXPECT_EQ(compared, source->params().size()) << name;
+    // A Hugging Face directory of it has the same tensors, each expert for itself.
+    const TempDirectory out;
+    merge_checkpoint(dir, out / "hf", {.format = "hf", .verify = true});
+    const auto merged = open_source(out / "hf/model.safetensors");
+    EXPECT_EQ(std::ssize(merged->list()), std::ranges::count(source->params(), "", &ParamEntry::tied_to)) << name;
+  }
 }
 
 // Replaces `from` by `to` everywhere in the pickle of a file of torch.save, and updates its checksum.
