@@ -214,7 +214,8 @@ void Engine::fill_in_experts(Step& step) const {
     const auto count = [&](i64 i) { return std::llround(all[static_cast<size_t>(first + i)]) / mesh_.shape().sp; };
     const i64 experts = n - RouterStats::kReport;
     for (i64 e = 0; e < experts; ++e) layer.tokens.push_back(count(e));
-    const i64 tokens = std::reduce(layer.tokens.begin(), layer.tokens.end()) / config_.model.experts.per_token;
+    const i64 tokens =
+        std::reduce(layer.tokens.begin(), layer.tokens.end()) / std::max<i64>(config_.model.experts.per_token, 1);
     const i64 entropies = count(experts) * RouterStats::kFraction + count(experts + 1);
     if (tokens > 0)
       layer.entropy = static_cast<double>(entropies) / static_cast<double>(RouterStats::kFraction * tokens);

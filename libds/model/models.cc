@@ -63,6 +63,9 @@ void check_program_model(const Model& m, const ModelConfig& config) {
                     config.layers, num_layers(config)));
   for (const auto& layer : m.layers) {
     const bool is_end = layer == m.layers.front() || layer == m.layers.back();
+    check(layer->num_counts() == 0 || layer->num_counts() > RouterStats::kReport,
+          fmt::format("layer {} counts {} numbers, of which the last {} are of its router", layer->name(),
+                      layer->num_counts(), RouterStats::kReport));
     check(layer->is_block() != is_end, fmt::format("layer {} {}", layer->name(),
                                                    is_end ? "begins or ends the model, and is a block"
                                                           : "lies between embedding and head, and is no block"));

@@ -41,7 +41,7 @@ constexpr Key kGpt2Own[] = {
     fixed("moe.use_residual", "[false]"),
     refused("moe.ep_size", "expert_parallel.autoep_size of the run divides experts over ranks"),
     refused("moe.enable_expert_tensor_parallelism", "ranks of tensor_parallel always share the experts, whole ones each"),
-    silent("moe.use_tutel"),
+    fixed("moe.use_tutel", "[false, true]"),
 };
 // clang-format on
 constexpr auto kGpt2Keys = [] {
