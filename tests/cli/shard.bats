@@ -364,7 +364,7 @@ PY
   refuses 2 "--pp: 9 parts are more than the 4 layers (embedding and head among them); at most 4 stages have" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 9
   refuses 2 "--partition: \"Mamba\" matches no layer" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition type:Mamba
   refuses 2 "--partition needs --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
-  refuses 2 "--config needs --tp, --pp or --positions" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
+  refuses 2 "--config needs --tp, --pp, --positions or --upcycle" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
   refuses 2 "are more than 99999 ranks" "$DS_SOURCE/tests/golden/gpt2" -o out --dp 99999 --tp 2
   refuses 2 "--pp" run -o out --pp 0
   refuses 4 "it does not name an architecture; --dp and --sp work with any model" run -o out --tp 2
