@@ -26,6 +26,10 @@ struct HfConfig {
   std::vector<std::string> layer_types;
   i64 decoder_sparse_step = 1;
   std::vector<i64> mlp_only_layers;
+  i64 first_k_dense_replace = 0;
+  i64 n_shared_experts = 0;
+  i64 qk_nope_head_dim = 0;
+  std::string topk_method;
   bool output_router_logits = false;
   float router_aux_loss_coef = 0;
 };
@@ -46,6 +50,7 @@ struct LearnedPositions {
 struct ExpertNames {
   std::string_view block{};  // the part of a transformer block that has the router and the experts; empty: no experts
   std::string_view gate{}, up{}, down{};
+  std::string_view shared = "shared_expert";  // the part that has the shared expert, if there is one
 };
 
 struct FamilySpec {

@@ -104,7 +104,7 @@ void resolve_rope(ModelConfig& m, Reader& r) {
     r.error("rope_scaling.high_freq_factor", "must be greater than low_freq_factor");
   if (m.rope.type == Yarn && m.rope.beta_fast <= m.rope.beta_slow)
     r.error("rope_scaling.beta_fast", "must be greater than beta_slow");
-  if (m.rope.type == RopeType::Dynamic && m.head_dim == 2)
+  if (m.rope.type == RopeType::Dynamic && m.rotary_dim() == 2)
     r.error("rope_scaling.rope_type", "\"dynamic\" is not defined for heads of 2 dimensions");
   if (m.rope.type == LongRope) {
     const i64 original = m.rope.original_max_positions > 0 ? m.rope.original_max_positions : m.max_positions;
@@ -115,8 +115,9 @@ void resolve_rope(ModelConfig& m, Reader& r) {
   if (m.rope.type == LongRope && m.head_dim > 0)
     for (const auto& [key, list] : {std::pair{"rope_scaling.short_factor", &m.rope.short_factor},
                                     std::pair{"rope_scaling.long_factor", &m.rope.long_factor}})
-      if (r.given(key) && std::ssize(*list) != m.head_dim / 2)
-        r.error(key, fmt::format("has {} numbers; head_dim / 2 is {}", list->size(), m.head_dim / 2));
+      if (r.given(key) && std::ssize(*list) != m.rotary_dim() / 2)
+        r.error(key, fmt::format("has {} numbers; {} / 2 is {}", list->size(),
+                                 m.latent.on() ? "qk_rope_head_dim" : "head_dim", m.rotary_dim() / 2));
 }
 
 void resolve_windows(HfConfig& h, Reader& r) {
@@ -180,9 +181,21 @@ bool quantizes_nothing(const Json& object) {
 }
 
 // Keys that say something about experts, which another key would turn on.
-constexpr std::string_view kOfExperts[] = {"num_experts_per_tok", "norm_topk_prob",       "router_aux_loss_coef",
-                                           "router_z_loss_coef",  "router_jitter_noise",  "decoder_sparse_step",
-                                           "mlp_only_layers",     "moe_intermediate_size"};
+constexpr std::string_view kOfExperts[] = {"num_experts_per_tok",
+                                           "norm_topk_prob",
+                                           "router_aux_loss_coef",
+                                           "router_z_loss_coef",
+                                           "router_jitter_noise",
+                                           "decoder_sparse_step",
+                                           "mlp_only_layers",
+                                           "moe_intermediate_size",
+                                           "first_k_dense_replace",
+                                           "n_group",
+                                           "topk_group",
+                                           "routed_scaling_factor",
+                                           "topk_method",
+                                           "scoring_func",
+                                           "moe_layer_freq"};
 
 // Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
 bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_view name, const Json& value) {
@@ -383,6 +396,13 @@ Json model_json(const ModelConfig& model) {
   h.router_aux_loss_coef = h.output_router_logits ? experts.balance_loss : experts.unused_balance_loss;
   for (i64 l = 0; l < std::ssize(experts.layers); ++l)
     if (!experts.sparse(l)) h.mlp_only_layers.push_back(l);
+  h.first_k_dense_replace = std::ranges::find(experts.layers, true) - experts.layers.begin();
+  h.n_shared_experts = experts.shared / std::max<i64>(experts.intermediate, 1);
+  h.topk_method = experts.router.groups > 1 ? "group_limited_greedy" : "greedy";
+  if (model.latent.on()) {
+    h.qk_nope_head_dim = model.head_dim - model.latent.rope_dim;
+    h.m.head_dim = model.latent.rope_dim;  // as transformers writes it
+  }
   const RopeScaling& rope = model.rope;
   // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
@@ -393,6 +413,7 @@ Json model_json(const ModelConfig& model) {
     if (key == "original_max_position_embeddings")
       return (t == Llama3 || t == Yarn || t == LongRope) && rope.original_max_positions > 0;
     if (key == "attention_factor") return (t == Yarn || t == LongRope) && rope.attention_factor > 0;
+    if (key == "mscale_all_dim" && model.latent.on()) return t == Yarn && rope.mscale_all_dim > 0;
     if (key == "mscale" || key == "mscale_all_dim") return t == Yarn && rope.mscale > 0 && rope.mscale_all_dim > 0;
     if (key == "short_factor" || key == "long_factor") return t == LongRope;
     return t == Yarn;
@@ -405,6 +426,7 @@ Json model_json(const ModelConfig& model) {
     Json value = slot_json(k.slot(&h));
     if (k.path == "pad_token_id" && model.pad_token_id < 0) value = nullptr;
     if (k.path == "sliding_window" && h.sliding_window == 0) value = nullptr;
+    if (k.path == "q_lora_rank" && model.latent.query_rank == 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
     } else if (rope.type != RopeType::Default && rope_key_read(k.path.substr(dot + 1))) {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/experts.h"
 
+#include <fmt/format.h>
+
 #include "comm/message_tag.h"
+#include "config/family.h"
 #include "ds/communicator.h"
 #include "model/models.h"
 
@@ -88,8 +91,8 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
   gate_up_ = add(cut_experts({.name = name + ".experts.gate_up_proj", .shape = {E(), 2 * F_, C_}}));
   down_ = add(cut_experts({.name = name + ".experts.down_proj", .shape = {E(), C_, F_}}));
   if (config_.shared == 0) return;
-  shared_.emplace(Shared{.mlp = GatedMlp(rows, name + ".shared_expert", c, config_.shared, shard, 1),
-                         .gated = config_.shared_gate});
+  const std::string shared = fmt::format("{}.{}", name, spec_of(c.family).experts.shared);
+  shared_.emplace(Shared{.mlp = GatedMlp(rows, shared, c, config_.shared, shard, 1), .gated = config_.shared_gate});
   if (shared_->gated)
     shared_->gate = add(whole_row({.name = name + ".shared_expert_gate.weight", .shape = {1, C_}}, shard));
 }

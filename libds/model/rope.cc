@@ -95,7 +95,7 @@ Frequencies frequencies(const Rotation& r, i64 length) {
 }  // namespace
 
 Rotation rotation_of(const ModelConfig& config) {
-  return {.dim = config.head_dim,
+  return {.dim = config.rotary_dim(),
           .theta = config.rope_theta,
           .scaling = config.rope,
           .max_positions = config.max_positions};

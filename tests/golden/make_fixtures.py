@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and
-BERT models of odd sizes.
+"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
+DeepSeek-V2 and BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
     python3 tests/golden/make_fixtures.py --find-seed NAME  # of a model with experts: the seed in SEEDS; minutes
@@ -43,6 +43,7 @@ names of transformers 5, in which the experts of a block are batches. In additio
     pooled.loss             f64 [1]       loss + 0.05 * transformers' load_balancing_loss_func, which pools the blocks, counts
                                           all tokens and does not divide by k
     pooled.grad.<router>    f64           the gradients of that, of the routers alone
+DeepSeek-V2 has neither loss in transformers, so there is no pooled.*.
 PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
 expert has tokens, PyTorch chooses the same experts in every dtype and in all steps of training, and each token's last chosen expert
 is ahead of the first that is not chosen: by MARGIN of the spread of its logits at first, with weights rounded to 16 bits too, and
@@ -82,6 +83,10 @@ LLAMA_SIZES = dict(vocab_size=89, hidden_size=40, intermediate_size=52, num_hidd
                    num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, **NO_SPECIAL_TOKENS)
 SMALL_GPT2 = dict(vocab_size=41, n_positions=24, n_embd=28, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
                   attn_pdrop=0.0, **NO_SPECIAL_TOKENS)
+LATENT_SIZES = dict(hidden_size=32, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4, kv_lora_rank=20,
+                    qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, moe_intermediate_size=12, n_routed_experts=6,
+                    num_experts_per_tok=2, n_shared_experts=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+                    **NO_SPECIAL_TOKENS)
 THETA_1E6 = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
     "gpt2": transformers.GPT2Config(
@@ -141,9 +146,20 @@ MODELS = {
         vocab_size=37, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=14,
         num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
         num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
+    # Tokens choose among the experts of two of three groups; YaRN scales scores, too. The norms of latents have an epsilon
+    # of their own.
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **LATENT_SIZES, vocab_size=41, q_lora_rank=22, first_k_dense_replace=1, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2, routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 16}),
+    # Queries without a latent, as in DeepSeek-V2-Lite, and biases.
+    "deepseek_v2_lite": transformers.DeepseekV2Config(
+        **LATENT_SIZES, vocab_size=37, q_lora_rank=None, first_k_dense_replace=0, topk_method="greedy", attention_bias=True),
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
-SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430}
+SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430,
+         "deepseek_v2": 2820, "deepseek_v2_lite": 26910}
 
 
 @contextlib.contextmanager
@@ -200,6 +216,9 @@ def initial_model(config, seed):
             noise = torch.randn(p.shape, generator=rng)
             is_gain = p.dim() == 1 and name.endswith("weight")
             p.copy_(1.0 + 0.1 * noise if is_gain else (0.1 if p.dim() == 1 else 0.15) * noise)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(torch.randint(-8, 9, b.shape, generator=rng) / 64)
     return model
 
 
@@ -240,23 +259,57 @@ def router_logits(model, inputs):
     return model(input_ids=inputs, use_cache=False, output_router_logits=True).router_logits
 
 
-def balance_of(logits, k, targets):
+def biases(model):
+    """Of each block with experts: that of its router; None where routers have none."""
+    gates = [m.gate for m in model.modules() if hasattr(m, "gate")]
+    return [g.e_score_correction_bias for g in gates if hasattr(g, "e_score_correction_bias")]
+
+
+def ahead(values, k):
+    """By how much the k-th largest value of each row is ahead of the next one."""
+    ordered = values.sort(descending=True).values
+    return ordered[:, k - 1] - ordered[:, k]
+
+
+def by_choice(config, logits, bias):
+    """What experts are chosen by, and how clear the choice of groups is."""
+    if bias is None and getattr(config, "topk_method", None) != "group_limited_greedy":
+        return logits, None
+    scores = logits if bias is None else logits.sigmoid() + bias.to(logits.dtype)
+    groups = scores.unflatten(-1, (config.n_group, -1))
+    of_group = groups.amax(-1) if bias is None else groups.topk(2).values.sum(-1)
+    chosen = torch.zeros_like(of_group).scatter(1, of_group.topk(config.topk_group).indices, 1).bool()
+    clear = ahead(of_group, config.topk_group) / scores.std(-1)
+    return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1), clear
+
+
+def blocks(config, model, inputs):
+    """Logits of routers, and by_choice(), of each block with experts."""
+    logits = router_logits(model, inputs)
+    return [(z, *by_choice(config, z, b)) for z, b in zip(logits, biases(model) or [None] * len(logits), strict=True)]
+
+
+def balance_of(logits, chosen, targets, sigmoid):
     """Switch Transformers' loss of one block, for k experts a token, over the tokens that are trained on."""
-    logits = logits[targets.flatten() != -100]
+    counted = targets.flatten() != -100
+    logits, chosen = logits[counted], chosen[counted]
     tokens, experts = logits.shape
-    scores = logits.softmax(-1)
-    chosen = scores.topk(k).indices
+    scores = F.normalize(logits.sigmoid(), p=1, dim=-1) if sigmoid else logits.softmax(-1)
     counts = F.one_hot(chosen, experts).sum((0, 1)).to(scores.dtype)
-    return experts / (k * tokens**2) * (counts * scores.sum(0)).sum()
+    return experts / (chosen.shape[1] * tokens**2) * (counts * scores.sum(0)).sum()
 
 
-def margin_of(logits, k):
+def has_sigmoids(config):
+    return config.model_type in ("glm4_moe", "deepseek_v3")
+
+
+def margin_of(logits, values, groups, k, sigmoid):
     """By how much the k-th expert of each token is ahead of the next one, at least; -1 if an expert has no token."""
-    ordered = logits.sort(descending=True).values
-    chosen = logits.topk(k).indices
-    if len(chosen.unique()) < logits.shape[1]:
+    if len(values.topk(k).indices.unique()) < logits.shape[1]:
         return -1.0
-    return ((ordered[:, k - 1] - ordered[:, k]) / logits.std(-1)).min().item()
+    spread = logits.sigmoid().std(-1) if sigmoid else logits.std(-1)
+    margin = (ahead(values, k) / spread).min().item()
+    return margin if groups is None else min(margin, groups.min().item())
 
 
 def token_losses(logits, targets):
@@ -285,11 +338,14 @@ def balanced(config, state, inputs, targets, dtype):
     model = build(config, state).to(dtype)
     k, routers = config.num_experts_per_tok, [n for n, _ in model.named_parameters() if n.endswith("mlp.gate.weight")]
     _, loss = loss_of(model, inputs, targets)
-    balance = sum(balance_of(logits, k, targets) for logits in router_logits(model, inputs))
+    balance = sum(balance_of(z, v.topk(k).indices, targets, has_sigmoids(config))
+                  for z, v, _ in blocks(config, model, inputs))
     (loss + BALANCE * balance).backward()
     result = {"balanced.loss": (loss + BALANCE * balance).detach().reshape(1),
               "balanced.balance": balance.detach().reshape(1)}
     result.update({"balanced.grad." + name: p.grad for name, p in model.named_parameters()})
+    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):  # which have no such loss
+        return result
     model = build(config, state).to(dtype)
     output = model(input_ids=inputs, use_cache=False, output_router_logits=True)
     _, loss = loss_of(model, inputs, targets)
@@ -338,7 +394,7 @@ def errors(got, want):
 
 def choices(config, model, inputs):
     with torch.no_grad():
-        return [logits.topk(config.num_experts_per_tok).indices.sort().values for logits in router_logits(model, inputs)]
+        return [v.topk(config.num_experts_per_tok).indices.sort().values for _, v, _ in blocks(config, model, inputs)]
 
 
 def same(a, b):
@@ -351,7 +407,7 @@ def is_clear(config, state, inputs, targets):
 
     def margin(model):
         with torch.no_grad():
-            return min(margin_of(logits, k) for logits in router_logits(model, inputs))
+            return min(margin_of(*block, k, has_sigmoids(config)) for block in blocks(config, model, inputs))
 
     for dtype in DTYPES.values():
         with all_fp64():

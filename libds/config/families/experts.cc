@@ -5,23 +5,13 @@
 
 #include <algorithm>
 
-#include "config/families/llama.h"
+#include "config/families/experts.h"
 
 namespace ds {
 namespace family {
 namespace {
 
-using X = ExpertsConfig;
-
-constexpr Range kExperts = {1, 4096};
-
 // clang-format off
-constexpr Key kSparseKeys[] = {
-    effect("num_experts_per_tok", slot_of<&H::m, &M::experts, &X::per_token>, kExperts),
-    effect("output_router_logits", slot_of<&H::output_router_logits>, {}, kNull),
-    effect("router_aux_loss_coef", slot_of<&H::router_aux_loss_coef>, {0, kInfinity}),
-    effect("router_z_loss_coef", slot_of<&H::m, &M::experts, &X::z_loss>, {0, kInfinity}),
-};
 constexpr Key kMixtralOwn[] = {
     effect("num_local_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
     alias("num_experts", "num_local_experts"),
@@ -45,18 +35,9 @@ constexpr Key kQwenOwn[] = {
 };
 // clang-format on
 
-// The tables of a family, one after the other.
-template <size_t own>
-constexpr auto with_own(const Key (&keys)[own]) {
-  std::array<Key, std::size(kLlamaKeys) + std::size(kSparseKeys) + own> all;
-  Key* end = std::ranges::copy(kLlamaKeys, all.data()).out;
-  end = std::ranges::copy(kSparseKeys, end).out;
-  std::ranges::copy(keys, end);
-  return all;
-}
-constexpr auto kMixtralKeys = with_own(kMixtralOwn);
-constexpr auto kOlmoeKeys = with_own(kOlmoeOwn);
-constexpr auto kQwenMoeKeys = with_own(kQwenOwn);
+constexpr auto kMixtralKeys = with_own<kMixtralOwn>();
+constexpr auto kOlmoeKeys = with_own<kOlmoeOwn>();
+constexpr auto kQwenMoeKeys = with_own<kQwenOwn>();
 
 constexpr std::string_view kMixtralUnread[] = {"mlp_bias",           "pretraining_tp",    "attention_bias",
                                                "use_sliding_window", "max_window_layers", "layer_types"};
@@ -86,14 +67,14 @@ constexpr std::string_view kQwen2MoeRequired[] = {
     "num_attention_heads", "intermediate_size",     "num_experts",
     "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"};
 
-constexpr ExpertNames kUsualNames = {"mlp", "gate_proj", "up_proj", "down_proj"};
+}  // namespace
 
-// transformers adds the balancing loss only where output_router_logits is true. Whoever writes its coefficient into a
-// configuration of ours wants it.
 void set_balance_loss(HfConfig& h, ModelSource source, float published) {
   h.output_router_logits = source == ModelSource::Inline;
   h.router_aux_loss_coef = source == ModelSource::File ? published : 0;
 }
+
+namespace {
 
 void set_mixtral_defaults(HfConfig& h, ModelSource source) {
   set_llama_defaults(h, source);
@@ -163,7 +144,8 @@ void default_kv_heads(HfConfig& h, const Json& object, ModelSource source, i64 n
   if (source == ModelSource::File && !object.contains("num_key_value_heads")) h.m.kv_heads = number;
 }
 
-// count: the key of the number of experts. size: that of the size of one.
+}  // namespace
+
 void resolve_experts(HfConfig& h, std::string_view count, std::string_view size, Reader& r) {
   ModelConfig& m = h.m;
   ExpertsConfig& x = m.experts;
@@ -184,6 +166,27 @@ void resolve_experts(HfConfig& h, std::string_view count, std::string_view size,
     x.layers[static_cast<size_t>(l)] = false;
   }
 }
+
+void resolve_deepseek_experts(HfConfig& h, Reader& r) {
+  resolve_experts(h, "n_routed_experts", "moe_intermediate_size", r);
+  ExpertsConfig& x = h.m.experts;
+  x.shared = h.n_shared_experts * x.intermediate;
+  for (i64 l = 0; l < std::min(h.first_k_dense_replace, std::ssize(x.layers)); ++l)
+    x.layers[static_cast<size_t>(l)] = false;
+  const RouterParams& router = x.router;
+  if (r.any_broken({"n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"})) return;
+  const i64 least = router.group_by_two ? 2 : 1;
+  if (x.count % router.groups != 0 || x.count < least * router.groups)
+    return r.error("n_group", fmt::format("{} experts cannot be {} groups of as many each{}", x.count, router.groups,
+                                          least > 1 ? ", at least two" : ""));
+  if (router.chosen_groups > router.groups)
+    return r.error("topk_group", fmt::format("{} of {} groups cannot be chosen", router.chosen_groups, router.groups));
+  if (const i64 there = x.count / router.groups * router.chosen_groups; x.per_token > there)
+    r.error("topk_group", fmt::format("the {} groups that are chosen have {} experts, and a token chooses {}",
+                                      router.chosen_groups, there, x.per_token));
+}
+
+namespace {
 
 // The families in which every block is sparse, and intermediate_size is that of an expert.
 void resolve_experts_alone(HfConfig& h, std::string_view count, Reader& r) {
