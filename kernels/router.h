@@ -23,9 +23,10 @@ DS_HOST_DEVICE static constexpr i64 expert_of(u64 rank) noexcept {
   return static_cast<i64>(0xFFFFFFFFu - static_cast<u32>(rank & 0xFFFFFFFFu));
 }
 
-// The scores of a token, and the bias on the choice, or null.
+// The scores of a token, the bias on the choice, or null, and an expert that is not to be chosen, or -1.
 struct Biased {
   const float *scores, *bias;
+  i64 except = -1;
 };
 DS_HOST_DEVICE static float score_of(const Biased& x, i64 expert) noexcept {
   return x.bias != nullptr ? x.scores[expert] + x.bias[expert] : x.scores[expert];
@@ -37,7 +38,7 @@ DS_HOST_DEVICE static float score_of(const Biased& x, i64 expert) noexcept {
                                                       const Biased& x) noexcept {
   u64 best = 0;
   for (i64 e = first; e < E; e += step) {
-    if ((groups >> (e / width) & 1) == 0) continue;
+    if ((groups >> (e / width) & 1) == 0 || e == x.except) continue;
     const u64 rank = rank_of(score_of(x, e), e);
     if (rank < bound && rank > best) best = rank;
   }
@@ -59,5 +60,26 @@ DS_HOST_DEVICE static float score_of(const Biased& x, i64 expert) noexcept {
   if (by_two && second != 0) value += score_of(x, expert_of(second));
   return rank_of(value, group);
 }
+
+// The divisor of the weights of chosen scores with this sum, and whether it depends on them.
+inline constexpr float kLeastSum = 0x1p-23f;
+[[maybe_unused]] DS_HOST_DEVICE static float divisor_of(float sum, const RouterParams& p) noexcept {
+  if (!p.normalise) return 1;
+  return p.sigmoid ? sum + 1e-20f : sum < kLeastSum ? kLeastSum : sum;
+}
+[[maybe_unused]] DS_HOST_DEVICE static bool divides(float sum, const RouterParams& p) noexcept {
+  return p.normalise && (p.sigmoid || !(sum < kLeastSum));
+}
+
+// The order in which choices of an expert are kept: larger is better, and different for any two choices.
+struct Priorities {
+  const float* of_choice;  // or null
+  i64 N, k;
+  bool by_rank;
+
+  DS_HOST_DEVICE u64 operator()(i64 i) const noexcept {
+    return rank_of(of_choice != nullptr ? of_choice[i] : 0.0f, by_rank ? i % k * N + i / k : i);
+  }
+};
 
 }  // namespace ds::router

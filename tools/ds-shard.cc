@@ -2,6 +2,7 @@
 // ds-shard: writes any model or checkpoint as a run directory of a layout, and shows which rank owns what in one.
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
 
 #include "common/copying.h"
@@ -127,11 +128,26 @@ void show(ds::tools::Output& out, const ds::CheckpointSummary& s, bool parameter
   }
 }
 
+// A number of experts, or a config.json.
+void set_mixture(ds::Upcycling& to, const std::string& mixture, bool has_per_token) {
+  const bool is_number = !mixture.empty() && mixture.find_first_not_of("0123456789") == mixture.npos;
+  if (has_per_token && !is_number)
+    throw ds::Error(ds::Errc::Config, "--experts-per-token needs --upcycle with a number of experts");
+  if (!is_number) {
+    to.config = mixture;
+    return;
+  }
+  const auto [end, error] = std::from_chars(mixture.data(), mixture.data() + mixture.size(), to.experts);
+  if (error != std::errc() || to.experts < 1 || to.experts > 99999)
+    throw ds::Error(ds::Errc::Config, fmt::format("--upcycle {}: 1 to 99999 experts", mixture));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   std::string source, dir, shown;
   ds::ShardOptions options;
+  std::string mixture;
   bool parameters = false;
   return ds::tools::run_main(
       argc, argv,
@@ -141,6 +157,7 @@ int main(int argc, char** argv) {
        .examples = {{"ds-shard model-dir -o run --dp 8 --stage 3",
                      "shard a Hugging Face model for 8 ranks at ZeRO stage 3"},
                     {"ds-shard model-dir -o run --dp 2 --tp 2 --pp 2", "shard it for 8 ranks, 2 along each axis"},
+                    {"ds-shard Qwen3-0.6B -o experts --upcycle 8", "make it a mixture of 8 experts"},
                     {"ds-shard run -o run64 --dp 64 --stage 3", "convert a checkpoint to another layout"},
                     {"ds-shard show run", "show what each rank holds"}}},
       [&](CLI::App& app) -> ds::tools::Body {
@@ -170,14 +187,23 @@ int main(int argc, char** argv) {
                                              "type:REGEX")
                                   ->type_name("HOW"));
         of_sharding.push_back(app.add_option("--config", options.config,
-                                             "with --tp, --pp or --positions, the model's config.json, or a "
+                                             "with --tp, --pp, --positions or --upcycle, the model's config.json, or a "
                                              "directory that contains it (default: the source's)")
                                   ->type_name("FILE"));
         of_sharding.push_back(ds::tools::add_number(app, "--positions", options.positions, 1, ds::kMostPositions,
                                                     "repeat a learned position embedding to N rows")
                                   ->type_name("N"));
+        of_sharding.push_back(app.add_option("--upcycle", mixture,
+                                             "make a dense model a mixture of so many experts, which begin as copies "
+                                             "of its MLPs; or the mixture of this config.json")
+                                  ->type_name("EXPERTS"));
+        CLI::Option* const per_token =
+            ds::tools::add_number(app, "--experts-per-token", options.upcycling.per_token, 1, 99999,
+                                  "with --upcycle N, the experts that a token chooses (default 2)")
+                ->type_name("K");
+        of_sharding.push_back(per_token);
         app.add_option("--tag", options.tag, "the step of SRC to read (default: the newest)")->type_name("STEP");
-        return [&, show_command, of_sharding](ds::tools::Output& out) {
+        return [&, show_command, of_sharding, per_token](ds::tools::Output& out) {
           if (show_command->parsed()) {
             const auto given = [](const CLI::Option* o) { return o->count() > 0; };
             if (!source.empty() || !dir.empty() || std::ranges::any_of(of_sharding, given))
@@ -189,6 +215,7 @@ int main(int argc, char** argv) {
             throw ds::Error(ds::Errc::Config,
                             fmt::format("{} is missing; see ds-shard --help", source.empty() ? "SRC" : "--out DIR"));
           ds::tools::check_outputs_differ(out, dir);
+          set_mixture(options.upcycling, mixture, per_token->count() > 0);
           ds::tools::CopyLine progress;
           options.progress = progress.hook();
           print(out, ds::shard_checkpoint(source, dir, options));

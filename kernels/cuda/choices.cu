@@ -6,6 +6,7 @@
 #include "cuda/ops.h"
 #include "cuda/scratch_plan.h"
 #include "cuda/vectors.h"
+#include "router.h"
 
 namespace ds::cuda {
 namespace {
@@ -84,6 +85,46 @@ __global__ void place_choices_kernel(i32* places, i32* tokens, i32* choices, con
       if (expert < 0 || expert >= c.E) places[i] = -1;
       if (i >= offsets[c.E]) tokens[i] = choices[i] = -1;
     }
+  }
+}
+
+// ---- capacity
+
+struct DropShared {
+  i32 counts[kWarps];
+};
+
+DS_DEVICE i32 block_total(i32 x, DropShared& shared) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) x += warp_shuffle_xor(x, mask);
+  sync_block();  // all have read the last total
+  if (thread_index() % kWarp == 0) shared.counts[thread_index() / kWarp] = x;
+  sync_block();
+  i32 total = 0;
+  for (int w = 0; w < kWarps; ++w) total += shared.counts[w];
+  return total;
+}
+
+// A block per expert finds the least priority that is kept, bit by bit: the largest that as many choices reach as there
+// is room for.
+__global__ void drop_choices_kernel(i32* kept, const i32* chosen, router::Priorities rank, i64 n, i64 capacity) {
+  DropShared& shared = block_shared<DropShared>();
+  const i32 expert = static_cast<i32>(block_index().x);
+  const auto reach = [&](u64 least) {
+    i32 count = 0;
+    for (i64 i = thread_index(); i < n; i += kThreads) count += chosen[i] == expert && rank(i) >= least ? 1 : 0;
+    return i64{block_total(count, shared)};
+  };
+  u64 least = 0;
+  if (capacity <= 0) {
+    least = ~u64{0};
+  } else if (reach(0) > capacity) {
+    for (int bit = 63; bit >= 0; --bit) {
+      const u64 higher = least | u64{1} << bit;
+      if (reach(higher) >= capacity) least = higher;
+    }
+  }
+  for (i64 i = thread_index(); i < n; i += kThreads) {
+    if (chosen[i] == expert) kept[i] = rank(i) >= least ? expert : -1;
   }
 }
 
@@ -175,6 +216,15 @@ void sort_choices(TensorView offsets, TensorView places, TensorView tokens, Tens
   launch(place_choices_kernel, shares, c.stream(), places.as<i32>(), tokens.as<i32>(), choices.as<i32>(),
          offsets.as<i32>(), counts, all, chosen.dim(1));
   c.check(cudaGetLastError(), "sort_choices");
+}
+
+void drop_choices(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams& p,
+                  Stream& s) noexcept {
+  Context& c = context(s);
+  const router::Priorities rank{priority.as<float>(), chosen.dim(0), chosen.dim(1), p.by_rank};
+  launch(drop_choices_kernel, {dim3(static_cast<unsigned>(p.experts)), kThreads, sizeof(DropShared)}, c.stream(),
+         kept.as<i32>(), chosen.as<i32>(), rank, chosen.numel(), p.capacity);
+  c.check(cudaGetLastError(), "drop_choices");
 }
 
 void combine_rows(TensorView y, TensorView x, TensorView places, TensorView weights, TensorView residual,

@@ -66,15 +66,26 @@ DS_DEVICE u64 choose_groups(const RouterParams& p, i64 width, const router::Bias
   return chosen;
 }
 
-DS_DEVICE float divisor_of(const float* s, const i32* chosen, i64 k, const RouterParams& p) {
-  if (!p.normalise) return 1;
+DS_DEVICE float sum_of(const float* s, const i32* chosen, i64 k) {
   float sum = 0;
-  for (i64 j = 0; j < k; ++j) sum += s[chosen[j]];
-  return p.sigmoid ? sum + 1e-20f : sum;
+  for (i64 j = 0; j < k; ++j) sum += chosen[j] >= 0 ? s[chosen[j]] : 0.0f;
+  return sum;
+}
+DS_DEVICE void weigh(float* weights, const float* s, const i32* chosen, i64 k, const RouterParams& p) {
+  const float divisor = router::divisor_of(sum_of(s, chosen, k), p);
+  for (i64 j = lane_of(); j < k; j += kWarp) weights[j] = chosen[j] >= 0 ? p.scale * (s[chosen[j]] / divisor) : 0.0f;
 }
 
-__global__ void route_kernel(i32* chosen, float* weights, float* scores, const float* logits, const float* bias, i64 R,
-                             i64 E, i64 k, RouterParams p) {
+DS_DEVICE void choose(i32* chosen, i64 first, i64 k, u64 groups, i64 width, i64 E, const router::Biased& scores) {
+  u64 rank = ~u64{0};
+  for (i64 j = first; j < k; ++j) {
+    rank = warp_best(router::best_below(rank, groups, width, lane_of(), kWarp, E, scores));
+    if (lane_of() == 0) chosen[j] = static_cast<i32>(router::expert_of(rank));
+  }
+}
+
+__global__ void route_kernel(i32* chosen, float* weights, float* scores, const float* logits, const float* bias,
+                             const float* noisy, i64 R, i64 E, i64 k, RouterParams p) {
   for_rows(R, [&](i64 r) {
     const float* const z = logits + r * E;
     float* const s = scores + r * E;
@@ -87,17 +98,24 @@ __global__ void route_kernel(i32* chosen, float* weights, float* scores, const f
     }
     sync_warp();
     const router::Biased biased{s, bias};
-    const i64 width = E / p.groups;
-    const u64 groups = p.groups > 1 ? choose_groups(p, width, biased) : 1;
-    u64 rank = ~u64{0};
-    for (i64 j = 0; j < k; ++j) {
-      rank = warp_best(router::best_below(rank, groups, width, lane_of(), kWarp, E, biased));
-      if (lane_of() == 0) c[j] = static_cast<i32>(router::expert_of(rank));
+    if (noisy == nullptr) {
+      const i64 width = E / p.groups;
+      choose(c, 0, k, p.groups > 1 ? choose_groups(p, width, biased) : 1, width, E, biased);
+    } else if (p.noisy_second) {
+      choose(c, 0, 1, 1, E, E, biased);
+      sync_warp();
+      choose(c, 1, k, 1, E, E, {noisy + r * E, nullptr, c[0]});
+    } else {
+      choose(c, 0, k, 1, E, E, {noisy + r * E, nullptr});
     }
     sync_warp();
-    const float divisor = divisor_of(s, c, k, p);
-    for (i64 j = lane_of(); j < k; j += kWarp) weights[r * k + j] = p.scale * (s[c[j]] / divisor);
+    weigh(weights + r * k, s, c, k, p);
   });
+}
+
+__global__ void weigh_choices_kernel(float* weights, const i32* chosen, const float* scores, i64 R, i64 E, i64 k,
+                                     RouterParams p) {
+  for_rows(R, [&](i64 r) { weigh(weights + r * k, scores + r * E, chosen + r * k, k, p); });
 }
 
 // ---- gradient
@@ -125,9 +143,9 @@ __global__ void route_grad_kernel(RouteGradArgs a) {
     float* const dz = a.dlogits + r * E;
     const float *const s = a.scores + r * E, *const z = a.logits + r * E, *const dw = a.dweights + r * k;
     const i32* const c = a.chosen + r * k;
-    const float divisor = divisor_of(s, c, k, a.p);
+    const float sum = sum_of(s, c, k), divisor = router::divisor_of(sum, a.p);
     float mean = 0;
-    for (i64 j = 0; a.p.normalise && j < k; ++j) mean += dw[j] * (s[c[j]] / divisor);
+    for (i64 j = 0; router::divides(sum, a.p) && j < k; ++j) mean += c[j] >= 0 ? dw[j] * (s[c[j]] / divisor) : 0.0f;
     const bool counted = a.stats != nullptr && (a.targets == nullptr || a.targets[r] != a.loss.ignore_index);
     const bool balanced = counted && a.score_grad != nullptr;
     float all = 0, average = 0;
@@ -163,19 +181,31 @@ __global__ void route_grad_kernel(RouteGradArgs a) {
 // ---- statistics
 
 struct StatsShared {
-  double all[RouterSlices::kStep], squared_lse[RouterSlices::kStep];
+  double all[RouterSlices::kStep], squared_lse[RouterSlices::kStep], entropy[RouterSlices::kStep];
   bool counts[RouterSlices::kStep];
 };
 
-// partials[slice][2E+1]
-__global__ void router_partials_kernel(double* partials, const i32* chosen, const float* scores, const float* logits,
-                                       const i32* targets, i64 R, i64 E, i64 k, i64 slice_rows, bool sigmoids,
-                                       i32 ignore_index) {
+// The entropy of a token's probabilities, in the unit in which entropies are added.
+DS_DEVICE double entropy_of(const float* s, const float* z, i64 E, double all, double lse, bool sigmoids) {
+  double sum = 0;
+  for (i64 e = lane_of(); e < E; e += kWarp) {
+    const double share = static_cast<double>(s[e]) / all;
+    if (share != 0) sum += share * (sigmoids ? std::log(share) : static_cast<double>(z[e]));
+  }
+  return std::rint(((sigmoids ? 0.0 : lse) - warp_total(sum)) * static_cast<double>(RouterStats::kFraction));
+}
+
+// partials[slice][router_sums(E)]
+__global__ void router_partials_kernel(double* partials, const i32* chosen, const i32* kept, const float* scores,
+                                       const float* logits, const i32* targets, i64 R, i64 E, i64 k, i64 slice_rows,
+                                       bool sigmoids, i32 ignore_index) {
   constexpr int kStep = RouterSlices::kStep;
   StatsShared& shared = block_shared<StatsShared>();
   const i64 begin = i64{block_index().x} * slice_rows, end = begin + slice_rows < R ? begin + slice_rows : R;
-  double* const sums = partials + i64{block_index().x} * (2 * E + 1);
-  for (i64 i = thread_index(); i < 2 * E + 1; i += kThreads) sums[i] = 0;
+  const RouterStats places{E};
+  double* const sums = partials + i64{block_index().x} * scratch::router_sums(E);
+  for (i64 i = thread_index(); i < scratch::router_sums(E); i += kThreads) sums[i] = 0;
+  sync_block();
   for (i64 first = begin; first < end; first += kStep) {
     const int rows = static_cast<int>(end - first < kStep ? end - first : kStep);
     for (int i = warp_of(); i < rows; i += kWarps) {
@@ -185,8 +215,10 @@ __global__ void router_partials_kernel(double* partials, const i32* chosen, cons
       all = sigmoids ? warp_total(all) : 1.0;
       const Softmax of = softmax_of(logits + r * E, E);
       const double lse = static_cast<double>(of.top) + std::log(static_cast<double>(of.sum));
+      const double entropy = entropy_of(scores + r * E, logits + r * E, E, all, lse, sigmoids);
       if (lane_of() == 0) {
         shared.all[i] = all;
+        shared.entropy[i] = entropy;
         shared.squared_lse[i] = lse * lse;
         shared.counts[i] = targets == nullptr || targets[r] != ignore_index;
       }
@@ -194,55 +226,94 @@ __global__ void router_partials_kernel(double* partials, const i32* chosen, cons
     sync_block();
     for (i64 e = thread_index(); e < E; e += kThreads) {
       double prob = 0;
-      i32 count = 0;
+      i32 count = 0, firsts = 0;
       for (int i = 0; i < rows; ++i) {
         if (!shared.counts[i]) continue;
         prob += static_cast<double>(scores[(first + i) * E + e]) / shared.all[i];
         for (i64 j = 0; j < k; ++j) count += chosen[(first + i) * k + j] == e ? 1 : 0;
+        firsts += chosen[(first + i) * k] == e ? 1 : 0;
       }
       sums[e] += static_cast<double>(count);
-      sums[E + e] += prob;
+      sums[places.probs() + e] += prob;
+      sums[places.firsts() + e] += static_cast<double>(firsts);
     }
     if (thread_index() == 0) {
-      double squares = 0;
-      for (int i = 0; i < rows; ++i) squares += shared.counts[i] ? shared.squared_lse[i] : 0.0;
-      sums[2 * E] += squares;
+      double squares = 0, entropy = 0;
+      i32 dropped = 0;
+      for (int i = 0; i < rows; ++i) {
+        if (!shared.counts[i]) continue;
+        squares += shared.squared_lse[i];
+        entropy += shared.entropy[i];
+        for (i64 j = 0; kept != nullptr && j < k; ++j) dropped += kept[(first + i) * k + j] < 0 ? 1 : 0;
+      }
+      sums[places.squares()] += squares;
+      sums[places.report()] += entropy;
+      sums[places.report() + 1] += static_cast<double>(dropped);
     }
     sync_block();
   }
 }
-__global__ void router_totals_kernel(float* stats, const double* partials, i64 slices, i64 width) {
-  const i64 i = i64{block_index().x} * kThreads + thread_index();
+__global__ void router_totals_kernel(float* stats, const double* partials, i64 slices, i64 E) {
+  const i64 i = i64{block_index().x} * kThreads + thread_index(), width = scratch::router_sums(E);
   if (i >= width) return;
   double sum = 0;
   for (i64 s = 0; s < slices; ++s) sum += partials[s * width + i];
-  stats[i] = static_cast<float>(sum);
+  const i64 entropy = RouterStats{E}.report();
+  if (i == entropy) {
+    const double unit = static_cast<double>(RouterStats::kFraction), nats = std::floor(sum / unit);
+    stats[i] = static_cast<float>(nats);
+    stats[i + 1] = static_cast<float>(sum - nats * unit);
+  } else {
+    stats[i > entropy ? i + 1 : i] = static_cast<float>(sum);
+  }
 }
 
 __global__ void router_loss_kernel(float* loss, float* score_grad, const float* stats, i64 E, i64 k,
                                    RouterLossParams p) {
+  const float* const count = stats + (p.first_choices ? RouterStats{E}.firsts() : 0);
   double choices = 0, products = 0;
   for (i64 e = lane_of(); e < E; e += kWarp) {
-    choices += static_cast<double>(stats[e]);
-    products += static_cast<double>(stats[e]) * static_cast<double>(stats[E + e]);
+    choices += static_cast<double>(count[e]);
+    products += static_cast<double>(count[e]) * static_cast<double>(stats[E + e]);
   }
   choices = warp_total(choices);
   products = warp_total(products);
-  const double n = choices / static_cast<double>(k);
+  const double n = p.first_choices ? choices : choices / static_cast<double>(k);
   const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0.0;
   const double z = n > 0 ? static_cast<double>(p.z) * static_cast<double>(stats[2 * E]) / n : 0.0;
   if (lane_of() == 0) *loss = static_cast<float>(each * products + z);
-  for (i64 e = lane_of(); e < E; e += kWarp) score_grad[e] = static_cast<float>(each * static_cast<double>(stats[e]));
+  for (i64 e = lane_of(); e < E; e += kWarp) score_grad[e] = static_cast<float>(each * static_cast<double>(count[e]));
+}
+
+// Sums of integers are exact in any order.
+__global__ void balance_experts_kernel(float* bias, const float* counts, i64 E, float rate,
+                                       const GradVerdict* verdict) {
+  if (verdict->finite == 0) return;
+  double all = 0;
+  for (i64 e = lane_of(); e < E; e += kWarp) all += static_cast<double>(counts[e]);
+  all = warp_total(all);
+  for (i64 e = lane_of(); e < E; e += kWarp) {
+    const double above = static_cast<double>(E) * static_cast<double>(counts[e]) - all;
+    bias[e] -= above > 0 ? rate : above < 0 ? -rate : 0.0f;
+  }
 }
 
 }  // namespace
 
 void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
-           const RouterParams& p, Stream& s) noexcept {
+           TensorView noisy, const RouterParams& p, Stream& s) noexcept {
   Context& c = context(s);
   launch(route_kernel, over_rows(logits.dim(0)), c.stream(), chosen.as<i32>(), weights.as<float>(), scores.as<float>(),
-         logits.as<float>(), bias.as<float>(), logits.dim(0), logits.dim(1), chosen.dim(1), p);
+         logits.as<float>(), bias.as<float>(), noisy.as<float>(), logits.dim(0), logits.dim(1), chosen.dim(1), p);
   c.check(cudaGetLastError(), "route");
+}
+
+void weigh_choices(TensorView weights, TensorView chosen, TensorView scores, const RouterParams& p,
+                   Stream& s) noexcept {
+  Context& c = context(s);
+  launch(weigh_choices_kernel, over_rows(scores.dim(0)), c.stream(), weights.as<float>(), chosen.as<i32>(),
+         scores.as<float>(), scores.dim(0), scores.dim(1), chosen.dim(1), p);
+  c.check(cudaGetLastError(), "weigh_choices");
 }
 
 void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
@@ -267,19 +338,19 @@ void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, Tens
   c.check(cudaGetLastError(), "route_grad");
 }
 
-void router_stats(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                  const RouterParams& p, const RouterLossParams& loss, Stream& s) noexcept {
+void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                  TensorView targets, const RouterParams& p, const RouterLossParams& loss, Stream& s) noexcept {
   Context& c = context(s);
-  const i64 R = scores.dim(0), E = scores.dim(1), width = 2 * E + 1;
+  const i64 R = scores.dim(0), E = scores.dim(1), width = scratch::router_sums(E);
   const RouterSlices slices = RouterSlices::of(R);
   auto* const partials = static_cast<double*>(c.scratch(static_cast<size_t>(slices.bytes(E))));
   if (partials == nullptr) return;
   launch(router_partials_kernel, {dim3(static_cast<unsigned>(slices.count)), kThreads, sizeof(StatsShared)}, c.stream(),
-         partials, chosen.as<i32>(), scores.as<float>(), logits.as<float>(), targets.as<i32>(), R, E, chosen.dim(1),
-         slices.rows, p.sigmoid, loss.ignore_index);
+         partials, chosen.as<i32>(), kept.as<i32>(), scores.as<float>(), logits.as<float>(), targets.as<i32>(), R, E,
+         chosen.dim(1), slices.rows, p.sigmoid, loss.ignore_index);
   c.check(cudaGetLastError(), "router_stats");
   launch(router_totals_kernel, {dim3(static_cast<unsigned>(ceil_div(width, kThreads))), kThreads, 0}, c.stream(),
-         stats.as<float>(), partials, slices.count, width);
+         stats.as<float>(), partials, slices.count, E);
   c.check(cudaGetLastError(), "router_stats, totals");
 }
 
@@ -289,6 +360,13 @@ void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k
   launch(router_loss_kernel, {dim3(1), kWarp, 0}, c.stream(), loss.as<float>(), score_grad.as<float>(),
          stats.as<float>(), score_grad.numel(), k, p);
   c.check(cudaGetLastError(), "router_loss");
+}
+
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream& s) noexcept {
+  Context& c = context(s);
+  launch(balance_experts_kernel, {dim3(1), kWarp, 0}, c.stream(), bias.as<float>(), counts.as<float>(), bias.numel(),
+         rate, verdict);
+  c.check(cudaGetLastError(), "balance_experts");
 }
 
 }  // namespace ds::cuda

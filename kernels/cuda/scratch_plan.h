@@ -88,7 +88,9 @@ inline constexpr i64 kSumTile = 1 << 15;  // elements of a partial result of sum
 inline constexpr int kFoldSources = 128;  // of one launch of fold
 constexpr i64 sum_tiles(i64 n) noexcept { return std::max<i64>(1, (n + kSumTile - 1) / kSumTile); }
 
-// ---- router_stats: slices of tokens, whose sums are added in order
+// ---- router_stats: entropies are one sum here
+constexpr i64 router_sums(i64 E) noexcept { return RouterStats{E}.size() - 1; }
+// slices of tokens, whose sums are added in order
 struct RouterSlices {
   static constexpr int kStep = 32;  // tokens that a block has at a time
   static constexpr i64 kMost = 256;
@@ -98,7 +100,9 @@ struct RouterSlices {
     const i64 steps = (R + kStep - 1) / kStep, rows = kStep * std::max<i64>(1, (steps + kMost - 1) / kMost);
     return {rows, (R + rows - 1) / rows};
   }
-  constexpr i64 bytes(i64 E) const noexcept { return std::max<i64>(1, count) * (2 * E + 1) * dtype_bytes(DType::F64); }
+  constexpr i64 bytes(i64 E) const noexcept {
+    return std::max<i64>(1, count) * router_sums(E) * dtype_bytes(DType::F64);
+  }
 };
 
 // ---- sort_choices: each expert's choices in each slice

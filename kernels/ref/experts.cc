@@ -60,10 +60,13 @@ std::vector<size_t> choose(const std::vector<double>& biased, const RouterParams
   return chosen;
 }
 
+constexpr double kLeastSum = 0x1p-23;
 double divisor_of(double sum, const RouterParams& p) noexcept {
   if (!p.normalise) return 1;
-  return p.sigmoid ? sum + 1e-20 : sum;
+  return p.sigmoid ? sum + 1e-20 : sum < kLeastSum ? kLeastSum : sum;
 }
+// Whether the divisor depends on the scores.
+bool divides(double sum, const RouterParams& p) noexcept { return p.normalise && (p.sigmoid || !(sum < kLeastSum)); }
 bool counts(const TensorView& targets, i64 r, const RouterLossParams& p) noexcept {
   return !targets || targets.as<i32>()[r] != p.ignore_index;
 }
@@ -71,7 +74,7 @@ bool counts(const TensorView& targets, i64 r, const RouterLossParams& p) noexcep
 }  // namespace
 
 void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
-           const RouterParams& p, Stream&) noexcept {
+           TensorView noisy, const RouterParams& p, Stream& stream) noexcept {
   const i64 R = logits.dim(0), E = logits.dim(1), k = chosen.dim(1);
   for (i64 r = 0; r < R; ++r) {
     const std::vector<double> z = row_of(logits, r);
@@ -87,13 +90,29 @@ void route(TensorView chosen, TensorView weights, TensorView scores, TensorView 
       x += get(bias, e);
       if (scores.dtype == DType::F32) x = static_cast<double>(static_cast<float>(x));
     }
-    const std::vector<size_t> best = choose(biased, p, k);
+    std::vector<size_t> best = choose(biased, p, k);
+    if (noisy) {
+      std::vector<size_t> by_noise = best_of(row_of(noisy, r), E);
+      if (p.noisy_second) {
+        std::erase(by_noise, best[0]);
+        by_noise.insert(by_noise.begin(), best[0]);
+      }
+      best.assign(by_noise.begin(), by_noise.begin() + k);
+    }
+    for (i64 j = 0; j < k; ++j) chosen.as<i32>()[r * k + j] = static_cast<i32>(best[static_cast<size_t>(j)]);
+  }
+  weigh_choices(weights, chosen, scores, p, stream);
+}
+
+void weigh_choices(TensorView weights, TensorView chosen, TensorView scores, const RouterParams& p, Stream&) noexcept {
+  const i64 R = scores.dim(0), E = scores.dim(1), k = chosen.dim(1);
+  for (i64 r = 0; r < R; ++r) {
+    const i32* const of_row = chosen.as<i32>() + r * k;
     double sum = 0;
-    for (const size_t e : best) sum += get(scores, r * E + static_cast<i64>(e));
+    for (i64 j = 0; j < k; ++j) sum += of_row[j] >= 0 ? get(scores, r * E + of_row[j]) : 0;
     for (i64 j = 0; j < k; ++j) {
-      const i64 e = static_cast<i64>(best[static_cast<size_t>(j)]);
-      chosen.as<i32>()[r * k + j] = static_cast<i32>(e);
-      put(weights, r * k + j, static_cast<double>(p.scale) * get(scores, r * E + e) / divisor_of(sum, p));
+      const double score = of_row[j] >= 0 ? get(scores, r * E + of_row[j]) : 0;
+      put(weights, r * k + j, static_cast<double>(p.scale) * score / divisor_of(sum, p));
     }
   }
 }
@@ -107,14 +126,21 @@ void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, Tens
   for (i64 e = 0; stats && e < E; ++e) n += get(stats, e) / static_cast<double>(k);
   for (i64 r = 0; r < R; ++r) {
     const std::vector<double> s = row_of(scores, r);
-    const auto expert = [&](i64 j) { return static_cast<size_t>(chosen.as<i32>()[r * k + j]); };
+    struct Choice {
+      size_t expert;
+      double dweight;
+    };
+    std::vector<Choice> kept;
     double sum = 0, mean = 0;
-    for (i64 j = 0; j < k; ++j) sum += s[expert(j)];
+    for (i64 j = 0; j < k; ++j) {
+      if (const i32 e = chosen.as<i32>()[r * k + j]; e >= 0)
+        kept.push_back({static_cast<size_t>(e), get(dweights, r * k + j)});
+    }
+    for (const Choice& c : kept) sum += s[c.expert];
     const double divisor = divisor_of(sum, p);
-    for (i64 j = 0; j < k; ++j) mean += p.normalise ? get(dweights, r * k + j) * s[expert(j)] / divisor : 0;
+    for (const Choice& c : kept) mean += divides(sum, p) ? c.dweight * s[c.expert] / divisor : 0;
     std::vector<double> ds(s.size());
-    for (i64 j = 0; j < k; ++j)
-      ds[expert(j)] += static_cast<double>(p.scale) * (get(dweights, r * k + j) - mean) / divisor;
+    for (const Choice& c : kept) ds[c.expert] += static_cast<double>(p.scale) * (c.dweight - mean) / divisor;
 
     const bool counted = stats && counts(targets, r, loss);
     if (counted && score_grad) {
@@ -137,30 +163,76 @@ void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, Tens
   }
 }
 
-void router_stats(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                  const RouterParams& p, const RouterLossParams& loss, Stream&) noexcept {
+void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                  TensorView targets, const RouterParams& p, const RouterLossParams& loss, Stream&) noexcept {
   const i64 R = scores.dim(0), E = scores.dim(1), k = chosen.dim(1);
-  std::vector<double> sums(static_cast<size_t>(2 * E + 1));
+  const RouterStats places{E};
+  const auto at = [](i64 place) { return static_cast<size_t>(place); };
+  std::vector<double> sums(at(places.size()));
+  double entropies = 0;  // in units
   for (i64 r = 0; r < R; ++r) {
     if (!counts(targets, r, loss)) continue;
     const std::vector<double> s = row_of(scores, r);
     const double all = p.sigmoid ? sum_of(s) : 1, lse = lse_of(row_of(logits, r));
-    for (i64 j = 0; j < k; ++j) sums[static_cast<size_t>(chosen.as<i32>()[r * k + j])] += 1;
-    for (size_t e = 0; e < s.size(); ++e) sums[s.size() + e] += s[e] / all;
-    sums.back() += lse * lse;
+    for (i64 j = 0; j < k; ++j) {
+      const i64 e = chosen.as<i32>()[r * k + j];
+      sums[at(e)] += 1;
+      if (j == 0) sums[at(places.firsts() + e)] += 1;
+      if (kept && kept.as<i32>()[r * k + j] < 0) sums.back() += 1;
+    }
+    double entropy = 0;
+    for (size_t e = 0; e < s.size(); ++e) {
+      const double share = s[e] / all;
+      sums[at(places.probs()) + e] += share;
+      entropy -= share == 0 ? 0 : share * std::log(share);
+    }
+    entropies += std::nearbyint(entropy * RouterStats::kFraction);
+    sums[at(places.squares())] += lse * lse;
   }
+  const double nats = std::floor(entropies / RouterStats::kFraction);
+  sums[at(places.report())] = nats;
+  sums[at(places.report() + 1)] = entropies - nats * RouterStats::kFraction;
   for (size_t i = 0; i < sums.size(); ++i) put(stats, static_cast<i64>(i), sums[i]);
 }
 
 void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams& p,
                  Stream&) noexcept {
   const i64 E = score_grad.numel();
+  const i64 first = p.first_choices ? RouterStats{E}.firsts() : 0;
   double choices = 0, products = 0;
-  for (i64 e = 0; e < E; ++e) choices += get(stats, e), products += get(stats, e) * get(stats, E + e);
-  const double n = choices / static_cast<double>(k);
+  for (i64 e = 0; e < E; ++e) choices += get(stats, first + e), products += get(stats, first + e) * get(stats, E + e);
+  const double n = p.first_choices ? choices : choices / static_cast<double>(k);
   const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0;
   put(loss, 0, n > 0 ? each * products + static_cast<double>(p.z) * get(stats, 2 * E) / n : 0);
-  for (i64 e = 0; e < E; ++e) put(score_grad, e, each * get(stats, e));
+  for (i64 e = 0; e < E; ++e) put(score_grad, e, each * get(stats, first + e));
+}
+
+void drop_choices(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams& p, Stream&) noexcept {
+  const i64 N = chosen.dim(0), k = chosen.dim(1);
+  for (i64 e = 0; e < p.experts; ++e) {
+    std::vector<i64> choices;  // those of e, first come first
+    for (i64 i = 0; i < N * k; ++i) {
+      const i64 choice = p.by_rank ? i % N * k + i / N : i;
+      if (chosen.as<i32>()[choice] == e) choices.push_back(choice);
+    }
+    if (priority) {
+      std::stable_sort(choices.begin(), choices.end(),
+                       [&](i64 a, i64 b) { return better(get(priority, a), get(priority, b)); });
+    }
+    for (size_t i = 0; i < choices.size(); ++i)
+      kept.as<i32>()[choices[i]] = static_cast<i64>(i) < p.capacity ? static_cast<i32>(e) : -1;
+  }
+}
+
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept {
+  if (verdict->finite == 0) return;
+  const i64 E = bias.numel();
+  double all = 0;
+  for (i64 e = 0; e < E; ++e) all += get(counts, e);
+  for (i64 e = 0; e < E; ++e) {
+    const double above = static_cast<double>(E) * get(counts, e) - all;
+    put(bias, e, get(bias, e) - static_cast<double>(rate) * ((above > 0) - (above < 0)));
+  }
 }
 
 void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
@@ -268,6 +340,32 @@ void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView of
       for (i64 r = rows.begin; r < rows.end; ++r) x += get(a, r * a.stride[0] + n) * get(b, r * b.stride[0] + k);
     }
     put(c, at, x);
+  }
+}
+
+void grouped_bias(TensorView y, TensorView bias, TensorView offsets, Stream&) noexcept {
+  for (i64 g = 0; g < num_groups(offsets); ++g) {
+    const Group rows(offsets, g, y.dim(0));
+    for (i64 i = rows.begin; i < rows.end; ++i) {
+      for (i64 n = 0; n < y.dim(1); ++n) {
+        const i64 at = i * y.stride[0] + n;
+        put(y, at, get(y, at) + get(bias, g % bias.dim(0) * bias.dim(1) + n));
+      }
+    }
+  }
+}
+
+void grouped_bias_grad(TensorView dbias, TensorView dy, TensorView weights, TensorView offsets, bool accumulate,
+                       Stream&) noexcept {
+  const i64 E = dbias.dim(0), N = dbias.dim(1);
+  for (i64 at = 0; at < E * N; ++at) {
+    double x = accumulate ? get(dbias, at) : 0;
+    for (i64 g = at / N; g < num_groups(offsets); g += E) {
+      const Group rows(offsets, g, dy.dim(0));
+      for (i64 i = rows.begin; i < rows.end; ++i)
+        x += (weights ? get(weights, i) : 1) * get(dy, i * dy.stride[0] + at % N);
+    }
+    put(dbias, at, x);
   }
 }
 

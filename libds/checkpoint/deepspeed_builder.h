@@ -5,6 +5,7 @@
 //   deepspeed_table.cc   model states, weights, frozen parameters, buffers, ties
 //   deepspeed_zero.cc    the optimizer's state of stages 1 to 3
 //   deepspeed_whole.cc   whole states: the universal format, and stage 0
+//   deepspeed_experts.cc experts, each of which is one rank's of ep, under a number of that rank's
 
 #include <map>
 #include <optional>
@@ -45,6 +46,17 @@ class DeepspeedBuilder {
     std::vector<const PickleTensor*> master;
     std::array<std::vector<const PickleTensor*>, 2> moments;
   };
+  // A group of the optimizer. Its parameters have the names of rank 0; if these are experts, the other ranks of ep have
+  // others under the same names.
+  struct Group {
+    std::vector<Parameter> params;
+    i64 ep = 1;
+  };
+  // A tensor of weights, and its file.
+  struct Weight {
+    const Value* value = nullptr;
+    size_t file = 0;
+  };
   // A tensor of the module that an optimizer without names may have updated.
   struct Candidate {
     std::string name;
@@ -83,12 +95,24 @@ class DeepspeedBuilder {
 
   // --- model states
   void read_model_states();
-  std::vector<std::vector<Parameter>> read_groups(const Value& shapes, size_t f) const;
+  std::vector<Group> read_groups(const Value& shapes, size_t f) const;
   // The model states of another rank of stage 3.
   void check_same_model(size_t f) const;
   void check_version(const Value& dict, size_t f) const;
   size_t add_param(const std::string& name, const std::vector<i64>& shape, size_t f);
   bool is_stage_3() const;  // every rank has model states of its own
+
+  // --- experts
+  void open_experts();
+  // The number of ranks that have the experts of these parameters together; 1 if they are not experts.
+  i64 expert_ranks(const std::vector<Parameter>& params, size_t f) const;
+  // The name over all ranks of a parameter that rank q of ep calls `name`.
+  std::string global_name(const std::string& name, i64 q, i64 ep) const;
+  // The data-parallel ranks among which rank q of ep has copies, of so many.
+  std::vector<i64> copies_of(i64 q, i64 ep, i64 num_ranks) const;
+  Weight weight_of(std::string_view name) const;
+  // The candidates of the optimizer of rank q of ep: these, and that rank's experts.
+  std::vector<Candidate> with_experts_of(std::vector<Candidate> candidates, i64 q, i64 ep) const;
 
   // --- weights, and what the optimizer does not know
   std::set<std::string_view> buffer_names() const;
@@ -122,11 +146,13 @@ class DeepspeedBuilder {
   void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
   // Stages 1 and 2.
   void place_groups(const std::vector<RankState>& ranks);
-  // The parameters of group g in the order of the ranks' own notes.
-  std::vector<size_t> noted_order(size_t g) const;
+  // Group g, whose partitions these ranks have; its first parameter has the number `param`.
+  void place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers, size_t param);
+  // The parameters of group g in the order of these ranks' own notes.
+  std::vector<size_t> noted_order(size_t g, const std::vector<i64>& ranks) const;
   // Every rank also noted which part of each parameter it holds ("param_slice_mappings"), so swapped shards are
   // detected.
-  void check_mappings(size_t g, const std::vector<i64>& partitions) const;
+  void check_mappings(size_t g, const std::vector<i64>& ranks, const std::vector<i64>& partitions) const;
   // Stage 3.
   void place_chunks(const std::vector<RankState>& ranks);
 
@@ -137,6 +163,8 @@ class DeepspeedBuilder {
   // Assigns each optimizer state to the only candidate to which it can belong: for each group the first and the last
   // assignment that keeps the order and fits the shapes must be the same, or nothing is assigned.
   void attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f);
+  // The states that the optimizer of this file has for these.
+  void attribute(const std::vector<Candidate>& candidates, size_t f);
   // Ties names of the module that are views of the same elements.
   void find_shared_storage();
 
@@ -147,12 +175,19 @@ class DeepspeedBuilder {
   const Value* module_ = nullptr;
   Index module_index_;
   const Value* version_ = nullptr;
-  std::vector<std::vector<Parameter>> groups_;             // param_shapes
+  std::vector<Group> groups_;  // param_shapes
+  std::map<std::string, Weight, std::less<>> expert_weights_;
+  std::vector<std::vector<std::string>> expert_names_;     // of each layer and expert, in the order of its file
+  std::map<std::string, i64, std::less<>> experts_of_;     // by beginning of their names up to the number
   std::vector<std::pair<std::string, std::string>> ties_;  // name, of what
   std::set<std::string, std::less<>> aliases_;             // the names
   std::map<std::string, size_t> number_;                   // of each parameter
   std::vector<Index> fragments_;                           // stage 3: the chunks of frozen parameters, by rank
-  std::map<std::string, std::array<const PickleTensor*, 3>> whole_states_;  // stage 0: master and moments
+  struct WholeState {
+    std::array<const PickleTensor*, 3> tensors;  // master and moments
+    size_t file;
+  };
+  std::map<std::string, WholeState> whole_states_;  // stage 0
 };
 
 }  // namespace ds

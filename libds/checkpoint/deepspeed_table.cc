@@ -12,6 +12,7 @@ namespace ds {
 DeepspeedTable DeepspeedBuilder::build() {
   for (const std::string& path : files_.model) model_.push_back(open(path));
   for (const std::string& path : files_.optim) optim_.push_back(open(path));
+  open_experts();
   read_model_states();
   has(State::Param) = true;
   if (files_.universal) {
@@ -138,19 +139,21 @@ void DeepspeedBuilder::read_model_states() {
     }
   }
   for (size_t r = 1; r < model_.size(); ++r) check_same_model(model_[r]);
-  for (const auto& group : groups_) {
-    for (const Parameter& p : group) add_param(p.name, p.shape, f);
+  for (Group& group : groups_) {
+    group.ep = expert_ranks(group.params, f);
+    for (i64 q = 0; q < group.ep; ++q) {
+      for (const Parameter& p : group.params) add_param(global_name(p.name, q, group.ep), p.shape, f);
+    }
   }
 }
 
-std::vector<std::vector<DeepspeedBuilder::Parameter>> DeepspeedBuilder::read_groups(const Value& shapes,
-                                                                                    size_t f) const {
+std::vector<DeepspeedBuilder::Group> DeepspeedBuilder::read_groups(const Value& shapes, size_t f) const {
   check(shapes.is(Kind::List), Errc::Corrupt, f, "'param_shapes' is a {}, not a list", kind_name(shapes.kind));
-  std::vector<std::vector<Parameter>> groups;
+  std::vector<Group> groups;
   for (const Value* group : shapes.items) {
     check(group->is(Kind::Dict) && has_string_keys(*group), Errc::Corrupt, f,
           "'param_shapes' contains something other than dicts of names");
-    auto& list = groups.emplace_back();
+    auto& list = groups.emplace_back().params;
     for (size_t i = 0; i < group->items.size(); i += 2) {
       const std::string& name = group->items[i]->text;
       Parameter p{name, shape_of(*group->items[i + 1], name, f), 0};
@@ -166,12 +169,11 @@ void DeepspeedBuilder::check_same_model(size_t f) const {
   const Value& root = file(f).root();
   const Value* shapes = root.find("param_shapes");
   const auto same = [](const auto& a, const auto& b) {
-    return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](const auto& x, const auto& y) {
-             return x.size() == y.size() &&
-                    std::equal(x.begin(), x.end(), y.begin(), [](const Parameter& p, const Parameter& q) {
-                      return p.name == q.name && p.shape == q.shape;
-                    });
-           });
+    return std::ranges::equal(a, b, [](const Group& x, const Group& y) {
+      return std::ranges::equal(x.params, y.params, [](const Parameter& p, const Parameter& q) {
+        return p.name == q.name && p.shape == q.shape;
+      });
+    });
   };
   check(shapes != nullptr && same(read_groups(*shapes, f), groups_), Errc::Mismatch, f,
         "its parameters are not those of rank 0: the shard of another save");
@@ -219,13 +221,13 @@ void DeepspeedBuilder::place_weights() {
   const bool stage_3 = is_stage_3();
   for (size_t i = 0; i < table_.params.size(); ++i) {
     const ParamEntry& p = table_.params[i];
-    const Value* v = look_up(module_index_, p.name);
-    check(v != nullptr, Errc::Corrupt, f, "'{}' is in 'param_shapes', but not in 'module'", p.name);
-    const PickleTensor& t = state_of(*v, fmt::format("'{}'", p.name), f);
+    const Weight weight = weight_of(p.name);
+    check(weight.value != nullptr, Errc::Corrupt, f, "'{}' is in 'param_shapes', but not in 'module'", p.name);
+    const PickleTensor& t = state_of(*weight.value, fmt::format("'{}'", p.name), weight.file);
     set_dtype(i, *t.dtype);
     check(stage_3 || t.shape == p.shape, Errc::Mismatch, f, "'{}' is of shape [{}] in 'module', [{}] in 'param_shapes'",
           p.name, fmt::join(t.shape, ","), fmt::join(p.shape, ","));
-    segments(State::Param, i) = stage_3 || *t.dtype == DType::F32 ? segments(State::Master, i) : whole(t, f);
+    segments(State::Param, i) = stage_3 || *t.dtype == DType::F32 ? segments(State::Master, i) : whole(t, weight.file);
   }
 }
 
@@ -265,6 +267,14 @@ void DeepspeedBuilder::add_untrained() {
           "'{}' is named in 'module', but its elements are missing", name);
     add_as_it_is(name, t.shape, *t.dtype, whole(t, f));
   }
+  for (const std::vector<std::string>& names : expert_names_) {
+    for (const std::string& name : names) {
+      if (number_.contains(name)) continue;
+      const Weight weight = weight_of(name);
+      const PickleTensor& t = tensor_of(*weight.value, fmt::format("'{}'", name), weight.file);
+      add_as_it_is(name, t.shape, *t.dtype, whole(t, weight.file));
+    }
+  }
 }
 
 void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i64>& shape, DType dtype, Segments at) {
@@ -276,10 +286,10 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
     auto& list = segments(s, param);
     if (own == whole_states_.end()) {
       if (s == State::Master) list = at;
-    } else if (const PickleTensor* t = own->second[static_cast<size_t>(s) - 1]; t != nullptr) {
-      check(t->shape == shape, Errc::Mismatch, model_[0], "'{}' is of shape [{}], and its {} of shape [{}]", name,
-            fmt::join(shape, ","), state_name(s), fmt::join(t->shape, ","));
-      list = whole(*t, model_[0]);
+    } else if (const PickleTensor* t = own->second.tensors[static_cast<size_t>(s) - 1]; t != nullptr) {
+      check(t->shape == shape, Errc::Mismatch, own->second.file, "'{}' is of shape [{}], and its {} of shape [{}]",
+            name, fmt::join(shape, ","), state_name(s), fmt::join(t->shape, ","));
+      list = whole(*t, own->second.file);
     }
   }
 }

@@ -74,6 +74,12 @@ void DeepspeedBuilder::place_whole() {
     if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name)) continue;
     candidates.push_back({name, v.tensor.get()});
   }
+  attribute(candidates, f);
+  const i64 ep = narrow<i64>(files_.expert_optim.size());
+  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open(files_.expert_optim[q]));
+}
+
+void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {
   const Value* optimizer = file(f).root().find("optimizer");
   if (optimizer == nullptr || !optimizer->is(Kind::Dict)) return;
   read_scaler(*optimizer);
@@ -129,7 +135,7 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
   if (found.empty()) return;
   for (const State s : kMoments) has(s) = true;
   has(State::Master) = masters != nullptr;
-  for (const auto& [c, tensors] : found) whole_states_[candidates[c].name] = tensors;
+  for (const auto& [c, tensors] : found) whole_states_.try_emplace(candidates[c].name, tensors, f);
 }
 
 // Names of the module that are views of the same elements are tied.

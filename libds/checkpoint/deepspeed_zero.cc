@@ -206,73 +206,89 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
   const size_t f = optim_[0];
   check(ranks[0].master.size() == groups_.size(), Errc::Mismatch, f, "{} groups, the model states name {}",
         ranks[0].master.size(), groups_.size());
-  const Value* paddings = optimizer_of(f).find("param_alignment_paddings");
   size_t param = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<i64> partitions;
-    i64 available = 0;
-    for (const RankState& r : ranks) available += partitions.emplace_back(numel(*r.master[g]));
-    const Value* padding = paddings != nullptr && g < paddings->items.size() ? paddings->items[g] : nullptr;
-    check(padding == nullptr || padding->items.size() == groups_[g].size(), Errc::Corrupt, f,
-          "'param_alignment_paddings' does not fit the parameters of group {}", g);
-    i64 offset = 0;
-    bool padded = false;
-    std::vector<i64> offsets;
-    for (size_t i = 0; i < groups_[g].size(); ++i) {
-      offsets.push_back(offset);
-      const i64 gap = padding == nullptr ? 0 : padding->items[i]->integer;
-      check(gap >= 0 && gap <= 4096, Errc::Corrupt, f, "a padding of {} elements", gap);
-      padded |= gap > 0;
-      check(!__builtin_add_overflow(offset, groups_[g][i].elems + gap, &offset), Errc::Corrupt, f,
-            "the parameters of group {} are too large", g);
+    check(narrow<i64>(ranks.size()) % groups_[g].ep == 0, Errc::Mismatch, f,
+          "the experts of group {} are on {} ranks, and there are {}", g, groups_[g].ep, ranks.size());
+    for (i64 q = 0; q < groups_[g].ep; ++q) {
+      place_group(g, ranks, copies_of(q, groups_[g].ep, narrow<i64>(ranks.size())), param);
+      param += groups_[g].params.size();
     }
-    // As zero_to_fp32: what is left over is the alignment of the partitions.
-    const i64 alignment = 2 * narrow<i64>(ranks.size());
-    check(offset <= available && available - offset < alignment, Errc::Corrupt, f,
-          "the parameters of group {} have {} elements, its partitions {} in {} shards", g, offset, available,
-          ranks.size());
-    std::vector<std::vector<FlatPiece>> pieces;
-    for (size_t i = 0; i < groups_[g].size(); ++i) {
-      pieces.push_back(partitioned_pieces(offsets[i], groups_[g][i].elems, narrow<i64>(g), partitions));
-    }
-    if (!padded) check_mappings(g, partitions);
-    for (const auto& list : pieces) add_pieces(param++, list, ranks);
   }
 }
 
-// The parameters of group g in the order of the ranks' own notes. With round_robin_gradients that is the order before
+void DeepspeedBuilder::place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers,
+                                   size_t param) {
+  const std::vector<Parameter>& params = groups_[g].params;
+  const size_t f = optim_[numbers[0]];
+  const Value* paddings = optimizer_of(f).find("param_alignment_paddings");
+  std::vector<i64> partitions;
+  i64 available = 0;
+  for (const i64 r : numbers) available += partitions.emplace_back(numel(*ranks[r].master[g]));
+  const Value* padding = paddings != nullptr && g < paddings->items.size() ? paddings->items[g] : nullptr;
+  check(padding == nullptr || padding->items.size() == params.size(), Errc::Corrupt, f,
+        "'param_alignment_paddings' does not fit the parameters of group {}", g);
+  i64 offset = 0;
+  bool padded = false;
+  std::vector<i64> offsets;
+  for (size_t i = 0; i < params.size(); ++i) {
+    offsets.push_back(offset);
+    const i64 gap = padding == nullptr ? 0 : padding->items[i]->integer;
+    check(gap >= 0 && gap <= 4096, Errc::Corrupt, f, "a padding of {} elements", gap);
+    padded |= gap > 0;
+    check(!__builtin_add_overflow(offset, params[i].elems + gap, &offset), Errc::Corrupt, f,
+          "the parameters of group {} are too large", g);
+  }
+  // As zero_to_fp32: what is left over is the alignment of the partitions.
+  const i64 alignment = 2 * narrow<i64>(numbers.size());
+  check(offset <= available && available - offset < alignment, Errc::Corrupt, f,
+        "the parameters of group {} have {} elements, its partitions {} in {} shards", g, offset, available,
+        numbers.size());
+  if (!padded) check_mappings(g, numbers, partitions);
+  for (size_t i = 0; i < params.size(); ++i) {
+    std::vector<FlatPiece> pieces = partitioned_pieces(offsets[i], params[i].elems, narrow<i64>(g), partitions);
+    for (FlatPiece& p : pieces) p.rank = numbers[p.rank];
+    add_pieces(param + i, pieces, ranks);
+  }
+}
+
+// The parameters of group g in the order of these ranks' own notes. With round_robin_gradients that is the order before
 // they were dealt out, and not the one in which they stand, which is that of 'param_shapes'.
-std::vector<size_t> DeepspeedBuilder::noted_order(size_t g) const {
-  std::unordered_map<std::string_view, std::pair<size_t, i64>> place;  // rank, start
-  for (size_t r = 0; r < optim_.size(); ++r) {
+std::vector<size_t> DeepspeedBuilder::noted_order(size_t g, const std::vector<i64>& ranks) const {
+  const std::vector<Parameter>& params = groups_[g].params;
+  std::unordered_map<std::string_view, std::pair<i64, i64>> place;  // rank, start
+  for (const i64 r : ranks) {
     const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");
     if (mappings == nullptr || g >= mappings->items.size()) continue;
     for (const auto& [name, v] : index_of(mappings->items[g])) {
       if (v->is(Kind::Record) && v->state != nullptr) place.try_emplace(name, r, integer(*v->state, "start", 0));
     }
   }
-  std::vector<size_t> order(groups_[g].size());
+  std::vector<size_t> order(params.size());
   std::iota(order.begin(), order.end(), size_t{0});
   const auto is_placed = [&](const Parameter& p) { return place.contains(p.name); };
-  if (std::ranges::all_of(groups_[g], is_placed))
-    std::ranges::stable_sort(order, {}, [&](size_t i) { return place.at(groups_[g][i].name); });
+  if (std::ranges::all_of(params, is_placed))
+    std::ranges::stable_sort(order, {}, [&](size_t i) { return place.at(params[i].name); });
   return order;
 }
 
 // Every rank also noted which part of each parameter it holds ("param_slice_mappings"), so swapped shards are detected.
-void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& partitions) const {
-  std::vector<std::vector<FlatPiece>> pieces(groups_[g].size());
+void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& ranks,
+                                      const std::vector<i64>& partitions) const {
+  const std::vector<Parameter>& params = groups_[g].params;
+  std::vector<std::vector<FlatPiece>> pieces(params.size());
   i64 offset = 0;
-  for (const size_t i : noted_order(g)) {
-    pieces[i] = partitioned_pieces(offset, groups_[g][i].elems, narrow<i64>(g), partitions);
-    offset += groups_[g][i].elems;
+  for (const size_t i : noted_order(g, ranks)) {
+    pieces[i] = partitioned_pieces(offset, params[i].elems, narrow<i64>(g), partitions);
+    offset += params[i].elems;
   }
-  std::vector<std::map<std::string_view, const FlatPiece*>> expected(optim_.size());
+  std::vector<std::map<std::string_view, const FlatPiece*>> expected(ranks.size());
   for (size_t i = 0; i < pieces.size(); ++i) {
-    for (const FlatPiece& p : pieces[i]) expected[p.rank][groups_[g][i].name] = &p;
+    for (const FlatPiece& p : pieces[i]) expected[p.rank][params[i].name] = &p;
   }
-  for (size_t r = 0; r < optim_.size(); ++r) {
-    const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");
+  for (size_t n = 0; n < ranks.size(); ++n) {
+    const size_t f = optim_[ranks[n]];
+    const Value* mappings = optimizer_of(f).find("param_slice_mappings");
     if (mappings == nullptr || g >= mappings->items.size()) continue;
     const Index own = index_of(mappings->items[g]);
     const auto is_here = [&](const auto& entry) {
@@ -281,10 +297,9 @@ void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& partitio
              integer(*v->state, "start", -1) == entry.second->offset &&
              integer(*v->state, "numel", -1) == entry.second->count;
     };
-    check(own.size() == expected[r].size() && std::all_of(expected[r].begin(), expected[r].end(), is_here),
-          Errc::Mismatch, optim_[r],
+    check(own.size() == expected[n].size() && std::ranges::all_of(expected[n], is_here), Errc::Mismatch, f,
           "by its own account it holds other parts of group {} than rank {} does: the shard of another rank or save", g,
-          r);
+          ranks[n]);
   }
 }
 
@@ -303,7 +318,7 @@ void DeepspeedBuilder::place_chunks(const std::vector<RankState>& ranks) {
   const i64 num_ranks = narrow<i64>(ranks.size());
   i64 total = 0;
   for (const auto& group : groups_) {
-    for (const Parameter& p : group) {
+    for (const Parameter& p : group.params) {
       check(!__builtin_add_overflow(total, div_ceil(p.elems, num_ranks), &total), Errc::Corrupt, optim_[0],
             "the parameters are too large");
     }
@@ -313,7 +328,7 @@ void DeepspeedBuilder::place_chunks(const std::vector<RankState>& ranks) {
   size_t param = 0;
   i64 offset = 0;
   for (const auto& group : groups_) {
-    for (const Parameter& p : group) {
+    for (const Parameter& p : group.params) {
       add_pieces(param++, chunked_pieces(offset, p.elems, num_ranks, flats), ranks);
       offset += div_ceil(p.elems, num_ranks);
     }

@@ -12,10 +12,25 @@
 namespace ds {
 namespace {
 
-// Ends of our names.
-constexpr std::string_view kGateUp = "mlp.experts.gate_up_proj", kDown = "mlp.experts.down_proj",
-                           kRouter = "mlp.gate.weight";
-constexpr std::string_view kWeight = ".weight";
+// A batch, by the end of our name, and the ends of the published names of one expert's part of it.
+struct Batch {
+  std::string_view ours;
+  size_t dims;  // of its shape
+  std::vector<std::string> parts;
+};
+constexpr std::string_view kRouter = "mlp.gate.weight";
+
+std::vector<Batch> batches_of(const ExpertNames& names) {
+  const auto weight = [](std::string_view matrix) { return fmt::format("{}.weight", matrix); };
+  if (!names.gate.empty()) {
+    return {{"mlp.experts.gate_up_proj", 3, {weight(names.gate), weight(names.up)}},
+            {"mlp.experts.down_proj", 3, {weight(names.down)}}};
+  }
+  return {{"mlp.experts.c_fc.weight", 3, {"c_fc.weight"}},
+          {"mlp.experts.c_proj.weight", 3, {"c_proj.weight"}},
+          {"mlp.experts.c_fc.bias", 2, {"c_fc.bias"}},
+          {"mlp.experts.c_proj.bias", 2, {"c_proj.bias"}}};
+}
 
 // `name` without `end`, if it ends with that after a dot, or is that.
 std::optional<std::string_view> without_end(std::string_view name, std::string_view end) {
@@ -24,94 +39,102 @@ std::optional<std::string_view> without_end(std::string_view name, std::string_v
   return begin.empty() || begin.ends_with('.') ? std::optional(begin) : std::nullopt;
 }
 
-enum class Place : u8 { Gate, Up, Down };
-
-std::string_view name_at(const ExpertNames& names, Place place) {
-  return place == Place::Gate ? names.gate : place == Place::Up ? names.up : names.down;
+std::string name_of(std::string_view prefix, const ExpertNames& names, i64 expert, std::string_view part) {
+  return fmt::format("{}{}.{}.{}.{}", prefix, names.block, names.experts, expert, part);
 }
+std::string router_of(const ExpertNames& names) { return fmt::format("{}.{}", names.block, names.router); }
 
-std::string name_of(std::string_view prefix, const ExpertNames& names, i64 expert, Place place) {
-  return fmt::format("{}{}.experts.{}.{}{}", prefix, names.block, expert, name_at(names, place), kWeight);
-}
-std::string router_of(const ExpertNames& names) { return fmt::format("{}.gate{}", names.block, kWeight); }
-
-// The matrix of one expert.
-struct ExpertMatrix {
+// A tensor of one expert: its part of a batch.
+struct ExpertTensor {
   std::string_view prefix;  // of its block
   const ExpertNames* names;
   i64 expert;
-  Place place;
+  size_t batch, part;
 };
 
-// Takes the last part off a name, with the dot before it.
-std::string_view take_last(std::string_view& name) {
-  const size_t dot = name.rfind('.'), begin = dot == name.npos ? 0 : dot + 1;
-  const std::string_view last = name.substr(begin);
-  name = name.substr(0, begin == 0 ? 0 : dot);
-  return last;
+std::optional<i64> number_of(std::string_view text) {
+  i64 number = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool is_number = error == std::errc() && end == text.data() + text.size() && number >= 0;
+  return is_number && (text.size() == 1 || !text.starts_with('0')) ? std::optional(number) : std::nullopt;
 }
 
-std::optional<ExpertMatrix> parse_published(std::string_view name) {
-  const std::string_view whole = name;
-  if (!name.ends_with(kWeight)) return std::nullopt;
-  name.remove_suffix(kWeight.size());
-  const std::string_view matrix = take_last(name), number = take_last(name);
-  if (take_last(name) != "experts") return std::nullopt;
-  i64 expert = -1;
-  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), expert);
-  const bool is_number = error == std::errc() && end == number.data() + number.size() && expert >= 0;
-  if (!is_number || (number.size() > 1 && number.starts_with('0'))) return std::nullopt;
-  const std::string_view block = take_last(name);
-  for (const FamilySpec* family : families()) {
-    const ExpertNames& names = family->experts;
-    if (names.block.empty() || names.block != block) continue;
-    for (const Place place : {Place::Gate, Place::Up, Place::Down})
-      if (matrix == name_at(names, place))
-        return ExpertMatrix{whole.substr(0, block.data() - whole.data()), &names, expert, place};
+// The published names of families, each once.
+const std::vector<std::pair<const ExpertNames*, std::vector<Batch>>>& published() {
+  static const auto all = [] {
+    std::vector<std::pair<const ExpertNames*, std::vector<Batch>>> list;
+    for (const FamilySpec* family : families()) {
+      if (!family->experts.block.empty()) list.emplace_back(&family->experts, batches_of(family->experts));
+    }
+    return list;
+  }();
+  return all;
+}
+
+std::optional<ExpertTensor> parse_published(std::string_view name) {
+  for (const auto& [names, batches] : published()) {
+    for (size_t b = 0; b < batches.size(); ++b) {
+      for (size_t p = 0; p < batches[b].parts.size(); ++p) {
+        const auto before = without_end(name, batches[b].parts[p]);
+        if (!before || before->empty()) continue;
+        std::string_view rest = before->substr(0, before->size() - 1);  // without the dot
+        const size_t dot = rest.rfind('.');
+        const auto expert = dot == rest.npos ? std::nullopt : number_of(rest.substr(dot + 1));
+        if (!expert) continue;
+        rest = rest.substr(0, dot);
+        if (const auto prefix = without_end(rest, fmt::format("{}.{}", names->block, names->experts)))
+          return ExpertTensor{*prefix, names, *expert, b, p};
+      }
+    }
   }
   return std::nullopt;
 }
 
-// The published matrices of one block, as numbers of tensors: those of gate_up_proj in its order, then those of
-// down_proj.
+// The shape of each part of a batch.
+std::vector<i64> part_shape(const std::vector<i64>& batch, const Batch& of) {
+  std::vector<i64> shape(batch.begin() + 1, batch.end());
+  shape[0] /= std::ssize(of.parts);
+  return shape;
+}
+
+// The published tensors of one block, by number: for each batch those of its parts, in its order.
 struct PublishedBlock {
   static constexpr size_t kMissing = static_cast<size_t>(-1);
   std::string_view prefix{};
   const ExpertNames* names = nullptr;
+  std::vector<Batch> batches{};
   size_t first = 0;  // the tensor that comes first in the file
-  std::vector<size_t> matrices{};
+  std::vector<std::vector<size_t>> tensors{};
 
-  size_t slot(i64 expert, Place place) const {
-    const i64 experts = std::ssize(matrices) / 3;
-    return static_cast<size_t>(place == Place::Down ? 2 * experts + expert : 2 * expert + (place == Place::Up ? 1 : 0));
+  PublishedBlock() = default;
+  PublishedBlock(const ExpertTensor& t, size_t number, i64 experts)
+      : prefix(t.prefix), names(t.names), batches(batches_of(*t.names)), first(number) {
+    for (const Batch& b : batches) tensors.emplace_back(static_cast<size_t>(experts) * b.parts.size(), kMissing);
+  }
+  size_t& slot(i64 expert, size_t batch, size_t part) {
+    return tensors[batch][static_cast<size_t>(expert) * batches[batch].parts.size() + part];
   }
 };
 
-// Joins the tensors of a file for a model whose gate_up_proj has this shape.
+// Joins the tensors of a file for a model whose batches have these shapes.
 class Joining {
  public:
-  Joining(const std::vector<i64>& gate_up, std::span<const TensorInfo> tensors)
-      : experts_(gate_up[0]),
-        inner_(gate_up[1] / 2),
-        hidden_(gate_up[2]),
-        tensors_(tensors),
-        block_of_(tensors.size(), nullptr) {
+  Joining(std::vector<std::vector<i64>> shapes, std::span<const TensorInfo> tensors)
+      : shapes_(std::move(shapes)), experts_(shapes_[0][0]), tensors_(tensors), block_of_(tensors.size(), nullptr) {
     for (const TensorInfo& t : tensors) names_.insert(t.name);
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const std::optional<ExpertMatrix> m = parse_published(tensors[i].name);
-      // A matrix too many, or beside batches, is none of the model's; match_weights says so.
-      if (!m || m->expert >= experts_ || has(m->prefix, kGateUp) || has(m->prefix, kDown)) continue;
-      PublishedBlock& block = blocks_.try_emplace(m->prefix).first->second;
-      if (block.names == nullptr)
-        block = {m->prefix, m->names, i, std::vector(static_cast<size_t>(3 * experts_), PublishedBlock::kMissing)};
-      size_t& slot = block.matrices[block.slot(m->expert, m->place)];
+      const std::optional<ExpertTensor> t = parse_published(tensors[i].name);
+      // One too many, or beside batches, or of another form, is none of the model's; match_weights says so.
+      if (!t || t->expert >= experts_ || batches_of(*t->names).size() != shapes_.size() || has_batches(*t)) continue;
+      PublishedBlock& block = blocks_.try_emplace(t->prefix, *t, i, experts_).first->second;
+      size_t& slot = block.slot(t->expert, t->batch, t->part);
       if (slot != PublishedBlock::kMissing) continue;
       slot = i;
       block_of_[i] = &block;
     }
   }
 
-  void check(std::span<const ForeignTensor> foreign, const std::string& path) const {
+  void check(std::span<const ForeignTensor> foreign, const std::string& path) {
     std::vector<std::string> problems;
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (starts_block(i)) check_block(*block_of_[i], foreign, path, problems);
@@ -124,10 +147,11 @@ class Joining {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (starts_block(i)) {
         const PublishedBlock& block = *block_of_[i];
-        const auto middle = block.matrices.begin() + 2 * experts_;
-        result.push_back(
-            batch(block.prefix, kGateUp, {experts_, 2 * inner_, hidden_}, {block.matrices.begin(), middle}));
-        result.push_back(batch(block.prefix, kDown, {experts_, hidden_, inner_}, {middle, block.matrices.end()}));
+        for (size_t b = 0; b < block.batches.size(); ++b) {
+          Rearranged batch{fmt::format("{}{}", block.prefix, block.batches[b].ours), shapes_[b], {}};
+          for (const size_t tensor : block.tensors[b]) batch.parts.push_back({tensor, 0});
+          result.push_back(std::move(batch));
+        }
       }
       if (block_of_[i] == nullptr) result.push_back({our_name(tensors_[i].name), tensors_[i].shape, {{i, 0}}});
     }
@@ -140,38 +164,32 @@ class Joining {
   }
   bool starts_block(size_t tensor) const { return block_of_[tensor] != nullptr && block_of_[tensor]->first == tensor; }
 
-  void check_block(const PublishedBlock& block, std::span<const ForeignTensor> foreign, const std::string& path,
+  void check_block(PublishedBlock& block, std::span<const ForeignTensor> foreign, const std::string& path,
                    std::vector<std::string>& problems) const {
     const TensorInfo& first = tensors_[block.first];
     for (i64 e = 0; e < experts_; ++e) {
-      for (const Place place : {Place::Gate, Place::Up, Place::Down}) {
-        const size_t i = block.matrices[block.slot(e, place)];
-        const std::string name = name_of(block.prefix, *block.names, e, place);
-        if (i == PublishedBlock::kMissing) {
-          const auto it = std::ranges::find(foreign, name, &ForeignTensor::name);
-          DS_CHECK(it == foreign.end(), Errc::Unavailable,
-                   "{}: tensor '{}' has elements of type {}, which cannot be read", path, it->name, it->type);
-          problems.push_back(fmt::format("{} is missing", name));
-          continue;
+      for (size_t b = 0; b < block.batches.size(); ++b) {
+        for (size_t p = 0; p < block.batches[b].parts.size(); ++p) {
+          const size_t i = block.slot(e, b, p);
+          const std::string name = name_of(block.prefix, *block.names, e, block.batches[b].parts[p]);
+          if (i == PublishedBlock::kMissing) {
+            const auto it = std::ranges::find(foreign, name, &ForeignTensor::name);
+            DS_CHECK(it == foreign.end(), Errc::Unavailable,
+                     "{}: tensor '{}' has elements of type {}, which cannot be read", path, it->name, it->type);
+            problems.push_back(fmt::format("{} is missing", name));
+            continue;
+          }
+          const TensorInfo& t = tensors_[i];
+          const std::vector<i64> wanted = part_shape(shapes_[b], block.batches[b]);
+          if (t.shape != wanted)
+            problems.push_back(fmt::format("{} has shape [{}], the model needs [{}]", name, fmt::join(t.shape, ","),
+                                           fmt::join(wanted, ",")));
+          if (t.dtype != first.dtype)
+            problems.push_back(fmt::format("{} is {}, but {} is {}: the experts of a block need one type", name,
+                                           dtype_name(t.dtype), first.name, dtype_name(first.dtype)));
         }
-        const TensorInfo& t = tensors_[i];
-        const std::vector<i64> wanted =
-            place == Place::Down ? std::vector{hidden_, inner_} : std::vector{inner_, hidden_};
-        if (t.shape != wanted)
-          problems.push_back(fmt::format("{} has shape [{}], the model needs [{}]", name, fmt::join(t.shape, ","),
-                                         fmt::join(wanted, ",")));
-        if (t.dtype != first.dtype)
-          problems.push_back(fmt::format("{} is {}, but {} is {}: the experts of a block need one type", name,
-                                         dtype_name(t.dtype), first.name, dtype_name(first.dtype)));
       }
     }
-  }
-
-  static Rearranged batch(std::string_view prefix, std::string_view end, std::vector<i64> shape,
-                          const std::vector<size_t>& matrices) {
-    Rearranged batch{fmt::format("{}{}", prefix, end), std::move(shape), {}};
-    for (const size_t tensor : matrices) batch.parts.push_back({tensor, 0});
-    return batch;
   }
 
   std::string our_name(const std::string& name) const {
@@ -183,11 +201,16 @@ class Joining {
     return name;
   }
 
-  i64 experts_, inner_, hidden_;
+  bool has_batches(const ExpertTensor& t) const {
+    return std::ranges::any_of(batches_of(*t.names), [&](const Batch& b) { return has(t.prefix, b.ours); });
+  }
+
+  std::vector<std::vector<i64>> shapes_;
+  i64 experts_;
   std::span<const TensorInfo> tensors_;
   std::unordered_set<std::string_view> names_;
   std::unordered_map<std::string_view, PublishedBlock> blocks_;  // by prefix
-  std::vector<const PublishedBlock*> block_of_;                  // of each tensor; null: none
+  std::vector<PublishedBlock*> block_of_;                        // of each tensor; null: none
 };
 
 std::vector<Rearranged> as_they_are(std::span<const TensorInfo> tensors) {
@@ -224,11 +247,20 @@ class JoinedSource final : public TensorSource {
 std::vector<Rearranged> join_experts(const model::Model& model, std::span<const TensorInfo> tensors,
                                      std::span<const ForeignTensor> foreign, const std::string& path) {
   const std::vector<const model::ParamRow*> rows = model.params();
-  const auto batch = std::ranges::find_if(rows, [](const model::ParamRow* row) {
-    return row->whole_shape().size() == 3 && without_end(row->name, kGateUp).has_value();
-  });
-  if (batch == rows.end()) return as_they_are(tensors);
-  const Joining joining((*batch)->whole_shape(), tensors);
+  std::vector<std::vector<i64>> shapes;
+  for (const auto& [names, batches] : published()) {
+    shapes.clear();
+    for (const Batch& b : batches) {
+      const auto row = std::ranges::find_if(rows, [&](const model::ParamRow* r) {
+        return r->whole_shape().size() == b.dims && without_end(r->name, b.ours).has_value();
+      });
+      if (row != rows.end()) shapes.push_back((*row)->whole_shape());
+    }
+    if (shapes.size() == batches.size()) break;
+    shapes.clear();
+  }
+  if (shapes.empty()) return as_they_are(tensors);
+  Joining joining(shapes, tensors);
   joining.check(foreign, path);
   return joining.result();
 }
@@ -242,23 +274,25 @@ std::unique_ptr<TensorSource> join_experts(const model::Model& model, std::uniqu
 }
 
 std::vector<Rearranged> part_experts(const ExpertNames& names, std::span<const TensorInfo> tensors) {
+  const std::vector<Batch> batches = batches_of(names);
   std::vector<Rearranged> result;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorInfo& t = tensors[i];
-    const auto gate_up = without_end(t.name, kGateUp), down = without_end(t.name, kDown),
-               router = without_end(t.name, kRouter);
-    const bool is_batch = t.shape.size() == 3 && ((gate_up && t.shape[1] % 2 == 0) || down);
-    if (!is_batch) {
+    const auto batch = std::ranges::find_if(batches, [&](const Batch& b) {
+      return t.shape.size() == b.dims && without_end(t.name, b.ours) && t.shape[1] % std::ssize(b.parts) == 0;
+    });
+    if (batch == batches.end()) {
+      const auto router = without_end(t.name, kRouter);
       result.push_back({router ? fmt::format("{}{}", *router, router_of(names)) : t.name, t.shape, {{i, 0}}});
       continue;
     }
-    const std::vector<i64> shape = {gate_up ? t.shape[1] / 2 : t.shape[1], t.shape[2]};
-    const i64 numel = shape[0] * shape[1];
+    const std::string_view prefix = *without_end(t.name, batch->ours);
+    const std::vector<i64> shape = part_shape(t.shape, *batch);
     i64 first = 0;
     for (i64 e = 0; e < t.shape[0]; ++e) {
-      for (const Place place : gate_up ? std::vector{Place::Gate, Place::Up} : std::vector{Place::Down}) {
-        result.push_back({name_of(gate_up ? *gate_up : *down, names, e, place), shape, {{i, first}}});
-        first += numel;
+      for (const std::string& part : batch->parts) {
+        result.push_back({name_of(prefix, names, e, part), shape, {{i, first}}});
+        first += model::ParamRow::product(shape);
       }
     }
   }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Experts in files. A model has the matrices of all experts of a block as batches, "mlp.experts.gate_up_proj" [E, 2F,
-// C] and "mlp.experts.down_proj" [E, C, F]. Published files have three matrices for each expert (ExpertNames), which
-// follow one another in the batches: gate, up, gate, up, ... So either form is read as parts of the other, by ranges.
+// C] and "mlp.experts.down_proj" [E, C, F], or for experts with biases "mlp.experts.c_fc.weight" [E, C, F] and so on.
+// Published files have the tensors of each expert (ExpertNames), which follow one another in the batches: gate, up,
+// gate, up, ... So either form is read as parts of the other, by ranges.
 
 #include <algorithm>
 #include <memory>

@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/state_source.h"
+#include "config/model_config.h"
 #include "ds/checkpoint.h"
 
 namespace ds {
@@ -90,6 +91,7 @@ std::string model_config_of(const StateSource& state, const std::string& named) 
 
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype) {
   Json json = Json::parse(config);
+  forget_published_form(json);
   if (dtype) {
     json.erase("dtype");
     json["torch_dtype"] = torch_dtype(*dtype);

@@ -175,7 +175,7 @@ void check_request(const Manifest& m, const std::string& dir, std::span<const St
 }
 
 // Reads a piece's state into its memory.
-void fill_piece(CheckpointReader& reader, DType work_dtype, const StatePiece& p) {
+void fill_piece(CheckpointReader& reader, DType param_dtype, const StatePiece& p) {
   constexpr i64 kTile = 1 << 16;  // whole blocks of codes
   std::vector<float> tile;
   for (const State s : kStates) {
@@ -190,7 +190,7 @@ void fill_piece(CheckpointReader& reader, DType work_dtype, const StatePiece& p)
       }
       continue;
     }
-    const DType dtype = s == State::Param ? work_dtype : DType::F32;
+    const DType dtype = s == State::Param ? param_dtype : DType::F32;
     if (is_optimizer_state(s) && !reader.stores(s, p.param)) {  // before the first update they are zero
       std::memset(p.data[s], 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
     } else {
@@ -236,6 +236,8 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
                                const std::function<void(const Manifest&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
+  std::vector<DType> dtypes;
+  for (const StatePiece& p : wanted) dtypes.push_back(params[static_cast<size_t>(p.param)].dtype.value_or(work_dtype));
   together(comm, [&] { reader.emplace(step_dir); });
   if (accept) accept(reader->manifest());
   together(comm, [&] {
@@ -251,15 +253,16 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
   });
   together(comm, [&] {
-    for (const StatePiece& p : wanted) {
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      const StatePiece& p = wanted[i];
       if (!p.open) {
-        fill_piece(*reader, work_dtype, p);
+        fill_piece(*reader, dtypes[i], p);
         continue;
       }
       for (i64 first = 0; first < p.count; first += StatePiece::kMostOpen) {
         StatePiece here = p.open(first, std::min(StatePiece::kMostOpen, p.count - first), true);
         here.param = p.param;  // of the manifest
-        fill_piece(*reader, work_dtype, here);
+        fill_piece(*reader, dtypes[i], here);
       }
     }
   });

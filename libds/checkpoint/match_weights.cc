@@ -23,10 +23,6 @@ bool is_known_extra(std::string_view name) {
   });
 }
 
-bool is_other_task(const model::Model& model, std::string_view name) {
-  return std::ranges::any_of(model.other_tasks, [&](std::string_view begin) { return name.starts_with(begin); });
-}
-
 // Parts of names that wrappers of a module put in front of its own, and that no model of the zoo has.
 constexpr std::string_view kWrappers[] = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
                                           "_forward_module", "language_model"};
@@ -128,6 +124,17 @@ std::string_view foreign_prefix(const model::Model& model, const std::vector<std
 }
 
 }  // namespace
+
+bool is_other_task(const model::Model& model, std::string_view name) {
+  return std::ranges::any_of(model.other_tasks, [&](std::string_view begin) { return name.starts_with(begin); });
+}
+
+std::string left_out_text(const model::Model& model, const std::string& path, const std::vector<std::string>& names) {
+  return fmt::format("{}: left out, for {}: {}", path,
+                     model.causal ? "they predict tokens further ahead (num_nextn_predict_layers)"
+                                  : "masked language modelling does not train them",
+                     first_lines(names, ", "));
+}
 
 ModelNames names_of_model(const model::Model& model, const std::vector<std::string_view>& names) {
   ModelNames result{{names.begin(), names.end()}, {}};

@@ -3,6 +3,7 @@
 // Matches tensors of published weights with the parameters of a model.
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ds/layer.h"
@@ -13,7 +14,7 @@ namespace ds {
 struct WeightMatch {
   std::vector<const TensorInfo*> tensors;  // by parameter number; null: missing
   std::vector<std::string> anew;           // with new_head: missing parameters of the last layer
-  std::vector<std::string> left_out;       // names of tensors of other tasks: BERT's pooler and next-sentence head
+  std::vector<std::string> left_out;       // names of tensors of other tasks
   // Names under which the file contains a tied parameter twice, with values that may differ.
   struct Both {
     const TensorInfo *own, *alias;
@@ -40,6 +41,10 @@ struct ModelNames {
 // The warning about removed parts for a file.
 std::string removed_text(const std::string& path, const std::string& removed);
 ModelNames names_of_model(const model::Model& model, const std::vector<std::string_view>& names);
+
+// Whether a tensor is for one of Model::other_tasks; and the warning about those that are left out.
+bool is_other_task(const model::Model& model, std::string_view name);
+std::string left_out_text(const model::Model& model, const std::string& path, const std::vector<std::string>& names);
 
 // Names match without the parts that wrappers have added (names_of_model), and with or without their first part,
 // "transformer.", "model." or "bert.", which files of the bare model lack. LayerNorm's parameters may be "gamma" and

@@ -18,6 +18,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/tensor_state.h"
+#include "config/family.h"
 #include "config/model_config.h"
 #include "data/tokenizer.h"
 #include "ds/checkpoint.h"
@@ -372,6 +373,7 @@ class Merge {
       const TensorInfo* t = p.tied_to.empty() ? tensors_->find(p.name) : nullptr;
       if (t == nullptr) continue;
       result_.num_parameters += t->numel();
+      if (p.name.ends_with(kBalancingBias)) continue;
       one_dtype &= !is_float(t->dtype) || dtype.value_or(t->dtype) == t->dtype;
       if (is_float(t->dtype)) dtype = t->dtype;
     }

@@ -96,6 +96,18 @@ std::vector<TensorInfo> tensors_of(const StateSource& state, const std::vector<s
   return tensors;
 }
 
+// A model whose config.json is ours has none. BERT's parts for other tasks stay, for its config.json has no word of
+// them.
+void drop_later_predictors(const model::Model& model, const std::string& path, std::vector<Rearranged>& tensors) {
+  std::vector<std::string> dropped;
+  std::erase_if(tensors, [&](const Rearranged& t) {
+    const bool drops = model.causal && is_other_task(model, t.name);
+    if (drops) dropped.push_back(t.name);
+    return drops;
+  });
+  if (!dropped.empty()) log_message(LogLevel::Warning, left_out_text(model, path, dropped));
+}
+
 std::unique_ptr<StateSource> rearrange(std::unique_ptr<StateSource> state, std::vector<Rearranged> tensors) {
   if (std::ranges::equal(tensors, state->params(), {}, &Rearranged::name, &ParamEntry::name)) return state;
   std::unordered_set<std::string_view> names;
@@ -117,6 +129,7 @@ std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> stat
   std::vector<Rearranged> joined =
       join_experts(model, tensors_of(*state, of_model.names), state->foreign(), state->path());
   if (!of_model.removed.empty()) log_message(LogLevel::Warning, removed_text(state->path(), of_model.removed));
+  drop_later_predictors(model, state->path(), joined);
   return rearrange(std::move(state), std::move(joined));
 }
 

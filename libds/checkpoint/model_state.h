@@ -9,9 +9,10 @@
 
 namespace ds {
 
-// `state` without the parts that wrappers have added to parameter names (names_of_model), with a warning, and with its
-// experts joined (join_experts); unchanged if no config.json of a supported model is found (find_model_config), or
-// nothing differs. Throws like join_experts.
+// `state` without the parts that wrappers have added to parameter names (names_of_model) and without layers that
+// predict tokens further ahead (ModelConfig::later_predictors), with a warning, and with its experts joined
+// (join_experts); unchanged if no config.json of a supported model is found (find_model_config), or nothing differs.
+// Throws like join_experts.
 std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> state, const std::string& named);
 
 // `state` with experts under the names of the model's family in published files (part_experts); unchanged if no

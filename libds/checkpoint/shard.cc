@@ -15,6 +15,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/step_writer.h"
+#include "checkpoint/upcycle.h"
 #include "config/model_config.h"
 #include "ds/checkpoint.h"
 #include "ds/config.h"
@@ -139,9 +140,12 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
            "--dp {} x --pp {} x --tp {} x --sp {} are more than {} ranks", mesh.dp, mesh.pp, mesh.tp, mesh.sp,
            kMostRanks);
   const bool by_names = mesh.tp == 1 && mesh.pp == 1;
-  const bool is_extended = options.positions != 0;
-  DS_CHECK(options.config.empty() || !by_names || is_extended, Errc::Config,
-           "--config needs --tp, --pp or --positions");
+  const bool is_changed = options.positions != 0 || options.upcycling.wanted();
+  DS_CHECK(options.config.empty() || !by_names || is_changed, Errc::Config,
+           "--config needs --tp, --pp, --positions or --upcycle");
+  DS_CHECK(options.positions == 0 || !options.upcycling.wanted(), Errc::Config,
+           "--positions and --upcycle exclude each other: no family has both learned positions and experts");
+  DS_CHECK(!options.model || !options.upcycling.wanted(), Errc::Config, "--upcycle: the model is a program's own");
   DS_CHECK(options.partition == ShardOptions().partition || mesh.pp > 1, Errc::Config, "--partition needs --pp");
   DS_CHECK(options.stage >= 0 && options.stage <= 3, Errc::Config, "ZeRO stage {}", options.stage);
   check_place(dir);
@@ -150,7 +154,8 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   state->check();
   check_readable(*state);
   state = under_model_names(std::move(state), options.config);
-  if (is_extended) state = extend_positions(std::move(state), options.positions, options.config);
+  if (options.positions != 0) state = extend_positions(std::move(state), options.positions, options.config);
+  if (options.upcycling.wanted()) state = upcycle(std::move(state), options.upcycling, options.config);
   std::vector<std::string_view> names;
   for (const ParamEntry& p : state->params()) names.push_back(p.name);
   check_hdf5_names(names, state->path());
@@ -162,7 +167,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                                    .model_persistence_threshold = defaults.model_persistence_threshold};
   if (const std::string& saved = state->meta().model_config_json; options.model && !saved.empty())
     check_same_model(Json::parse(saved), *options.model, state->path());
-  const std::string named = is_extended ? "" : options.config;  // an extended state knows its own
+  const std::string named = is_changed ? "" : options.config;  // a changed state knows its own
   Sharding sharding = by_names ? shard_whole(state->params(), layout)
                                : shard_model(*state, options.model ? *options.model : model_to_cut(*state, named), mesh,
                                              options.partition, layout);

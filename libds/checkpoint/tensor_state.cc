@@ -7,6 +7,7 @@
 #include <array>
 #include <unordered_map>
 
+#include "config/family.h"
 #include "ds/log.h"
 
 namespace ds {
@@ -185,7 +186,8 @@ std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view)
       if (!chosen[i] || !p.tied_to.empty()) continue;
       const DType stored = state.stored_dtype(State::Param, narrow<i64>(i));
       if (s == State::Param) {
-        const DType shown = is_float(stored) ? view.dtype.value_or(stored) : stored;
+        const bool converts = is_float(stored) && !p.name.ends_with(kBalancingBias);
+        const DType shown = converts ? view.dtype.value_or(stored) : stored;
         DS_CHECK(can_convert(shown, stored), Errc::Unavailable, "{}: '{}' is {}, and cannot be shown as {}",
                  state.path(), p.name, dtype_name(stored), dtype_name(shown));
         tensors.push_back({p.name, shown, p.shape});

@@ -407,6 +407,10 @@ void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
   if (c.cuda.graphs && (c.model.embd_dropout > 0 || c.model.resid_dropout > 0 || c.model.attn_dropout > 0))
     r.error("cuda.graphs",
             "dropout draws other numbers in every step, which a graph cannot: set the model's dropout to 0");
+  if (c.cuda.graphs && c.model.experts.random())
+    r.error("cuda.graphs",
+            "routers with noise draw other numbers in every step, which a graph cannot: use graphs without the model's "
+            "moe.use_rts, moe.noisy_gate_policy, moe.top2_2nd_expert_sampling and router_jitter_noise");
   if (c.communication.backend == CommBackend::Nccl && c.device == DeviceKind::Cpu)
     r.error("communication.backend", "\"nccl\" talks between GPUs, and device is \"cpu\"");
   if (c.communication.backend == CommBackend::Self && world > 1)
@@ -505,6 +509,7 @@ void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& 
   check_parallel(c, replicas / c.optimizer.diloco.workers, r);
   check_curriculum(c, r);
   check_diloco(c, r);
+  check_router_bias(c, r);
   check_post_validate(c, r);
   check_run(c, world, text, r);
   check_named_files(c, r);

@@ -3,6 +3,7 @@
 // Model families: one row for each, with all that rooms ask of a family but its layers (model/models.cc has the table
 // of those). A family's row is in families/.
 
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,6 +17,16 @@ namespace ds {
 // The default of a missing key depends on where the model is described: in a config.json it is Hugging Face's; inline,
 // sizes are required and dropout is 0.
 enum class ModelSource { File, Inline };
+
+enum class NoisyGate : u8 { None, Jitter, RSample };
+
+// Keys of DeepSpeed's layer `moe` that are not members of ExpertsConfig themselves.
+struct MoeKeys {
+  NoisyGate noisy_gate_policy = NoisyGate::None;
+  bool second_expert_sampling = false;
+  bool use_rts = false;
+  i64 expert_interval = 2;
+};
 
 // The contents of config.json before they are resolved: 0 and empty stand for a missing key.
 struct HfConfig {
@@ -32,7 +43,11 @@ struct HfConfig {
   std::string topk_method;
   bool output_router_logits = false;
   float router_aux_loss_coef = 0;
+  MoeKeys moe{};
 };
+
+// End of the name of a router's balancing bias, which is fp32 wherever it is written.
+inline constexpr std::string_view kBalancingBias = ".e_score_correction_bias";
 
 struct KeyValue {
   std::string_view key, value;  // JSON
@@ -45,12 +60,19 @@ struct LearnedPositions {
   std::string_view derived{};                   // end of the names of buffers that depend on the length alone
 };
 
-// Names in published files, in which each expert has three matrices of its own:
-// "<block>.experts.<number>.<gate>.weight".
+// Names in published files, in which each expert has matrices of its own: "<block>.<experts>.<number>.<gate>.weight".
+// Without `gate`, experts are GPT-2's MLPs.
 struct ExpertNames {
   std::string_view block{};  // the part of a transformer block that has the router and the experts; empty: no experts
   std::string_view gate{}, up{}, down{};
+  std::string_view experts = "experts", router = "gate.weight";
   std::string_view shared = "shared_expert";  // the part that has the shared expert, if there is one
+};
+
+// A family of mixtures of experts whose blocks are, but for their MLPs, those of a dense family.
+struct MixtureOf {
+  std::optional<Family> of{};  // the dense family
+  bool shared = false;         // every block has a shared expert, with a gate
 };
 
 struct FamilySpec {
@@ -78,6 +100,8 @@ struct FamilySpec {
   std::span<const std::string_view> buffers{};  // ends of the names of tensors in old files that are no parameters
   LearnedPositions positions{};
   ExpertNames experts{};
+
+  MixtureOf mixture{};
 };
 
 // Sorted by the enum.

@@ -191,6 +191,7 @@ bool in_fp8(const C& c, Path) { return c.fp8.enabled; }
 bool has_bf16_masters(const C& c, Path) { return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads; }
 
 bool splits_sequences(const C& c, Path) { return c.sequence_parallel.size > 1; }
+bool balances_experts(const C& c, Path) { return c.model.experts.balancing_bias; }
 bool has_expert_parallelism(const C& c, Path) { return c.expert_parallel.enabled; }
 bool has_chunks(const C& c, Path) { return c.pipeline.stages * c.pipeline.virtual_stages > 1; }
 bool is_v(const C& c, Path) { return c.pipeline.schedule == PipelineSchedule::ZeroBubbleV; }
@@ -390,6 +391,7 @@ constexpr Key kKeys[] = {
     ignored("optimizer.params.comm_backend_name", "compressed data uses the communicator of the run"),
     ignored("optimizer.params.ns_method", "there is one implementation of the Newton-Schulz iteration"),
     {.path = "optimizer.param_groups", .kind = KeyKind::Subtable},
+    effect("optimizer.router_bias_update_rate", slot_of<&C::optimizer, &OptimizerConfig::router_bias_update_rate>, kRate).when(balances_experts),
     ignored("optimizer.params.torch_adam", "there is one implementation of Adam"),
     ignored("optimizer.params.fused", "there is one implementation of Adam"),
     not_yet("optimizer.params.amsgrad", "[false]"),
@@ -674,6 +676,7 @@ constexpr Key kKeys[] = {
     effect("expert_parallel.enabled", slot_of<&C::expert_parallel, &ExpertParallelConfig::enabled>),
     effect("expert_parallel.autoep_size", slot_of<&C::expert_parallel, &ExpertParallelConfig::size>, {1, kDegree.high}).when(has_expert_parallelism),
     effect("expert_parallel.room", slot_of<&C::expert_parallel, &ExpertParallelConfig::room>, {1, 1024}).when(has_expert_parallelism),
+    effect("expert_parallel.further_rounds", slot_of<&C::expert_parallel, &ExpertParallelConfig::further_rounds>).when(has_expert_parallelism),
     not_yet("expert_parallel.expert_tensor_parallel_size", "[1]"),
     ignored("expert_parallel.preset_model", "the model's family says where its experts are"),
     ignored("expert_parallel.use_grouped_mm", "products of experts are always grouped"),
@@ -688,7 +691,7 @@ constexpr Key kKeys[] = {
     not_yet("expert_parallel.route_scale", "[1.0]", "the model's configuration chooses the router"),
     not_yet("expert_parallel.num_expert_groups", "[null]", "the model's configuration chooses the router"),
     not_yet("expert_parallel.num_limited_groups", "[null]", "the model's configuration chooses the router"),
-    not_yet("expert_parallel.load_balance_coeff", "[null]"),
+    not_yet("expert_parallel.load_balance_coeff", "[null]", "optimizer.router_bias_update_rate is the rate at which biases of routers move"),
     effect("use_data_before_expert_parallelism", slot_of<&C::expert_parallel, &ExpertParallelConfig::data_first>).when(has_expert_parallelism),
     not_yet_section("compile", "deepcompile", "[false]",
                     "deepcompile free_activation free_activation_threshold offload_activation offload_opt_states "

@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "config/families/keys.h"
+#include "config/families/moe.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
 
@@ -66,6 +67,10 @@ void resolve_heads(ModelConfig& m, Reader& r) {
   if (m.heads % m.kv_heads != 0)
     r.error("num_key_value_heads", fmt::format("{} key/value heads do not divide {} heads", m.kv_heads, m.heads));
   if (m.head_dim % 2 != 0) r.error(at, fmt::format("a head has {} dimensions, which must be even", m.head_dim));
+  if (m.rotary_share < 1 && (m.rotary_dim() < 2 || m.rotary_dim() % 2 != 0))
+    r.error("partial_rotary_factor",
+            fmt::format("turns {} of the {} dimensions of a head, which must be an even number", m.rotary_dim(),
+                        m.head_dim));
   if (m.head_dim > 256) r.not_yet(at, fmt::format("a head of {} dimensions (at most 256)", m.head_dim));
 }
 
@@ -117,7 +122,10 @@ void resolve_rope(ModelConfig& m, Reader& r) {
                                     std::pair{"rope_scaling.long_factor", &m.rope.long_factor}})
       if (r.given(key) && std::ssize(*list) != m.rotary_dim() / 2)
         r.error(key, fmt::format("has {} numbers; {} / 2 is {}", list->size(),
-                                 m.latent.on() ? "qk_rope_head_dim" : "head_dim", m.rotary_dim() / 2));
+                                 m.latent.on()        ? "qk_rope_head_dim"
+                                 : m.rotary_share < 1 ? "head_dim * partial_rotary_factor"
+                                                      : "head_dim",
+                                 m.rotary_dim() / 2));
 }
 
 void resolve_windows(HfConfig& h, Reader& r) {
@@ -180,6 +188,36 @@ bool quantizes_nothing(const Json& object) {
          it->value("load_in_8bit", Json(false)) == false;
 }
 
+// Weights in FP8 as DeepSeek-V3 has them, which are decoded when they are read.
+bool stores_fp8(const Json& object) {
+  const auto it = object.find("quantization_config");
+  return it != object.end() && it->is_object() && it->value("quant_method", Json()) == "fp8";
+}
+
+// Of those there is one form.
+void check_fp8(const Json& section, Reader& r) {
+  struct Taken {
+    std::string_view key;
+    Json values;
+  };
+  static const Taken kTaken[] = {{"fmt", Json::array({"e4m3"})},
+                                 {"weight_block_size", Json::array({Json::array({128, 128})})},
+                                 {"activation_scheme", Json::array({"dynamic", nullptr})}};
+  constexpr std::string_view kSection = "quantization_config";
+  if (!section.contains("weight_block_size"))
+    r.not_yet(kSection, "\"quant_method\" \"fp8\" without a weight_block_size (it is [128, 128])");
+  for (const auto& [name, value] : section.items()) {
+    if (name == "quant_method" || name == "modules_to_not_convert" || name == "ignored_layers") continue;
+    const auto* const taken = std::ranges::find(kTaken, name, &Taken::key);
+    if (taken == std::end(kTaken)) {
+      if (!value.is_null()) r.not_yet(kSection, fmt::format("\"{}\" of weights in \"fp8\"", name));
+    } else if (std::ranges::find(taken->values, value) == taken->values.end()) {
+      r.not_yet(kSection, fmt::format("\"{}\" {} of weights in \"fp8\" (there is {})", name, value.dump(),
+                                      taken->values[0].dump()));
+    }
+  }
+}
+
 // Keys that say something about experts, which another key would turn on.
 constexpr std::string_view kOfExperts[] = {"num_experts_per_tok",
                                            "norm_topk_prob",
@@ -210,7 +248,8 @@ bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_
   if (name == "layer_types")
     return value.is_array() && std::ranges::all_of(value, [](const Json& type) { return type == "full_attention"; });
   if (name == "pretraining_tp") return value == 0 || value == 1;
-  if (family.experts.block.empty()) {
+  if (name == "num_nextn_predict_layers" || name == "num_mtp_layers") return value == 0;
+  if (std::ranges::find(family.keys, "num_experts_per_tok", &Key::path) == family.keys.end()) {
     if (std::ranges::find(kOfExperts, name) != std::end(kOfExperts)) return true;
     if (name.ends_with("_experts") || name == "shared_expert_intermediate_size") return value == 0;
   }
@@ -260,7 +299,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
 
   HfConfig h = defaults(*family, source);
   std::vector<Key> keys = model_keys(family->family, source);
-  if (!is_inline && quantizes_nothing(object))
+  const bool fp8 = !is_inline && stores_fp8(object);
+  if (fp8 || (!is_inline && quantizes_nothing(object)))
     *std::ranges::find(keys, "quantization_config", &Key::path) = silent("quantization_config");
   Reader r(keys, &h, text, prefix, diagnostics);
   // transformers, too, keeps what its model of this type does not read: fine-tuning tools leave their marks there.
@@ -269,7 +309,9 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
     std::set<std::string_view> of_others, marks;
     for (const FamilySpec* f : families()) {
       for (const Key& k : f->keys) {
-        (k.kind == KeyKind::Silent ? marks : of_others).insert(k.path.substr(0, k.path.find('.')));
+        if (k.path == "use_qk_norm") continue;  // published for Qwen3, too, which does not read it
+        const size_t dot = k.path.find('.');    // a silent member says nothing of its section
+        (k.kind == KeyKind::Silent && dot == k.path.npos ? marks : of_others).insert(k.path.substr(0, dot));
       }
     }
     const auto is_neutral = [&, of_others, marks](std::string_view name, const Json& value) {
@@ -291,6 +333,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   }
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
+  if (fp8) check_fp8(object["quantization_config"], r);
   family->resolve(h, object, source, r);
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
@@ -403,6 +446,8 @@ Json model_json(const ModelConfig& model) {
     h.qk_nope_head_dim = model.head_dim - model.latent.rope_dim;
     h.m.head_dim = model.latent.rope_dim;  // as transformers writes it
   }
+  h.m.later_predictors = 0;  // weights of ours have none
+  family::restore_gating(h);
   const RopeScaling& rope = model.rope;
   // Keys that its type does not read are left out, so that they neither warn nor mislead.
   const auto rope_key_read = [&](std::string_view key) {
@@ -429,6 +474,8 @@ Json model_json(const ModelConfig& model) {
     if (k.path == "q_lora_rank" && model.latent.query_rank == 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
+    } else if (k.path.starts_with("moe.")) {
+      if (family::writes_gating(h, k.path)) out["moe"][std::string(k.path.substr(dot + 1))] = std::move(value);
     } else if (rope.type != RopeType::Default && rope_key_read(k.path.substr(dot + 1))) {
       out["rope_scaling"][std::string(k.path.substr(dot + 1))] = std::move(value);
     }
@@ -455,7 +502,21 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
     if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
     return model_json(m);
   };
-  const Json there = now.source ? saved : json(*before), here = json(now);
+  // Capacities, noise and losses of routers are a run's own.
+  const auto without_gating = [](Json model) {
+    const auto moe = model.find("moe");
+    if (moe == model.end() || !moe->is_object()) return model;
+    Json kept = Json::object();
+    for (const char* const key : {"num_experts", "k", "expert_interval"})
+      if (moe->contains(key)) kept[key] = moe->at(key);
+    if (kept.empty()) {
+      model.erase("moe");
+    } else {
+      *moe = std::move(kept);
+    }
+    return model;
+  };
+  const Json there = without_gating(now.source ? saved : json(*before)), here = without_gating(json(now));
   const auto at = [](const Json& model, const std::string& key) {
     return model.contains(key) ? model.at(key).dump() : std::string("not set");
   };
@@ -473,8 +534,16 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
   }
 }
 
+void forget_published_form(Json& config) {
+  if (stores_fp8(config)) config.erase("quantization_config");
+  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
+    if (config.contains(key)) config[key] = 0;
+  }
+}
+
 Json publish_model(const Json& published, const ModelConfig& model) {
   Json out = published;
+  forget_published_form(out);
   const std::vector<Key> keys = model_keys(model.family, ModelSource::File);
   for (const Key& k : keys) {
     if (k.kind == KeyKind::Alias && k.path.find('.') == k.path.npos) out.erase(std::string(k.path));

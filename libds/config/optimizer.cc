@@ -202,6 +202,27 @@ void check_signs(const Config& c, Reader& r) {
                                 u.freeze_step));
 }
 
+void check_router_bias(const Config& c, Reader& r) {
+  constexpr std::string_view kRate = "optimizer.router_bias_update_rate";
+  if (r.broken(kRate)) return;
+  if (!c.model.experts.balancing_bias) {
+    if (r.given(kRate) && c.model.layers > 0)
+      r.error(kRate, "the model has no router with a balancing bias (those of type \"glm4_moe\" have): remove it");
+    return;
+  }
+  if (!trains(c.use) || c.optimizer.router_bias_update_rate == 0) return;
+  if (c.optimizer.diloco.workers > 1)
+    r.error(kRate,
+            "each of diloco.workers counts tokens of its own, by which the biases of routers would move apart: "
+            "set it to 0",
+            Errc::Unavailable);
+  if (c.zero.offload_optimizer.device == OffloadDevice::Server)
+    r.error(kRate,
+            "a server of states does not keep the biases of routers, which a run that attaches to it would lose: set "
+            "it to 0, or zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\"",
+            Errc::Unavailable);
+}
+
 Json param_groups_json(const OptimizerConfig& o) {
   Json groups = Json::array();
   for (ParamGroupConfig group : o.groups) {

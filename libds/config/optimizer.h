@@ -14,6 +14,8 @@ void resolve_optimizer(OptimizerConfig& optimizer, const ConfigText& text, Reade
 // Refuses what optimizers that average by signs do not work with: higher ZeRO stages, offloaded states, groups that
 // average in other updates.
 void check_signs(const Config& config, Reader& r);
+// The rate of balancing biases, with the model, DiLoCo and offloading.
+void check_router_bias(const Config& config, Reader& r);
 
 // optimizer.param_groups with every default filled in.
 Json param_groups_json(const OptimizerConfig& optimizer);

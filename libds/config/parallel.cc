@@ -357,6 +357,11 @@ void check_parallel(const Config& c, i64 dp, Reader& r) {
     const i64 layers = num_layers(m), v = c.pipeline.virtual_stages;
     if (const std::string why = stages_problem(m, p); !why.empty()) {
       r.error(kStages, why);
+    } else if (p > 1 && m.experts.balance_over == BalanceOver::Layers && m.experts.balance_loss != 0) {
+      r.error(kStages,
+              "the loss that balances experts is formed over all layers (model.moe.loss_over), which are to be in "
+              "one stage; \"micro_batch\" and \"sequence\" would do",
+              Errc::Unavailable);
     } else if (p * v > layers) {
       r.error(kVirtual,
               fmt::format("{} on each of {} stages are more than the {} layers (embedding and head among them); {}", v,

@@ -108,10 +108,11 @@ zero::AllShards Engine::make_shards() {
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {
-    zero::GroupRanks ranks{.all = mesh_.group(all.size())};
+    const bool reduces = all.size() <= model_.splits.size();  // else it has balancing biases, which stay on the device
+    zero::GroupRanks ranks{.all = reduces ? mesh_.group(all.size()) : mesh_.dp()};
     if (!plan.zeropp.empty()) ranks.near = mesh_.split("near"), ranks.across = mesh_.split("across");
     all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(), ranks, device_,
-                                                 ledger_, tiers));
+                                                 ledger_, reduces ? tiers : zero::Tiers()));
   }
   return all;
 }
@@ -187,19 +188,20 @@ void Engine::set_weights(const ValueSource& values) {
         device_.zero(st[s], st.view(s, n).bytes());
         if (st.kept[s].scales != nullptr) device_.zero(st.kept[s].scales, state_blocks(n) * 4);
       }
-      const TensorView master = st.master(plan_.work, n);
+      const DType work = plan_.work_of(piece.param);
+      const TensorView master = st.master(work, n);
       if (master.dtype != DType::F32) {  // nothing keeps them in fp32
         std::vector<u16> rounded;
         for (i64 i = 0; i < n; ++i) {
           const float x = tile[i];
-          rounded.push_back(plan_.work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
+          rounded.push_back(work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
         }
         device_.upload(master.data, rounded.data(), n * 2);
         return;
       }
       device_.upload(master.data, tile.data(), n * 4);
       if (st[State::Master] == nullptr) return;
-      ops_.cast(TensorView::of(st[State::Param], plan_.work, {n}), master, stream_);
+      ops_.cast(TensorView::of(st[State::Param], work, {n}), master, stream_);
     });
   }
   publish_params();
@@ -270,7 +272,7 @@ bool Engine::is_finite() {
       if (st[State::Master] != nullptr) {
         raise(largest[0], st[State::Master]);
       } else {
-        raise(largest[0], st[State::Param], plan_.work);
+        raise(largest[0], st[State::Param], plan_.work_of(piece.param));
       }
       for (const State s : kOptimizerStates) {
         if (st[s] == nullptr) continue;

@@ -204,6 +204,7 @@ class Engine {
   offload::ServedRecord served_record(const Progress& progress, const LossScaler& scaler) const noexcept;
   offload::ServedRecord served_outcome(const GradVerdict& verdict) const;
   void count_valid_tokens(const StepBatch& batch, i64* on_device);
+  void share_expert_tokens(const update::StepResults& results);
   void share_losses(const update::StepResults& results);
   double fold_losses(const update::StepResults& results) const;
   double fold_aux_losses(const update::StepResults& results) const;

@@ -92,13 +92,17 @@ i64 HostState::place(std::span<StatePiece> pieces, char* memory) const {
       if (is_coded(dtype)) p.kept[s].scales = reinterpret_cast<float*>(take(state_blocks(p.count) * 4));
     }
   }
-  for (StatePiece& p : pieces) p.data[State::Param] = take(p.count * dtype_bytes(engine_.plan().work));  // of two bytes
+  for (const i64 width : {4, 2}) {  // those of two bytes come last
+    for (StatePiece& p : pieces) {
+      if (dtype_bytes(engine_.plan().work_of(p.param)) == width) p.data[State::Param] = take(p.count * width);
+    }
+  }
   return end;
 }
 
 void HostState::move_part(const StatePiece& host, i64 first, i64 count, const zero::StateLease& device,
                           Move move) const {
-  const i64 work_bytes = dtype_bytes(engine_.plan().work);
+  const i64 work_bytes = dtype_bytes(engine_.plan().work_of(host.param));
   for (const State s : kStates) {
     if (host.data[s] == nullptr) continue;
     const i64 width = s == State::Param ? work_bytes : dtype_bytes(host.kept[s].dtype);

@@ -8,7 +8,10 @@
 namespace ds::engine {
 ParamTable make_param_table(const Config& config, const model::Model& model, const plan::RunPlan& plan) {
   ParamTable table;
-  for (const model::ParamRow* row : model.params()) table.params.push_back({row->name, row->whole_shape(), "", {}});
+  for (const model::ParamRow* row : model.params()) {
+    ParamEntry& entry = table.params.emplace_back(ParamEntry{row->name, row->whole_shape(), "", {}});
+    if (row->dtype(plan.work) != plan.work) entry.dtype = row->dtype(plan.work);
+  }
   if (plan.trains()) {
     table.optimizer = std::string(kNoOptimizer);
     StateSet any;

@@ -2,6 +2,8 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 #include "base/clock.h"
 #include "comm/message_tag.h"
@@ -76,6 +78,7 @@ void Engine::take_step(const StepBatch& batch, Done done) {
   begin_gradients(step);
   run_passes(step, batch, validate, end, meter);
   update_->finish_gradients();
+  share_expert_tokens(*step.results);
   meter.end(step, &PhaseTimes::reduce_ms, "finish gradients");
   stage_.end_step();
   step.record.expert_rounds = stage_.take_expert_rounds();
@@ -121,7 +124,8 @@ void Engine::begin_gradients(Step& step) {
   step.update = {.lr = step.record.lr,
                  .number = number,
                  .seed = static_cast<u32>(config_.seed),
-                 .betas = lr_.betas_at(progress_.optimizer_step - 1)};
+                 .betas = lr_.betas_at(progress_.optimizer_step - 1),
+                 .expert_tokens = step.results->expert_tokens()};
   const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.shape().dp : 1;
   step.judge = {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping};
   update_->begin(number, scaler_.scale());
@@ -207,8 +211,15 @@ void Engine::fill_in_experts(Step& step) const {
     if (n == 0) continue;
     ExpertTokens& layer = step.record.experts.emplace_back();
     layer.layer = model_.layers[static_cast<size_t>(l)]->name();
-    for (const float tokens : all.subspan(static_cast<size_t>(first), static_cast<size_t>(n)))
-      layer.tokens.push_back(std::llround(tokens) / mesh_.shape().sp);
+    const auto count = [&](i64 i) { return std::llround(all[static_cast<size_t>(first + i)]) / mesh_.shape().sp; };
+    const i64 experts = n - RouterStats::kReport;
+    for (i64 e = 0; e < experts; ++e) layer.tokens.push_back(count(e));
+    const i64 tokens =
+        std::reduce(layer.tokens.begin(), layer.tokens.end()) / std::max<i64>(config_.model.experts.per_token, 1);
+    const i64 entropies = count(experts) * RouterStats::kFraction + count(experts + 1);
+    if (tokens > 0)
+      layer.entropy = static_cast<double>(entropies) / static_cast<double>(RouterStats::kFraction * tokens);
+    layer.dropped = count(experts + 2);
     first += n;
   }
 }
@@ -295,6 +306,15 @@ stage::MicroBatch Engine::micro_batch(const Step& step, i64 micro) const noexcep
           .expert_tokens = step.results->expert_tokens()};
 }
 
+// The tokens that all ranks of dp have counted, before an update that goes by them. Other stages count other experts.
+void Engine::share_expert_tokens(const update::StepResults& results) {
+  if (plan_.expert_counts == 0) return;
+  mesh_.dp()
+      .all_reduce(results.expert_tokens(), plan_.expert_counts, DType::F32, ReduceOp::Sum,
+                  message_text(Axis::Dp, Collective::Stats))
+      .wait();
+}
+
 // All ranks learn all losses: those of dp from each other, the other stages from that of the head. Each stage has those
 // that its own layers add, and zeros for the others': as integers, their sum over stages is the numbers.
 void Engine::share_losses(const update::StepResults& results) {
@@ -306,14 +326,10 @@ void Engine::share_losses(const update::StepResults& results) {
                  message_text(Axis::Pp, Collective::Stats))
       .wait();
   if (plan_.expert_counts > 0) {
-    const auto add = [&](Communicator& ranks, Axis axis) {
-      ranks
-          .all_reduce(results.expert_tokens(), plan_.expert_counts, DType::F32, ReduceOp::Sum,
-                      message_text(axis, Collective::Stats))
-          .wait();
-    };
-    add(mesh_.dp(), Axis::Dp);
-    add(mesh_.pp(), Axis::Pp);
+    mesh_.pp()
+        .all_reduce(results.expert_tokens(), plan_.expert_counts, DType::F32, ReduceOp::Sum,
+                    message_text(Axis::Pp, Collective::Stats))
+        .wait();
   }
   if (plan_.aux_losses == 0) return;
   const AllGatherSegment aux{results.aux_losses(), row_bytes * plan_.aux_losses};

@@ -12,6 +12,7 @@
 #include "base/content_kind.h"
 #include "config/trainer_output.h"
 #include "ds/log.h"
+#include "formats/fp8_source.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
 #include "formats/torch_file.h"
@@ -247,7 +248,7 @@ std::unique_ptr<TensorSource> open_source(const std::string& path) {
     return open_source(fmt::format("{}/{}", path, files.front()));
   }
   const bool is_index = path.ends_with(".safetensors.index.json") || path.ends_with(".bin.index.json");
-  return is_index ? open_sharded(path) : open_single(path);
+  return decode_fp8(is_index ? open_sharded(path) : open_single(path));
 }
 
 namespace {

@@ -108,8 +108,9 @@ std::string_view format_name(FileFormat) noexcept;
 
 // Opens a file of one of three kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other
 // name if the content is a zip archive). Or an index of several (*.safetensors.index.json, *.bin.index.json). Or a
-// directory that contains one of kPublishedWeights. All headers are validated here; the tensors' bytes are not read.
-// Throws Errc::Corrupt (file and reason), Errc::Io, Errc::Unavailable (an unsupported kind of file).
+// directory that contains one of kPublishedWeights. Matrices in FP8 with scales are decoded (fp8_source.h). All headers
+// are validated here; the tensors' bytes are not read. Throws Errc::Corrupt (file and reason), Errc::Io,
+// Errc::Unavailable (an unsupported kind of file).
 std::unique_ptr<TensorSource> open_source(const std::string& path);
 
 // The names of weights in Hugging Face directories, in the order in which transformers looks for them.

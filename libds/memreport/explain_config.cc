@@ -46,9 +46,13 @@ std::string explain(double params, int stage, int ranks) {
 
 namespace {
 
-// Parameters of sparse blocks beyond an MLP of m.intermediate in each; all matrices are gated ones.
+// Parameters of sparse blocks beyond an MLP of m.intermediate in each, of the same form.
 i64 params_of_experts(const ModelConfig& m) {
   const ExpertsConfig& x = m.experts;
+  if (x.plain) {
+    const i64 more = x.count - 1, of_one = 2 * m.hidden * x.intermediate + x.intermediate + m.hidden;
+    return std::ranges::count(x.layers, true) * (more * of_one + x.count * m.hidden);
+  }
   const i64 inner = 3 * (x.count * x.intermediate + x.shared - m.intermediate) + x.count + (x.shared_gate ? 1 : 0);
   return std::ranges::count(x.layers, true) * inner * m.hidden;
 }

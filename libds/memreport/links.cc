@@ -76,6 +76,12 @@ AxisGroup group_of(const MeshShape& mesh, Axis axis, int ranks_per_node) {
   return {.ranks = ranks, .over_network = ranks > 1 && stride * ranks > ranks_per_node};
 }
 
+AxisGroup group_of(const MeshShape& mesh, const DpSplit& split, int ranks_per_node) {
+  const bool inner = split.along == DpSplit::Along::Inner;
+  const int ranks = (inner ? split.inner : mesh.dp / split.inner) * mesh.sp, span = inner ? ranks : mesh.dp * mesh.sp;
+  return {.ranks = ranks, .over_network = ranks > 1 && span * mesh.tp > ranks_per_node};
+}
+
 double message_seconds(const Links& links, Collective collective, const AxisGroup& group, const CommCount& count) {
   if (group.ranks == 1 || count.calls == 0 || collective == Collective::Recv) return 0;  // the sender's time is both's
   if (collective == Collective::OneBit || collective == Collective::SparseGather) collective = Collective::AllGather;

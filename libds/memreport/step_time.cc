@@ -33,12 +33,13 @@ struct StageTime {
 
 class StageModel {
  public:
-  StageModel(const StageWork& stage, i64 hidden, const Machine& machine, const Links* links)
+  StageModel(const StageWork& stage, const model::Model& model, const Machine& machine, const Links* links)
       : plan_(*stage.plan),
         work_(*stage.work),
+        splits_(model.splits),
         machine_(machine),
         links_(links),
-        stream_bytes_(plan_.shape().stream_rows * hidden * dtype_bytes(plan_.work)) {}
+        stream_bytes_(plan_.shape().stream_rows * model.hidden * dtype_bytes(plan_.work)) {}
 
   StageTime run() && {
     for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
@@ -56,7 +57,9 @@ class StageModel {
     const MessageTag tag = message_tag(text);
     MeshShape mesh = plan_.mesh;
     if (tag.axis == Axis::Near) mesh.dp = near_ranks();  // ranks of dp side by side
-    const AxisGroup group = group_of(mesh, tag.axis, machine_.ranks_per_node);
+    const auto split = std::ranges::find(splits_, text.substr(0, text.rfind('.')), &DpSplit::name);
+    const AxisGroup group = split != splits_.end() ? group_of(mesh, *split, machine_.ranks_per_node)
+                                                   : group_of(mesh, tag.axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
     DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", text,
              group.ranks);
@@ -71,9 +74,21 @@ class StageModel {
     return sent(message_text(axis, collective), count);
   }
   // The plan's messages of a kind; none, unless it has some.
-  CommCount traffic(Axis axis, Collective collective) const {
-    const auto found = plan_.traffic.last.find(std::string(message_text(axis, collective)));
+  CommCount traffic(const std::string& text) const {
+    const auto found = plan_.traffic.last.find(text);
     return found != plan_.traffic.last.end() ? found->second : CommCount{};
+  }
+  CommCount traffic(Axis axis, Collective collective) const {
+    return traffic(std::string(message_text(axis, collective)));
+  }
+  // The time of all messages of a kind over the groups that reduce rows of their own, such as those of experts.
+  double sent_over_splits(Collective collective) {
+    double s = 0;
+    for (const DpSplit& split : splits_) {
+      const std::string text = message_text(split.name, collective);
+      if (message_tag(text).axis == Axis::Split) s += sent(text, traffic(text));  // ranks of ep reduce nothing
+    }
+    return s;
   }
 
   pipeline::Costs costs_of(const plan::ChunkWork& chunk) {
@@ -106,9 +121,11 @@ class StageModel {
     const CommCount reductions = traffic(Axis::Dp, Collective::ReduceScatter);
     // One rank's sums are its own gradients, folded all the same.
     const double reduce =
-        P > 1 ? sent(Axis::Dp, Collective::ReduceScatter, reductions) : machine_.seconds(work_.reductions);
+        (P > 1 ? sent(Axis::Dp, Collective::ReduceScatter, reductions) : machine_.seconds(work_.reductions)) +
+        sent_over_splits(Collective::ReduceScatter);
     const CommCount gathers = gathers_of_passes();
-    const double gather = sent(Axis::Dp, Collective::AllGather, gathers) +
+    const double gather = (shards_params() ? sent_over_splits(Collective::AllGather) : 0) +
+                          sent(Axis::Dp, Collective::AllGather, gathers) +
                           sent(Axis::Near, Collective::AllGather, traffic(Axis::Near, Collective::AllGather));
     const CommCount codes = traffic(Axis::Dp, Collective::AllToAll);
     // Codes of two hops take the time of the slower hop with the bytes of both. Sparse gradients are waited for.
@@ -129,6 +146,7 @@ class StageModel {
     time_.hidden = std::max(0.0, waits + all - time_.exposed);
   }
 
+  bool shards_params() const noexcept { return plan_.dp().layout.states().shard_params; }
   int near_ranks() const noexcept {
     for (const DpSplit& split : plan_.dp().zeropp) {
       if (split.name == "near") return split.inner;
@@ -138,7 +156,7 @@ class StageModel {
   // Stage 3's.
   CommCount gathers_of_passes() const {
     CommCount gathers;
-    if (!plan_.dp().layout.states().shard_params) return gathers;
+    if (!shards_params()) return gathers;
     // The rest is publication of what is whole.
     const i64 P = zero::num_shards(plan_.mesh);
     gathers.bytes =
@@ -168,7 +186,8 @@ class StageModel {
     publish.bytes -= gathers.bytes;
     double& gathered =
         plan_.dp().layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
-    const double publication = sent(Axis::Dp, Collective::AllGather, publish);
+    const double publication = sent(Axis::Dp, Collective::AllGather, publish) +
+                               (shards_params() ? 0 : sent_over_splits(Collective::AllGather));
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
     time_.publish += sent(Axis::Dp, Collective::AllReduce, traffic(Axis::Dp, Collective::AllReduce));  // of maxima
@@ -217,6 +236,7 @@ class StageModel {
 
   const plan::RunPlan& plan_;
   const plan::StepWork& work_;
+  const std::vector<DpSplit>& splits_;
   const Machine& machine_;
   const Links* links_;
   i64 stream_bytes_;  // of a message of the pipeline
@@ -264,7 +284,7 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
   std::vector<StageTime> times;
   for (size_t s = 0; s < stages.size(); ++s) {
     const bool same = s > 0 && stages[s].plan == stages[s - 1].plan;
-    times.push_back(same ? times.back() : StageModel(stages[s], model.hidden, machine, links).run());
+    times.push_back(same ? times.back() : StageModel(stages[s], model, machine, links).run());
     if (same) continue;
     offload_to_host(times.back(), *stages[s].plan, *stages[s].work, machine);
     times.back().files = exposed_files(*stages[s].plan, times.back(), machine);

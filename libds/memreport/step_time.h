@@ -51,6 +51,7 @@ struct AxisGroup {
 };
 // The place of an axis' groups: ranks of a node have consecutive numbers (mesh/mesh.h).
 AxisGroup group_of(const MeshShape& mesh, Axis axis, int ranks_per_node);
+AxisGroup group_of(const MeshShape& mesh, const DpSplit& split, int ranks_per_node);
 
 // Calls of a collective of that group, which send so many bytes from each rank. By the model
 // that was measured over such ranks, else by latency and bandwidth of the class of links, with the steps of a ring.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/json.h"
+#include "comm/message_tag.h"
 #include "ds/memreport.h"
 #include "ds/units.h"
 #include "mesh/mesh_json.h"
@@ -31,9 +32,9 @@ std::string short_ranges(const std::vector<int>& ranks) {
   return text.size() <= kWidth ? text : fmt::format("{} ranks from {}", ranks.size(), ranks.front());
 }
 
-std::string axes_text(const MeshShape& mesh) {
+std::string axes_text(const MeshShape& mesh, i64 expert_ranks) {
   std::string text;
-  const auto add = [&](const char* name, int degree) {
+  const auto add = [&](const char* name, i64 degree) {
     if (degree > 1) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name, degree);
   };
   add("dp", mesh.dp);
@@ -41,6 +42,7 @@ std::string axes_text(const MeshShape& mesh) {
   add("tp", mesh.tp);
   add("sp", mesh.sp);
   add("workers", mesh.workers);
+  add("ep", expert_ranks);
   return text.empty() ? "alone" : text;
 }
 
@@ -74,10 +76,13 @@ std::string traffic_text(const RankGroup& g) {
     const auto found = g.most_traffic.find(name);
     return found == g.most_traffic.end() ? "" : fmt::format(", at most {} in a step", bytes_text(found->second));
   };
+  const auto even_load = [](const Traffic& t) {
+    return message_tag(t.name).collective == Collective::AllToAllV ? ", if all experts get as many tokens" : "";
+  };
   const auto uneven = [&](const std::string& name) { return g.uneven_traffic.contains(name) ? " at most" : ""; };
   for (const Traffic& t : g.traffic)
-    text += fmt::format("  {:<20} {:>14}{} in {} call{}{}\n", t.name, bytes_text(t.bytes), uneven(t.name), t.calls,
-                        t.calls == 1 ? "" : "s", at_most(t.name));
+    text += fmt::format("  {:<20} {:>14}{} in {} call{}{}{}\n", t.name, bytes_text(t.bytes), uneven(t.name), t.calls,
+                        t.calls == 1 ? "" : "s", at_most(t.name), even_load(t));
   for (const auto& [name, bytes] : g.most_traffic) {
     if (std::ranges::find(g.traffic, name, &Traffic::name) == g.traffic.end())
       text += fmt::format("  {:<20} {:>14}{}\n", name, bytes_text(0), at_most(name));
@@ -105,8 +110,8 @@ std::string text(const Prediction& p, bool all) {
   const std::string active =
       p.num_active_params < p.num_params ? fmt::format(", of which a token uses {}", p.num_active_params) : "";
   std::string out = fmt::format("{} parameters{}; {} rank{} ({}) on {} node{}; {}\n", p.num_params, active,
-                                p.world.ranks, p.world.ranks == 1 ? "" : "s", axes_text(p.mesh), p.world.nodes,
-                                p.world.nodes == 1 ? "" : "s", p.device);
+                                p.world.ranks, p.world.ranks == 1 ? "" : "s", axes_text(p.mesh, p.expert_ranks),
+                                p.world.nodes, p.world.nodes == 1 ? "" : "s", p.device);
   out += fmt::format("{} tokens per step; {:.4g} FLOPs per token, {:.4g} per step\n", p.tokens_per_step,
                      p.flops_per_token, p.flops_per_token * tokens);
   if (p.bubble_fraction > 0)

@@ -404,6 +404,7 @@ TensorView cached_positions(const PassContext& ctx, i64 b, size_t array, i64 fir
 }
 
 void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, const RopeParams& params) {
+  x.shape[3] = 2 * rotation.cos.dim(1);                                           // the others stay as they are
   if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
   ctx.ops.rope(x, x, rotation.cos, rotation.sin, ctx.positions, params, ctx.stream);
 }

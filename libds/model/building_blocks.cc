@@ -383,23 +383,6 @@ void finish_row_parallel(const PassContext& ctx, TensorView out, const RowParall
   });
 }
 
-void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site) {
-  const i64 C = x.dim(1), all = ctx.groups.sequence_length;
-  if (ctx.groups.shard.sp == 1) return ctx.ops.dropout(y, x, p, site, first_row * C, ctx.stream);
-  i64 row = 0;  // of this rank's rows
-  for (i64 b = 0; b < ctx.B; ++b) {
-    for (const TokenRange& range : ctx.groups.shard.tokens(all)) {
-      const i64 begin = std::max(row, first_row), end = std::min(row + range.count, first_row + x.dim(0));
-      if (begin < end) {
-        const i64 element = (b * all + range.begin + begin - row) * C;
-        ctx.ops.dropout(y.rows(begin - first_row, end - begin), x.rows(begin - first_row, end - begin), p, site,
-                        element, ctx.stream);
-      }
-      row += range.count;
-    }
-  }
-}
-
 void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab) {
   const Shard& shard = ctx.groups.shard;
   ctx.ops.embedding_fwd(partial_sum(ctx, y), table, ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,

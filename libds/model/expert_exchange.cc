@@ -16,7 +16,8 @@ ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Sh
       rank_(shard.ep_rank),
       sp_(shard.sp),
       sp_rank_(shard.sp_rank),
-      room_(room / shard.tp) {
+      room_(room / shard.tp),
+      further_rounds_(shard.expert_rounds) {
   const auto n = static_cast<size_t>(ranks_), all = static_cast<size_t>(members());
   all_.resize(all * static_cast<size_t>(experts_ + 1));
   groups_.resize(static_cast<size_t>(groups()) + 1);
@@ -42,6 +43,19 @@ void ExpertExchange::agree(const PassContext& ctx, TensorView all) const {
   const AllGatherSegment segment{all.data, all.bytes() / members()};
   ctx.groups[Axis::Ep].all_gather({&segment, 1}, message_text(Axis::Ep, Collective::AllGather)).wait();
   recall(ctx, all);
+  if (further_rounds_ || rounds_ == 1) return;
+  i64 most = 0;
+  for (i64 sp_rank = 0; sp_rank < sp_; ++sp_rank) {
+    for (i64 to = 0; to < ranks_; ++to) {
+      i64 sum = 0;
+      for (i64 from = 0; from < ranks_; ++from) sum += rows(from, to, sp_rank);
+      most = std::max(most, sum);
+    }
+  }
+  throw Error(Errc::OutOfMemory,
+              fmt::format("{} rows of tokens go to the experts of one rank, which has room for {}: raise "
+                          "expert_parallel.room, or leave out expert_parallel.further_rounds",
+                          most, most_rows(ctx.B * ctx.T)));
 }
 
 void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
@@ -94,15 +108,15 @@ void ExpertExchange::begin(const PassContext& ctx, TensorView groups, i64 round)
   if (ctx.host != nullptr) ctx.host->upload(groups.data, groups_.data(), groups.bytes());
 }
 
-void ExpertExchange::to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const {
-  move(ctx, arrived, arrived_, sorted, sorted_);
+Ticket ExpertExchange::start_to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const {
+  return move(ctx, arrived, arrived_, sorted, sorted_);
 }
 void ExpertExchange::from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const {
-  move(ctx, sorted, sorted_, arrived, arrived_);
+  move(ctx, sorted, sorted_, arrived, arrived_).wait();
 }
 
-void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
-                          const std::vector<Run>& runs_out) const {
+Ticket ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
+                            const std::vector<Run>& runs_out) const {
   const i64 row = to.dim(1) * dtype_bytes(to.dtype);
   for (i64 q = 0; q < ranks_; ++q) {
     const auto bytes = [&](const std::vector<Run>& runs) {
@@ -112,7 +126,7 @@ void ExpertExchange::move(const PassContext& ctx, TensorView to, const std::vect
     in_[static_cast<size_t>(member(q))] = bytes(runs_in);
     out_[static_cast<size_t>(member(q))] = bytes(runs_out);
   }
-  ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAllV)).wait();
+  return ctx.groups[Axis::Ep].all_to_allv(from.data, out_, to.data, in_, message_text(Axis::Ep, Collective::AllToAllV));
 }
 
 }  // namespace ds::model

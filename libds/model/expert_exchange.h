@@ -31,7 +31,8 @@ class ExpertExchange {
 
   // The part of all [members, E+1] int32 for this rank's offsets [E+1].
   TensorView own_offsets(TensorView all) const { return all.rows(member(rank_), 1).reshaped({all.dim(1)}); }
-  // Fills in the offsets of the other ranks. The host waits for them.
+  // Fills in the offsets of the other ranks. The host waits for them. Throws Errc::OutOfMemory on all members if there
+  // are several rounds, and no further one is wanted.
   void agree(const PassContext& ctx, TensorView all) const;
   // Reads what was agreed on before, without messages.
   void recall(const PassContext& ctx, TensorView all) const;
@@ -43,7 +44,8 @@ class ExpertExchange {
   void begin(const PassContext& ctx, TensorView groups, i64 round) const;
   // The part of `groups` for the rows from rank q, in the only round.
   TensorView of_rank(TensorView groups, i64 q) const { return groups.rows(q * own_experts(), own_experts() + 1); }
-  void to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const;
+  // Complete when the ticket has been waited for; `sorted` must not change before.
+  Ticket start_to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const;
   void from_experts(const PassContext& ctx, TensorView sorted, TensorView arrived) const;
 
  private:
@@ -59,11 +61,12 @@ class ExpertExchange {
   i64 rows(i64 from, i64 to, i64 sp_rank) const noexcept;
   i64 rows(i64 from, i64 to) const noexcept { return rows(from, to, sp_rank_); }
   void plan_rounds(i64 tokens) const;
-  void move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
-            const std::vector<Run>& runs_out) const;
+  Ticket move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
+              const std::vector<Run>& runs_out) const;
 
   i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0, sp_ = 1, sp_rank_ = 0;
   double room_ = 1;
+  bool further_rounds_ = true;
   // The host's numbers of the pass at hand: a layer runs one pass at a time.
   mutable std::vector<i32> all_, groups_;
   mutable std::vector<i64> round_of_;            // [to, from]

@@ -3,6 +3,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "base/check.h"
 #include "comm/message_tag.h"
 #include "config/family.h"
 #include "ds/communicator.h"
@@ -22,9 +25,9 @@ enum Saved : size_t {
   kChoices,     // [N] int32
   kScores,      // [R,E]
   kLogits,      // [R,E]
-  kStats,       // [2E+1]
-  kScoreGrad,   // [E]
-  kGateUp,      // [M,2F]
+  kStats,       // RouterStats, of the micro-batch and, if losses are those of sequences, of each
+  kScoreGrad,   // [E], or for each sequence; none if ctx.shared_stats has it
+  kPre,         // [M,W]
   kGroups,      // offsets of the rows that arrive; with ep
   kArrivedX,    // [M,C]; with ep
   kSharedOut,   // stream
@@ -34,12 +37,14 @@ enum Saved : size_t {
   kSharedChosen,
 };
 enum Gradient : size_t {
-  kDGateUp,    // [M,2F]
-  kWeighted,   // [M,F]: the hidden values times the weights of their places
-  kDLogits,    // [R,E]
-  kDArrived,   // [M,C]: gradients of outputs; with ep
-  kSumGateUp,  // fp32, of the matrices; for several rounds
+  kDPre,      // [M,W]
+  kWeighted,  // [M,F]: the hidden values times the weights of their places
+  kDLogits,   // [R,E]
+  kDArrived,  // [M,C]: gradients of outputs; with ep
+  kSumUp,     // fp32, of the experts' parameters; for several rounds
   kSumDown,
+  kSumUpBias,
+  kSumDownBias,
   kDShared,       // stream
   kDSharedLogit,  // [S,1]
 };
@@ -56,15 +61,11 @@ enum Temporary : size_t {
   kArrivedWeights,  // [M,1]; with ep
   kDArrivedWeights,
   kSortedX,         // [N,C]; for several rounds
+  kBiasDot,         // [M,1]; with biases
+  kOneLoss,         // [1]
   kDSharedWeight,   // [S,1]
   kDSharedLogit32,  // [S,1]
 };
-
-TensorView columns_of(TensorView rows, i64 first, i64 count) {
-  rows.data = static_cast<char*>(rows.data) + first * dtype_bytes(rows.dtype);
-  rows.shape[1] = count;
-  return rows;
-}
 
 TensorView one_matrix(TensorView m) { return m.reshaped({1, m.dim(0), m.dim(1)}); }
 TensorView one_column(TensorView v) { return v.reshaped({v.numel(), 1}); }
@@ -72,13 +73,25 @@ TensorView flat(TensorView v) { return v ? v.reshaped({v.numel()}) : v; }
 
 constexpr RouterParams kSharedGate{.sigmoid = true};
 
+bool any_sparse(const ExpertsConfig& c, i64 begin, i64 end) {
+  for (i64 l = begin; l < std::min(end, std::ssize(c.layers)); ++l) {
+    if (c.sparse(l)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
-Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard)
+Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer,
+                 const Shard& shard)
     : config_(c.experts),
       shard_(shard),
       C_(c.hidden),
       F_(c.experts.intermediate),
+      first_(!any_sparse(c.experts, 0, layer - 1)),
+      last_(!any_sparse(c.experts, layer, std::ssize(c.experts.layers))),
+      gating_(c, shard, layer),
+      mlp_(c),
       exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard) {
   const auto add = [&](ParamRow row) {
     row.std = c.initializer_range;
@@ -88,13 +101,25 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
   };
   // Every rank of tp routes all rows.
   router_ = add(equal_row({.name = name + ".gate.weight", .shape = {E(), C_}}, shard));
-  gate_up_ = add(cut_experts({.name = name + ".experts.gate_up_proj", .shape = {E(), 2 * F_, C_}}));
-  down_ = add(cut_experts({.name = name + ".experts.down_proj", .shape = {E(), C_, F_}}));
+  if (config_.balancing_bias) bias_ = add(balancing_bias(name + ".gate"));
+  mlp_.declare(name + ".experts", c, [&](ParamRow row) {
+    rows.push_back(cut_experts(std::move(row)));
+    return rows.size() - 1;
+  });
   if (config_.shared == 0) return;
   const std::string shared = fmt::format("{}.{}", name, spec_of(c.family).experts.shared);
   shared_.emplace(Shared{.mlp = GatedMlp(rows, shared, c, config_.shared, shard, 1), .gated = config_.shared_gate});
   if (shared_->gated)
     shared_->gate = add(whole_row({.name = name + ".shared_expert_gate.weight", .shape = {1, C_}}, shard));
+}
+
+ParamRow Experts::balancing_bias(const std::string& router) const {
+  ParamRow row =
+      equal_row({.name = fmt::format("{}{}", router, kBalancingBias), .shape = {E()}, .init = Init::Zeros}, shard_);
+  row.trained = false;
+  row.group = balance_group(expert_splits(shard_));
+  row.balances = narrow<i64>(router_);
+  return row;
 }
 
 ParamRow Experts::cut_experts(ParamRow row) const {
@@ -117,7 +142,8 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
             n = exchange_.own_experts();
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
   const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated,
-             repeats = travels() && exchange_.may_repeat(R);
+             repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
+  const i64 sequences = by_sequence() && train ? pass.B : 0;
   const TensorView none{};
   LayerActs a;
   const auto add = [](std::vector<TensorView>& to, std::initializer_list<TensorView> views) {
@@ -130,7 +156,8 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   const TensorView all_offsets = kept(i32, {exchange_.members(), E() / shard_.tp + 1});
   add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
                 kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}), kept(f32, {R, E()}), kept(f32, {R, E()}),
-                kept(f32, {2 * E() + 1}), kept(f32, {E()}), p.saved(work, {M, 2 * F_})});
+                kept(f32, {(1 + sequences) * RouterStats{E()}.size()}),
+                pools() ? none : kept(f32, {std::max<i64>(sequences, 1) * E()}), p.saved(work, {M, mlp_.width()})});
   add(a.saved, {travels() ? kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
   if (gated) {
     add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
@@ -139,18 +166,30 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   add(a.temporary,
       {p.temporary(work, {N, C_}), p.temporary(work, {M, F_}), travels() ? p.temporary(work, {M, C_}) : none});
   if (train) {
-    add(a.gradients, {p.gradient(work, {M, 2 * F_}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
-                      travels() ? p.gradient(work, {M, C_}) : none, repeats ? p.gradient(f32, {n, 2 * F_, C_}) : none,
-                      repeats ? p.gradient(f32, {n, C_, F_}) : none});
-    add(a.temporary,
-        {p.temporary(work, {M, F_}), p.temporary(f32, {N, 1}), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
-         p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? p.temporary(f32, {M, 1}) : none,
-         travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none});
+    add(a.gradients, {p.gradient(work, {M, mlp_.width()}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
+                      travels() ? p.gradient(work, {M, C_}) : none});
+    const std::vector<std::vector<i64>> shapes = mlp_.shapes(n);
+    for (size_t i = 0; i < 4; ++i) {
+      if (!repeats || i >= shapes.size()) {
+        a.gradients.push_back(none);
+      } else if (const std::vector<i64>& shape = shapes[i]; shape.size() == 2) {
+        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1]}));
+      } else {
+        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1], shape[2]}));
+      }
+    }
+    // The gradient of a bias needs the weights again.
+    const auto weights = [&](i64 rows) { return biased ? p.gradient(f32, {rows, 1}) : p.temporary(f32, {rows, 1}); };
+    add(a.temporary, {p.temporary(work, {M, F_}), weights(N), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
+                      p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? weights(M) : none,
+                      travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none,
+                      biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1})});
     if (gated) {
       add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
       add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
     }
   }
+  a.inner.push_back(gating_.plan(p, pass));
   acts.inner.push_back(std::move(a));
   if (shared_) shared_->mlp.plan(acts, p, pass);
 }
@@ -159,26 +198,73 @@ TensorView Experts::offsets(const LayerActs& own) const { return own.saved[trave
 
 void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
   const auto& s = own.saved;
-  ctx.ops.grouped_matmul(s[kLogits], all, one_matrix(params.own[router_]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kChosen], s[kWeights], s[kScores], s[kLogits], {}, config_.router, ctx.stream);
-  ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], s[kChosen], first_expert(), ctx.stream);
+  const LayerActs& gating = own.inner.front();
+  ctx.ops.grouped_matmul(s[kLogits], gating_.router_input(ctx, all, gating), one_matrix(params.own[router_]), {},
+                         /*trans_b=*/true, ctx.stream);
+  gating_.choose(ctx, s[kChosen], s[kWeights], s[kScores], s[kLogits], bias_ ? params.own[*bias_] : TensorView{},
+                 gating);
+  ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], gating_.kept(s[kChosen], gating),
+                       first_expert(), ctx.stream);
 }
 
-// Counts tokens, and makes losses of them. Each rank of sp has the losses of all tokens of its sequences; one of them
-// reports them.
-void Experts::count(const PassContext& ctx, const LayerActs& own) const {
+void Experts::count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const {
   const auto& s = own.saved;
-  const TensorView stats = s[kStats];
-  ctx.ops.router_stats(stats, s[kChosen], s[kScores], s[kLogits], ctx.targets, config_.router, losses(), ctx.stream);
+  const auto rows = [&](TensorView of) { return of ? of.rows(first * ctx.T, count * ctx.T) : of; };
+  ctx.ops.router_stats(stats, rows(s[kChosen]), rows(gating_.dropped(own.inner.front())), rows(s[kScores]),
+                       rows(s[kLogits]), rows(ctx.targets), config_.router, losses(0, 0), ctx.stream);
+}
+
+// Counts tokens, and makes losses of them.
+void Experts::count(const PassContext& ctx, const LayerActs& own) const {
+  const TensorView all = own.saved[kStats];
+  const i64 size = RouterStats{E()}.size();
+  count_rows(ctx, own, all.rows(0, size), 0, ctx.B);
+  if (by_sequence()) {
+    for (i64 b = 0; b < ctx.B; ++b) count_rows(ctx, own, all.rows((1 + b) * size, size), b, 1);
+  }
   if (ctx.groups.shard.sp > 1) {
     ctx.groups[Axis::Sp]
-        .all_reduce(stats.data, stats.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
+        .all_reduce(all.data, all.numel(), DType::F32, ReduceOp::Sum, message_text(Axis::Sp, Collective::AllReduce))
         .wait();
   }
-  ctx.ops.cast(ctx.counts.rows(0, E()), stats.rows(0, E()), ctx.stream);
-  if (!adds_loss()) return;
-  ctx.ops.router_loss(ctx.aux_loss, s[kScoreGrad], stats, k(), losses(), ctx.stream);
+  constexpr i64 kReport = RouterStats::kReport;
+  ctx.ops.cast(ctx.counts.rows(0, E()), all.rows(0, E()), ctx.stream);
+  ctx.ops.cast(ctx.counts.rows(E(), kReport), all.rows(RouterStats{E()}.report(), kReport), ctx.stream);
+  if (adds_loss()) add_losses(ctx, own);
+}
+
+// Each rank of sp has the losses of all tokens of its sequences; one of them reports them.
+void Experts::add_losses(const PassContext& ctx, const LayerActs& own) const {
+  const TensorView all = own.saved[kStats], grad = own.saved[kScoreGrad], one = own.temporary[kOneLoss];
+  const i64 size = RouterStats{E()}.size();
+  if (pools()) {
+    add_pooled_loss(ctx, own);
+  } else if (!by_sequence()) {
+    ctx.ops.router_loss(ctx.aux_loss, grad, all.rows(0, size), k(), losses(config_.balance_loss, config_.z_loss),
+                        ctx.stream);
+  } else {
+    const float share = config_.balance_loss / static_cast<float>(ctx.B);
+    ctx.ops.router_loss(ctx.aux_loss, grad.rows(0, E()), all.rows(0, size), k(), losses(0, config_.z_loss), ctx.stream);
+    for (i64 b = 0; b < ctx.B; ++b) {
+      ctx.ops.router_loss(one, grad.rows(b * E(), E()), all.rows((1 + b) * size, size), k(), losses(share, 0),
+                          ctx.stream);
+      ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
+    }
+  }
   if (ctx.groups.shard.sp_rank > 0) ctx.ops.scaled_sum(ctx.aux_loss, ctx.aux_loss, 0, 0, nullptr, ctx.stream);
+}
+
+// The sums over the blocks are complete in the last of them.
+void Experts::add_pooled_loss(const PassContext& ctx, const LayerActs& own) const {
+  const i64 size = RouterStats{E()}.size();
+  const TensorView stats = own.saved[kStats].rows(0, size), sums = ctx.shared_stats.rows(0, size),
+                   grad = ctx.shared_stats.rows(size, E()), one = own.temporary[kOneLoss];
+  first_ ? ctx.ops.cast(sums, stats, ctx.stream) : ctx.ops.add(sums, sums, stats, ctx.stream);
+  ctx.ops.router_loss(ctx.aux_loss, grad, stats, k(), losses(0, config_.z_loss), ctx.stream);
+  if (!last_) return;
+  const i64 choices = config_.first_choice_loss ? 1 : k();
+  ctx.ops.router_loss(one, grad, sums, k(), losses(config_.balance_loss * static_cast<float>(choices), 0), ctx.stream);
+  ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
 }
 
 // rows [N,C] = those of `all` by place.
@@ -189,23 +275,15 @@ void Experts::sort(const PassContext& ctx, TensorView rows, TensorView all, cons
 // The rows of this round where the experts are: `to`, or where they are anyway.
 TensorView Experts::arrive(const PassContext& ctx, TensorView to, TensorView sorted) const {
   if (!travels()) return sorted;
-  exchange_.to_experts(ctx, to, sorted);
+  exchange_.start_to_experts(ctx, to, sorted).wait();
   return to;
-}
-
-// Gate and up from the inputs of the experts.
-void Experts::to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const {
-  ctx.ops.grouped_matmul(own.saved[kGateUp], x, params.own[gate_up_], offsets(own), /*trans_b=*/true, ctx.stream);
 }
 
 void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
                       const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
-  if (shared_) {
-    forward_shared(ctx, params, y, x, residual, acts);
-    residual = y;
-  }
+  x = gating_.input(ctx, x, own.inner.front());
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
   if (ctx.mode == Mode::Train) count(ctx, own);
@@ -214,12 +292,24 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
     exchange_.agree(ctx, s[kAllOffsets]);
     if (ctx.mode == Mode::Train && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
   }
+  Ticket on_their_way;
+  if (travels()) {
+    exchange_.begin(ctx, s[kGroups], 0);
+    on_their_way = exchange_.start_to_experts(ctx, s[kArrivedX], rows);
+  }
+  if (shared_) {
+    forward_shared(ctx, params, y, x, residual, acts);
+    residual = y;
+  }
+  on_their_way.wait();
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
-    if (travels()) exchange_.begin(ctx, s[kGroups], round);
-    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], rows), own);
-    ctx.ops.swiglu_fwd(t[kHidden], columns_of(s[kGateUp], 0, F_), columns_of(s[kGateUp], F_, F_), ctx.stream);
+    if (round > 0) {
+      exchange_.begin(ctx, s[kGroups], round);
+      exchange_.start_to_experts(ctx, s[kArrivedX], rows).wait();
+    }
+    mlp_.to_pre(ctx, params, s[kPre], travels() ? s[kArrivedX] : rows, offsets(own));
     const TensorView out = travels() ? t[kArrivedOut] : rows;
-    ctx.ops.grouped_matmul(out, t[kHidden], params.own[down_], offsets(own), /*trans_b=*/true, ctx.stream);
+    mlp_.from_pre(ctx, params, out, s[kPre], t[kHidden], offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
   }
   ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
@@ -229,6 +319,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
 void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
+  x = gating_.input(ctx, x, own.inner.front());
   if (shared_ && shared_->gated) {
     forward_shared(ctx, params, t[kRouterDx].rows(0, x.dim(0)), x, {}, acts);
   } else if (shared_) {
@@ -240,17 +331,17 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
     if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
     exchange_.begin(ctx, s[kGroups], 0);
   }
-  to_hidden(ctx, params, arrive(ctx, s[kArrivedX], t[kRows]), own);
+  mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kRows]), offsets(own));
 }
 
 void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
                              TensorView residual, const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
-  if (shared_) {
-    backward_shared(ctx, params, dx, dy, x, residual, acts);
-    residual = dx;
-  }
+  const bool jitters = gating_.jitters_input(ctx.mode);
+  const TensorView after = jitters ? residual : TensorView{};  // added when the jitter has been undone
+  x = gating_.input(ctx, x, own.inner.front());
+  if (jitters) residual = {};
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   // Ranks of tp may have different numbers of rounds, and gather rows together.
   if (exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T)))
@@ -258,11 +349,21 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   const TensorView rows = t[kRows];
   sort(ctx, rows, all_rows(ctx, dy), own);
   ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
-  if (exchange_.rounds() > 1) {
-    backward_rounds(ctx, params, own);
-  } else if (travels()) {
+  const bool at_once = travels() && exchange_.rounds() == 1;
+  Ticket on_their_way[2];
+  if (at_once) {
     exchange_.begin(ctx, s[kGroups], 0);
+    start_gradients(ctx, on_their_way, own);
+  }
+  if (shared_) {
+    backward_shared(ctx, params, dx, dy, x, residual, acts);
+    residual = dx;
+  }
+  for (Ticket& ticket : on_their_way) ticket.wait();
+  if (at_once) {
     backward_round(ctx, params, own);
+  } else if (travels()) {
+    backward_rounds(ctx, params, own);
   } else {
     backward_experts(ctx, params, rows, rows, t[kPlaceWeights], t[kDPlaceWeights], own);
   }
@@ -272,28 +373,33 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   if (residual) ctx.ops.add(from_router, from_router, residual, ctx.stream);
   ctx.ops.combine_rows(partial_sum(ctx, dx), rows, s[kPlaces], {}, first_term(ctx, from_router), ctx.stream);
   sum_partials(ctx, dx, from_router);
+  if (jitters) gating_.input_grad(ctx, dx, after);
 }
 
-// A weight's gradient is the inner product of an output and its gradient, and so that of the hidden values and their
-// gradient, both as if the weight were 1: outputs need not be kept. dx may be dy.
+// dx may be dy.
 void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
                                TensorView weights, TensorView dweights, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  const TensorView gate_up = own.saved[kGateUp], gate = columns_of(gate_up, 0, F_), up = columns_of(gate_up, F_, F_);
-  ctx.ops.grouped_matmul(t[kDHidden], dy, params.own[down_], offsets(own), /*trans_b=*/false, ctx.stream);
-  ctx.ops.swiglu_fwd(t[kHidden], gate, up, ctx.stream);
-  ctx.ops.combine_rows(g[kWeighted], t[kHidden], {}, weights, {}, ctx.stream);
-  ctx.ops.combine_rows_grad(t[kDHidden], dweights, t[kDHidden], t[kHidden], {}, weights, ctx.stream);
-  ctx.ops.swiglu_bwd(columns_of(g[kDGateUp], 0, F_), columns_of(g[kDGateUp], F_, F_), t[kDHidden], gate, up,
-                     ctx.stream);
-  ctx.ops.grouped_matmul(dx, g[kDGateUp], params.own[gate_up_], offsets(own), /*trans_b=*/false, ctx.stream);
+  mlp_.backward(ctx, params, dx, dy, weights, dweights,
+                {.pre = own.saved[kPre],
+                 .dpre = g[kDPre],
+                 .weighted = g[kWeighted],
+                 .hidden = t[kHidden],
+                 .dhidden = t[kDHidden],
+                 .dot = t[kBiasDot]},
+                offsets(own));
 }
 
-// The same for what arrives in the round that has begun.
+// Gradients of outputs, and weights.
+void Experts::start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const {
+  const auto& t = own.temporary;
+  tickets[0] = exchange_.start_to_experts(ctx, own.gradients[kDArrived], t[kRows]);
+  tickets[1] = exchange_.start_to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
+}
+
+// The same for what has arrived in the round that has begun.
 void Experts::backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  exchange_.to_experts(ctx, g[kDArrived], t[kRows]);
-  exchange_.to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]);
   backward_experts(ctx, params, t[kArrivedOut], g[kDArrived], t[kArrivedWeights], t[kDArrivedWeights], own);
   exchange_.from_experts(ctx, t[kRows], t[kArrivedOut]);
   exchange_.from_experts(ctx, t[kDPlaceWeights], t[kDArrivedWeights]);
@@ -301,13 +407,17 @@ void Experts::backward_round(const PassContext& ctx, RowViews params, const Laye
 
 // Several rounds: what the forward pass has kept is of the last one.
 void Experts::backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const {
-  const auto &s = own.saved, &g = own.gradients;
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
+  const ExpertMlp::Rows sums{g[kSumUp], g[kSumDown], g[kSumUpBias], g[kSumDownBias]};
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
-    to_hidden(ctx, params, arrive(ctx, s[kArrivedX], own.temporary[kSortedX]), own);
+    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
+    Ticket tickets[2];
+    start_gradients(ctx, tickets, own);
+    for (Ticket& ticket : tickets) ticket.wait();
     backward_round(ctx, params, own);
-    ctx.ops.grouped_matmul_grad(g[kSumDown], g[kDArrived], g[kWeighted], s[kGroups], round > 0, ctx.stream);
-    ctx.ops.grouped_matmul_grad(g[kSumGateUp], g[kDGateUp], s[kArrivedX], s[kGroups], round > 0, ctx.stream);
+    mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], s[kGroups], round > 0);
+    mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], s[kGroups], round > 0);
   }
 }
 
@@ -322,44 +432,59 @@ void Experts::backward_router(const PassContext& ctx, RowViews params, const Lay
                     message_text(Axis::Tp, Collective::AllReduce))
         .wait();
   }
-  const bool more = adds_loss();
-  ctx.ops.route_grad(t[kDLogits32], dweights, s[kChosen], s[kScores], s[kLogits], more ? s[kScoreGrad] : none,
-                     more ? s[kStats] : none, ctx.targets, more ? ctx.aux_grad : none, config_.router, losses(),
-                     ctx.stream);
+  const i64 size = RouterStats{E()}.size(), parts = by_sequence() ? ctx.B : 1, n = ctx.B / parts * ctx.T;
+  const TensorView stats = adds_loss() ? s[kStats].rows(0, size) : none;
+  for (i64 b = 0; b < parts; ++b) {
+    const auto rows = [&](TensorView of) { return of ? of.rows(b * n, n) : of; };
+    const TensorView grad = !adds_loss() ? none
+                            : pools()    ? ctx.shared_stats.rows(size, E())
+                                         : s[kScoreGrad].rows(b * E(), E());
+    ctx.ops.route_grad(rows(t[kDLogits32]), rows(dweights), rows(gating_.kept(s[kChosen], own.inner.front())),
+                       rows(s[kScores]), rows(s[kLogits]), grad, stats, rows(ctx.targets),
+                       adds_loss() ? ctx.aux_grad : none, config_.router, losses(config_.balance_loss, config_.z_loss),
+                       ctx.stream);
+  }
   ctx.ops.cast(g[kDLogits], t[kDLogits32], ctx.stream);
   ctx.ops.grouped_matmul(t[kRouterDx], g[kDLogits], one_matrix(params.own[router_]), {}, /*trans_b=*/false, ctx.stream);
+  gating_.router_input_grad(ctx, t[kRouterDx]);
 }
 
 void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
                               const LayerActs& acts) const {
   const LayerActs& own = acts.inner.front();
-  const auto &s = own.saved, &g = own.gradients;
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
   const bool summed = exchange_.rounds() > 1;
+  x = gating_.input(ctx, x, own.inner.front());
   // A part is what comes from one rank.
   const TensorView groups = ctx.part < 0 ? offsets(own) : exchange_.of_rank(offsets(own), ctx.part);
-  const auto product = [&](size_t row, TensorView of, TensorView with) {
-    ctx.ops.grouped_matmul_grad(grads.own[row], of, with, groups, ctx.adds_gradients(), ctx.stream);
-  };
+  const ExpertMlp::Rows wanted = mlp_.of(grads);
   const auto sorted = [&](TensorView stream) {
-    sort(ctx, own.temporary[kRows], all_rows(ctx, stream), own);
-    return own.temporary[kRows];
+    sort(ctx, t[kRows], all_rows(ctx, stream), own);
+    return t[kRows];
   };
   if (summed) {
     // Several rounds leave only a sum, which is the first part; the others are zero.
-    const auto rounded = [&](size_t row, TensorView sum) {
+    const auto rounded = [&](TensorView row, TensorView sum) {
       if (ctx.part > 0) ctx.ops.scaled_sum(flat(sum), flat(sum), 0, 0, nullptr, ctx.stream);
-      round_gradient(ctx, flat(grads.own[row]), flat(sum));
+      round_gradient(ctx, flat(row), flat(sum));
     };
-    rounded(down_, g[kSumDown]);
-    rounded(gate_up_, g[kSumGateUp]);
+    rounded(wanted.down, g[kSumDown]);
+    rounded(wanted.up, g[kSumUp]);
+    if (mlp_.biased()) rounded(wanted.down_bias, g[kSumDownBias]), rounded(wanted.up_bias, g[kSumUpBias]);
   } else {
-    if (grads.own[down_]) product(down_, travels() ? g[kDArrived] : sorted(dy), g[kWeighted]);
-    if (grads.own[gate_up_]) product(gate_up_, g[kDGateUp], travels() ? s[kArrivedX] : sorted(x));
+    if (wanted.down || wanted.down_bias) {
+      mlp_.down_grads(ctx, wanted, travels() ? g[kDArrived] : sorted(dy), g[kWeighted],
+                      t[travels() ? kArrivedWeights : kPlaceWeights], groups, ctx.adds_gradients());
+    }
+    if (wanted.up || wanted.up_bias)
+      mlp_.up_grads(ctx, wanted, g[kDPre], travels() ? s[kArrivedX] : sorted(x), groups, ctx.adds_gradients());
   }
   if (ctx.part > 0) return;
-  if (grads.own[router_])
-    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits], all_rows(ctx, x), Orientation::OutIn);
+  if (grads.own[router_]) {
+    linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits],
+                           gating_.router_input(ctx, all_rows(ctx, x), own.inner.front()), Orientation::OutIn);
+  }
   if (!shared_) return;
   if (shared_->gated)
     linear_backward_weight(ctx, grads.own[shared_->gate], {}, g[kDSharedLogit], x, Orientation::OutIn);
@@ -372,7 +497,7 @@ void Experts::forward_shared(const PassContext& ctx, RowViews params, TensorView
   const auto& s = acts.inner.front().saved;
   shared_->mlp.forward(ctx, params, s[kSharedOut], x, {}, acts);
   ctx.ops.grouped_matmul(s[kSharedLogit], x, one_matrix(params.own[shared_->gate]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kSharedChosen], s[kSharedWeight], s[kSharedScore], s[kSharedLogit], {}, kSharedGate, ctx.stream);
+  ctx.ops.route(s[kSharedChosen], s[kSharedWeight], s[kSharedScore], s[kSharedLogit], {}, {}, kSharedGate, ctx.stream);
   ctx.ops.combine_rows(y, s[kSharedOut], {}, s[kSharedWeight], residual, ctx.stream);
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A mixture of experts: a router sends each token to k of E gated MLPs, and their outputs, weighted, are added (Shazeer
-// et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024). No token is dropped.
-// Experts may stand beside a shared one that sees every token (Dai et al., "DeepSeekMoE", 2024).
+// A mixture of experts: a router sends each token to k of E MLPs, and their outputs, weighted, are added (Shazeer et
+// al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024). Choices beyond an
+// expert's capacity are dropped if it has one (gating.h); else none is. Experts may stand beside a shared one that sees
+// every token (Dai et al., "DeepSeekMoE", 2024).
 //
 // Rows of tokens are sorted by expert, and all experts of a rank are one grouped product. The ranks of tp have E/tp
 // experts each and see the same tokens, so their outputs are terms of a sum that tensor parallelism makes anyway; each
@@ -10,21 +11,26 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "model/expert_exchange.h"
+#include "model/expert_mlp.h"
 #include "model/feed_forward.h"
+#include "model/gating.h"
 
 namespace ds::model {
 
 class Experts final : public FeedForward {
  public:
-  // Appends rows name.gate, name.experts.{gate_up,down}_proj, and those of the shared expert.
-  Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, const Shard& shard);
+  // Appends rows name.gate, its balancing bias, name.experts.*, and those of the shared expert. layer: see
+  // dropout_site.
+  Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer, const Shard& shard);
 
   std::vector<Linear*> linears() override;
   std::vector<size_t> matrices() const override;
-  i64 num_counts() const noexcept override { return E(); }
+  i64 num_counts() const noexcept override { return E() + RouterStats::kReport; }
   i64 gradient_parts() const noexcept override { return shard_.ep; }
+  i64 num_shared_stats() const noexcept override { return pools() ? RouterStats{E()}.size() + E() : 0; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
   void plan(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass) const override;
@@ -48,19 +54,31 @@ class Experts final : public FeedForward {
   i64 E() const noexcept { return config_.count; }
   i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
   bool travels() const noexcept { return shard_.ep > 1; }
-  RouterLossParams losses() const noexcept { return {.balance = config_.balance_loss, .z = config_.z_loss}; }
+  // With these coefficients.
+  RouterLossParams losses(float balance, float z) const noexcept {
+    return {.balance = balance, .z = z, .first_choices = config_.first_choice_loss};
+  }
+  bool by_sequence() const noexcept {
+    return config_.balance_over == BalanceOver::Sequence && config_.balance_loss != 0;
+  }
+  bool pools() const noexcept { return config_.balance_over == BalanceOver::Layers && config_.balance_loss != 0; }
+  ParamRow balancing_bias(const std::string& router) const;
   ParamRow cut_experts(ParamRow row) const;
 
   // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have
   // arrived in the round at hand.
   TensorView offsets(const LayerActs& own) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
+  void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;
   void count(const PassContext& ctx, const LayerActs& own) const;
+  void add_losses(const PassContext& ctx, const LayerActs& own) const;
+  void add_pooled_loss(const PassContext& ctx, const LayerActs& own) const;
   void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
   TensorView arrive(const PassContext& ctx, TensorView to, TensorView sorted) const;
-  void to_hidden(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& own) const;
   void backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView weights,
                         TensorView dweights, const LayerActs& own) const;
+  void start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
@@ -72,7 +90,11 @@ class Experts final : public FeedForward {
   ExpertsConfig config_;
   Shard shard_;
   i64 C_, F_;
-  size_t router_ = 0, gate_up_ = 0, down_ = 0;
+  bool first_, last_;  // of the blocks with experts
+  size_t router_ = 0;
+  std::optional<size_t> bias_;
+  Gating gating_;
+  ExpertMlp mlp_;
   ExpertExchange exchange_;
   std::optional<Shared> shared_;
 };

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Pre-LayerNorm blocks, learned
-// positions, biases everywhere, weights stored [in,out] as Hugging Face's Conv1D.
+// positions, biases everywhere, weights stored [in,out] as Hugging Face's Conv1D. Some blocks may have experts in place
+// of the MLP, as with DeepSpeed's MoE layer (Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
 #include <cmath>
+#include <memory>
 
 #include "config/parallel.h"
 #include "ds/linear.h"
+#include "model/experts.h"
 #include "model/models.h"
 
 namespace ds::model {
@@ -117,8 +120,12 @@ class Gpt2Block final : public Layer {
     qkv_ = column(".attn.c_attn", 3 * C_, 3);
     proj_ = row(".attn.c_proj", C_);
     norm2_ = norm(".ln_2");
-    wide_ = column(".mlp.c_fc", c.intermediate, 1);
-    narrow_ = row(".mlp.c_proj", c.intermediate);
+    if (c.experts.sparse(index)) {
+      experts_ = std::make_unique<Experts>(rows_, name_ + ".mlp", c, index + 1, shard);
+    } else {
+      wide_ = column(".mlp.c_fc", c.intermediate, 1);
+      narrow_ = row(".mlp.c_proj", c.intermediate);
+    }
     allow_tiles();
   }
 
@@ -126,8 +133,22 @@ class Gpt2Block final : public Layer {
   bool adds_gradients() const noexcept override { return true; }
   bool is_block() const noexcept override { return true; }
   CacheShape cache() const override { return attention_cache(0, H_, D_); }
-  std::vector<Linear*> linears() override { return {&qkv_, &proj_, &wide_, &narrow_}; }
+  bool adds_loss() const noexcept override { return experts_ && experts_->adds_loss(); }
+  i64 num_counts() const noexcept override { return experts_ ? experts_->num_counts() : 0; }
+  i64 num_shared_stats() const noexcept override { return experts_ ? experts_->num_shared_stats() : 0; }
+  i64 gradient_parts() const noexcept override { return experts_ ? experts_->gradient_parts() : 1; }
+  bool reads_tokens() const noexcept override { return experts_ != nullptr; }  // counts those that have a target
+  std::vector<Linear*> linears() override {
+    if (experts_) return {&qkv_, &proj_};
+    return {&qkv_, &proj_, &wide_, &narrow_};
+  }
   std::vector<size_t> products(Products which) const override {
+    if (experts_) {
+      const size_t qkv = qkv_.weight(), proj = proj_.weight();
+      if (which == Products::RecomputeAttention) return {qkv};
+      if (which == Products::Forward || which == Products::Recompute) return {qkv, proj};
+      return {proj, qkv};
+    }
     const size_t qkv = qkv_.weight(), proj = proj_.weight(), wide = wide_.weight(), narrow = narrow_.weight();
     switch (which) {
       case Products::Forward: return {qkv, proj, wide, narrow};
@@ -148,30 +169,49 @@ class Gpt2Block final : public Layer {
                p.attention(f32, {S}),      p.attention(work, {R, 3 * Q_}),
                p.attention(work, {R, Q_}), p.attention(f32, {B, H_, T}),
                p.saved(work, {S, C_}),     p.saved(work, {S, C_}),
-               p.saved(f32, {S}),          p.saved(f32, {S}),
-               p.saved(work, {R, F_}),     p.saved(work, {R, F_})};
+               p.saved(f32, {S}),          p.saved(f32, {S})};
+    if (!experts_) {
+      a.saved.push_back(p.saved(work, {R, F_}));
+      a.saved.push_back(p.saved(work, {R, F_}));
+    }
     if (pass.mode == Mode::Train) {
-      a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, 3 * Q_}), p.gradient(work, {S, C_})};
+      a.gradients = {experts_ ? TensorView{} : p.gradient(work, {R, F_}), p.gradient(work, {R, 3 * Q_}),
+                     p.gradient(work, {S, C_})};
       for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q_})};
     }
     plan_attention(a, p, shard_, pass, {H_, H_, D_, D_});
     qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
-    for (const Linear* linear : {&proj_, &wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
+    proj_.plan(a, p, work, R, pass.mode);
+    if (experts_) {
+      experts_->plan(a, p, pass);
+    } else {
+      for (const Linear* linear : {&wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
+    }
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
     attention_forward(ctx, p, x, a);
-    mlp_forward(ctx, p, x, a);
-    narrow_.forward(ctx, p, a, a.output, a.saved[kActivated], dropout_.branch(ctx, a.saved[kMiddle], 2));
+    finish_attention(ctx, p, x, a);
+    const Epilogue end = dropout_.branch(ctx, a.saved[kMiddle], 2);
+    if (!experts_) {
+      mlp_forward(ctx, p, a);
+      return narrow_.forward(ctx, p, a, a.output, a.saved[kActivated], end);
+    }
+    if (end.dropout <= 0) return experts_->forward(ctx, p, a.output, a.saved[kNorm2], end.residual, a);
+    experts_->forward(ctx, p, a.output, a.saved[kNorm2], {}, a);
+    dropout_rows(ctx, a.output, a.output, first_stream_row(ctx), end.dropout, end.site);
+    ctx.ops.add(a.output, a.output, end.residual, ctx.stream);
   }
 
   void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
     attention_forward(ctx, p, x, a);
     if (keep != Keep::Input) return;
-    mlp_forward(ctx, p, x, a);
+    finish_attention(ctx, p, x, a);
+    if (experts_) return experts_->recompute(ctx, p, a.saved[kNorm2], a);
+    mlp_forward(ctx, p, a);
     narrow_.recompute(ctx, p, a, a.saved[kActivated]);
   }
 
@@ -182,10 +222,14 @@ class Gpt2Block final : public Layer {
     const TensorView dwide = g[kDWide], dqkv = g[kDQkv], dmiddle = g[kDMiddle], dnarrow = a.temporary[0],
                      dattn = a.temporary[1];
     const TensorView dmlp = dropout_.branch_gradient(ctx, branch(a, kDMlp), dy, 2);
-    narrow_.backward_input(ctx, p, a, dwide, all_rows(ctx, dmlp));
-    ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    wide_.backward_input(ctx, p, a, partial_sum(ctx, dnarrow), dwide);
-    sum_partials(ctx, dnarrow);
+    if (experts_) {
+      experts_->backward_input(ctx, p, dnarrow, dmlp, s[kNorm2], {}, a);
+    } else {
+      narrow_.backward_input(ctx, p, a, dwide, all_rows(ctx, dmlp));
+      ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
+      wide_.backward_input(ctx, p, a, partial_sum(ctx, dnarrow), dwide);
+      sum_partials(ctx, dnarrow);
+    }
     ctx.ops.layernorm_bwd(dmiddle, g[kDLn2W], g[kDLn2B], dnarrow, dy, s[kMiddle], p.own[norm2_], s[kMean2], s[kRstd2],
                           ctx.stream);
 
@@ -204,8 +248,14 @@ class Gpt2Block final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const bool drops = dropout_.branches > 0;
-    narrow_.backward_weight(ctx, out, a, all_rows(ctx, drops ? branch(a, kDMlp) : dy), s[kActivated]);
-    wide_.backward_weight(ctx, out, a, g[kDWide], all_rows(ctx, s[kNorm2]));
+    const TensorView dmlp = drops ? branch(a, kDMlp) : dy;
+    if (experts_) {
+      experts_->backward_weight(ctx, out, dmlp, s[kNorm2], a);
+      if (ctx.part > 0) return;
+    } else {
+      narrow_.backward_weight(ctx, out, a, all_rows(ctx, dmlp), s[kActivated]);
+      wide_.backward_weight(ctx, out, a, g[kDWide], all_rows(ctx, s[kNorm2]));
+    }
     proj_.backward_weight(ctx, out, a, all_rows(ctx, drops ? branch(a, kDProj) : g[kDMiddle]), s[kAttn]);
     qkv_.backward_weight(ctx, out, a, g[kDQkv], all_rows(ctx, s[kNorm1]));
     for (const auto& [row, grad] :
@@ -236,12 +286,16 @@ class Gpt2Block final : public Layer {
     qkv_.forward(ctx, p, a, s[kQkv], all_rows(ctx, s[kNorm1]));
     attend(ctx, flat(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQkv]), dropout_.attention(ctx, attention_), a);
   }
-  // From the attention's output to the input of the last product.
-  void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+  // From the attention's output to the input of the MLP.
+  void finish_attention(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     proj_.forward(ctx, p, a, s[kMiddle], s[kAttn], dropout_.branch(ctx, x, 1));
     ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[norm2_], p.own[norm2_ + 1], eps_,
                           ctx.stream);
+  }
+  // To the input of the last product.
+  void mlp_forward(const PassContext& ctx, RowViews p, const LayerActs& a) const {
+    const auto& s = a.saved;
     wide_.forward(ctx, p, a, s[kActivated], all_rows(ctx, s[kNorm2]),
                   {.activation = activation_, .preact = s[kPreact]});
   }
@@ -265,6 +319,7 @@ class Gpt2Block final : public Layer {
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0;  // rows of the weights; the biases follow
   Linear qkv_, proj_, wide_, narrow_;
+  std::unique_ptr<Experts> experts_;  // in place of the last two
 };
 
 }  // namespace

@@ -3,6 +3,8 @@
 // attention with rotary positions (self_attention.h) and a SwiGLU. Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and DeepSeek-V2
 // have experts in place of the MLP of some blocks or all.
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <memory>
 #include <span>
@@ -63,7 +65,7 @@ class LlamaBlock final : public Layer {
     norm2_ = norm(".post_attention_layernorm");
     const std::string mlp = name_ + ".mlp";
     if (c.experts.sparse(index)) {
-      mlp_ = std::make_unique<Experts>(rows_, mlp, c, shard);
+      mlp_ = std::make_unique<Experts>(rows_, mlp, c, index + 1, shard);
     } else {
       mlp_ = std::make_unique<GatedMlp>(rows_, mlp, c, c.intermediate, shard);
     }
@@ -74,6 +76,7 @@ class LlamaBlock final : public Layer {
   bool adds_gradients() const noexcept override { return true; }
   bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
   i64 num_counts() const noexcept override { return mlp_->num_counts(); }
+  i64 num_shared_stats() const noexcept override { return mlp_->num_shared_stats(); }
   i64 gradient_parts() const noexcept override { return mlp_->gradient_parts(); }
   bool reads_tokens() const noexcept override { return mlp_->num_counts() > 0; }  // counts those that have a target
   i64 product_rows(i64 R) const noexcept override { return mlp_->product_rows(R); }
@@ -184,6 +187,10 @@ Model make_llama(const ModelConfig& c, const Shard& shard) {
   if (c.tie_embeddings) {
     m.shared = {TokenEmbedding::table(c, shard)};
     m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
+  }
+  for (i64 l = c.layers; l < c.layers + c.later_predictors; ++l) {
+    m.other_tasks.push_back(fmt::format("model.layers.{}.", l));
+    m.other_tasks.push_back(fmt::format("layers.{}.", l));  // in files of the bare model
   }
   m.rotations = {rotation_of(c)};
   m.layers.push_back(std::make_unique<TokenEmbedding>(c, shard));

@@ -17,10 +17,10 @@ namespace {
 
 // The layers of each family.
 constexpr std::pair<Family, Model (*)(const ModelConfig&, const Shard&)> kMakers[] = {
-    {Family::Gpt2, make_gpt2},      {Family::Llama, make_llama},    {Family::Qwen2, make_llama},
-    {Family::Qwen3, make_llama},    {Family::Mixtral, make_llama},  {Family::Olmoe, make_llama},
-    {Family::Qwen2Moe, make_llama}, {Family::Qwen3Moe, make_llama}, {Family::DeepseekV2, make_llama},
-    {Family::Bert, make_bert}};
+    {Family::Gpt2, make_gpt2},        {Family::Llama, make_llama},    {Family::Qwen2, make_llama},
+    {Family::Qwen3, make_llama},      {Family::Mixtral, make_llama},  {Family::Olmoe, make_llama},
+    {Family::Qwen2Moe, make_llama},   {Family::Qwen3Moe, make_llama}, {Family::Glm4Moe, make_llama},
+    {Family::DeepseekV2, make_llama}, {Family::Bert, make_bert}};
 
 Model make_family(const ModelConfig& config, const Shard& shard) {
   for (const auto& [family, make] : kMakers)
@@ -63,6 +63,9 @@ void check_program_model(const Model& m, const ModelConfig& config) {
                     config.layers, num_layers(config)));
   for (const auto& layer : m.layers) {
     const bool is_end = layer == m.layers.front() || layer == m.layers.back();
+    check(layer->num_counts() == 0 || layer->num_counts() > RouterStats::kReport,
+          fmt::format("layer {} counts {} numbers, of which the last {} are of its router", layer->name(),
+                      layer->num_counts(), RouterStats::kReport));
     check(layer->is_block() != is_end, fmt::format("layer {} {}", layer->name(),
                                                    is_end ? "begins or ends the model, and is a block"
                                                           : "lies between embedding and head, and is no block"));
@@ -99,7 +102,8 @@ Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coo
       .ep_rank = experts.data_first ? coord.dp / copies : coord.dp % ep,
       .expert_copies = copies,
       .copies_first = experts.data_first,
-      .expert_room = experts.room};
+      .expert_room = experts.room,
+      .expert_rounds = experts.further_rounds};
 }
 
 std::vector<DpSplit> expert_splits(const Shard& shard) {

@@ -2,6 +2,7 @@
 #pragma once
 // Builds the list of layers from a model's configuration: the zoo, or a program's source (ModelConfig::source).
 
+#include <span>
 #include <vector>
 
 #include "ds/config.h"
@@ -16,6 +17,8 @@ Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coo
 // ones. None if ep is 1.
 std::vector<DpSplit> expert_splits(const Shard& shard);
 inline constexpr size_t kExpertGroup = 1;  // ParamRow::group of experts if ep is more than 1
+// ParamRow::group of balancing biases, the one after all groups that reduce gradients.
+inline size_t balance_group(std::span<const DpSplit> splits) noexcept { return splits.size() + 1; }
 
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions, or if a program's
 // source breaks its contract. shard: the part of the model that a rank computes; it must pass check_shard.

@@ -42,9 +42,13 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   }
   if (s.gradients && model.num_aux_losses() > 0) aux_loss = aux_grad = view(DType::F32, {1});
   if (s.gradients) {
-    i64 most = 0;
-    for (const auto& layer : model.layers) most = std::max(most, layer->num_counts());
+    i64 most = 0, shared = 0;
+    for (const auto& layer : model.layers) {
+      most = std::max(most, layer->num_counts());
+      shared = std::max(shared, layer->num_shared_stats());
+    }
     if (most > 0) counts = view(DType::F32, {most});
+    if (shared > 0) shared_stats = view(DType::F32, {shared});
   }
   if (model.layout != nullptr) {
     layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
@@ -143,7 +147,8 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.token_types = m.token_types;
   ctx.losses = m.losses;
   ctx.head_weight_grad = m.head_weight_grad;
-  if (pass.mode == Mode::Train) ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad, ctx.counts = m.counts;
+  if (pass.mode == Mode::Train)
+    ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad, ctx.counts = m.counts, ctx.shared_stats = m.shared_stats;
   return ctx;
 }
 

@@ -52,11 +52,13 @@ Value offload(const StepRecord& r) {
   return all;
 }
 
-// The loads of experts, as multiples of the mean of their layer, and how many got no token.
+// The loads of experts, as multiples of the mean of their layer, and how many got no token; of all choices, the share
+// that was dropped; and the mean entropy of the routers' probabilities.
 Value experts(const StepRecord& r) {
   if (r.experts.empty()) return {};
   double most = 0, least = std::numeric_limits<double>::infinity();
-  i64 unused = 0;
+  i64 unused = 0, choices = 0, dropped = 0;
+  double entropy = 0;
   for (const ExpertTokens& layer : r.experts) {
     i64 sum = 0;
     for (const i64 n : layer.tokens) sum += n;
@@ -66,8 +68,16 @@ Value experts(const StepRecord& r) {
       least = std::min(least, static_cast<double>(n) / mean);
       unused += n == 0 ? 1 : 0;
     }
+    choices += sum;
+    dropped += layer.dropped;
+    entropy += layer.entropy;
   }
-  return Named{{"largest_load", most}, {"smallest_load", least}, {"unused", unused}, {"extra_rounds", r.expert_rounds}};
+  return Named{{"largest_load", most},
+               {"smallest_load", least},
+               {"unused", unused},
+               {"dropped", static_cast<double>(dropped) / static_cast<double>(std::max<i64>(choices, 1))},
+               {"entropy", entropy / static_cast<double>(r.experts.size())},
+               {"extra_rounds", r.expert_rounds}};
 }
 
 Value expert_tokens(const StepRecord& r) {

@@ -48,10 +48,13 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
     zeropp_[split.name] = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, split, plan.coord),
                                                                  split_size(plan.mesh, split), &addresses_);
   for (const zero::ShardsPlan& s : plan.shards) {
-    groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
-    const zero::GroupRanks ranks{.all = *groups_.back(), .near = split(s, "near"), .across = split(s, "across")};
+    const bool is_new = groups_.empty() || s.axis != plan.dp().axis;  // balancing biases are over dp, too
+    if (is_new)
+      groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
+    const zero::GroupRanks ranks{
+        .all = is_new ? *groups_.back() : *groups_.front(), .near = split(s, "near"), .across = split(s, "across")};
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), ranks, device_,
-                                                     ledger_, offload_.tiers()));
+                                                     ledger_, is_new ? offload_.tiers() : zero::Tiers()));
   }
   inputs_ = offload_.make_inputs(plan.activations.inputs, device_, ledger_);
   if (!plan.trains()) return;
@@ -118,7 +121,8 @@ void CountedUpdate::run(Enter enter, i64 number, bool meets) {
     update_->assume(numbers, {});
     update_->keep();
   }
-  update_->update_params({.lr = 1, .number = number}, verdict);
+  float* const expert_tokens = static_cast<float*>(addresses_.take(plan_.expert_counts * 4));
+  update_->update_params({.lr = 1, .number = number, .expert_tokens = expert_tokens}, verdict);
   if (meets) update_->outer_step(number);
   (void)update_->compression_norms(number);
   zero::publish_update(shards_);

@@ -79,7 +79,7 @@ class CountedUpdate {
   Addresses addresses_;
   MemoryLedger ledger_;
   CountingDevice device_, host_;
-  std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
+  std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // those of RunPlan::shards
   CountingCommunicator tp_, pp_, outer_;
   std::map<std::string, std::unique_ptr<CountingCommunicator>> zeropp_;  // by zeropp_splits
   offload::Offload offload_;

@@ -88,8 +88,12 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64, bool a
 }
 
 void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
-           const RouterParams&, Stream& stream) noexcept {
-  count(stream, {"route", logits.dtype, 0, bytes_of({chosen, weights, scores, logits, bias})});
+           TensorView noisy, const RouterParams&, Stream& stream) noexcept {
+  count(stream, {"route", logits.dtype, 0, bytes_of({chosen, weights, scores, logits, bias, noisy})});
+}
+// A score for each choice.
+void weigh_choices(TensorView weights, TensorView chosen, TensorView, const RouterParams&, Stream& stream) noexcept {
+  count(stream, {"weigh_choices", weights.dtype, 0, bytes_of({weights, weights, chosen})});
 }
 void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
                 TensorView score_grad, TensorView stats, TensorView targets, TensorView factor, const RouterParams&,
@@ -99,13 +103,23 @@ void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, Tens
   if (losses) bytes += bytes_of({score_grad, stats, targets, factor}) + bytes_if(p.z != 0, logits);
   count(stream, {"route_grad", scores.dtype, 0, bytes});
 }
-void router_stats(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                  const RouterParams&, const RouterLossParams&, Stream& stream) noexcept {
-  count(stream, {"router_stats", scores.dtype, 0, bytes_of({stats, chosen, scores, logits, targets})});
+void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                  TensorView targets, const RouterParams&, const RouterLossParams&, Stream& stream) noexcept {
+  count(stream, {"router_stats", scores.dtype, 0, bytes_of({stats, chosen, kept, scores, logits, targets})});
 }
 void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64, const RouterLossParams&,
                  Stream& stream) noexcept {
   count(stream, {"router_loss", stats.dtype, 0, bytes_of({loss, score_grad, stats})});
+}
+void balance_experts(TensorView bias, TensorView counts, float, const GradVerdict*, Stream& stream) noexcept {
+  count(stream, {"balance_experts", bias.dtype, 0, bytes_of({bias, bias, counts})});
+}
+void drop_choices(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams&,
+                  Stream& stream) noexcept {
+  count(stream, {"drop_choices", chosen.dtype, 0, bytes_of({kept, chosen, priority})});
+}
+void add_noise(TensorView y, TensorView x, NoiseKind kind, float, RngKey, i64, Stream& stream) noexcept {
+  count(stream, {"add_noise", y.dtype, 0, y.bytes() + bytes_if(kind != NoiseKind::Uniform, x)});
 }
 void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen, i64,
                   Stream& stream) noexcept {
@@ -130,6 +144,15 @@ void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView of
                          Stream& stream) noexcept {
   count(stream, {"grouped_matmul_grad", a.dtype, 2 * a.dim(0) * a.dim(1) * b.dim(1),
                  bytes_of({c, a, b, offsets}) + bytes_if(accumulate, c)});
+}
+
+void grouped_bias(TensorView y, TensorView bias, TensorView offsets, Stream& stream) noexcept {
+  count(stream, {"grouped_bias", y.dtype, 0, bytes_of({y, y, bias, offsets})});
+}
+void grouped_bias_grad(TensorView dbias, TensorView dy, TensorView weights, TensorView offsets, bool accumulate,
+                       Stream& stream) noexcept {
+  count(stream,
+        {"grouped_bias_grad", dy.dtype, 0, bytes_of({dbias, dy, weights, offsets}) + bytes_if(accumulate, dbias)});
 }
 
 // Of so many products over the head dim of queries and keys, and over that of values.
@@ -305,14 +328,20 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .embedding_fwd = embedding_fwd,
                                   .embedding_bwd = embedding_bwd,
                                   .route = route,
+                                  .weigh_choices = weigh_choices,
                                   .route_grad = route_grad,
                                   .router_stats = router_stats,
                                   .router_loss = router_loss,
+                                  .balance_experts = balance_experts,
+                                  .drop_choices = drop_choices,
+                                  .add_noise = add_noise,
                                   .sort_choices = sort_choices,
                                   .combine_rows = combine_rows,
                                   .combine_rows_grad = combine_rows_grad,
                                   .grouped_matmul = grouped_matmul,
                                   .grouped_matmul_grad = grouped_matmul_grad,
+                                  .grouped_bias = grouped_bias,
+                                  .grouped_bias_grad = grouped_bias_grad,
                                   .attention_fwd = attention_fwd,
                                   .attention_bwd = attention_bwd,
                                   .attention_merge = attention_merge,

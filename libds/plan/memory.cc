@@ -21,15 +21,16 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
   const i64 work_bytes = dtype_bytes(plan.work);
   i64 saved = 0, part = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
+    const i64 width = dtype_bytes(s.grads.work);
     if (!plan.steps_apart()) {
-      saved += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
+      saved += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * width;
     } else if (s.rank == 0) {  // all that it has, and the others nothing
       for (const State state : kStates) saved += s.states.bytes(state);
-      saved += s.padded * work_bytes;
+      saved += s.padded * width;
     }
     const i64 held = s.layout.states().shard_optimizer ? s.padded / s.layout.num_ranks() : s.padded,
               elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
-    i64 bytes = std::min(held, zero::StateStore::kLeaseElems) * work_bytes;
+    i64 bytes = std::min(held, zero::StateStore::kLeaseElems) * width;
     for (const State state : kStates) {
       if (state != State::Param && plan.trains() && s.states.bytes(state) > 0)
         bytes += align_up(elems * 4, 32) + state_blocks(elems) * 4;

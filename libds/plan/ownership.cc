@@ -143,14 +143,16 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   const ZeroConfig& z = config.zero;
   shards.rank = zero::shard_rank(plan.mesh, plan.coord);
   options.num_ranks = zero::num_shards(plan.mesh);
-  if (group > 0) {
+  const bool reduces = group <= model.splits.size();
+  if (!reduces) options = zero::balance_options(options, model);
+  if (group > 0 && reduces) {
     const DpSplit& split = model.splits[group - 1];
     shards.axis = split.name;
     shards.rank = split_rank(plan.mesh, split, plan.coord);
     options.num_ranks = split_size(plan.mesh, split);
   }
   options.group = group;
-  options.fp8 = z.stage == 3 && config.fp8.enabled && config.fp8.gathers && options.num_ranks > 1;
+  options.fp8 = options.stage == 3 && config.fp8.enabled && config.fp8.gathers && options.num_ranks > 1;
   shards.layout = zero::Layout::make(plan.rows, options);
   const bool averages = std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),
@@ -161,7 +163,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
-  if (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
+  if (options.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
     shards.coded = coded_units(shards.layout, z.quantized_weights);
   if (group == 0) shards.zeropp = zeropp_splits(config);
   shards.undoes = config.pipeline.post_validate;
@@ -173,7 +175,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
                                : std::min(z.reduce_bucket_size, zero::kMostNarrowBucket);
   shards.grads = {
       .axis = shards.axis,
-      .work = plan.work,
+      .work = reduces ? plan.work : DType::F32,
       .wire = plan.wire,
       .sums = config.grad_accum_dtype,
       .bucket_elems = parts > 1 ? 0 : bucket_elems,  // the next part of a unit is written when one is committed
@@ -225,6 +227,22 @@ void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model,
     const pipeline::Instr forward{pipeline::Op::Forward, 0, c};
     gathers = zero::plan_gathers(trace_of(plan, group, {&forward, 1}, model), gather_elems, knobs);
     shards.gather_pool_elems = std::max(shards.gather_pool_elems, gathers.pool_elems);
+  }
+}
+
+// The biases of this rank's layers that steps move.
+void plan_balance(RunPlan& plan, const Config& config, const model::Model& model) {
+  plan.router_bias_rate = config.optimizer.router_bias_update_rate;
+  if (plan.router_bias_rate == 0 || plan.shards.size() == model.splits.size() + 1) return;
+  const zero::Layout& layout = plan.shards.back().layout;
+  for (i64 l = 0; l < std::ssize(model.layers); ++l) {
+    const std::vector<model::ParamRow>& rows = model.layers[static_cast<size_t>(l)]->rows();
+    for (const zero::Piece& piece : layout.whole_pieces()) {
+      const i64 row = piece.param - plan.param_of(l, 0);
+      if (row < 0 || row >= std::ssize(rows)) continue;
+      const i64 router = rows[static_cast<size_t>(row)].balances;
+      if (rows[static_cast<size_t>(router)].trained) plan.balances.push_back({piece, model.counts_before(l)});
+    }
   }
 }
 
@@ -292,7 +310,8 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
       (codes_gradients && z.stage < 3))
     options.block = std::max(options.block, zero::kCodeBlock);
   if (plan.trains() && z.quantized_nontrainable_weights) check_coded_layers(plan, model.splits.size() + 1, options);
-  for (size_t g = 0; g <= model.splits.size(); ++g)
+  const size_t groups = model.splits.size() + 1 + (zero::has_balances(model) ? 1 : 0);
+  for (size_t g = 0; g < groups; ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
   i64 tiles = 0;
   for (const zero::ShardsPlan& s : plan.shards) tiles += std::ssize(s.layout.tiles());
@@ -300,7 +319,8 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   DS_CHECK(tiles * plan.micro_batches <= kMostTiles, Errc::Unavailable,
            "zero_optimization.stage3_tile_size: {} makes {} tiles, for {} micro-batches; together at most {}",
            z.tile_size, tiles, plan.micro_batches, kMostTiles);
-  for (size_t g = 0; g <= model.splits.size(); ++g) plan_gathers(plan, z, model, g);
+  for (size_t g = 0; g < groups; ++g) plan_gathers(plan, z, model, g);
+  if (plan.trains()) plan_balance(plan, config, model);
 }
 
 }  // namespace ds::plan

@@ -31,6 +31,7 @@ RunPlan::Kept RunPlan::kept_for_undo() const noexcept {
     for (const zero::Piece& piece : s.layout.held_pieces(s.rank))
       kept.params += s.layout.is_trained(piece) ? piece.count * dtype_bytes(work) : 0;
   }
+  for (const update::BalancedRouter& router : balances) kept.params += router.bias.count * dtype_bytes(DType::F32);
   return kept;
 }
 

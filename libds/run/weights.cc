@@ -143,8 +143,7 @@ void load_weights(engine::Engine& engine, const std::string& path) {
   const Match found = match(engine.model(), path, new_head);
   if (engine.mesh().rank() == 0) tell_removed(found);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)
-    log_message(LogLevel::Warning, fmt::format("{}: left out, for masked language modelling does not train them: {}",
-                                               found.source->path(), fmt::join(found.left_out, ", ")));
+    log_message(LogLevel::Warning, left_out_text(engine.model(), found.source->path(), found.left_out));
   if (new_head && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning,
                 found.anew.empty()

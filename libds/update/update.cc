@@ -144,6 +144,9 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
     if (group.averages_by_signs()) t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, device, ledger);
   }
   list_saved_states();
+  i64 elems = 0;
+  for (const BalancedRouter& router : plan.balances) elems += router.bias.count;
+  if (plan.dp().undoes) kept_balances_ = device_buffer(device, ledger, Tag::Params, elems * 4);
   if (!saved_.empty()) norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
 }
 
@@ -223,10 +226,33 @@ void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
 
 void Update::keep() {
   for (const auto& s : shards_) s->states().keep();
+  float* to = kept_balances_.as<float>().data();
+  for (const BalancedRouter& router : plan_.balances) {
+    device_.copy(to, balance_of(router).data, router.bias.count * 4);
+    to += router.bias.count;
+  }
 }
 
 void Update::undo() {
   for (const auto& s : shards_) s->states().undo();
+  const float* from = kept_balances_.as<float>().data();
+  for (const BalancedRouter& router : plan_.balances) {
+    device_.copy(balance_of(router).data, from, router.bias.count * 4);
+    from += router.bias.count;
+  }
+}
+
+// All ranks have all elements, and move them alike.
+TensorView Update::balance_of(const BalancedRouter& router) const {
+  const zero::TierLease lease = shards_.back()->params().lease(router.bias, zero::LeaseTo::Write);
+  return TensorView::of(lease.data(), DType::F32, {router.bias.count});
+}
+
+void Update::move_balances(const Step& step, const GradVerdict* verdict) {
+  for (const BalancedRouter& router : plan_.balances) {
+    const TensorView counts = TensorView::of(step.expert_tokens + router.counts, DType::F32, {router.bias.count});
+    device_.ops().balance_experts(balance_of(router), counts, plan_.router_bias_rate, verdict, device_.stream());
+  }
 }
 
 void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
@@ -256,6 +282,7 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
                          .average = t.average.get()});
   }
   for (const auto& s : shards_) s->states().settle(verdict, step.number);
+  move_balances(step, verdict.on_device());
 }
 
 // After ranks have updated only their own slices: gathers the slices of all ranks.

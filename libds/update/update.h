@@ -51,6 +51,7 @@ class Update {
     i64 number = 1;                   // of the update
     u32 seed = 0;                     // of stochastic rounding
     std::optional<Betas> betas = {};  // instead of the groups' own
+    float* expert_tokens = nullptr;   // of the step, on the device, summed over dp: those by which biases move
   };
   // With ShardsPlan::undoes: keep() before an update by a verdict that is assumed, undo() after it, when
   // the verdict is another one. Gradients stay until the next step's.
@@ -101,6 +102,8 @@ class Update {
     std::unique_ptr<SignAverage> average;  // if ranks average by signs
   };
   void list_saved_states();
+  TensorView balance_of(const BalancedRouter& router) const;
+  void move_balances(const Step& step, const GradVerdict* verdict);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();
   // Euclidean norms over all parameters and ranks of a worker. for_each(visit) is called twice, and calls
@@ -113,7 +116,8 @@ class Update {
   Device& device_;
   Combine combine_;
   Buffer workspace_, matrix_memory_;
-  Buffer norm_numbers_;  // for norms_of(), if there is saved state
+  Buffer norm_numbers_;   // for norms_of(), if there is saved state
+  Buffer kept_balances_;  // for undo()
   std::vector<Trained> trained_;
   std::optional<OuterStep> outer_;
   std::optional<SignState> signs_;  // of all averages

@@ -44,6 +44,12 @@ struct CombinePlan {
   std::vector<zero::Piece> judged;  // one piece for several parameters if their sums lie side by side
 };
 
+// A balancing bias that steps move, whole, and where the tokens of its experts are among those that are counted.
+struct BalancedRouter {
+  zero::Piece bias;
+  i64 counts = 0;
+};
+
 struct UpdatePlan {
   MeshShape mesh;
   MeshCoord coord;
@@ -56,7 +62,10 @@ struct UpdatePlan {
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   std::vector<const model::ParamRow*> params;  // by number
   std::vector<bool> saved;                     // by number: zero::is_saved
-  std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: dp, then the model's splits of it
+  // By ParamRow::group: dp, then the model's splits of it, and then, if there are any, balancing biases.
+  std::vector<zero::ShardsPlan> shards;
+  std::vector<BalancedRouter> balances;  // those that this rank has
+  float router_bias_rate = 0;
   CombinePlan combine;
   std::vector<zero::Piece> outer_judged;  // pieces that count in the norm of DiLoCo's gradients
   CombinePlan combine_own;                // for gradients that are left on their ranks, whole
@@ -72,6 +81,8 @@ struct UpdatePlan {
   const zero::ShardsPlan& dp() const noexcept { return shards.front(); }
   int dp_rank() const noexcept { return dp().rank; }
   const model::ParamRow& row_of(i64 param) const noexcept { return *params[param]; }
+  // The dtype of a parameter between updates, but for masters.
+  DType work_of(i64 param) const noexcept { return row_of(param).dtype(dp().grads.work); }
   const zero::ShardsPlan& shards_of(i64 param) const noexcept { return shards[row_of(param).group]; }
   // For each rank of dp, elements of its slices whose gradients are also summed over tp, by the number of ranks of tp
   // that share a sum.

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/ownership.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace ds::zero {
 
 Units units_of(const model::Model& model) {
@@ -8,6 +11,17 @@ Units units_of(const model::Model& model) {
   units.emplace_back(model.shared);
   for (const auto& layer : model.layers) units.emplace_back(layer->rows());
   return units;
+}
+
+LayoutOptions balance_options(LayoutOptions options, const model::Model& model) {
+  options.group = model.splits.size() + 1;
+  options.stage = 0;
+  options.tile_elems = 0;
+  return options;
+}
+
+bool has_balances(const model::Model& model) noexcept {
+  return std::ranges::any_of(model.params(), [](const model::ParamRow* row) { return row->balances >= 0; });
 }
 
 std::vector<bool> units_here(const model::Model& model, std::span<const LayerRange> layers) {
@@ -38,10 +52,14 @@ std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shard
       const auto stage = static_cast<size_t>(at.pp);
       const LayerRange layers{cuts[stage], cuts[stage + 1]};
       options.here = units_here(model, {&layers, 1});
-      const Layout layout = Layout::make(units, options);
+      std::vector<Layout> layouts = {Layout::make(units, options)};
+      if (has_balances(model)) layouts.push_back(Layout::make(units, balance_options(options, model)));
       for (at.dp = 0; at.dp < mesh.dp; ++at.dp) {
         for (at.sp = 0; at.sp < mesh.sp; ++at.sp) {
-          std::vector<Piece> pieces = layout.owned_pieces(shard_rank(mesh, at));
+          std::vector<Piece> pieces;
+          for (const Layout& layout : layouts)
+            std::ranges::copy(layout.owned_pieces(shard_rank(mesh, at)), std::back_inserter(pieces));
+          std::ranges::stable_sort(pieces, {}, &Piece::param);
           std::erase_if(pieces,
                         [&](const Piece& p) { return !is_saved(model, *rows[p.param], p.param, layers.begin == 0); });
           ranks[rank_at(mesh, at)] = std::move(pieces);

@@ -22,6 +22,10 @@ constexpr i64 unit_of(i64 layer) noexcept { return layer + 1; }
 using Units = std::vector<std::span<const model::ParamRow>>;
 Units units_of(const model::Model& model);
 
+// Options for the layout of balancing biases (model::ParamRow::balances), given those of dp: they are not cut.
+LayoutOptions balance_options(LayoutOptions options, const model::Model& model);
+bool has_balances(const model::Model& model) noexcept;
+
 // Layers [begin, end). A pipeline stage may have several such ranges.
 struct LayerRange {
   i64 begin = 0, end = 0;

@@ -89,9 +89,69 @@ PY
 @test "memory of experts over ranks is predicted, and what does not fit is refused" {
   run --separate-stderr ds-memreport cfg.json -n 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
   assert_success
-  [[ $output == *"of which a token uses"* ]] || fail "$output"
+  [[ $output == *"of which a token uses"*"2 ranks (dp 2, ep 2)"* ]] || fail "$output"
+  [[ $output == *"ep.all_to_allv"*", if all experts get as many tokens"* ]] || fail "$output"
   run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --out refused --set expert_parallel.enabled=true \
     --set expert_parallel.autoep_size=3 --set train_batch_size=6
   [[ $stderr == *"the model's 8 experts cannot be shared by 3 ranks"* ]] || fail "$stderr"
   assert [ ! -e refused ]
+}
+
+@test "DeepSpeed's layers of experts in GPT-2: capacity, noise, names in files" {
+  python3 - <<'PY'
+import json
+c = json.load(open("cfg.json"))
+c["model"] = {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2,
+              "moe": {"num_experts": 4, "k": 2, "capacity_factor": 0.75, "min_capacity": 1, "loss_coeff": 0.01}}
+json.dump(c, open("cfg.json", "w"))
+PY
+  ds-train cfg.json --out one
+  # shellcheck disable=SC2046
+  ds-launch -n 2 ds-train cfg.json --out two $(over 2)
+  assert_equal "$(losses two)" "$(losses one)"
+  merged one one.safetensors
+  merged two two.safetensors
+  cmp one.safetensors two.safetensors
+  run python3 - <<'PY'
+import json
+steps = {run: [json.loads(line) for line in open(f"{run}/metrics.jsonl")] for run in ("one", "two")}
+experts = {run: [s["experts"] for s in lines if s["type"] == "step"] for run, lines in steps.items()}
+assert len(experts["one"]) == 12
+for a, b in zip(experts["one"], experts["two"]):
+    assert 0 < a["dropped"] < 0.5, a
+    assert 0 < a["entropy"] <= 1.3863, a  # ln 4
+    assert all(a[key] == b[key] for key in ("dropped", "entropy", "largest_load", "smallest_load")), (a, b)
+PY
+  assert_success
+
+  ds-ckpt-merge one -o model --format hf --quiet
+  python3 - <<'PY'
+import json, struct
+config = json.load(open("model/config.json"))
+assert config["moe"]["num_experts"] == 4 and config["moe"]["capacity_factor"] == 0.75, config
+f = open("model/model.safetensors", "rb")
+names = set(json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))) - {"__metadata__"}
+layer = "transformer.h.1.mlp.deepspeed_moe."
+assert layer + "gate.wg.weight" in names, names
+for e in range(4):
+    for end in ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"):
+        assert f"{layer}experts.deepspeed_experts.{e}.{end}" in names, names
+assert "transformer.h.0.mlp.c_fc.weight" in names
+assert not any("mlp.experts" in n for n in names)
+PY
+  # Back from there: the same evaluation, and a run with another capacity.
+  one=$(ds-train cfg.json --resume one --generate "The " --max-tokens 8)
+  assert_equal "$(ds-train cfg.json --set 'model={"path": "model"}' --generate "The " --max-tokens 8)" "$one"
+  ds-train cfg.json --out more --resume one/step-00000006 --set model.moe.capacity_factor=4
+  [[ $(losses more) != "$(losses one | tail -n 6)" ]] || fail "another capacity changes nothing"
+  run -2 --separate-stderr ds-train cfg.json --out refused --set device=cuda --set cuda.graphs=true
+  [[ $stderr == *"routers with noise draw other numbers in every step"* ]] || fail "$stderr"
+}
+
+@test "more rows than there is room for end a run only if they are to" {
+  local set=(--set expert_parallel.enabled=true --set expert_parallel.autoep_size=4 --set expert_parallel.room=1)
+  ds-launch -n 4 ds-train cfg.json --out rounds --quiet "${set[@]}"
+  grep -q '"extra_rounds":[1-9]' rounds/metrics.jsonl
+  run -4 --separate-stderr ds-launch -n 4 ds-train cfg.json --out ends --quiet "${set[@]}" --set expert_parallel.further_rounds=false
+  [[ $stderr == *"rows of tokens go to the experts of one rank, which has room for "*"raise expert_parallel.room"* ]] || fail "$stderr"
 }

@@ -342,7 +342,7 @@ PY
       rm -r out b
     done
     rm -r a
-  done <<<$'mixtral 1\nolmoe 1\nqwen2_moe 2\nqwen3_moe 2'
+  done <<<$'mixtral 1\nolmoe 1\nqwen2_moe 2\nqwen3_moe 2\nglm4_moe 2'
 }
 
 @test "the model is named, or found beside its file" {
@@ -364,7 +364,7 @@ PY
   refuses 2 "--pp: 9 parts are more than the 4 layers (embedding and head among them); at most 4 stages have" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 9
   refuses 2 "--partition: \"Mamba\" matches no layer" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition type:Mamba
   refuses 2 "--partition needs --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
-  refuses 2 "--config needs --tp, --pp or --positions" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
+  refuses 2 "--config needs --tp, --pp, --positions or --upcycle" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
   refuses 2 "are more than 99999 ranks" "$DS_SOURCE/tests/golden/gpt2" -o out --dp 99999 --tp 2
   refuses 2 "--pp" run -o out --pp 0
   refuses 4 "it does not name an architecture; --dp and --sp work with any model" run -o out --tp 2
@@ -531,7 +531,7 @@ PY
   local golden=$DS_SOURCE/tests/golden
   refuses 2 "--positions 39 is fewer than the 40 that the model has" "$golden/gpt2" -o out --positions 39
   for bad in 0 -1 many 16777217 1.5; do refuses 2 "--positions" "$golden/gpt2" -o out --positions "$bad"; done
-  for model in llama qwen2 qwen3 mixtral olmoe qwen2_moe qwen3_moe; do
+  for model in llama qwen2 qwen3 mixtral olmoe qwen2_moe qwen3_moe glm4_moe; do
     refuses 2 "a model of type \"$model\" has none" "$golden/$model" -o out --positions 4096
   done
   refuses 2 "show accepts a directory" show run --positions 9

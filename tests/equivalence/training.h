@@ -149,7 +149,8 @@ inline void fill_documents(const Config& c, i64 length, std::span<const i32> ids
 
 struct Trace {
   std::vector<double> losses, norms, scales, lrs;
-  std::vector<double> aux_losses;  // of a model whose layers add losses
+  std::vector<double> aux_losses;     // of a model whose layers add losses
+  std::vector<ExpertTokens> experts;  // of all steps
   std::vector<bool> skipped;
   update::Update::NamedNorms compression{};  // of the last step
   std::vector<float> logits;                 // after the last step, of samples that are the same on every rank
@@ -204,6 +205,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);
     if (r.aux_loss) trace.aux_losses.push_back(*r.aux_loss);
+    trace.experts.insert(trace.experts.end(), r.experts.begin(), r.experts.end());
     trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
     trace.compression = engine.compression();
@@ -262,7 +264,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (const StatePiece& st : held.pieces()) {
     const model::ParamRow& row = engine.row_of(st.param);
     const bool own_master = st.data[State::Master] == nullptr;
-    const DType dtype = own_master ? engine.plan().work : DType::F32;
+    const DType dtype = own_master ? engine.plan().work_of(st.param) : DType::F32;
     const auto* const weights = static_cast<const char*>(st.data[own_master ? State::Param : State::Master]);
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
       const size_t at = static_cast<size_t>(first[st.param] + global);
@@ -388,7 +390,19 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
   return traces[0];
 }
 
+inline void expect_same_experts(std::span<const ExpertTokens> got, std::span<const ExpertTokens> want,
+                                const std::string& what) {
+  ASSERT_EQ(got.size(), want.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].layer, want[i].layer) << what;
+    EXPECT_EQ(got[i].tokens, want[i].tokens) << what << ": " << want[i].layer << ", record " << i;
+    EXPECT_EQ(got[i].dropped, want[i].dropped) << what << ": " << want[i].layer << ", record " << i;
+    EXPECT_EQ(got[i].entropy, want[i].entropy) << what << ": " << want[i].layer << ", record " << i;
+  }
+}
+
 inline void expect_same_training(const Trace& got, const Trace& want, const std::string& what) {
+  expect_same_experts(got.experts, want.experts, what);
   EXPECT_TRUE(same_bits(got.losses, want.losses)) << what << ": losses";
   EXPECT_TRUE(same_bits(got.norms, want.norms)) << what << ": norms";
   EXPECT_TRUE(same_bits(got.aux_losses, want.aux_losses)) << what << ": auxiliary losses";

@@ -15,7 +15,8 @@ Each DIR/<name>/ (default tests/golden/deepspeed) holds
                           param.<name>         the live module's parameters and buffers, as the model holds them
 The universal cases hold what ds_to_universal.py made of the checkpoint of the same run instead.
 
-The model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
+The model with experts has two layers of four, in which each token chooses one; its states are those that the ranks
+report, under the numbers that experts have among all ranks. The other model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
 of floats, one of integers), two parameter groups.
 """
 
@@ -40,7 +41,8 @@ def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-# name: (ranks, configuration, number of parameter groups, convert to universal?)
+# name: (ranks, configuration, number of parameter groups, convert to universal?), and of models with experts, over how
+# many ranks these are.
 CASES = {
     "zero0-fp32": (1, {}, 1, False),
     "zero0-fp16": (2, FP16, 1, False),
@@ -56,6 +58,9 @@ CASES = {
     "zero3-bf16": (3, BF16 | zero(3, stage3_param_persistence_threshold=20), 2, False),
     "zero3-fp32": (2, zero(3, sub_group_size=60), 2, False),
     "zero3-fp16": (2, FP16 | zero(3), 1, False),
+    "experts-zero0-fp32": (2, {}, 1, False, 2),
+    "experts-zero1-bf16": (4, BF16 | zero(1), 1, False, 2),
+    "experts-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
     "universal-zero1": (2, BF16 | zero(1), 2, True),
     "universal-zero3": (2, BF16 | zero(3), 2, True),
 }
@@ -94,7 +99,46 @@ def make_model(torch):
     return Model()
 
 
-def run_rank(rank, ranks, port, config, groups, seed, directory, reference):
+def make_experts(torch, ep):
+    from deepspeed.moe.layer import MoE
+
+    class Expert(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up = torch.nn.Linear(width, width + 2)
+            self.down = torch.nn.Linear(width + 2, width, bias=False)
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    class Model(torch.nn.Module):
+        def __init__(self, vocab=19, width=7):
+            super().__init__()
+            self.embed = torch.nn.Embedding(vocab, width)
+            self.blocks = torch.nn.ModuleList([
+                MoE(width, Expert(width), num_experts=4, ep_size=ep, k=1, drop_tokens=False, use_rts=False) for _ in range(2)])
+            self.head = torch.nn.Linear(width, vocab)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = x + block(x)[0]
+            return self.head(x)
+
+    return Model()
+
+
+def global_name(name, rank, ranks, ep, data_first):
+    """The name over all ranks of a parameter that this one calls so."""
+    before, found, after = name.partition(".deepspeed_experts.")
+    if not found:
+        return name
+    number, rest = after.split(".", 1)
+    ep_rank = rank // (ranks // ep) if data_first else rank % ep
+    return f"{before}{found}{ep_rank * (4 // ep) + int(number)}.{rest}"
+
+
+def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -107,9 +151,12 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = make_model(torch)
+    model = make_experts(torch, ep) if ep else make_model(torch)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if groups == 1:
+    if ep:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+        param_groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"})
+    elif groups == 1:
         param_groups = [{"params": trained}]
     else:
         param_groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
@@ -150,6 +197,13 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference):
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
         for name, p in engine.module.state_dict().items():
             expected["param." + name] = p.detach().clone()
+    if ep:
+        data_first = config.get("use_data_before_expert_parallelism", False)
+        own = {f"{what}.{global_name(name, rank, ranks, ep, data_first)}" if found else what: v.detach().clone()
+               for key, v in expected.items() for what, found, name in [key.partition(".")]}
+        everyone = [None] * ranks
+        torch.distributed.all_gather_object(everyone, own)
+        expected = {key: v for one in reversed(everyone) for key, v in one.items()}
     engine.save_checkpoint(directory)
     torch.distributed.barrier()
     if rank == 0:
@@ -184,7 +238,8 @@ def merged(directory):
 
 def make(name, out, seed):
     from safetensors.torch import load_file, save_file
-    ranks, config, groups, universal = CASES[name]
+    ranks, config, groups, universal, *experts = CASES[name]
+    ep = experts[0] if experts else 0
     directory = out / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -193,7 +248,7 @@ def make(name, out, seed):
         port = s.getsockname()[1]
     reference = directory / "expected.safetensors"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference)))
+    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep))
                for r in range(ranks)]
     for w in workers:
         w.start()
@@ -203,7 +258,7 @@ def make(name, out, seed):
         sys.exit(f"{name}: a rank failed")
 
     expected = load_file(reference)
-    weights = merged(str(directory))
+    weights = {} if ep else merged(str(directory))  # zero_to_fp32 knows nothing of the ranks of experts
     if weights is None:
         weights = {k[len("param."):]: v.float() if v.is_floating_point() else v
                    for k, v in expected.items() if k.startswith("param.")}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
-DeepSeek-V2 and BERT models of odd sizes.
+GLM-4.5, DeepSeek-V2 and BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
     python3 tests/golden/make_fixtures.py --find-seed NAME  # of a model with experts: the seed in SEEDS; minutes
@@ -43,7 +43,8 @@ names of transformers 5, in which the experts of a block are batches. In additio
     pooled.loss             f64 [1]       loss + 0.05 * transformers' load_balancing_loss_func, which pools the blocks, counts
                                           all tokens and does not divide by k
     pooled.grad.<router>    f64           the gradients of that, of the routers alone
-DeepSeek-V2 has neither loss in transformers, so there is no pooled.*.
+GLM-4.5 and DeepSeek-V2 have neither loss in transformers, so there is no pooled.*. For balanced.* p of GLM-4.5 is its sigmoids
+divided by their sum. The biases of its routers are numbers that every type has, and nothing moves them.
 PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
 expert has tokens, PyTorch chooses the same experts in every dtype and in all steps of training, and each token's last chosen expert
 is ahead of the first that is not chosen: by MARGIN of the spread of its logits at first, with weights rounded to 16 bits too, and
@@ -146,6 +147,12 @@ MODELS = {
         vocab_size=37, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=14,
         num_key_value_heads=2, max_position_embeddings=32, mlp_only_layers=[1], moe_intermediate_size=14, num_experts=6,
         num_experts_per_tok=2, norm_topk_prob=True, rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
+    # The first layer is dense; 8 of 16 dimensions of a head turn; the experts of a token are those of one of two groups.
+    "glm4_moe": transformers.Glm4MoeConfig(
+        vocab_size=41, hidden_size=32, intermediate_size=26, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1,
+        moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=2, n_group=2, topk_group=1,
+        routed_scaling_factor=1.8, num_mtp_layers=0, partial_rotary_factor=0.5, **NO_SPECIAL_TOKENS),
     # Tokens choose among the experts of two of three groups; YaRN scales scores, too. The norms of latents have an epsilon
     # of their own.
     "deepseek_v2": transformers.DeepseekV2Config(
@@ -158,7 +165,7 @@ MODELS = {
         **LATENT_SIZES, vocab_size=37, q_lora_rank=None, first_k_dense_replace=0, topk_method="greedy", attention_bias=True),
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
-SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430,
+SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570,
          "deepseek_v2": 2820, "deepseek_v2_lite": 26910}
 
 
@@ -266,7 +273,9 @@ def biases(model):
 
 
 def ahead(values, k):
-    """By how much the k-th largest value of each row is ahead of the next one."""
+    """By how much the k-th largest value of each row is ahead of the next one, if there is one."""
+    if k == values.shape[1]:
+        return torch.full_like(values[:, 0], float("inf"))
     ordered = values.sort(descending=True).values
     return ordered[:, k - 1] - ordered[:, k]
 
@@ -284,7 +293,7 @@ def by_choice(config, logits, bias):
 
 
 def blocks(config, model, inputs):
-    """Logits of routers, and by_choice(), of each block with experts."""
+    """Logits of routers, and by_choice(), of each block."""
     logits = router_logits(model, inputs)
     return [(z, *by_choice(config, z, b)) for z, b in zip(logits, biases(model) or [None] * len(logits), strict=True)]
 
@@ -300,7 +309,7 @@ def balance_of(logits, chosen, targets, sigmoid):
 
 
 def has_sigmoids(config):
-    return config.model_type in ("glm4_moe", "deepseek_v3")
+    return config.model_type == "glm4_moe"
 
 
 def margin_of(logits, values, groups, k, sigmoid):
@@ -344,7 +353,7 @@ def balanced(config, state, inputs, targets, dtype):
     result = {"balanced.loss": (loss + BALANCE * balance).detach().reshape(1),
               "balanced.balance": balance.detach().reshape(1)}
     result.update({"balanced.grad." + name: p.grad for name, p in model.named_parameters()})
-    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):  # which have no such loss
+    if config.model_type in ("glm4_moe", "deepseek_v2"):  # which have no such loss
         return result
     model = build(config, state).to(dtype)
     output = model(input_ids=inputs, use_cache=False, output_router_logits=True)

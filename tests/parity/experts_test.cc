@@ -23,7 +23,7 @@ Routed route(const OpTable& ops, const Tensor& logits, const Tensor* bias, i64 k
   Routed out{Tensor(DType::I32, {R, k}), Tensor(DType::F32, {R, k}), Tensor(DType::F32, {R, E})};
   ThreadPool pool(threads);
   Stream stream{.pool = &pool};
-  ops.route(out.chosen, out.weights, out.scores, logits, bias != nullptr ? bias->view() : TensorView{}, p, stream);
+  ops.route(out.chosen, out.weights, out.scores, logits, bias != nullptr ? bias->view() : TensorView{}, {}, p, stream);
   return out;
 }
 
@@ -142,7 +142,7 @@ TEST(Experts, GradientsOfTheRouterAgreeWithTheOracle) {
     const Tensor logits = Tensor(DType::F32, {R, E}).randomize(3, 2),
                  dweights = Tensor(DType::F32, {R, k}).randomize(4),
                  score_grad = Tensor(DType::F32, {E}).randomize(5, 0.1f), targets = targets_of(R, c.loss.ignore_index);
-    Tensor stats(DType::F32, {2 * E + 1}), factor(DType::F32, {1});
+    Tensor stats(DType::F32, {RouterStats{E}.size()}), factor(DType::F32, {1});
     for (i64 i = 0; i < stats.numel(); ++i) stats.set(i, i < E ? static_cast<float>(i % 5 + 1) : kNan);
     factor.fill(0.75f);
     const Routed routed = route(ref_ops(), logits, nullptr, k, c.route.p, 1);
@@ -170,8 +170,8 @@ TEST(Experts, GradientsOfTheRouterAreThoseOfFiniteDifferences) {
   Stream s{.pool = &pool};
   for (const GradCase& c : grad_cases()) {
     const i64 R = std::min<i64>(c.route.R, 5), E = c.route.E, k = c.route.k;
-    Doubles logits({R, E}), scores({R, E}), weights({R, k}), dweights({R, k}), dlogits({R, E}), stats({2 * E + 1}),
-        loss({1}), score_grad({E}), factor({1}), bias({E});
+    Doubles logits({R, E}), scores({R, E}), weights({R, k}), dweights({R, k}), dlogits({R, E}),
+        stats({RouterStats{E}.size()}), loss({1}), score_grad({E}), factor({1}), bias({E});
     logits.randomize(6, 2), dweights.randomize(7), bias.randomize(8);
     factor.value[0] = 0.75;
     Tensor chosen(DType::I32, {R, k});
@@ -180,9 +180,9 @@ TEST(Experts, GradientsOfTheRouterAreThoseOfFiniteDifferences) {
                      on_choice = c.route.bias ? bias.view : TensorView{};
     const bool losses = c.loss.balance != 0 || c.loss.z != 0;
     const auto total = [&] {
-      ref_ops().route(chosen, weights.view, scores.view, logits.view, on_choice, c.route.p, s);
+      ref_ops().route(chosen, weights.view, scores.view, logits.view, on_choice, {}, c.route.p, s);
       if (!losses) return weights.dot(dweights);
-      ref_ops().router_stats(stats.view, chosen, scores.view, logits.view, counted, c.route.p, c.loss, s);
+      ref_ops().router_stats(stats.view, chosen, {}, scores.view, logits.view, counted, c.route.p, c.loss, s);
       ref_ops().router_loss(loss.view, score_grad.view, stats.view, k, c.loss, s);
       return weights.dot(dweights) + 0.75 * loss.value[0];
     };
@@ -208,8 +208,8 @@ TEST(Experts, StatisticsAndLossesAgreeWithTheOracle) {
         };
         const RouterLossParams params{.balance = 0.01f, .z = 0.001f};
         const auto run = [&](const OpTable& ops, Stream& s) {
-          Result out{Tensor(DType::F32, {2 * E + 1}), Tensor(DType::F32, {1}), Tensor(DType::F32, {E})};
-          ops.router_stats(out.stats, routed.chosen, routed.scores, logits, all ? TensorView{} : targets.view(), p,
+          Result out{Tensor(DType::F32, {RouterStats{E}.size()}), Tensor(DType::F32, {1}), Tensor(DType::F32, {E})};
+          ops.router_stats(out.stats, routed.chosen, {}, routed.scores, logits, all ? TensorView{} : targets.view(), p,
                            params, s);
           ops.router_loss(out.loss, out.score_grad, out.stats, k, params, s);
           return out;
@@ -220,6 +220,10 @@ TEST(Experts, StatisticsAndLossesAgreeWithTheOracle) {
         for (const OpTable* ops : backends()) {
           const std::string what = std::string(ops->name) + " " + std::to_string(R) + (sigmoid ? " sigmoids" : "");
           const Result got = run(*ops, alone);
+          for (const Tensor* t : {&got.stats, &want.stats}) {  // gating_test compares the report
+            const TensorView report = t->view().rows(RouterStats{E}.report(), RouterStats::kReport);
+            std::fill_n(report.as<float>(), RouterStats::kReport, 0.0f);
+          }
           expect_close(got.stats, want.stats, 16, what + ": stats");
           expect_close(got.loss, want.loss, 16, what + ": loss");
           expect_close(got.score_grad, want.score_grad, 16, what + ": score_grad");
@@ -243,18 +247,55 @@ TEST(Experts, LossesAtBalance) {
   Stream s{.pool = &pool};
   for (const i64 k : {1, 2}) {
     Tensor logits(DType::F32, {R, E}), chosen(DType::I32, {R, k}), scores(DType::F32, {R, E}),
-        stats(DType::F32, {2 * E + 1}), loss(DType::F32, {1}), score_grad(DType::F32, {E});
+        stats(DType::F32, {RouterStats{E}.size()}), loss(DType::F32, {1}), score_grad(DType::F32, {E});
     logits.fill(0), scores.fill(0.25f);
     for (i64 i = 0; i < R * k; ++i) chosen.view().as<i32>()[i] = static_cast<i32>(i % E);
     for (const OpTable* ops : backends()) {
       const auto loss_of = [&](const RouterLossParams& p) {
-        ops->router_stats(stats, chosen, scores, logits, {}, {}, p, s);
+        ops->router_stats(stats, chosen, {}, scores, logits, {}, {}, p, s);
         ops->router_loss(loss, score_grad, stats, k, p, s);
         return loss.at(0);
       };
       EXPECT_FLOAT_EQ(loss_of({.balance = 0.5f}), 0.5f) << ops->name;
       EXPECT_FLOAT_EQ(score_grad.at(0), 0.5f / R) << ops->name;
       EXPECT_FLOAT_EQ(loss_of({.z = 1}), std::log(4.0f) * std::log(4.0f)) << ops->name;
+    }
+  }
+}
+
+// ---- the balancing bias
+
+// Counts of one expert may be the mean itself; large ones differ from it by one.
+TEST(Experts, BiasesMoveByTheSignOfTheirDistanceFromTheMean) {
+  constexpr float kRate = 0.001f;
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  const RngKey key{17, 3, 0};
+  u64 draw = 0;
+  for (const i64 E : {1, 2, 5, 64, 257}) {
+    for (const i64 most : {i64{3}, i64{1} << 24}) {
+      Tensor counts(DType::F32, {E});
+      i64 all = 0;
+      for (i64 e = 0; e < E; ++e) {
+        const i64 n = most > 3 && e > 0 ? most / 2 + static_cast<i64>(key.bits(draw++) % 3)
+                                        : static_cast<i64>(key.bits(draw++)) % most;
+        all += n;
+        counts.set(e, static_cast<float>(n));
+      }
+      for (const i64 finite : {1, 0}) {
+        for (const OpTable* ops : backends()) {
+          Tensor bias(DType::F32, {E});
+          for (i64 e = 0; e < E; ++e) bias.set(e, 0.25f * static_cast<float>(e % 7) - 0.5f);
+          const GradVerdict verdict{.finite = finite};
+          ops->balance_experts(bias, counts, kRate, &verdict, s);
+          for (i64 e = 0; e < E; ++e) {
+            const float before = 0.25f * static_cast<float>(e % 7) - 0.5f;
+            const i64 above = E * static_cast<i64>(counts.at(e)) - all;
+            const float want = finite == 0 || above == 0 ? before : above > 0 ? before - kRate : before + kRate;
+            ASSERT_EQ(bias.at(e), want) << ops->name << " " << E << " " << e;
+          }
+        }
+      }
     }
   }
 }

@@ -75,6 +75,21 @@ ModelConfig latent() {
   return c;
 }
 
+// DeepSpeed's layer of experts in the second of two layers. Whichever choices are dropped, at random, they are the same
+// ones for any weights.
+ModelConfig gpt2_experts() {
+  ModelConfig c = gpt2();
+  c.experts = {.count = 3,
+               .per_token = 3,
+               .intermediate = c.intermediate,
+               .plain = true,
+               .router = {.normalise = true},
+               .capacity = {.limited = true, .factor = 0.6, .least = 1, .policy = DropPolicy::Random},
+               .router_jitter = true,
+               .layers = {false, true}};
+  return c;
+}
+
 // Post-LayerNorm, attention over the whole sequence, a head with a bias of its own.
 ModelConfig bert() {
   ModelConfig c = gpt2();
@@ -212,6 +227,8 @@ std::vector<GradientCase> gradient_cases() {
   weighted.experts.router = {.normalise = true, .scale = 1.5f};
   weighted.experts.shared = 0;
   weighted.experts.layers = {true, true};
+  ModelConfig jittered = experts();
+  jittered.experts.input_jitter = 0.2f;
   ModelConfig unwindowed = qwen3();
   unwindowed.sliding_window = 0, unwindowed.sliding_layers = {};
   return {{"gpt2", gpt2()},
@@ -229,6 +246,10 @@ std::vector<GradientCase> gradient_cases() {
           {"latent_branches", latent(), 0, 2},
           {"experts", experts()},
           {"experts_weighted", weighted},
+          {"experts_jittered", jittered},
+          {"gpt2_experts", gpt2_experts()},
+          {"gpt2_experts_resid", with_dropout(gpt2_experts(), 0, 0.3f, 0)},
+          {"gpt2_experts_dropping", gpt2_experts(), 8},
           {"gpt2_all_dropping", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 8},
           {"bert_dropping", bert(), 9},
           {"qwen3_dropping", unwindowed, 9},

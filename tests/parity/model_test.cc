@@ -23,11 +23,12 @@
 namespace ds {
 namespace model_test {
 
-constexpr const char* kModels[] = {
-    "gpt2",         "llama", "llama-tied", "qwen2", "qwen3",     "gpt2-untied", "gpt2-unscaled", "llama-bias",
-    "qwen2-window", "bert",  "mixtral",    "olmoe", "qwen2_moe", "qwen3_moe",   "deepseek_v2",   "deepseek_v2_lite"};
-constexpr const char* kSparseModels[] = {"mixtral",   "olmoe",       "qwen2_moe",
-                                         "qwen3_moe", "deepseek_v2", "deepseek_v2_lite"};
+constexpr const char* kModels[] = {"gpt2",        "llama",           "llama-tied", "qwen2",        "qwen3",
+                                   "gpt2-untied", "gpt2-unscaled",   "llama-bias", "qwen2-window", "bert",
+                                   "mixtral",     "olmoe",           "qwen2_moe",  "qwen3_moe",    "glm4_moe",
+                                   "deepseek_v2", "deepseek_v2_lite"};
+constexpr const char* kSparseModels[] = {"mixtral",  "olmoe",       "qwen2_moe",       "qwen3_moe",
+                                         "glm4_moe", "deepseek_v2", "deepseek_v2_lite"};
 constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Fixture {
@@ -104,20 +105,28 @@ struct Fixture {
   // All gradients of the last step; `kind`: of which loss.
   void judge_gradients(DType t, engine::Engine& engine, Device& device, double loss_scale,
                        const std::string& kind = "") const {
+    for (const auto& [name, grad] : gradients(engine, device, loss_scale)) judge(t, kind + "grad." + name, grad);
+  }
+  // By name.
+  static std::map<std::string, std::vector<float>> gradients(engine::Engine& engine, Device& device,
+                                                             double loss_scale) {
+    std::map<std::string, std::vector<float>> all;
     i64 param = 0;
     const float unscale = static_cast<float>(1 / loss_scale);
     for (const auto& unit : engine.plan().rows) {
       for (const model::ParamRow& row : unit) {
         const zero::RowPlace& place = engine.plan().dp().layout.rows()[param++];
-        std::vector<float> grad(static_cast<size_t>(row.numel()));
+        if (!row.trained) continue;  // a balancing bias
+        std::vector<float>& grad = all[row.name];
+        grad.resize(static_cast<size_t>(row.numel()));
         device.download(
             grad.data(),
             engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}).data(),
             narrow<i64>(grad.size()) * 4);
         for (float& g : grad) g *= unscale;
-        judge(t, kind + "grad." + row.name, grad);
       }
     }
+    return all;
   }
   // The global norm of the reference's gradients.
   double grad_norm(DType t) const {
@@ -152,6 +161,7 @@ struct Fixture {
     c.communication_data_type = wire_type_of(t);
     static_cast<UpdateConfig&>(c.optimizer) = {
         .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8f, .weight_decay = 0.1};
+    c.optimizer.router_bias_update_rate = 0;  // transformers moves no bias
     c.gradient_clipping = 1.0;
     return c;
   }
@@ -307,6 +317,49 @@ TEST_P(SparseModels, LossThatBalancesExperts) {
   f.judge_gradients(DType::F32, engine, *device, r.loss_scale, "balanced.");
 }
 
+// Those of which transformers has such a loss.
+class BalancedModels : public SparseModels {};
+
+// transformers' own loss counts all tokens. So its gradients of the routers are compared with those of the head's loss,
+// and of the other one from runs in which no token is ignored.
+TEST_P(BalancedModels, LossOverLayersIsThatOfTransformers) {
+  const Fixture f(GetParam());
+  constexpr float kCoefficient = 0.05f;
+  const auto device = testing::make_test_device(2);
+  std::vector<i32> all = f.targets;
+  for (i32& t : all) t = std::max(t, 0);
+  double aux = 0;
+  const auto gradients = [&](float coefficient, const std::vector<i32>& targets) {
+    Mesh mesh = testing::make_test_mesh(*device);
+    MemoryLedger ledger;
+    Config config = f.run_config(DType::F32);
+    config.model.experts.balance_loss = coefficient;
+    config.model.experts.balance_over = BalanceOver::Layers;
+    engine::Engine engine(config, mesh, ledger, *device);
+    run::load_weights(engine, f.dir);
+    const StepRecord r = engine.train_step({f.ids, targets});
+    if (coefficient > 0) aux = r.aux_loss.value_or(0);
+    return Fixture::gradients(engine, *device, r.loss_scale);
+  };
+  const auto head = gradients(0, f.targets), both = gradients(kCoefficient, all), without = gradients(0, all);
+  const double loss = f.read<double>("fp64.loss")[0];
+  EXPECT_NEAR(loss + aux, f.read<double>("pooled.loss")[0], 1e-6 * loss);
+  int routers = 0;
+  for (const auto& [name, grad] : head) {
+    if (!name.ends_with("mlp.gate.weight")) continue;
+    const std::vector<double> want = f.read<double>("pooled.grad." + name);
+    ASSERT_EQ(want.size(), grad.size());
+    double largest = 0;
+    for (const double g : want) largest = std::max(largest, std::abs(g));
+    for (size_t i = 0; i < grad.size(); ++i)
+      EXPECT_NEAR(grad[i] + both.at(name)[i] - without.at(name)[i], want[i], 2e-5 * largest) << name << " " << i;
+    ++routers;
+  }
+  EXPECT_GT(routers, 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Parity, BalancedModels, ::testing::Values("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+                         [](const auto& test) { return std::string(test.param); });
 INSTANTIATE_TEST_SUITE_P(Parity, SparseModels, ::testing::ValuesIn(kSparseModels),
                          [](const auto& test) { return std::string(test.param); });
 

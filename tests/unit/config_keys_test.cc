@@ -204,6 +204,10 @@ struct Moved {
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");
+    if (key.path == "optimizer.router_bias_update_rate")
+      set.push_back(R"(model={"type": "glm4_moe", "vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1,
+                       "num_attention_heads": 1, "intermediate_size": 2, "n_routed_experts": 2,
+                       "num_experts_per_tok": 1, "moe_intermediate_size": 2, "num_key_value_heads": 1})");
     if ((key.path.starts_with("expert_parallel.") && key.path != "expert_parallel.enabled") ||
         key.path == "use_data_before_expert_parallelism")
       set.push_back("expert_parallel.enabled=true");

@@ -171,12 +171,12 @@ TEST(CudaScratch, OfGradientsOfNormsAndEmbeddings) {
 TEST(CudaScratch, OfRoutersAndChoices) {
   for (const i64 R : {0, 1, 31, 9000}) {
     for (const i64 E : {1, 6}) {
-      Tensor chosen(DType::I32, {R, 2}), scores(DType::F32, {R, E}), stats(DType::F32, {2 * E + 1}),
+      Tensor chosen(DType::I32, {R, 2}), scores(DType::F32, {R, E}), stats(DType::F32, {RouterStats{E}.size()}),
           offsets(DType::I32, {E + 1}), tokens(DType::I32, {2 * R}), places(chosen), choices(tokens);
       chosen.fill(0), scores.fill(0.5f);
       const std::string what = std::to_string(R) + " of " + std::to_string(E);
       expect_metered("router_stats " + what, [&](const OpTable& ops, Stream& s) {
-        ops.router_stats(stats, chosen, scores, scores, {}, {}, {}, s);
+        ops.router_stats(stats, chosen, {}, scores, scores, {}, {}, {}, s);
       });
       expect_metered("sort_choices " + what, [&](const OpTable& ops, Stream& s) {
         ops.sort_choices(offsets, places, tokens, choices, chosen, 0, s);

@@ -240,6 +240,48 @@ INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedFixture, ::testing::ValuesIn(kCases)
   return name;
 });
 
+// --- models with experts, over two ranks of ep: by files of their own, or in partitions of the ranks with the same
+// ones
+
+class DeepSpeedExperts : public DeepSpeedFixture {};
+
+TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) {
+  ASSERT_EQ(source_->has(State::Master), GetParam().master);
+  ASSERT_TRUE(source_->has(State::ExpAvg) && source_->has(State::ExpAvgSq));
+  std::map<State, int> compared;
+  for (const TensorInfo& t : expected_->list()) {
+    for (const State s : {State::Param, State::Master, State::ExpAvg, State::ExpAvgSq}) {
+      const std::string prefix = s == State::Param    ? "param."
+                                 : s == State::Master ? "fp32."
+                                                      : fmt::format("{}.", kStateNames[static_cast<size_t>(s)]);
+      if (!t.name.starts_with(prefix)) continue;
+      const i64 param = find(t.name.substr(prefix.size()));
+      ASSERT_GE(param, 0) << t.name;
+      expect_equal(s, s == State::Param ? GetParam().work : DType::F32, param, t.name);
+      ++compared[s];
+    }
+  }
+  // Embedding, head and its bias, two routers, and 2 x 4 experts of three parameters each.
+  EXPECT_EQ(compared[State::Param], 29);
+  EXPECT_EQ(compared[State::ExpAvg], 29);
+  EXPECT_EQ(compared[State::ExpAvgSq], 29);
+  EXPECT_EQ(compared[State::Master], GetParam().master ? 29 : 0);
+  EXPECT_EQ(source_->params().size(), 29u);
+  EXPECT_EQ(source_->meta().step, 4);
+  EXPECT_EQ(source_->meta().optimizer_step, 4);
+  EXPECT_EQ(source_->meta().zero_stage, GetParam().stage);
+}
+
+INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedExperts,
+                         ::testing::Values(Case{"experts-zero0-fp32", 0, 2, DType::F32, false},
+                                           Case{"experts-zero1-bf16", 1, 4, DType::BF16, true},
+                                           Case{"experts-zero2-fp32", 2, 4, DType::F32, true}),
+                         [](const auto& p) {
+                           std::string name = p.param.name;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
 // --- directories that are not as DeepSpeed left them
 
 class DeepSpeedDirectory : public ::testing::Test {
@@ -356,8 +398,8 @@ TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
            {"mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
            {"zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor- or pipeline-parallel"},
            {"layer_03-model_00-model_states.pt", "layer of a pipeline-parallel run"},
-           {"layer_1_expert_0_mp_rank_00_model_states.pt", "experts (MoE)"},
-           {"expp_rank_0_mp_rank_00_optim_states.pt", "experts (MoE)"},
+           {"expert_0_mp_rank_00_model_states.pt", "experts as an old version of DeepSpeed has named them"},
+           {"layer_0_expert_0_mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
            {"offloaded_tensors", "swapped to NVMe"}}) {
     write_file(copy("zero1-fp16") + "/" + name, "");
     refused(Errc::Unavailable, part);
@@ -365,6 +407,30 @@ TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
   }
   write_file(copy("zero1-fp16") + "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "");
   refused(Errc::Corrupt, "two checkpoints in one directory");
+}
+
+TEST_F(DeepSpeedDirectory, ExpertsThatAreMissingOrNotRanksOwnAreNamed) {
+  const auto without = [&](const std::string& name) {
+    ASSERT_TRUE(fs::remove(copy("experts-zero1-bf16") + "/" + name));
+  };
+  without("layer_1_expert_2_mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "expert 2 of layer 1 is missing");
+  copy("experts-zero1-bf16");
+  for (const int e : {0, 1, 2, 3})
+    fs::remove(fmt::format("{}/global_step4/layer_0_expert_{}_mp_rank_00_model_states.pt", dir_.path(), e));
+  refused(Errc::Corrupt, "the experts of layer 0 are missing");
+  without("layer_1_expert_3_mp_rank_00_model_states.pt");  // three experts, of which a rank has two
+  refused(Errc::Corrupt, "a rank has 2 of 3 experts");
+  const std::string dir = copy("experts-zero1-bf16"), other = dir + "/layer_1_expert_";
+  fs::rename(other + "3_mp_rank_00_model_states.pt", other + "x");
+  fs::rename(other + "2_mp_rank_00_model_states.pt", other + "3_mp_rank_00_model_states.pt");
+  fs::rename(other + "x", other + "2_mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "is not a parameter of expert 2");
+  // Partitions of rank 1, which has other experts, in the place of those of rank 2.
+  const std::string parts = copy("experts-zero1-bf16") + "/bf16_zero_pp_rank_";
+  fs::copy_file(parts + "1_mp_rank_00_optim_states.pt", parts + "2_mp_rank_00_optim_states.pt",
+                fs::copy_options::overwrite_existing);
+  refused(Errc::Mismatch, "the shard of another rank or save", 2);
 }
 
 // Replaces `from` by `to` everywhere in the pickle of a file of torch.save, and updates its checksum.

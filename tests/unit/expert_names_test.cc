@@ -40,6 +40,8 @@ constexpr Case kCases[] = {
      "mlp", "gate_proj", "up_proj", "down_proj"},
     {"qwen3_moe", R"("num_experts": 3, "moe_intermediate_size": 2, "decoder_sparse_step": 2, "head_dim": 4)", "mlp",
      "gate_proj", "up_proj", "down_proj"},
+    {"glm4_moe", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "head_dim": 4)",
+     "mlp", "gate_proj", "up_proj", "down_proj"},
     {"deepseek_v2", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "kv_lora_rank": 3,
                        "q_lora_rank": null, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 1)",
      "mlp", "gate_proj", "up_proj", "down_proj"}};
@@ -50,6 +52,7 @@ std::string config_of(const Case& c) {
   const std::string class_name = c.family == std::string("mixtral")     ? "Mixtral"
                                  : c.family == std::string("olmoe")     ? "Olmoe"
                                  : c.family == std::string("qwen2_moe") ? "Qwen2Moe"
+                                 : c.family == std::string("glm4_moe")  ? "Glm4Moe"
                                  : c.family == std::string("qwen3_moe") ? "Qwen3Moe"
                                                                         : "DeepseekV2";
   return fmt::format(R"({{"model_type": "{}", "architectures": ["{}ForCausalLM"], "vocab_size": 11, "hidden_size": 4,

@@ -262,6 +262,73 @@ TEST(ModelConfig, ReadsDeepseekV2) {
   EXPECT_TRUE(Json::parse(model_config_json(lite))["q_lora_rank"].is_null());
 }
 
+// As published for GLM-4.5, whose rope_parameters are as transformers 5 writes them.
+TEST(ModelConfig, ReadsGlmWithExperts) {
+  constexpr std::string_view kGlm = R"({{
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    {}, "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1536, "norm_topk_prob": true, "num_attention_heads": 96,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_hidden_layers": 92, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": true, "use_qk_norm": true, "vocab_size": 151552}})";
+  for (const std::string_view rope :
+       {R"("partial_rotary_factor": 0.5, "rope_scaling": null, "rope_theta": 1000000)",
+        R"("rope_parameters": {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5})"}) {
+    const ModelConfig m = load(fmt::format(kGlm, rope));
+    EXPECT_EQ(m.experts.count, 160);
+    EXPECT_EQ(m.experts.shared, 1536);
+    EXPECT_FALSE(m.experts.sparse(2));
+    EXPECT_TRUE(m.experts.sparse(3) && m.experts.sparse(91));
+    const RouterParams& r = m.experts.router;
+    EXPECT_TRUE(r.sigmoid && r.normalise && r.group_by_two && m.experts.balancing_bias);
+    EXPECT_EQ(r.scale, 2.5f);
+    EXPECT_TRUE(m.qk_norm && m.attention_bias && !m.output_bias && !m.experts.shared_gate);
+    EXPECT_EQ(m.rotary_dim(), 64);
+    EXPECT_EQ(m.rope_theta, 1e6f);
+    EXPECT_EQ(m.later_predictors, 1);
+    EXPECT_EQ(m.experts.balance_loss, 0);
+    const Json written = Json::parse(model_config_json(m));
+    EXPECT_EQ(written["num_nextn_predict_layers"], 0);
+    EXPECT_EQ(written["first_k_dense_replace"], 3);
+    EXPECT_EQ(written["partial_rotary_factor"], 0.5);
+  }
+}
+
+// Weights in blocks of 128 x 128 are decoded when they are read; any other form is refused by its name, and no written
+// config.json has a word of either.
+TEST(ModelConfig, Fp8OfPublishedWeights) {
+  const auto with = [](std::string_view members) {
+    return fmt::format(R"({{"model_type": "llama", "quantization_config": {{"quant_method": "fp8"{}}}}})", members);
+  };
+  constexpr std::string_view kBlocks = R"(, "weight_block_size": [128, 128])";
+  for (const std::string_view more :
+       {"", R"(, "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"])"})
+    EXPECT_EQ(load(with(fmt::format("{}{}", kBlocks, more))).layers, 32);
+  for (const auto& [members, why] :
+       {std::pair{"", "without a weight_block_size"},
+        {R"(, "weight_block_size": null)", "\"weight_block_size\" null"},
+        {R"(, "weight_block_size": [1, 128])", "\"weight_block_size\" [1,128]"},
+        {R"(, "weight_block_size": [128, 128], "fmt": "e5m2")", "\"fmt\" \"e5m2\""},
+        {R"(, "weight_block_size": [128, 128], "activation_scheme": "static")", "\"activation_scheme\" \"static\""},
+        {R"(, "weight_block_size": [128, 128], "scale_fmt": "ue8m0")", "\"scale_fmt\""}}) {
+    try {
+      load(with(members));
+      ADD_FAILURE() << members;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Unavailable) << members;
+      EXPECT_THAT(e.what(), HasSubstr(why));
+      EXPECT_THAT(e.what(), HasSubstr("quantization_config"));
+    }
+  }
+  Json published = Json::parse(with(kBlocks));
+  published["num_nextn_predict_layers"] = 1;
+  const Json written = publish_model(published, load(with(kBlocks)));
+  EXPECT_FALSE(written.contains("quantization_config"));
+  EXPECT_EQ(written["num_nextn_predict_layers"], 0);
+}
+
 TEST(ModelConfig, SparseBlocksFollowTheStepAndTheExceptions) {
   const auto layers = [](std::string_view more) {
     return load(fmt::format(R"({{"model_type": "qwen3_moe", "num_hidden_layers": 6, {}}})", more)).experts.layers;
@@ -314,6 +381,45 @@ TEST(ModelConfig, InlineModelsWithExperts) {
   read("", diagnostics);
   ASSERT_EQ(diagnostics.size(), 3u);
   EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.num_experts_per_tok: is missing");
+}
+
+// Defaults are those of DeepSpeed's layer and of Megatron-DeepSpeed.
+TEST(ModelConfig, LayersOfExpertsOfDeepSpeed) {
+  const ModelConfig one = load(R"({"model_type": "gpt2", "moe": {"num_experts": 8}})");
+  const ExpertsConfig& x = one.experts;
+  EXPECT_TRUE(x.plain && x.count == 8 && x.per_token == 1 && x.intermediate == 4 * 768);
+  EXPECT_TRUE(!x.router.normalise && !x.first_choice_loss && !x.noisy_choice && !x.router_jitter);
+  EXPECT_EQ(x.balance_loss, 0.1f);
+  EXPECT_TRUE(x.capacity.limited && x.capacity.factor == 1 && x.capacity.eval_factor == 1 && x.capacity.least == 4);
+  EXPECT_EQ(x.capacity.policy, DropPolicy::Random);
+  for (i64 l = 0; l < 12; ++l) EXPECT_EQ(x.sparse(l), l % 2 == 1);
+
+  const auto moe = [](std::string_view keys) {
+    return load(fmt::format(R"({{"model_type": "gpt2", "moe": {{"num_experts": 8, {}}}}})", keys)).experts;
+  };
+  EXPECT_EQ(moe(R"("use_rts": false)").capacity.policy, DropPolicy::Position);
+  const ExpertsConfig two = moe(R"("k": 2)"), three = moe(R"("k": 3, "drop_tokens": false)");
+  EXPECT_TRUE(two.router.normalise && two.first_choice_loss && two.noisy_choice);
+  EXPECT_EQ(two.capacity.policy, DropPolicy::Position);
+  EXPECT_FALSE(moe(R"("k": 2, "top2_2nd_expert_sampling": false)").noisy_choice);
+  EXPECT_TRUE(three.router.normalise && !three.first_choice_loss && !three.noisy_choice && !three.capacity.limited);
+  EXPECT_EQ(moe(R"("k": 3)").capacity.policy, DropPolicy::Probs);
+  EXPECT_TRUE(moe(R"("noisy_gate_policy": "RSample")").noisy_choice);
+  EXPECT_TRUE(moe(R"("noisy_gate_policy": "Jitter")").router_jitter);
+  EXPECT_FALSE(moe(R"("noisy_gate_policy": null)").router_jitter);
+  EXPECT_EQ(load(R"({"model_type": "gpt2"})").experts.count, 0);
+  EXPECT_EQ(load(R"({"model_type": "gpt2", "moe": null})").experts.count, 0);
+
+  // In other families nothing is dropped unless drop_tokens asks for it.
+  const ExpertsConfig plain = load(R"({"model_type": "mixtral"})").experts;
+  EXPECT_TRUE(!plain.plain && !plain.random() && !plain.capacity.limited);
+  const ExpertsConfig dropping = load(R"({"model_type": "mixtral", "router_jitter_noise": 0.25,
+               "moe": {"drop_tokens": true, "capacity_factor": 1.25, "top2_2nd_expert_sampling": true}})")
+                                     .experts;
+  EXPECT_TRUE(dropping.capacity.limited && dropping.noisy_choice && dropping.random());
+  EXPECT_EQ(dropping.capacity.factor, 1.25);
+  EXPECT_EQ(dropping.capacity.policy, DropPolicy::Probs);
+  EXPECT_EQ(dropping.input_jitter, 0.25f);
 }
 
 TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
@@ -461,13 +567,46 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "output_router_logits: must be"},
            Case{R"({"model_type": "llama", "num_experts": 8})",
                 "no model of type \"llama\" has it, but those of type \"mixtral\""},
-           Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.01})", "router_jitter_noise", Errc::Unavailable},
+           Case{R"({"model_type": "mixtral", "router_jitter_noise": 1})", "router_jitter_noise: must be a number"},
+           Case{R"({"model_type": "mixtral", "router_jitter_noise": 0.1, "moe": {"noisy_gate_policy": "Jitter"}})",
+                "moe.noisy_gate_policy: router_jitter_noise already multiplies"},
+           Case{R"({"model_type": "mixtral", "moe": {"noisy_gate_policy": "RSample"}})",
+                "moe.noisy_gate_policy: \"RSample\" is for num_experts_per_tok 1, not 2"},
+           Case{R"({"model_type": "mixtral", "moe": {"loss_over": "batch"}})", "moe.loss_over: must be"},
+           Case{R"({"model_type": "gpt2", "moe": {"k": 1}})", "moe.num_experts: is missing"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 5}})",
+                "moe.k: a token cannot choose 5 of 4 experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "capacity_factor": 0}})",
+                "moe.capacity_factor: must be a number"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "drop_policy": "position", "use_rts": true}})",
+                "moe.use_rts: contradicts moe.drop_policy"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "expert_interval": 13}})",
+                "moe.expert_interval: no layer has experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4096, "expert_interval": 1}, "n_inner": 8192})",
+                "moe.num_experts: 4096 experts of size 8192 are 33554432 wide together"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "ep_size": 2}})",
+                "moe.ep_size: expert_parallel.autoep_size of the run"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true}})", "moe.use_residual",
+                Errc::Unavailable},
+           Case{R"({"model_type": "llama", "moe": {"num_experts": 4}})",
+                "no model of type \"llama\" has it, but those of type \"gpt2\" and"},
            Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 12, "n_group": 5})",
+                "n_group: 12 experts cannot be 5 groups of two experts or more, as many in each"},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 8})", "n_group: 8 experts cannot be"},
+           Case{R"({"model_type": "glm4_moe", "topk_group": 2})", "topk_group: 2 of 1 groups cannot be chosen"},
+           Case{R"({"model_type": "glm4_moe", "n_routed_experts": 16, "n_group": 4, "topk_group": 1})",
+                "topk_group: the 1 groups that are chosen have 4 experts, and a token chooses 8"},
+           Case{R"({"model_type": "glm4_moe", "head_dim": 6})",
+                "partial_rotary_factor: turns 3 of the 6 dimensions of a head"},
+           Case{R"({"model_type": "llama", "num_nextn_predict_layers": 1})",
+                "no model of type \"llama\" has it, but those of type \"glm4_moe\" do"},
+           Case{R"({"model_type": "llama", "num_nextn_predict_layers": 0})", "accepted"},
+           Case{R"({"model_type": "deepseek_v2"})", "a model of type \"deepseek_v2\"", Errc::Unavailable},
            Case{R"({"model_type": "gpt_oss"})", "a model of type \"gpt_oss\" (there are \"gpt2\"", Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_next"})", "a model of type \"qwen3_next\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
-           Case{R"({"model_type": "glm4_moe"})", "a model of type \"glm4_moe\"", Errc::Unavailable},
            Case{R"({"model_type": "bert", "position_embedding_type": "relative_key"})", "position_embedding_type",
                 Errc::Unavailable},
            Case{R"({"model_type": "bert", "tie_word_embeddings": false})", "tie_word_embeddings", Errc::Unavailable},
@@ -706,6 +845,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
           R"({"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 100,
                "output_router_logits": true, "router_aux_loss_coef": 0.25})",
           R"({"model_type": "mixtral", "sliding_window": null, "router_aux_loss_coef": 0.25})",
+          R"({"model_type": "mixtral", "router_jitter_noise": 0.25,
+               "moe": {"drop_tokens": true, "capacity_factor": 1.5, "min_capacity": 7, "drop_policy": "position"}})",
+          R"({"model_type": "qwen3_moe", "moe": {"noisy_gate_policy": "Jitter"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 2, "top2_2nd_expert_sampling": false}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_rts": false, "noisy_gate_policy": "RSample",
+               "expert_interval": 3, "loss_coeff": 0.5, "z_loss_coeff": 0.25, "eval_capacity_factor": 2}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "k": 3, "drop_tokens": false}})",
           R"({"model_type": "olmoe", "num_experts": 16, "norm_topk_prob": true, "attention_bias": true,
                "output_router_logits": false, "router_aux_loss_coef": 0.25})",
           R"({"model_type": "qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [2], "qkv_bias": false,
@@ -717,6 +863,12 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                "rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 0.5}})",
           R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
                "head_dim": 128, "router_z_loss_coef": 0.5})",
+          R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_routed_experts": 24,
+               "n_group": 4, "topk_group": 2, "n_shared_experts": 3, "moe_intermediate_size": 96, "use_qk_norm": true,
+               "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.5, "norm_topk_prob": false,
+               "num_nextn_predict_layers": 0, "router_aux_loss_coef": 0.25, "output_router_logits": true})",
+          R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2,
+               "n_shared_experts": 0})",
       }) {
     const std::string once = model_config_json(load(text));
     EXPECT_EQ(model_config_json(load(once)), once) << text;
@@ -729,6 +881,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
       if (value.is_number() || value.is_boolean()) {
         EXPECT_EQ(json[key], value) << key;
       }
+    const ExpertsConfig here = load(text).experts, again = load(once).experts;
+    EXPECT_TRUE(here.capacity.limited == again.capacity.limited && here.random() == again.random() &&
+                here.noisy_choice == again.noisy_choice && here.layers == again.layers)
+        << once;
+    if (here.capacity.limited) {
+      EXPECT_EQ(here.capacity.policy, again.capacity.policy) << once;
+    }
   }
   EXPECT_THAT(model_config_json(load(R"({"model_type": "gpt2"})")), HasSubstr("GPT2LMHeadModel"));
   const Json bert = Json::parse(model_config_json(load(R"({"model_type": "bert", "pad_token_id": null})")));

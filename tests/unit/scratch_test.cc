@@ -138,11 +138,15 @@ TEST_P(ScratchOps, MeterGradientsOfEmbeddings) {
 TEST_P(ScratchOps, MeterStatisticsOfRouters) {
   for (const i64 R : {0, 1, 33, 5000}) {
     for (const i64 E : {1, 64}) {
-      Tensor chosen(DType::I32, {R, 2}), scores(DType::F32, {R, E}), stats(DType::F32, {2 * E + 1});
+      Tensor chosen(DType::I32, {R, 2}), scores(DType::F32, {R, E}), stats(DType::F32, {RouterStats{E}.size()});
       chosen.fill(0), scores.fill(0.5f);
       for (const int threads : kThreads) {
         expect_metered(*GetParam(), threads, fmt::format("{} of {}", R, E), [&](const OpTable& ops, Stream& s) {
-          ops.router_stats(stats, chosen, scores, scores, {}, {}, {}, s);
+          ops.router_stats(stats, chosen, {}, scores, scores, {}, {}, {}, s);
+        });
+        Tensor kept(chosen);
+        expect_metered(*GetParam(), threads, fmt::format("drop {} of {}", R, E), [&](const OpTable& ops, Stream& s) {
+          ops.drop_choices(kept, chosen, {}, {.experts = E, .capacity = 3}, s);
         });
       }
     }

@@ -423,6 +423,14 @@ TEST(Links, AreReadBackAndChosenByPlace) {
   EXPECT_TRUE(memreport::group_of(mesh, Axis::Pp, 8).over_network);
   EXPECT_FALSE(memreport::group_of(mesh, Axis::Dp, 16).over_network);
   EXPECT_EQ(memreport::group_of(mesh, Axis::Dp, 8).ranks, 4);
+  // Two neighbouring ranks of dp are one node's, those of different pairs are not.
+  const auto of_pairs = [&](DpSplit::Along along) { return memreport::group_of(mesh, DpSplit{"x", 2, along}, 8); };
+  EXPECT_EQ(of_pairs(DpSplit::Along::Inner).ranks, 2);
+  EXPECT_FALSE(of_pairs(DpSplit::Along::Inner).over_network);
+  EXPECT_EQ(of_pairs(DpSplit::Along::Outer).ranks, 2);
+  EXPECT_TRUE(of_pairs(DpSplit::Along::Outer).over_network);
+  EXPECT_FALSE(memreport::group_of(mesh, DpSplit{"x", 4, DpSplit::Along::Outer}, 8).over_network);  // one rank
+  EXPECT_TRUE(memreport::group_of({.dp = 4, .sp = 3}, DpSplit{"x", 2, DpSplit::Along::Inner}, 4).over_network);
 }
 
 }  // namespace step_time_test

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "data/tokenizer/unicode.h"
+#include "ds/error.h"
 #include "temp_directory.h"
 #include "test_data.h"
 

@@ -2,11 +2,19 @@
 // The choices of tokens in the order of experts, and sums of the rows that experts return.
 
 #include <algorithm>
+#include <functional>
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
+#include "router.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
+
+namespace {
+
+size_t drop_bytes(i64 n, i64 E) noexcept { return static_cast<size_t>(n + 2 * E + 2) * sizeof(u64); }
+
+}  // namespace
 
 // A counting sort on the caller's thread. Until the end offsets[e] is the next place of expert e.
 void sort_choices(TensorView offsets, TensorView places, TensorView tokens, TensorView choices, TensorView chosen,
@@ -32,6 +40,44 @@ void sort_choices(TensorView offsets, TensorView places, TensorView tokens, Tens
   }
   std::copy_backward(next, next + E, next + E + 1);
   next[0] = 0;
+}
+
+// Choices are sorted by expert on the caller's thread; then each expert finds the least priority that it keeps.
+void drop_choices(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams& p,
+                  Stream& stream) noexcept {
+  const i64 n = chosen.numel(), k = chosen.dim(1), E = p.experts;
+  const i32* const experts = chosen.as<i32>();
+  const router::Priorities rank{priority.as<float>(), chosen.dim(0), k, p.by_rank};
+  u64* const ranks = static_cast<u64*>(stream.pool->reserve_scratch(drop_bytes(n, E)));
+  u64* const least = ranks + n;
+  i64* const ends = reinterpret_cast<i64*>(least + E);  // until all are sorted, ends[e + 1] is the next place of e
+  std::fill_n(ends, E + 2, i64{0});
+  const auto here = [=](i64 e) { return e >= 0 && e < E; };
+  for (i64 i = 0; i < n; ++i) {
+    if (here(experts[i])) ++ends[experts[i] + 2];
+  }
+  for (i64 e = 0; e < E; ++e) ends[e + 2] += ends[e + 1];
+  for (i64 i = 0; i < n; ++i) {
+    if (here(experts[i])) ranks[ends[experts[i] + 1]++] = rank(i);
+  }
+  stream.pool->parallel_for(E, [=](i64 e, int) {
+    u64 *const begin = ranks + ends[e], *const end = ranks + ends[e + 1];
+    least[e] = p.capacity <= 0 ? ~u64{0} : 0;
+    if (p.capacity <= 0 || end - begin <= p.capacity) return;
+    u64* const last = begin + p.capacity - 1;
+    std::nth_element(begin, last, end, std::greater<>());
+    least[e] = *last;
+  });
+  for_tiles(stream, n, [=, to = kept.as<i32>()](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      const i32 e = experts[i];
+      to[i] = here(e) && rank(i) >= least[e] ? e : -1;
+    }
+  });
+}
+
+void drop_choices_scratch(TensorView, TensorView chosen, TensorView, const CapacityParams& p, Stream& stream) noexcept {
+  note_scratch(stream, drop_bytes(chosen.numel(), p.experts));
 }
 
 namespace {

@@ -27,8 +27,10 @@ void rmsnorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dy, Tenso
                          TensorView weight, TensorView rstd, Stream&) noexcept;
 void embedding_bwd_scratch(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate,
                            Stream&) noexcept;
-void router_stats_scratch(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                          const RouterParams&, const RouterLossParams&, Stream&) noexcept;
+void router_stats_scratch(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                          TensorView targets, const RouterParams&, const RouterLossParams&, Stream&) noexcept;
+void drop_choices_scratch(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams&,
+                          Stream&) noexcept;
 void grouped_matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView offsets, bool trans_b,
                             Stream&) noexcept;
 void grouped_matmul_grad_scratch(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,

@@ -34,8 +34,23 @@ u64 choose_groups(const RouterParams& p, i64 width, const router::Biased& scores
   return chosen;
 }
 
-void choose(i32* chosen, i64 k, const router::Biased& scores, i64 E, const RouterParams& p) noexcept {
+void choose(i32* chosen, i64 k, const router::Biased& scores, const float* noisy, i64 E,
+            const RouterParams& p) noexcept {
   const i64 width = E / p.groups;
+  if (noisy != nullptr) {
+    router::Biased by{noisy, nullptr};
+    const i64 firsts = p.noisy_second ? 1 : 0;
+    if (firsts != 0) {
+      by.except = router::expert_of(router::best_below(~u64{0}, 1, E, 0, 1, E, scores));
+      chosen[0] = static_cast<i32>(by.except);
+    }
+    u64 rank = ~u64{0};
+    for (i64 j = firsts; j < k; ++j) {
+      rank = router::best_below(rank, 1, E, 0, 1, E, by);
+      chosen[j] = static_cast<i32>(router::expert_of(rank));
+    }
+    return;
+  }
   const u64 groups = p.groups > 1 ? choose_groups(p, width, scores) : 1;
   u64 rank = ~u64{0};
   for (i64 j = 0; j < k; ++j) {
@@ -44,12 +59,15 @@ void choose(i32* chosen, i64 k, const router::Biased& scores, i64 E, const Route
   }
 }
 
-// The divisor of the weights of chosen scores.
-float divisor_of(const float* scores, const i32* chosen, i64 k, const RouterParams& p) noexcept {
-  if (!p.normalise) return 1;
+// The sum of the chosen scores.
+float sum_of(const float* scores, const i32* chosen, i64 k) noexcept {
   float sum = 0;
-  for (i64 j = 0; j < k; ++j) sum += scores[chosen[j]];
-  return p.sigmoid ? sum + 1e-20f : sum;
+  for (i64 j = 0; j < k; ++j) sum += chosen[j] >= 0 ? scores[chosen[j]] : 0;
+  return sum;
+}
+void weigh(float* weights, const float* scores, const i32* chosen, i64 k, const RouterParams& p) noexcept {
+  const float divisor = router::divisor_of(sum_of(scores, chosen, k), p);
+  for (i64 j = 0; j < k; ++j) weights[j] = chosen[j] >= 0 ? p.scale * (scores[chosen[j]] / divisor) : 0;
 }
 
 bool counts(const TensorView& targets, i64 r, const RouterLossParams& p) noexcept {
@@ -108,19 +126,27 @@ void to_logits(float* dz, const float* s, i64 E, bool sigmoids) noexcept {
 }  // namespace
 
 void route(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
-           const RouterParams& p, Stream& stream) noexcept {
+           TensorView noisy, const RouterParams& p, Stream& stream) noexcept {
   const i64 R = logits.dim(0), E = logits.dim(1), k = chosen.dim(1);
   const auto rows = [=](i64 begin, i64 end) {
     for (i64 r = begin; r < end; ++r) {
       float* const s = scores.as<float>() + r * E;
       i32* const c = chosen.as<i32>() + r * k;
       fill_scores(s, logits.as<float>() + r * E, E, p.sigmoid);
-      choose(c, k, {s, bias.as<float>()}, E, p);
-      const float divisor = divisor_of(s, c, k, p);
-      for (i64 j = 0; j < k; ++j) weights.as<float>()[r * k + j] = p.scale * (s[c[j]] / divisor);
+      choose(c, k, {s, bias.as<float>()}, noisy ? noisy.as<float>() + r * E : nullptr, E, p);
+      weigh(weights.as<float>() + r * k, s, c, k, p);
     }
   };
   for_tiles(stream, R, rows, rows_of_tile(E));
+}
+
+void weigh_choices(TensorView weights, TensorView chosen, TensorView scores, const RouterParams& p,
+                   Stream& stream) noexcept {
+  const i64 E = scores.dim(1), k = chosen.dim(1);
+  for_tiles(stream, scores.dim(0), [=](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; ++r)
+      weigh(weights.as<float>() + r * k, scores.as<float>() + r * E, chosen.as<i32>() + r * k, k, p);
+  });
 }
 
 void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
@@ -137,11 +163,13 @@ void route_grad(TensorView dlogits, TensorView dweights, TensorView chosen, Tens
       float* const dz = dlogits.as<float>() + r * E;
       const float *const s = scores.as<float>() + r * E, *const dw = dweights.as<float>() + r * k;
       const i32* const c = chosen.as<i32>() + r * k;
-      const float divisor = divisor_of(s, c, k, p);
+      const float sum = sum_of(s, c, k), divisor = router::divisor_of(sum, p);
       float mean = 0;
-      for (i64 j = 0; p.normalise && j < k; ++j) mean += dw[j] * (s[c[j]] / divisor);
+      for (i64 j = 0; router::divides(sum, p) && j < k; ++j) mean += c[j] >= 0 ? dw[j] * (s[c[j]] / divisor) : 0;
       std::fill_n(dz, E, 0.0f);
-      for (i64 j = 0; j < k; ++j) dz[c[j]] = p.scale * (dw[j] - mean) / divisor;
+      for (i64 j = 0; j < k; ++j) {
+        if (c[j] >= 0) dz[c[j]] = p.scale * (dw[j] - mean) / divisor;
+      }
       const bool counted = stats && counts(targets, r, loss);
       if (counted && of_loss.score_grad != nullptr) add_balance(dz, s, E, of_loss, p.sigmoid);
       to_logits(dz, s, E, p.sigmoid);
@@ -157,14 +185,26 @@ namespace {
 struct StatsTiles {
   i64 rows, count;
   explicit StatsTiles(i64 R) noexcept : rows(std::max<i64>(32, ceil_div(R, 64))), count(ceil_div(R, rows)) {}
-  size_t bytes(i64 E) const noexcept { return static_cast<size_t>(count * (2 * E + 1)) * sizeof(double); }
+  static i64 width(i64 E) noexcept { return RouterStats{E}.size() - 1; }
+  size_t bytes(i64 E) const noexcept { return static_cast<size_t>(count * width(E)) * sizeof(double); }
 };
+
+// The entropy of a token's probabilities, in the unit in which entropies are added.
+double entropy_of(const float* s, const float* z, i64 E, double all, double lse, bool sigmoids) noexcept {
+  double entropy = sigmoids ? 0 : lse;
+  for (i64 e = 0; e < E; ++e) {
+    const double share = static_cast<double>(s[e]) / all;
+    if (share != 0) entropy -= share * (sigmoids ? std::log(share) : static_cast<double>(z[e]));
+  }
+  return std::nearbyint(entropy * RouterStats::kFraction);
+}
 
 }  // namespace
 
-void router_stats(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                  const RouterParams& p, const RouterLossParams& loss, Stream& stream) noexcept {
-  const i64 R = scores.dim(0), E = scores.dim(1), k = chosen.dim(1), width = 2 * E + 1;
+void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                  TensorView targets, const RouterParams& p, const RouterLossParams& loss, Stream& stream) noexcept {
+  const i64 R = scores.dim(0), E = scores.dim(1), k = chosen.dim(1), width = StatsTiles::width(E);
+  const RouterStats places{E};
   const StatsTiles tiles(R);
   double* const partial = static_cast<double*>(stream.pool->reserve_scratch(tiles.bytes(E)));
   stream.pool->parallel_for(tiles.count, [=](i64 tile, int) {
@@ -173,41 +213,67 @@ void router_stats(TensorView stats, TensorView chosen, TensorView scores, Tensor
     for (i64 r = tile * tiles.rows; r < std::min(R, (tile + 1) * tiles.rows); ++r) {
       if (!counts(targets, r, loss)) continue;
       const float *const s = scores.as<float>() + r * E, *const z = logits.as<float>() + r * E;
-      for (i64 j = 0; j < k; ++j) sums[chosen.as<i32>()[r * k + j]] += 1;
+      const i32* const c = chosen.as<i32>() + r * k;
+      for (i64 j = 0; j < k; ++j) {
+        sums[c[j]] += 1;
+        if (kept && kept.as<i32>()[r * k + j] < 0) sums[places.report() + 1] += 1;
+      }
+      sums[places.firsts() + c[0]] += 1;
       double all = p.sigmoid ? 0 : 1;
       for (i64 e = 0; p.sigmoid && e < E; ++e) all += static_cast<double>(s[e]);
-      for (i64 e = 0; e < E; ++e) sums[E + e] += static_cast<double>(s[e]) / all;
+      for (i64 e = 0; e < E; ++e) sums[places.probs() + e] += static_cast<double>(s[e]) / all;
       const float top = row_max(z, E);
       const double lse = static_cast<double>(top) + std::log(static_cast<double>(row_sum(z, E, top)));
-      sums[2 * E] += lse * lse;
+      sums[places.squares()] += lse * lse;
+      sums[places.report()] += entropy_of(s, z, E, all, lse, p.sigmoid);
     }
   });
+  float* const to = stats.as<float>();
   for (i64 i = 0; i < width; ++i) {
     double sum = 0;
     for (i64 tile = 0; tile < tiles.count; ++tile) sum += partial[tile * width + i];
-    stats.as<float>()[i] = static_cast<float>(sum);
+    if (i == places.report()) {
+      const double nats = std::floor(sum / RouterStats::kFraction);
+      to[i] = static_cast<float>(nats);
+      to[i + 1] = static_cast<float>(sum - nats * RouterStats::kFraction);
+    } else {
+      to[i > places.report() ? i + 1 : i] = static_cast<float>(sum);
+    }
   }
 }
 
-void router_stats_scratch(TensorView, TensorView, TensorView scores, TensorView, TensorView, const RouterParams&,
-                          const RouterLossParams&, Stream& stream) noexcept {
+void router_stats_scratch(TensorView, TensorView, TensorView, TensorView scores, TensorView, TensorView,
+                          const RouterParams&, const RouterLossParams&, Stream& stream) noexcept {
   note_scratch(stream, StatsTiles(scores.dim(0)).bytes(scores.dim(1)));
 }
 
 void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams& p,
                  Stream&) noexcept {
   const i64 E = score_grad.numel();
-  const float *const count = stats.as<float>(), *const prob = count + E;
+  const float* const count = stats.as<float>() + (p.first_choices ? RouterStats{E}.firsts() : 0);
+  const float* const prob = stats.as<float>() + E;
   double choices = 0, products = 0;
   for (i64 e = 0; e < E; ++e) {
     choices += static_cast<double>(count[e]);
     products += static_cast<double>(count[e]) * static_cast<double>(prob[e]);
   }
-  const double n = choices / static_cast<double>(k);
+  const double n = p.first_choices ? choices : choices / static_cast<double>(k);
   const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0;
   const double z = n > 0 ? static_cast<double>(p.z) * static_cast<double>(prob[E]) / n : 0;
   *loss.as<float>() = static_cast<float>(each * products + z);
   for (i64 e = 0; e < E; ++e) score_grad.as<float>()[e] = static_cast<float>(each * static_cast<double>(count[e]));
+}
+
+void balance_experts(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept {
+  if (verdict->finite == 0) return;
+  const i64 E = bias.numel();
+  const float* const count = counts.as<float>();
+  double all = 0;
+  for (i64 e = 0; e < E; ++e) all += static_cast<double>(count[e]);
+  for (i64 e = 0; e < E; ++e) {
+    const double above = static_cast<double>(E) * static_cast<double>(count[e]) - all;
+    bias.as<float>()[e] -= above > 0 ? rate : above < 0 ? -rate : 0.0f;
+  }
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

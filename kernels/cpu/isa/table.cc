@@ -21,6 +21,7 @@ void set_scratch_ops(OpTable& ops) noexcept {
   ops.rmsnorm_bwd = rmsnorm_bwd_scratch;
   ops.embedding_bwd = embedding_bwd_scratch;
   ops.router_stats = router_stats_scratch;
+  ops.drop_choices = drop_choices_scratch;
   ops.grouped_matmul = grouped_matmul_scratch;
   ops.grouped_matmul_grad = grouped_matmul_grad_scratch;
   ops.attention_fwd = attention_fwd_scratch;

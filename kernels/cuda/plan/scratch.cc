@@ -136,7 +136,7 @@ void sum(TensorView, TensorView x, double, Stream& stream) noexcept {
   if (const i64 tiles = scratch::sum_tiles(x.numel()); tiles > 1) note(stream, tiles * kBytes);
 }
 
-void router_stats(TensorView, TensorView, TensorView scores, TensorView, TensorView, const RouterParams&,
+void router_stats(TensorView, TensorView, TensorView, TensorView scores, TensorView, TensorView, const RouterParams&,
                   const RouterLossParams&, Stream& stream) noexcept {
   note(stream, scratch::RouterSlices::of(scores.dim(0)).bytes(scores.dim(1)));
 }

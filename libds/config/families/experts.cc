@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Relatives of Llama with experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE.
+// Relatives of Llama with experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, GLM-4.5.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "config/families/experts.h"
+#include "config/families/moe.h"
 
 namespace ds {
 namespace family {
@@ -15,7 +16,7 @@ namespace {
 constexpr Key kMixtralOwn[] = {
     effect("num_local_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
     alias("num_experts", "num_local_experts"),
-    fixed("router_jitter_noise", "[0]"),
+    effect("router_jitter_noise", slot_of<&H::m, &M::experts, &X::input_jitter>, kDropout, kNull),
 };
 constexpr Key kOlmoeOwn[] = {
     effect("num_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
@@ -33,11 +34,29 @@ constexpr Key kQwenOwn[] = {
     effect("shared_expert_intermediate_size", slot_of<&H::m, &M::experts, &X::shared>, kSize),
     effect("qkv_bias", slot_of<&H::m, &M::attention_bias>, {}, kNull),
 };
+constexpr Key kGlmOwn[] = {
+    effect("n_routed_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
+    alias("num_experts", "n_routed_experts"),
+    alias("num_local_experts", "n_routed_experts"),
+    effect("moe_intermediate_size", slot_of<&H::m, &M::experts, &X::intermediate>, kSize),
+    effect("n_shared_experts", slot_of<&H::n_shared_experts>, {0, 64}, kNull),
+    effect("first_k_dense_replace", slot_of<&H::first_k_dense_replace>, {0, 1e5}),
+    effect("norm_topk_prob", slot_of<&H::m, &M::experts, &X::router, &RouterParams::normalise>, {}, kNull),
+    effect("routed_scaling_factor", slot_of<&H::m, &M::experts, &X::router, &RouterParams::scale>, kAboveZero),
+    effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}),
+    effect("topk_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::chosen_groups>, {1, 64}),
+    effect("use_qk_norm", slot_of<&H::m, &M::qk_norm>, {}, kNull),
+    effect("partial_rotary_factor", slot_of<&H::m, &M::rotary_share>, {0, 1, /*open_low=*/true}),
+    alias("rope_scaling.partial_rotary_factor", "partial_rotary_factor"),
+    effect("num_nextn_predict_layers", slot_of<&H::m, &M::later_predictors>, {0, 64}, kNull),
+    alias("num_mtp_layers", "num_nextn_predict_layers"),
+};
 // clang-format on
 
 constexpr auto kMixtralKeys = with_own<kMixtralOwn>();
 constexpr auto kOlmoeKeys = with_own<kOlmoeOwn>();
 constexpr auto kQwenMoeKeys = with_own<kQwenOwn>();
+constexpr auto kGlmKeys = with_own<kGlmOwn>();
 
 constexpr std::string_view kMixtralUnread[] = {"mlp_bias",           "pretraining_tp",    "attention_bias",
                                                "use_sliding_window", "max_window_layers", "layer_types"};
@@ -46,12 +65,18 @@ constexpr std::string_view kOlmoeUnread[] = {"mlp_bias",       "pretraining_tp",
 constexpr std::string_view kQwen2MoeUnread[] = {"mlp_bias", "pretraining_tp", "attention_bias"};
 constexpr std::string_view kQwen3MoeUnread[] = {
     "mlp_bias", "pretraining_tp", "max_window_layers", "layer_types", "shared_expert_intermediate_size", "qkv_bias"};
+constexpr std::string_view kGlmUnread[] = {"mlp_bias",       "pretraining_tp",    "use_sliding_window",
+                                           "sliding_window", "max_window_layers", "layer_types"};
 constexpr KeyValue kMixtralNeutral[] = {
     {"norm_topk_prob", "true"}, {"decoder_sparse_step", "1"}, {"mlp_only_layers", "[]"}};
 constexpr KeyValue kOlmoeNeutral[] = {
     {"decoder_sparse_step", "1"}, {"mlp_only_layers", "[]"}, {"router_jitter_noise", "0"}};
 constexpr KeyValue kQwen2MoeNeutral[] = {{"attention_bias", "true"}, {"router_jitter_noise", "0"}};
 constexpr KeyValue kQwen3MoeNeutral[] = {{"shared_expert_intermediate_size", "0"}, {"router_jitter_noise", "0"}};
+constexpr KeyValue kGlmNeutral[] = {{"decoder_sparse_step", "1"},
+                                    {"mlp_only_layers", "[]"},
+                                    {"shared_expert_intermediate_size", "0"},
+                                    {"router_jitter_noise", "0"}};
 
 constexpr std::string_view kMixtralRequired[] = {"vocab_size",          "hidden_size",       "num_hidden_layers",
                                                  "num_attention_heads", "intermediate_size", "num_local_experts",
@@ -66,6 +91,9 @@ constexpr std::string_view kQwen2MoeRequired[] = {
     "vocab_size",          "hidden_size",           "num_hidden_layers",
     "num_attention_heads", "intermediate_size",     "num_experts",
     "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"};
+constexpr std::string_view kGlmRequired[] = {"vocab_size",          "hidden_size",          "num_hidden_layers",
+                                             "num_attention_heads", "intermediate_size",    "n_routed_experts",
+                                             "num_experts_per_tok", "moe_intermediate_size"};
 
 }  // namespace
 
@@ -139,6 +167,26 @@ void set_qwen3_moe_defaults(HfConfig& h, ModelSource source) {
   m.experts.intermediate = 768;
 }
 
+void set_glm_defaults(HfConfig& h, ModelSource source) {
+  set_llama_defaults(h, source);
+  ModelConfig& m = h.m;
+  m.vocab_size = 151552;
+  m.intermediate = 10944;
+  m.layers = 46;
+  m.heads = 96;
+  m.max_positions = 131072;
+  m.norm_eps = 1e-5f;
+  m.rotary_share = 0.5f;
+  m.experts.count = 128;
+  m.experts.per_token = 8;
+  m.experts.intermediate = 1408;
+  m.experts.router = {.sigmoid = true, .normalise = true, .group_by_two = true};
+  m.experts.balancing_bias = true;
+  m.later_predictors = source == ModelSource::File ? 1 : 0;
+  h.n_shared_experts = h.first_k_dense_replace = 1;
+  set_balance_loss(h, source, 0);
+}
+
 // transformers: this number where the key is missing, as many as heads where it is null.
 void default_kv_heads(HfConfig& h, const Json& object, ModelSource source, i64 number) {
   if (source == ModelSource::File && !object.contains("num_key_value_heads")) h.m.kv_heads = number;
@@ -153,6 +201,7 @@ void resolve_experts(HfConfig& h, std::string_view count, std::string_view size,
   if (!h.output_router_logits) x.unused_balance_loss = h.router_aux_loss_coef;
   if (!r.any_broken({count, "num_experts_per_tok"}) && x.per_token > x.count)
     r.error("num_experts_per_tok", fmt::format("a token cannot choose {} of {} experts", x.per_token, x.count));
+  resolve_gating(h, "num_experts_per_tok", r);
   constexpr i64 kWidest = 1 << 24;
   if (!r.any_broken({count, size}) && x.count * x.intermediate > kWidest)
     r.error(count, fmt::format("{} experts with {} {} are {} wide together (at most {})", x.count, size, x.intermediate,
@@ -177,8 +226,8 @@ void resolve_deepseek_experts(HfConfig& h, Reader& r) {
   if (r.any_broken({"n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"})) return;
   const i64 least = router.group_by_two ? 2 : 1;
   if (x.count % router.groups != 0 || x.count < least * router.groups)
-    return r.error("n_group", fmt::format("{} experts cannot be {} groups of as many each{}", x.count, router.groups,
-                                          least > 1 ? ", at least two" : ""));
+    return r.error("n_group", fmt::format("{} experts cannot be {} groups of {}", x.count, router.groups,
+                                          least > 1 ? "two experts or more, as many in each" : "as many each"));
   if (router.chosen_groups > router.groups)
     return r.error("topk_group", fmt::format("{} of {} groups cannot be chosen", router.chosen_groups, router.groups));
   if (const i64 there = x.count / router.groups * router.chosen_groups; x.per_token > there)
@@ -187,6 +236,13 @@ void resolve_deepseek_experts(HfConfig& h, Reader& r) {
 }
 
 namespace {
+
+void resolve_glm(HfConfig& h, const Json& object, ModelSource source, Reader& r) {
+  default_kv_heads(h, object, source, 8);
+  ModelConfig& m = h.m;
+  if (m.head_dim == 0 && !r.any_broken({"hidden_size", "num_attention_heads"})) m.head_dim = m.hidden / m.heads;
+  resolve_deepseek_experts(h, r);
+}
 
 // The families in which every block is sparse, and intermediate_size is that of an expert.
 void resolve_experts_alone(HfConfig& h, std::string_view count, Reader& r) {
@@ -239,6 +295,7 @@ extern constinit const FamilySpec kMixtralFamily = family::relative({
     .set_defaults = family::set_mixtral_defaults,
     .resolve = family::resolve_mixtral,
     .experts = {"block_sparse_moe", "w1", "w3", "w2"},
+    .mixture = {.of = Family::Llama},
 });
 extern constinit const FamilySpec kOlmoeFamily = family::relative({
     .family = Family::Olmoe,
@@ -263,6 +320,7 @@ extern constinit const FamilySpec kQwen2MoeFamily = family::relative({
     .set_defaults = family::set_qwen2_moe_defaults,
     .resolve = family::resolve_qwen2_moe,
     .experts = family::kUsualNames,
+    .mixture = {.of = Family::Qwen2, .shared = true},
 });
 extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .family = Family::Qwen3Moe,
@@ -275,6 +333,20 @@ extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .set_defaults = family::set_qwen3_moe_defaults,
     .resolve = family::resolve_qwen3_moe,
     .experts = family::kUsualNames,
+    .mixture = {.of = Family::Qwen3},
+});
+
+extern constinit const FamilySpec kGlm4MoeFamily = family::relative({
+    .family = Family::Glm4Moe,
+    .name = "glm4_moe",
+    .architecture = "Glm4MoeForCausalLM",
+    .keys = family::kGlmKeys,
+    .unread = family::kGlmUnread,
+    .required = family::kGlmRequired,
+    .neutral = family::kGlmNeutral,
+    .set_defaults = family::set_glm_defaults,
+    .resolve = family::resolve_glm,
+    .experts = {.block = "mlp", .gate = "gate_proj", .up = "up_proj", .down = "down_proj", .shared = "shared_experts"},
 });
 
 }  // namespace ds

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <string_view>
 
 #include "config/families/llama.h"
+#include "config/families/moe.h"
 
 namespace ds::family {
 
@@ -23,13 +25,20 @@ inline constexpr Key kSparseKeys[] = {
 };
 // clang-format on
 
-// The tables of a family, one after the other.
-template <const auto&... tables>
+constexpr bool has_key(std::span<const Key> keys, std::string_view path) {
+  return std::ranges::any_of(keys, [&](const Key& k) { return k.path == path; });
+}
+// The tables of a family, one after the other; its own keys replace Llama's of the same name.
+template <const auto&... own>
 constexpr auto with_own() {
-  std::array<Key, std::size(kLlamaKeys) + std::size(kSparseKeys) + (std::size(tables) + ...)> all;
-  Key* end = std::ranges::copy(kLlamaKeys, all.data()).out;
+  constexpr auto is_kept = [](const Key& k) { return !(has_key(own, k.path) || ...); };
+  std::array<Key, std::ranges::count_if(kLlamaKeys, is_kept) + std::size(kSparseKeys) + std::size(kGatingKeys) +
+                      (std::size(own) + ...)>
+      all;
+  Key* end = std::ranges::copy_if(kLlamaKeys, all.data(), is_kept).out;
   end = std::ranges::copy(kSparseKeys, end).out;
-  ((end = std::ranges::copy(tables, end).out), ...);
+  end = std::ranges::copy(kGatingKeys, end).out;
+  ((end = std::ranges::copy(own, end).out), ...);
   return all;
 }
 

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "config/families/keys.h"
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "config/families/moe.h"
 
 namespace ds {
 namespace family {
 namespace {
 
 // clang-format off
-constexpr Key kGpt2Keys[] = {
+constexpr Key kGpt2Own[] = {
     effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
     effect("n_embd", slot_of<&H::m, &M::hidden>, kSize),
     effect("n_layer", slot_of<&H::m, &M::layers>, {1, 1e5}),
@@ -28,8 +32,23 @@ constexpr Key kGpt2Keys[] = {
     alias("max_position_embeddings", "n_positions"),
     silent("n_ctx"), silent("n_special"), silent("predict_special_tokens"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
     silent("summary_proj_to_labels"), silent("summary_first_dropout"),
+    // DeepSpeed's MoE layer in place of MLPs.
+    effect("moe.num_experts", slot_of<&H::m, &M::experts, &ExpertsConfig::count>, {1, 4096}),
+    effect("moe.k", slot_of<&H::m, &M::experts, &ExpertsConfig::per_token>, {1, 4096}),
+    effect("moe.expert_interval", slot_of<&H::moe, &MoeKeys::expert_interval>, {1, 1e5}),
+    effect("moe.loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::balance_loss>, {0, kInfinity}),
+    effect("moe.z_loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::z_loss>, {0, kInfinity}),
+    fixed("moe.use_residual", "[false]"),
+    refused("moe.ep_size", "expert_parallel.autoep_size of the run divides experts over ranks"),
+    refused("moe.enable_expert_tensor_parallelism", "ranks of tensor_parallel always share the experts, whole ones each"),
+    fixed("moe.use_tutel", "[false, true]"),
 };
 // clang-format on
+constexpr auto kGpt2Keys = [] {
+  std::array<Key, std::size(kGpt2Own) + std::size(kGatingKeys)> all;
+  std::ranges::copy(kGatingKeys, std::ranges::copy(kGpt2Own, all.data()).out);
+  return all;
+}();
 
 constexpr std::string_view kGpt2Required[] = {"vocab_size", "n_embd", "n_layer", "n_head"};
 constexpr KeyValue kGpt2Neutral[] = {{"position_embedding_type", R"("absolute")"}};
@@ -43,13 +62,48 @@ void set_gpt2_defaults(HfConfig& h, ModelSource source) {
   m.layers = m.heads = 12;
   m.max_positions = 1024;
   m.embd_dropout = m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
+  m.experts.per_token = 1;
+  m.experts.plain = true;
+  m.experts.balance_loss = 0.1f;
+  m.experts.capacity.limited = true;
+  h.moe.second_expert_sampling = h.moe.use_rts = true;
 }
 
-void resolve_gpt2(HfConfig& h, const Json& object, ModelSource, Reader&) {
+// Defaults are DeepSpeed's: those of its MoE layer, and Megatron-DeepSpeed's for the interval and the loss.
+void resolve_moe(HfConfig& h, const Json& object, Reader& r) {
+  ModelConfig& m = h.m;
+  ExpertsConfig& x = m.experts;
+  if (!object.contains("moe") || !object["moe"].is_object()) {
+    x = {};
+    return;
+  }
+  constexpr std::string_view kCount = "moe.num_experts", kPerToken = "moe.k", kInterval = "moe.expert_interval";
+  if (!r.given(kCount) && !r.broken(kCount)) return r.error(kCount, "is missing");
+  if (r.any_broken({kCount, kPerToken, kInterval, "n_layer"})) return;
+  if (x.per_token > x.count)
+    return r.error(kPerToken, fmt::format("a token cannot choose {} of {} experts", x.per_token, x.count));
+  if (h.moe.expert_interval > m.layers) {
+    return r.error(kInterval, fmt::format("no layer has experts: the first would be layer {} of {}",
+                                          h.moe.expert_interval, m.layers));
+  }
+  constexpr i64 kWidest = 1 << 24;
+  if (x.count * m.intermediate > kWidest) {
+    return r.error(kCount, fmt::format("{} experts of size {} are {} wide together (at most {})", x.count,
+                                       m.intermediate, x.count * m.intermediate, kWidest));
+  }
+  x.intermediate = m.intermediate;
+  x.router.normalise = x.per_token > 1;
+  x.first_choice_loss = x.per_token == 2;
+  for (i64 l = 0; l < m.layers; ++l) x.layers.push_back((l + 1) % h.moe.expert_interval == 0);
+  resolve_gating(h, kPerToken, r);
+}
+
+void resolve_gpt2(HfConfig& h, const Json& object, ModelSource, Reader& r) {
   // Python takes null for false, which is not the default of these.
   if (is_null(object, "tie_word_embeddings")) h.m.tie_embeddings = false;
   if (is_null(object, "scale_attn_weights")) h.m.scale_attn_weights = false;
   if (h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
+  resolve_moe(h, object, r);
 }
 
 }  // namespace
@@ -71,6 +125,7 @@ extern constinit const FamilySpec kGpt2Family = {
     .prefix = "transformer.",
     .buffers = family::kGpt2Buffers,
     .positions = {"transformer.wpe.weight", family::kGpt2Lengths, ".attn.bias"},
+    .experts = {.block = "mlp.deepspeed_moe", .experts = "experts.deepspeed_experts", .router = "gate.wg.weight"},
 };
 
 }  // namespace ds

@@ -18,6 +18,19 @@ inline constexpr std::array kEnumNames<RopeType> = {EnumName{"default", u8(RopeT
                                                     EnumName{"proportional"},
                                                     EnumName{"mrope"}};
 
+template <>
+inline constexpr std::array kEnumNames<BalanceOver> = {EnumName{"micro_batch", u8(BalanceOver::MicroBatch)},
+                                                       EnumName{"sequence", u8(BalanceOver::Sequence)},
+                                                       EnumName{"layers", u8(BalanceOver::Layers)}};
+template <>
+inline constexpr std::array kEnumNames<DropPolicy> = {EnumName{"position", u8(DropPolicy::Position)},
+                                                      EnumName{"probs", u8(DropPolicy::Probs)},
+                                                      EnumName{"random", u8(DropPolicy::Random)}};
+template <>
+inline constexpr std::array kEnumNames<NoisyGate> = {EnumName{"None", u8(NoisyGate::None)},
+                                                     EnumName{"Jitter", u8(NoisyGate::Jitter)},
+                                                     EnumName{"RSample", u8(NoisyGate::RSample)}};
+
 namespace family {
 
 inline constexpr EnumName kPlainActivations[] = {{"gelu_new", u8(Activation::GeluTanh)},
@@ -56,6 +69,9 @@ constexpr Key fixed(std::string_view path, std::string_view values) {
 }
 constexpr Key alias(std::string_view path, std::string_view target) {
   return {.path = path, .kind = KeyKind::Alias, .name = target};
+}
+constexpr Key refused(std::string_view path, std::string_view note) {
+  return {.path = path, .kind = KeyKind::Refused, .note = note};
 }
 constexpr Key silent(std::string_view path) { return {.path = path, .kind = KeyKind::Silent}; }
 

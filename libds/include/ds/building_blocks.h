@@ -72,6 +72,9 @@ void finish_row_parallel(const PassContext& ctx, TensorView out, const RowParall
 
 // y = dropout(x) with the masks of a whole batch on one rank; x contains rows of this rank's R from `first_row` on.
 void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site);
+// y = x with random numbers, likewise those of a whole batch on one rank.
+void noise_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, NoiseKind kind, float amount,
+                RngKey site);
 // The first of the R rows that this rank has of the stream; 0 unless the stream is cut.
 inline i64 first_stream_row(const PassContext& ctx) {
   const Shard& shard = ctx.groups.shard;

@@ -71,6 +71,15 @@ struct MergeResult {
 // requested state), Errc::Unavailable, Errc::Io.
 DS_API MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions&);
 
+// The mixture of experts that a dense model becomes: that of its family with so many experts, or the one of a
+// config.json.
+struct Upcycling {
+  i64 experts = 0;          // 0, and no config: the model stays as it is
+  i64 per_token = 2;        // experts that a token chooses
+  std::string config = {};  // config.json, or a directory that contains it
+  bool wanted() const noexcept { return experts > 0 || !config.empty(); }
+};
+
 struct ShardOptions {
   std::string tag = {};  // see MergeOptions
   MeshShape mesh = {};   // dp x pp x tp x sp ranks; ZeRO shards over dp x sp
@@ -81,6 +90,7 @@ struct ShardOptions {
   // returns it (Config::model).
   std::optional<ModelConfig> model = {};
   std::string partition = "parameters";  // partition of layers over pp: "parameters", "uniform" or "type:REGEX"
+  Upcycling upcycling = {};
   i64 positions = 0;  // rows of the learned position embedding, which is repeated up to that number; 0: unchanged
   CopyProgress progress = {};
 };

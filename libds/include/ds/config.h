@@ -92,6 +92,8 @@ struct DilocoConfig {
 struct OptimizerConfig : UpdateConfig {
   std::vector<ParamGroupConfig> groups;
   DilocoConfig diloco = {};
+  // How far a step moves the balancing bias of each expert (ExpertsConfig::balancing_bias); 0: biases stay.
+  float router_bias_update_rate = 0.001f;
 };
 
 // DeepSpeed's schedules under its names, and common ones: a linear warm-up from 0, followed by the named shape.
@@ -406,6 +408,8 @@ struct ExpertParallelConfig {
   bool data_first = false;
   // Rows for which a rank has memory in one round, of those that it would get if all experts got the same number.
   double room = 2;
+  // If more rows come: the layer goes in further rounds; else the run ends.
+  bool further_rounds = true;
 };
 
 // Which blocks of keys a block of queries attends to: DeepSpeed's kinds under its names, or the user's own file

@@ -66,7 +66,8 @@ struct ParamRow {
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
-  // The group that reduces its gradient and over which ZeRO cuts it: 0 is dp, i is number i - 1 of Model::splits.
+  // The group that reduces its gradient and over which ZeRO cuts it: 0 is dp, i is number i - 1 of Model::splits. The
+  // number after those is of balancing biases (`balances`), which no group reduces or cuts.
   size_t group = 0;
   // The number of dp ranks whose samples its gradient sums over, by which the sum is divided; 0: all. Independent of
   // the group's size.
@@ -83,9 +84,16 @@ struct ParamRow {
   // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix
   // or vector; -1: none. That row consists of whole blocks of kRowBlock. See lies_after().
   i64 after = -1;
+  // The number in its layer of the matrix of the router for which this row is a balancing bias (RouterParams); -1: it
+  // is none. Such a row is fp32 in every run, whole on every rank, and not trained: the end of a step moves it by the
+  // tokens that were counted (Layer::num_counts), if the matrix is trained. A layer has one at most.
+  i64 balances = -1;
+  // A batch of vectors, such as the biases of experts: of its dimensions none makes a matrix, and layers see a vector.
+  bool vectors = false;
 
+  DType dtype(DType work) const noexcept { return balances < 0 ? work : DType::F32; }
   i64 numel() const noexcept { return product(shape); }
-  MatrixShape matrices() const noexcept { return MatrixShape::of(shape); }
+  MatrixShape matrices() const noexcept { return vectors ? MatrixShape{} : MatrixShape::of(shape); }
   // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
     if (after < 0) return false;
@@ -93,8 +101,9 @@ struct ParamRow {
     return trained == other.trained && storage == other.storage && group == other.group;
   }
   // This rank's part as layers see it: a vector, a matrix, or a batch of matrices [count, rows, cols].
-  TensorView view(DType dtype, void* data) const noexcept {
+  TensorView view(DType work, void* data) const noexcept {
     const MatrixShape m = matrices();
+    const DType dtype = this->dtype(work);
     if (m.count == 0) return TensorView::of(data, dtype, {numel()});
     return shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
                              : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
@@ -334,6 +343,9 @@ struct PassContext {
   // In training, if layers of the model count tokens (Layer::num_counts): [the most of any layer] fp32, of which the
   // layer that runs writes its own; none in a recomputation.
   TensorView counts{};
+  // In training, if layers of the model share numbers (Layer::num_shared_stats): [the most of any layer] fp32, valid
+  // from the forward pass of a micro-batch to its backward pass.
+  TensorView shared_stats{};
   HostLink* host = nullptr;  // null in a dry run, in which there are no values
 
   // The same pass over other sequences (PlannedPass::over) of at most Groups::most_rows rows. Views with an entry for
@@ -445,10 +457,13 @@ class DS_API Layer {
   // loss of the head. It is reported beside that loss (StepRecord::aux_loss). Evaluations leave it out, so their losses
   // compare with those of models without it; ctx.aux_loss is then empty.
   virtual bool adds_loss() const noexcept { return false; }
-  // The number of experts whose tokens its forward pass in training counts, in ctx.counts, for the micro-batch: ranks
-  // of tp and sp write equal values, those of all tokens. The sums over a step are reported
-  // (StepRecord::expert_tokens).
+  // The number of values that its forward pass in training counts, in ctx.counts, for the micro-batch, or 0: the tokens
+  // of each expert, then RouterStats::kReport numbers of its router. Ranks of tp and sp write equal values, those of
+  // all tokens. The sums over a step are reported (StepRecord::experts).
   virtual i64 num_counts() const noexcept { return 0; }
+  // The fp32 numbers that its forward pass in training shares with those of other layers, in ctx.shared_stats, and its
+  // backward pass reads; 0: none. Such layers are all in one stage of a pipeline.
+  virtual i64 num_shared_stats() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }
   // True if its backward passes obey PassContext::term, as the functions of ds/building_blocks.h and ds/linear.h do. If

@@ -87,6 +87,7 @@ struct NodeBytes {
 struct Prediction {
   World world;
   MeshShape mesh;
+  i64 expert_ranks = 1;        // ranks of dp that have all experts together
   std::string device;          // "cpu", "cuda"
   i64 num_params = 0;          // of the whole model
   i64 num_active_params = 0;   // those that a token uses: fewer if there are experts

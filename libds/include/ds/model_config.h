@@ -38,9 +38,9 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, DeepseekV2, Bert };
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, DeepseekV2, Bert };
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-// "deepseek_v2", "bert".
+// "glm4_moe", "deepseek_v2", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
@@ -58,16 +58,49 @@ struct RopeScaling {
   std::vector<float> short_factor{}, long_factor{};  // longrope, head_dim / 2 values each
 };
 
-// The experts of a model's sparse blocks, in which a router sends each token to some of many gated MLPs.
+// Which of the choices of an expert are kept if there are more than it has room for.
+enum class DropPolicy : u8 {
+  Position,  // the first by token; of two choices for each token, all first ones before all second ones
+  Probs,     // those with the largest scores
+  Random,    // drawn anew in each step
+};
+// The most choices that an expert takes of a micro-batch of n tokens: max(ceil(n / E * factor * k), least). The others
+// are dropped. A micro-batch is that of all ranks of tp and sp together, so that the same choices are dropped in every
+// layout. Generation drops nothing.
+struct ExpertCapacity {
+  bool limited = false;
+  double factor = 1, eval_factor = 1;  // in training, in evaluations
+  i64 least = 4;
+  DropPolicy policy = DropPolicy::Probs;
+};
+// The tokens over which the loss that balances experts (RouterLossParams::balance) is formed.
+enum class BalanceOver : u8 {
+  MicroBatch,  // those of a micro-batch; the losses of the blocks are added
+  Sequence,    // those of each sequence; the mean over the sequences of a micro-batch; likewise
+  Layers,      // those of a micro-batch in all sparse blocks together, not divided by k, as in transformers
+};
+// The experts of a model's sparse blocks, in which a router sends each token to some of many MLPs.
 struct ExpertsConfig {
   i64 count = 0;         // E; 0: the model is dense
   i64 per_token = 0;     // k
   i64 intermediate = 0;  // of one expert
+  bool plain = false;    // experts are MLPs as GPT-2's, with biases; else gated ones without
   RouterParams router{};
   bool balancing_bias = false;         // added to scores for the choice alone (DeepSeek-V3)
   i64 shared = 0;                      // intermediate size of an MLP beside them that sees every token; 0: none
   bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
+  bool first_choice_loss = false;      // likewise
+  BalanceOver balance_over = BalanceOver::MicroBatch;
+  ExpertCapacity capacity{};
+  // Noise in training. Its numbers depend on the token's number in the batch, the layer and the step.
+  float input_jitter = 0;      // the input of router and experts is multiplied by uniform numbers between 1 -+ this
+  bool router_jitter = false;  // that of the router alone, by numbers between 0.99 and 1.01
+  bool noisy_choice = false;   // the last of at most two experts is chosen by its logit plus Gumbel noise
+  bool random() const noexcept {
+    return input_jitter > 0 || router_jitter || noisy_choice ||
+           (capacity.limited && capacity.policy == DropPolicy::Random);
+  }
   // router_aux_loss_coef of a config.json whose output_router_logits is false: such a model is trained without that
   // loss, and its config.json is written as it was.
   float unused_balance_loss = 0;
@@ -104,6 +137,7 @@ struct ModelConfig {
 
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope = {};
+  float rotary_share = 1;  // the share of a head's dimensions that turn, the first ones; the others stay
   // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
   DS_API bool rotary() const noexcept;  // positions turn queries and keys; else they are learnt
@@ -134,11 +168,17 @@ struct ModelConfig {
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
 
   LatentConfig latent{};
+  // The dimensions of a head that turn.
+  i64 rotary_dim() const noexcept {
+    return latent.on() ? latent.rope_dim : static_cast<i64>(static_cast<float>(head_dim) * rotary_share);
+  }
   i64 value_dim() const noexcept { return latent.on() ? latent.value_dim : head_dim; }
-  // The dims of a head that are turned.
-  i64 rotary_dim() const noexcept { return latent.on() ? latent.rope_dim : head_dim; }
 
   ExpertsConfig experts{};
+
+  // Layers after the last one that predict tokens further ahead (multi-token prediction, DeepSeek-V3). Weight files may
+  // contain them; they are left out.
+  i64 later_predictors = 0;
 
   // Whether linear maps of the same input are one product where their shapes allow it (ds/linear.h, LinearGroup).
   bool joined_products = true;

@@ -59,7 +59,8 @@ struct Shard {
   // The ranks of dp with the same experts, and whether these are neighbours, rather than those with different ones.
   int expert_copies = 1;
   bool copies_first = false;
-  double expert_room = 2;  // ExpertParallelConfig::room
+  double expert_room = 2;     // ExpertParallelConfig::room
+  bool expert_rounds = true;  // and further_rounds
 
   int size(Axis axis) const noexcept;  // the number of ranks along one of kLayerAxes
   int rank(Axis axis) const noexcept;  // and this rank's number among them

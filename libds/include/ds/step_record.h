@@ -36,10 +36,14 @@ struct PhaseTimes {
   double update_ms = 0;    // verdict, optimizers, publication
 };
 
-// The tokens of a step that each expert of a layer was chosen for, on all ranks.
+// The tokens of a step that each expert of a layer was chosen for, on all ranks. Only tokens with a target count.
 struct ExpertTokens {
   std::string layer;
   std::vector<i64> tokens;  // by expert
+  i64 dropped = 0;          // choices that exceeded the capacity of their expert
+  // Mean over tokens of the entropy of the router's probabilities, in nats; each is rounded to 1/4096 first, so that
+  // the sum is the same in every layout.
+  double entropy = 0;
 };
 
 struct StepRecord {

@@ -163,14 +163,42 @@ struct RouterParams {
   // largest biased score in it, or by the sum of its two largest. At most 64 groups.
   i64 groups = 1, chosen_groups = 1;
   bool group_by_two = false;
+  bool noisy_second = false;  // noise decides on the second of two experts alone; see OpTable::route
+};
+// Which choices of an expert are dropped if more than `capacity` tokens chose it: those of the lowest priority, and of
+// equal ones the last by token. by_rank: of equal ones those that are no token's first choice, then no second one, ...;
+// then the last by token.
+struct CapacityParams {
+  i64 experts = 0, capacity = 0;
+  bool by_rank = false;
+};
+// Random numbers of routers.
+enum class NoiseKind : u8 {
+  Uniform,  // y = u, in (0, 1)
+  Jitter,   // y = x * (1 + amount * (2 u - 1))
+  Gumbel,   // y = x - ln(-ln u): the largest of x with this noise is one drawn from the softmax of x
 };
 // The losses of a router beside that of the head. Both ignore tokens whose target is ignore_index. With n tokens, E
 // experts, k per token, count_e tokens that chose e and p the scores (sigmoids divided by their sum over all E):
 //   balance = E / (k n^2) * sum over e of count_e * (sum over tokens of p_e)           (k = 1: Switch's; 1 at balance)
+//             first_choices: count_e counts first choices alone, and k is 1            (GShard's and DeepSpeed's of
+//             two)
 //   z       = mean over tokens of lse^2, lse = ln of the sum of e^logit                 (Zoph et al., "ST-MoE", 2022)
 struct RouterLossParams {
   float balance = 0, z = 0;  // coefficients
   i32 ignore_index = kIgnoredTarget;
+  bool first_choices = false;
+};
+// Numbers of router_stats for E experts, and where they begin; the counts come first.
+struct RouterStats {
+  i64 E;
+  constexpr i64 probs() const noexcept { return E; }
+  constexpr i64 squares() const noexcept { return 2 * E; }
+  constexpr i64 firsts() const noexcept { return 2 * E + 1; }
+  constexpr i64 report() const noexcept { return 3 * E + 1; }  // kReport numbers
+  static constexpr i64 kReport = 3;                            // nats, their fraction, dropped choices
+  static constexpr i64 kFraction = 4096;                       // of a nat
+  constexpr i64 size() const noexcept { return 3 * E + 1 + kReport; }
 };
 
 // Rows of dtype `work` that start at the same addresses as the rows of z: the in-place result of vocab_grad.
@@ -444,26 +472,44 @@ struct OpTable {
   void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
 
   // Mixture of experts: E experts, k of them for each of R tokens. logits, scores [R,E], weights [R,k] fp32; chosen [R,k]
-  // int32, in descending order of biased score.
+  // int32, in descending order of biased score; -1 is a choice that was dropped.
   //   route        scores (RouterParams), chosen, and weights: the scores of the chosen, in their order, normalised and
-  //                scaled. bias [E] fp32, optional.
-  //   route_grad   dlogits [R,E] fp32: the gradient of logits, with the choice held. dweights [R,k] fp32; those of the losses
+  //                scaled. bias [E] fp32, optional. noisy [R,E] fp32, optional: experts are chosen by these numbers instead,
+  //                in one group and without bias; noisy_second: the first by its score, another one by these.
+  //   weigh_choices weights of choices of which some were dropped: as in route, among those that are left; a sum below
+  //                2^-23 counts as 2^-23. 0 for the others.
+  //   route_grad   dlogits [R,E] fp32: the gradient of logits, with the choice held. dweights [R,k] fp32, those of dropped
+  //                choices unused; those of the losses
   //                of RouterLossParams, multiplied by *factor [1] fp32: score_grad [E] fp32 is added to the gradient of p
   //                of each token that counts, stats (below) gives n for z. score_grad, stats, targets [R] int32 and factor
   //                are optional: no stats, no losses; no targets, all tokens count. dlogits may not alias.
-  //   router_stats stats [2E+1] fp32, overwritten: count_e; the sum of p_e over tokens that count; the sum of their lse^2. In
-  //                fp64 in an order fixed by R and E, rounded once. The terms of ranks and parts of sequences add up.
+  //   router_stats stats [RouterStats::size] fp32, overwritten: count_e; over tokens that count, the sum of p_e, then that of
+  //                lse^2, in fp64 in an order fixed by R and E, rounded once; the count_e of first choices; the sum of the
+  //                entropies of p, each rounded to 1/4096 nat: the whole nats, then the 4096ths; the choices that were dropped,
+  //                which have no expert in kept [R,k] int32 (optional: none were). Counts and entropies are exact below 2^24.
+  //                The terms of ranks and parts of sequences add up.
   //   router_loss  loss [1] fp32 = balance * balance loss + z * z loss of stats; score_grad [E] fp32 = the gradient of the
   //                former with respect to p_e of one token. n = 0: zeros.
   void (*route)(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
-                const RouterParams&, Stream&) noexcept;
+                TensorView noisy, const RouterParams&, Stream&) noexcept;
+  void (*weigh_choices)(TensorView weights, TensorView chosen, TensorView scores, const RouterParams&, Stream&) noexcept;
   void (*route_grad)(TensorView dlogits, TensorView dweights, TensorView chosen, TensorView scores, TensorView logits,
                      TensorView score_grad, TensorView stats, TensorView targets, TensorView factor, const RouterParams&,
                      const RouterLossParams&, Stream&) noexcept;
-  void (*router_stats)(TensorView stats, TensorView chosen, TensorView scores, TensorView logits, TensorView targets,
-                       const RouterParams&, const RouterLossParams&, Stream&) noexcept;
+  void (*router_stats)(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
+                       TensorView targets, const RouterParams&, const RouterLossParams&, Stream&) noexcept;
   void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
                       Stream&) noexcept;
+  // bias_e += rate * sign(mean - count_e) (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+  // Mixture-of-Experts", 2024), where mean is that of counts [E]; nothing if the verdict is not finite. bias, counts fp32;
+  // counts are integers below 2^24, so the sign is exact, and each new bias is rounded once.
+  void (*balance_experts)(TensorView bias, TensorView counts, float rate, const GradVerdict* verdict, Stream&) noexcept;
+  // kept [N,k] int32 = chosen [N,k], or -1 for choices that exceed the capacity of their expert. priority [N,k] fp32,
+  // optional: all are equal; NaN is the lowest. Every expert keeps min(capacity, the number of its choices).
+  void (*drop_choices)(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams&, Stream&) noexcept;
+  // y[i] of x[i] and u = uniform(rng, offset + i); y and x one work dtype. x is unused, and may be none, with Uniform. May
+  // alias.
+  void (*add_noise)(TensorView y, TensorView x, NoiseKind, float amount, RngKey rng, i64 offset, Stream&) noexcept;
   // Sorts the R k choices by expert; those of one expert stay in the order of tokens. chosen: first to first + E-1; another
   // number has no place. offsets [E+1] int32: expert first + e has places offsets[e] .. offsets[e+1] - 1. places [R,k]
   // int32: of each choice, or -1. tokens, choices [R k] int32: the token r and the choice r k + j at each place, -1 after
@@ -494,6 +540,15 @@ struct OpTable {
   void (*grouped_matmul)(TensorView c, TensorView a, TensorView b, TensorView offsets, bool trans_b, Stream&) noexcept;
   void (*grouped_matmul_grad)(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,
                               Stream&) noexcept;
+  // The biases of such products, with the same groups.
+  //   grouped_bias      y[i] += bias[g % E] for each row i of group g, rounded once; y [M,N] strided rows, bias [E,N]; one work
+  //                     dtype. Rows of no group stay.
+  //   grouped_bias_grad dbias[e] = (accumulate ? dbias[e] : 0) + sum over rows of its groups, in their order, of weights[i] *
+  //                     dy[i], in fp32, rounded once; dbias [E,N] fp32 or work dtype, dy [M,N] strided rows, weights [M,1] fp32,
+  //                     optional.
+  void (*grouped_bias)(TensorView y, TensorView bias, TensorView offsets, Stream&) noexcept;
+  void (*grouped_bias_grad)(TensorView dbias, TensorView dy, TensorView weights, TensorView offsets, bool accumulate,
+                            Stream&) noexcept;
 
   // Dao et al.: "FlashAttention". q [B,T,H,D], k [B,S,G,D], v [B,S,G,Dv], o [B,T,H,Dv], all strided; H % G == 0, head h
   // reads group h/(H/G). Values may have another head dim than keys, as in multi-head latent attention (DeepSeek-AI,
