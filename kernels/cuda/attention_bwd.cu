@@ -6,6 +6,8 @@
 //   dv = (P Z)^T dO,  dS = P * (dO V^T * Z - delta),  dk = scale dS^T Q,  dq = scale dS K.
 // The dk and dv kernel computes scores transposed, so that both products have their left operands in registers.
 
+#include <algorithm>
+
 #include "cuda/attention_steps.h"
 #include "cuda/scratch_plan.h"
 
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   const auto load_step = [&](int n) {
     const int h = g * p.R + steps.head(n);
     steps.template load<kD, kThreads>(shared.met[n % 2][0], p.q(b, h), n, mask.T, p.D);
-    steps.template load<kD, kThreads>(shared.met[n % 2][1], a.dout(b, h), n, mask.T, p.D);
+    steps.template load<kD, kThreads>(shared.met[n % 2][1], a.dout(b, h), n, mask.T, p.Dv);
     if (thread_index() < Plan::kStep / 2) {
       const int row = steps.first(n, thread_index() / 8) + 2 * thread_index() % 16;
       const i64 at = (static_cast<i64>(b) * p.H + h) * a.stats_rows + row;
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   };
   if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.k(b, g), block_key, mask.S, p.D);
-    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], p.v(b, g), block_key, mask.S, p.D);
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], p.v(b, g), block_key, mask.S, p.Dv);
     load_step(0);
     copies_wait<0>();
     sync_block();
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
     for (int e = 0; e < 4; ++e) dk[0][i][e] *= p.scale;
   }
   store_rows<kD>(own[0], dk[0], a.dk(b, g), warp_key, mask.S, column, p.D);
-  store_rows<kD>(own[1], dv[0], a.dv(b, g), warp_key, mask.S, column, p.D);
+  store_rows<kD>(own[1], dv[0], a.dv(b, g), warp_key, mask.S, column, p.Dv);
 }
 
 template <class E, int kD, bool kGeneral>
@@ -260,12 +262,12 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
 
   const auto load_step = [&](int n) {
     steps.template load<kD, kThreads>(shared.met[n % 2][0], k, n, mask.S, p.D);
-    steps.template load<kD, kThreads>(shared.met[n % 2][1], v, n, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.met[n % 2][1], v, n, mask.S, p.Dv);
     copies_commit();
   };
   if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.q(b, h), block_row, mask.T, p.D);
-    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], a.dout(b, h), block_row, mask.T, p.D);
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], a.dout(b, h), block_row, mask.T, p.Dv);
     load_step(0);
     copies_wait<0>();
     sync_block();
@@ -343,7 +345,7 @@ void backward(const BackwardArgs<float>& a, cudaStream_t stream) noexcept { back
 
 template <class E>
 void backward(const BackwardArgs<E>& a, cudaStream_t stream) noexcept {
-  with_head_dim<32, 64, 96, 128, 192, 256>(a.problem.D, [&](auto dim) {
+  with_head_dim<32, 64, 96, 128, 192, 256>(widest_head(a.problem), [&](auto dim) {
     constexpr int kD = decltype(dim)::value;
     using Plan = BackwardPlan<kD>;
     const Problem<E>& p = a.problem;
@@ -366,7 +368,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
                        TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
   using namespace attention;
   Context& c = context(stream);
-  if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");
+  if (std::max(q.dim(3), v.dim(3)) > 256) return c.fail("head dim above 256", "attention_bwd");
   if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_bwd");
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), rows = padded_rows(T);
   auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(scratch::attention_bwd_bytes(B, T, H))));
@@ -374,7 +376,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
   const auto run = [&]<class E>(E) {
     constexpr int kRows = kStatisticsThreads / kLanesPerRow;
     launch(statistics<E>, {grid_of(num_tiles(B * H * rows, kRows), 1), kStatisticsThreads, 0}, c.stream(), stats,
-           Heads<const E>::of(dout), Heads<const E>::of(o), Statistics<const float>::of(lse), B, T, H, q.dim(3));
+           Heads<const E>::of(dout), Heads<const E>::of(o), Statistics<const float>::of(lse), B, T, H, v.dim(3));
     const BackwardArgs<E> args = {.problem = problem_of<E>(q, k, v, p),
                                   .dout = Heads<const E>::of(dout),
                                   .dq = Heads<E>::of(dq),

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     sync_block();
     const auto row_of = [&](int token) { return steps.row_of(token); };
     load_rows<kRows, kD>(shared.k, p.k(b, g), from, row_of, mask.S, p.D);
-    load_rows<kRows, kD>(shared.v, p.v(b, g), from, row_of, mask.S, p.D);
+    load_rows<kRows, kD>(shared.v, p.v(b, g), from, row_of, mask.S, p.Dv);
     steps.make(n + 2);
     sync_block();
     float s[kR][kR];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
       lse[row] = sum[r] == 0 ? kInfinity : (top[r] + fast_log2(sum[r])) * kLn2;
     }
   }
-  store_results(x, a.o(b, h), first, mask.T, p.D, 1.0f);
+  store_results(x, a.o(b, h), first, mask.T, p.Dv, 1.0f);
 }
 
 template <int kD, bool kGeneral>
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
                                     {.own = keys, .seen = mask.rows_of_keys(keys), .head = g * p.R, .heads = p.R});
   steps.start();
   load_own<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
-  load_own<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
+  load_own<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.Dv);
 
   float dk[kR][kC], dv[kR][kC];
   clear(dk);
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
     load_rows<kRows, kD>(shared.met[0], p.q(b, h), from, mask.T, p.D);
-    load_rows<kRows, kD>(shared.met[1], a.dout(b, h), from, mask.T, p.D);
+    load_rows<kRows, kD>(shared.met[1], a.dout(b, h), from, mask.T, p.Dv);
     steps.make(n + 2);
     sync_block();
     float s[kR][kR], grad[kR][kR];
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     add_products<kR, kC, kRows, kD>(dk, shared.ds, shared.met[0]);
   }
   store_results(dk, a.dk(b, g), first, mask.S, p.D, p.scale);
-  store_results(dv, a.dv(b, g), first, mask.S, p.D, 1.0f);
+  store_results(dv, a.dv(b, g), first, mask.S, p.Dv, 1.0f);
 }
 
 template <int kD, bool kGeneral>
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
   StepsOf<kGeneral, kD, false> steps(shared, a.queries, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
   steps.start();
   load_own<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
-  load_own<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
+  load_own<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.Dv);
 
   float dq[kR][kC];
   clear(dq);
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
     const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
     load_rows<kRows, kD>(shared.met[0], p.k(b, g), from, mask.S, p.D);
-    load_rows<kRows, kD>(shared.met[1], p.v(b, g), from, mask.S, p.D);
+    load_rows<kRows, kD>(shared.met[1], p.v(b, g), from, mask.S, p.Dv);
     steps.make(n + 2);
     sync_block();
     float s[kR][kR], grad[kR][kR];
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
 }  // namespace
 
 void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept {
-  with_head_dim<32, 64, 128, 256>(a.problem.D, [&](auto dim) {
+  with_head_dim<32, 64, 128, 256>(widest_head(a.problem), [&](auto dim) {
     constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
     const Problem<float>& p = a.problem;
     const dim3 grid = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
@@ -302,7 +302,7 @@ void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept {
 }
 
 void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept {
-  with_head_dim<32, 64, 128, 256>(a.problem.D, [&](auto dim) {
+  with_head_dim<32, 64, 128, 256>(widest_head(a.problem), [&](auto dim) {
     constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
     const Problem<float>& p = a.problem;
     const dim3 keys = grid_of(num_tiles(p.mask.S, kRows), i64{p.B} * p.G);

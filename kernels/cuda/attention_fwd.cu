@@ -5,6 +5,8 @@
 // running maximum of their row, are the left operand of P V. Dropout removes probabilities from P V, but not from the
 // row's sum.
 
+#include <algorithm>
+
 #include "cuda/attention_steps.h"
 
 namespace ds::cuda {
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
 
   const auto load_step = [&](int n) {
     steps.template load<kD, kThreads>(shared.k[n % 2], k, n, mask.S, p.D);
-    steps.template load<kD, kThreads>(shared.v[n % 2], v, n, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.v[n % 2], v, n, mask.S, p.Dv);
     copies_commit();
   };
   constexpr int kHeld = Plan::kHold ? kD / 16 : 1;
@@ -192,13 +194,13 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
         lse[row] = sum == 0 ? kInfinity : (rows[m].top[half] + fast_log2(sum)) * kLn2;
       }
     }
-    store_rows<kD>(own + 16 * m * kD, x[m], a.o(b, h), warp_row + 16 * m, mask.T, 0, p.D);
+    store_rows<kD>(own + 16 * m * kD, x[m], a.o(b, h), warp_row + 16 * m, mask.T, 0, p.Dv);
   }
 }
 
 template <class E>
 void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
-  with_head_dim<32, 64, 96, 128, 192, 256>(a.problem.D, [&](auto dim) {
+  with_head_dim<32, 64, 96, 128, 192, 256>(widest_head(a.problem), [&](auto dim) {
     constexpr int kD = decltype(dim)::value;
     using Plan = ForwardPlan<kD>;
     const Problem<E>& p = a.problem;
@@ -217,7 +219,7 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
                        Stream& stream) noexcept {
   using namespace attention;
   Context& c = context(stream);
-  if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
+  if (std::max(q.dim(3), v.dim(3)) > 256) return c.fail("head dim above 256", "attention_fwd");
   if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_fwd");
   if (!has_known_page(p))
     return c.fail("page size other than 16, 32, 64 or 128 keys, or smaller than a block", "attention_fwd");

@@ -103,6 +103,7 @@ struct Problem {
   Heads<const E> q, k, v;
   Mask mask;
   int B, H, G, R, D;    // R = H / G
+  int Dv;               // head dim of values
   float scale, scale2;  // of the scores; the same times log2(e)
   Dropout dropout;
   // Only for the general kernels.
@@ -164,6 +165,7 @@ Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView
           .G = G,
           .R = G > 0 ? H / G : 1,
           .D = static_cast<int>(q.dim(3)),
+          .Dv = static_cast<int>(v.dim(3)),
           .scale = p.scale,
           .scale2 = p.scale * kLog2E,
           .dropout = Dropout::of(p, H, q.dim(1), k.dim(1)),
@@ -517,6 +519,12 @@ DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, i
     }
   }
   sync_warp();
+}
+
+// The head dim for which a kernel is chosen: its tiles have room for keys and for values.
+template <class E>
+i64 widest_head(const Problem<E>& p) noexcept {
+  return std::max(p.D, p.Dv);
 }
 
 // Calls f(std::integral_constant<int, kD>) for the smallest kD of the list that is at least D.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary embedding. A thread rotates the same pack of pairs in several heads of one token, which share cosines and
-// sines. Neighbouring threads have neighbouring packs, then neighbouring heads.
+// sines; of interleaved pairs it has two neighbouring packs. Neighbouring threads have neighbouring packs, then
+// neighbouring heads.
 
 #include "cuda/elementwise.h"
 
@@ -19,9 +20,10 @@ struct RopeArgs {
   i64 x_stride[3], y_stride[3];
   i64 tokens, T_, H, half;  // tokens: of all sequences; T_: of each
   float sign;
+  bool interleaved;
   bool aligned;  // every pack is whole and aligned to its size
 
-  RopeArgs(TensorView to, TensorView from, TensorView c, TensorView s, TensorView at, bool inverse) noexcept
+  RopeArgs(TensorView to, TensorView from, TensorView c, TensorView s, TensorView at, const RopeParams& p) noexcept
       : y(to.as<T>()),
         x(from.as<T>()),
         cos(c.as<float>()),
@@ -31,7 +33,8 @@ struct RopeArgs {
         T_(from.dim(1)),
         H(from.dim(2)),
         half(from.dim(3) / 2),
-        sign(inverse ? -1.0f : 1.0f),
+        sign(p.inverse ? -1.0f : 1.0f),
+        interleaved(p.interleaved),
         aligned(half % kPack<T> == 0 && all_aligned(16, {y, x, cos, sin})) {
     for (int d = 0; d < 3; ++d) {
       x_stride[d] = from.stride[static_cast<size_t>(d)];
@@ -39,6 +42,11 @@ struct RopeArgs {
       aligned &= x_stride[d] % kPack<T> == 0 && y_stride[d] % kPack<T> == 0;
     }
   }
+  // Where the two packs of pairs d and up begin in a head, which has 2 * half elements.
+  DS_HOST_DEVICE constexpr i64 first(i64 d) const noexcept { return interleaved ? 2 * d : d; }
+  DS_HOST_DEVICE constexpr i64 second(i64 d) const noexcept { return interleaved ? 2 * d + kPack<T> : half + d; }
+  // Where each pack's elements end.
+  DS_HOST_DEVICE constexpr i64 first_end() const noexcept { return interleaved ? 2 * half : half; }
   // Threads per token.
   DS_HOST_DEVICE constexpr i64 packs() const noexcept { return (half + kPack<T> - 1) / kPack<T>; }
   DS_HOST_DEVICE constexpr i64 head_groups() const noexcept { return (H + kHeads - 1) / kHeads; }
@@ -67,11 +75,11 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
     if (h >= a.H) break;
     const T* const row = from + h * a.x_stride[2];
     if (a.aligned) {
-      x[k][0].load(row + d);
-      x[k][1].load(row + a.half + d);
+      x[k][0].load(row + a.first(d));
+      x[k][1].load(row + a.second(d));
     } else {
-      x[k][0].load_some(row, d, 0, a.half);
-      x[k][1].load_some(row + a.half, d, 0, a.half);
+      x[k][0].load_some(row, a.first(d), 0, a.first_end());
+      x[k][1].load_some(row, a.second(d), 0, 2 * a.half);
     }
   }
 
@@ -95,32 +103,36 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
   DS_UNROLL for (int k = 0; k < kHeads; ++k) {
     const i64 h = group + k * groups;
     if (h >= a.H) break;
-    float first[kWidth], second[kWidth], turned[2][kWidth];
-    x[k][0].get(first);
-    x[k][1].get(second);
+    float in[2][kWidth], turned[2][kWidth];
+    x[k][0].get(in[0]);
+    x[k][1].get(in[1]);
     DS_UNROLL for (int e = 0; e < kWidth; ++e) {
-      turned[0][e] = std::fma(-second[e], sin[e], first[e] * cos[e]);
-      turned[1][e] = std::fma(first[e], sin[e], second[e] * cos[e]);
+      const int near = 2 * e / kWidth, at = 2 * e % kWidth;  // of interleaved pairs
+      const float first = a.interleaved ? in[near][at] : in[0][e], second = a.interleaved ? in[near][at + 1] : in[1][e];
+      const float to_first = std::fma(-second, sin[e], first * cos[e]),
+                  to_second = std::fma(first, sin[e], second * cos[e]);
+      (a.interleaved ? turned[near][at] : turned[0][e]) = to_first;
+      (a.interleaved ? turned[near][at + 1] : turned[1][e]) = to_second;
     }
     T* const row = to + h * a.y_stride[2];
     x[k][0].set(turned[0]);
     x[k][1].set(turned[1]);
     if (a.aligned) {
-      x[k][0].store(row + d);
-      x[k][1].store(row + a.half + d);
+      x[k][0].store(row + a.first(d));
+      x[k][1].store(row + a.second(d));
     } else {
-      x[k][0].store_some(row, d, 0, a.half);
-      x[k][1].store_some(row + a.half, d, 0, a.half);
+      x[k][0].store_some(row, a.first(d), 0, a.first_end());
+      x[k][1].store_some(row, a.second(d), 0, 2 * a.half);
     }
   }
 }
 
 }  // namespace
 
-void rope(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, bool inverse,
+void rope(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, const RopeParams& p,
           Stream& s) noexcept {
   with_work_type(y.dtype, [&]<class T>(T) {
-    const RopeArgs<T> args(y, x, cos, sin, positions, inverse);
+    const RopeArgs<T> args(y, x, cos, sin, positions, p);
     Context& c = context(s);
     launch(rope_kernel<T>, args.launch(), c.stream(), args);
     c.check(cudaGetLastError(), "rope");

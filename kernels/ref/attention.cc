@@ -75,10 +75,10 @@ double keep(const AttentionParams& p, u64 element) noexcept {
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream&) noexcept {
-  const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2);
+  const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), Dv = v.dim(3);
   const AttentionGrid grid = p.grid.of(H, T, S);
   const Scores scores{p, B, T, S};
-  std::vector<double> weight(static_cast<size_t>(S)), out(static_cast<size_t>(D));
+  std::vector<double> weight(static_cast<size_t>(S)), out(static_cast<size_t>(Dv));
   for (i64 row = 0; row < B * H * T; ++row) {
     const i64 b = row / (H * T), h = row / T % H, i = row % T, g = h / (H / G);
     double top = -kInfinity, sum = 0;
@@ -90,15 +90,15 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
       top = std::max(top, score);
     }
     if (top == -kInfinity) top = 0;
-    out.assign(static_cast<size_t>(D), 0);
+    out.assign(static_cast<size_t>(Dv), 0);
     for (i64 j = 0; j < S; ++j) {
       const double e = std::exp(weight[j] - top);
       if (e == 0) continue;
       sum += e;
       const double w = e * keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-      for (i64 d = 0; d < D; ++d) out[d] += w * get(v, at(v, b, p.key_row(j), g) + d);
+      for (i64 d = 0; d < Dv; ++d) out[d] += w * get(v, at(v, b, p.key_row(j), g) + d);
     }
-    for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[d] / sum);
+    for (i64 d = 0; d < Dv; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[d] / sum);
     put(lse, at_row(lse, b, h, i), sum == 0 ? kInfinity : top + std::log(sum));
   }
 }
@@ -106,9 +106,10 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream&) noexcept {
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), R = H / G;
+  const i64 Dv = v.dim(3);
   const AttentionGrid grid = p.grid.of(H, T, S);
   const Scores scores{p, B, T, S};
-  std::vector<double> gq(static_cast<size_t>(D)), gk(static_cast<size_t>(S * D)), gv(static_cast<size_t>(S * D));
+  std::vector<double> gq(static_cast<size_t>(D)), gk(static_cast<size_t>(S * D)), gv(static_cast<size_t>(S * Dv));
   for (i64 group = 0; group < B * G; ++group) {
     const i64 b = group / G, g = group % G;
     gk.assign(gk.size(), 0);
@@ -116,7 +117,7 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
     for (i64 h = g * R; h < (g + 1) * R; ++h) {
       for (i64 i = 0; i < T; ++i) {
         const i64 qi = at(q, b, i, h), doi = at(dout, b, i, h);
-        const double delta = dot(dout, doi, o, at(o, b, i, h), D);
+        const double delta = dot(dout, doi, o, at(o, b, i, h), Dv);
         gq.assign(gq.size(), 0);
         for (i64 j = 0; j < S; ++j) {
           if (!scores.visible(b, h, i, j)) continue;
@@ -124,21 +125,19 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
           const Scores::Score score = scores.of(dot(q, qi, k, kj, D), h, i, j);
           const double prob = std::exp(score.value - get(lse, at_row(lse, b, h, i)));
           const double mask = keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-          const double ds = p.scale * score.slope * prob * (mask * dot(dout, doi, v, vj, D) - delta);
+          const double ds = p.scale * score.slope * prob * (mask * dot(dout, doi, v, vj, Dv) - delta);
           for (i64 d = 0; d < D; ++d) {
             gq[d] += ds * get(k, kj + d);
             gk[j * D + d] += ds * get(q, qi + d);
-            gv[j * D + d] += prob * mask * get(dout, doi + d);
           }
+          for (i64 d = 0; d < Dv; ++d) gv[j * Dv + d] += prob * mask * get(dout, doi + d);
         }
         for (i64 d = 0; d < D; ++d) put(dq, at(dq, b, i, h) + d, gq[d]);
       }
     }
     for (i64 j = 0; j < S; ++j) {
-      for (i64 d = 0; d < D; ++d) {
-        put(dk, at(dk, b, j, g) + d, gk[j * D + d]);
-        put(dv, at(dv, b, j, g) + d, gv[j * D + d]);
-      }
+      for (i64 d = 0; d < D; ++d) put(dk, at(dk, b, j, g) + d, gk[j * D + d]);
+      for (i64 d = 0; d < Dv; ++d) put(dv, at(dv, b, j, g) + d, gv[j * Dv + d]);
     }
   }
 }

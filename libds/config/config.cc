@@ -104,7 +104,9 @@ void check_size(const Config& c, Reader& r) {
   const ModelConfig& m = c.model;
   const auto number = [](i64 x) { return static_cast<double>(x); };
   const ExpertsConfig& x = m.experts;
-  const double hidden = number(m.hidden), heads = number(m.heads * m.head_dim), experts = number(x.count);
+  const LatentConfig& latent = m.latent;
+  const double hidden = number(std::max({m.hidden, latent.rank + latent.rope_dim, latent.query_rank})),
+               heads = number(m.heads * (m.head_dim + latent.value_dim)), experts = number(x.count);
   // A block's inner sizes: of its matrices, and those that one token passes through.
   const double inner = std::max(number(m.intermediate), experts * number(x.intermediate)) + number(x.shared),
                wide = std::max(number(m.intermediate), number(x.per_token) * number(x.intermediate)) + number(x.shared);

@@ -39,6 +39,8 @@ struct HfConfig {
   std::vector<i64> mlp_only_layers;
   i64 first_k_dense_replace = 0;
   i64 n_shared_experts = 0;
+  i64 qk_nope_head_dim = 0;
+  std::string topk_method;
   bool output_router_logits = false;
   float router_aux_loss_coef = 0;
   MoeKeys moe{};

@@ -121,9 +121,11 @@ void resolve_rope(ModelConfig& m, Reader& r) {
     for (const auto& [key, list] : {std::pair{"rope_scaling.short_factor", &m.rope.short_factor},
                                     std::pair{"rope_scaling.long_factor", &m.rope.long_factor}})
       if (r.given(key) && std::ssize(*list) != m.rotary_dim() / 2)
-        r.error(key,
-                fmt::format("has {} numbers; {} / 2 is {}", list->size(),
-                            m.rotary_share < 1 ? "head_dim * partial_rotary_factor" : "head_dim", m.rotary_dim() / 2));
+        r.error(key, fmt::format("has {} numbers; {} / 2 is {}", list->size(),
+                                 m.latent.on()        ? "qk_rope_head_dim"
+                                 : m.rotary_share < 1 ? "head_dim * partial_rotary_factor"
+                                                      : "head_dim",
+                                 m.rotary_dim() / 2));
 }
 
 void resolve_windows(HfConfig& h, Reader& r) {
@@ -228,7 +230,10 @@ constexpr std::string_view kOfExperts[] = {"num_experts_per_tok",
                                            "first_k_dense_replace",
                                            "n_group",
                                            "topk_group",
-                                           "routed_scaling_factor"};
+                                           "routed_scaling_factor",
+                                           "topk_method",
+                                           "scoring_func",
+                                           "moe_layer_freq"};
 
 // Whether a key that a model of this family does not read turns nothing on, by its name in the other families.
 bool asks_for_nothing(const FamilySpec& family, const Json& object, std::string_view name, const Json& value) {
@@ -436,6 +441,11 @@ Json model_json(const ModelConfig& model) {
     if (!experts.sparse(l)) h.mlp_only_layers.push_back(l);
   h.first_k_dense_replace = std::ranges::find(experts.layers, true) - experts.layers.begin();
   h.n_shared_experts = experts.shared / std::max<i64>(experts.intermediate, 1);
+  h.topk_method = experts.router.groups > 1 ? "group_limited_greedy" : "greedy";
+  if (model.latent.on()) {
+    h.qk_nope_head_dim = model.head_dim - model.latent.rope_dim;
+    h.m.head_dim = model.latent.rope_dim;  // as transformers writes it
+  }
   h.m.later_predictors = 0;  // weights of ours have none
   family::restore_gating(h);
   const RopeScaling& rope = model.rope;
@@ -448,6 +458,7 @@ Json model_json(const ModelConfig& model) {
     if (key == "original_max_position_embeddings")
       return (t == Llama3 || t == Yarn || t == LongRope) && rope.original_max_positions > 0;
     if (key == "attention_factor") return (t == Yarn || t == LongRope) && rope.attention_factor > 0;
+    if (key == "mscale_all_dim" && model.latent.on()) return t == Yarn && rope.mscale_all_dim > 0;
     if (key == "mscale" || key == "mscale_all_dim") return t == Yarn && rope.mscale > 0 && rope.mscale_all_dim > 0;
     if (key == "short_factor" || key == "long_factor") return t == LongRope;
     return t == Yarn;
@@ -460,6 +471,7 @@ Json model_json(const ModelConfig& model) {
     Json value = slot_json(k.slot(&h));
     if (k.path == "pad_token_id" && model.pad_token_id < 0) value = nullptr;
     if (k.path == "sliding_window" && h.sliding_window == 0) value = nullptr;
+    if (k.path == "q_lora_rank" && model.latent.query_rank == 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
     } else if (k.path.starts_with("moe.")) {

@@ -66,8 +66,17 @@ void check_fp8_sizes(const Config& c, Reader& r) {
   };
   size(m.hidden, "the hidden size");
   size(heads * m.head_dim, fmt::format("{} heads of {}, together", heads, m.head_dim));
-  if (kv_heads != heads)
+  if (const LatentConfig& latent = m.latent; latent.on()) {
+    const i64 plain = m.head_dim - latent.rope_dim;
+    if (latent.query_rank > 0) size(latent.query_rank, "the latent of queries");
+    size(latent.rank, "the latent of keys and values");
+    size(latent.rank + latent.rope_dim, "that latent with the rotary key");
+    size(heads * (plain + latent.value_dim),
+         fmt::format("{} heads of {} and values of {}, together", heads, plain, latent.value_dim));
+    size(heads * latent.value_dim, fmt::format("{} values of {}, together", heads, latent.value_dim));
+  } else if (kv_heads != heads) {
     size(kv_heads * m.head_dim, fmt::format("{} key/value heads of {}, together", kv_heads, m.head_dim));
+  }
   size(m.intermediate / t, "the intermediate size");
   if (bad.empty()) return;
   r.error(kFp8,

@@ -39,6 +39,12 @@ i64 WritingMemory::bytes_of(const std::vector<LayerCaches>& caches) const noexce
   return sum;
 }
 
+i64 WritingMemory::most_made() const noexcept {
+  i64 most = 0;
+  for (const auto& [shape, of_shape] : layers) most = std::max(most, shape.made);
+  return most;
+}
+
 plan::TagBytes WritingMemory::bytes() const {
   plan::TagBytes sum{};
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
@@ -88,7 +94,7 @@ WritingMemory plan_writing(const model::Model& model, const plan::RunPlan& plan,
   w.rope_apart = std::ranges::any_of(model.rotations, &model::Rotation::by_length);
   const i64 rows = std::max(w.longest, w.at_once);
   w.pass = model::PassMemory(model, {.B = 1,
-                                     .T = rows,
+                                     .T = std::max(rows, std::min(w.most_made(), w.largest)),
                                      .rope_rows = w.largest * (w.rope_apart ? w.at_once : 1),
                                      .losses = false,
                                      .logits_rows = w.at_once,
@@ -96,6 +102,17 @@ WritingMemory plan_writing(const model::Model& model, const plan::RunPlan& plan,
                                      .work = plan.work});
   if (plan.mesh.pp > 1) w.message_bytes = rows * model.hidden * dtype_bytes(plan.work);
   return w;
+}
+
+// The lengths at which sequences of a model with CacheShape::made have other parts of keys to make: a whole part, and
+// each rest of one.
+std::set<i64> lengths_of_parts(std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 made) {
+  std::set<i64> lengths;
+  for (const std::vector<i32>& prompt : prompts) {
+    for (i64 n = std::ssize(prompt) + 1; made > 0 && n < std::ssize(prompt) + max_tokens; ++n)
+      lengths.insert(n <= made ? n : made + n % made);
+  }
+  return lengths;
 }
 
 // A pass for each prompt length, and one for each number of sequences in progress, at the end of the longest sequence,
@@ -136,6 +153,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPla
   std::set<i64> lengths;
   for (const std::vector<i32>& prompt : prompts) lengths.insert(std::ssize(prompt));
   for (const i64 length : lengths) walk(1, length, 0);
+  for (const i64 length : lengths_of_parts(prompts, writing.max_tokens, writing.most_made())) walk(1, 1, length - 1);
   // The last token of a sequence is not read.
   if (writing.max_tokens > 1) {
     for (i64 b = 1; b <= writing.at_once; ++b) walk(b, 1, writing.largest - 2);

@@ -40,7 +40,8 @@ struct WritingMemory {
   static constexpr i64 kCacheAlign = 64;               // bytes; each array, and the pages of a shape
   static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, kCacheAlign); }
   i64 bytes_of(const std::vector<LayerCaches>&) const noexcept;
-  plan::TagBytes bytes() const;  // upper bounds
+  i64 most_made() const noexcept;  // CacheShape::made
+  plan::TagBytes bytes() const;    // upper bounds
 };
 
 // For continuing these prompts by `max_tokens` tokens each.

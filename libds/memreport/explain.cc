@@ -106,6 +106,7 @@ std::string differences(const ModelShape& m) {
     if (differs) text += fmt::format("{}{}", text.empty() ? "" : ", ", what);
   };
   add(m.num_kv_heads() != m.heads, fmt::format("{} key/value heads for {} heads", m.num_kv_heads(), m.heads));
+  add(m.attention > 0, "keys and values made from a latent");
   add(m.gated, "a gated MLP");
   add(m.more_params != 0, "experts in blocks, each for some tokens");
   add(m.ffn_size() != 4 * m.hidden, fmt::format("an MLP of {} instead of 4h = {}", m.ffn_size(), 4 * m.hidden));

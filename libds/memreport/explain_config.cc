@@ -57,6 +57,16 @@ i64 params_of_experts(const ModelConfig& m) {
   return std::ranges::count(x.layers, true) * inner * m.hidden;
 }
 
+// Parameters of a layer's multi-head latent attention; 0: it has another.
+i64 params_of_latent(const ModelConfig& m) {
+  const LatentConfig& x = m.latent;
+  if (!x.on()) return 0;
+  const i64 q = m.heads * m.head_dim, kv_a = x.rank + x.rope_dim, values = m.heads * x.value_dim,
+            queries = x.query_rank > 0 ? x.query_rank * (m.hidden + 1 + q) : m.hidden * q,
+            biases = (m.attention_bias ? kv_a + x.query_rank : 0) + (m.output_bias ? m.hidden : 0);
+  return queries + m.hidden * kv_a + x.rank * (1 + q - m.heads * x.rope_dim + values) + values * m.hidden + biases;
+}
+
 }  // namespace
 
 std::string explain(const Config& config, const World& world) {
@@ -81,6 +91,7 @@ std::string explain(const Config& config, const World& world) {
              .heads = m.heads,
              .kv_heads = m.kv_heads,
              .head_dim = m.head_dim,
+             .attention = params_of_latent(m),
              .ffn = m.intermediate,
              .vocab = m.vocab_size,
              .positions = learned ? m.max_positions : 0,

@@ -79,8 +79,9 @@ i64 layer_params(const ModelShape& m) {
   const i64 head_dim = m.head_dim > 0 ? m.head_dim : div_exact(m.hidden, m.heads);
   const i64 q = m.heads * head_dim, kv = 2 * m.num_kv_heads() * head_dim;
   const i64 up = (m.gated ? 2 : 1) * m.ffn_size();
-  const i64 matrices = m.hidden * (q + kv) + q * m.hidden + m.hidden * up + m.ffn_size() * m.hidden;
-  const i64 biases = q + kv + m.hidden + up + m.hidden;
+  const i64 attention = m.attention > 0 ? m.attention : m.hidden * (q + kv) + q * m.hidden;
+  const i64 matrices = attention + m.hidden * up + m.ffn_size() * m.hidden;
+  const i64 biases = (m.attention > 0 ? 0 : q + kv + m.hidden) + up + m.hidden;
   return matrices + (m.biases ? biases : 0) + 2 * norm_params(m);
 }
 

@@ -87,9 +87,10 @@ double extra_activations(const LayerShape& layer, const PipelineShape& pipeline,
 
 struct ModelShape {
   i64 layers = 0, hidden = 0, heads = 0;
-  i64 kv_heads = 0;  // 0: heads
-  i64 head_dim = 0;  // 0: hidden / heads
-  i64 ffn = 0;       // 0: 4 hidden
+  i64 kv_heads = 0;   // 0: heads
+  i64 head_dim = 0;   // 0: hidden / heads
+  i64 attention = 0;  // parameters of a layer's attention, with biases, if it is not of q, k, v and o
+  i64 ffn = 0;        // 0: 4 hidden
   i64 vocab = 0;
   i64 positions = 0;      // learned ones; Megatron's report counts none
   bool gated = false;     // SwiGLU: three matrices, not two

@@ -180,7 +180,7 @@ std::vector<Call> passes(DType t) {
   add("rope", [](const OpTable& ops, Stream& s, auto rows, auto f32, const Cutter& cut) {
     const TensorView y = rows().reshaped({1, kRows, 4, 64}), x = rows().reshaped({1, kRows, 4, 64});
     const TensorView table = f32(kRows * 32).reshaped({kRows, 32});
-    ops.rope(y, x, table, table, cut.ids(), false, s);
+    ops.rope(y, x, table, table, cut.ids(), {}, s);
   });
   add("embedding_fwd", [](const OpTable& ops, Stream& s, auto rows, auto, const Cutter& cut) {
     const TensorView y = rows(), table = rows();

@@ -58,12 +58,18 @@ void keep(const PassContext& ctx, TensorView to, const KvCache& cache, TensorVie
   }
 }
 
+// Parameters for one sequence, whose cache has `length` positions before its new ones.
+AttentionParams of_sequence(const PassContext& ctx, const AttentionParams& p, i64 heads, i64 length) {
+  AttentionParams params = of_heads(ctx, p, heads, 0);
+  params.dropout = 0;
+  params.grid.row0 = length;
+  return params;
+}
+
 // One sequence after the other, since they differ in length and each must have the bits that it has alone. The first
 // tokens attend to each other; later ones, one by one, to the cache.
 void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
   const i64 T = h.k.dim(1);
-  params = of_heads(ctx, params, h.q.dim(2), 0);
-  params.dropout = 0;
   for (i64 b = 0; b < ctx.B; ++b) {
     KvCache& cache = *ctx.caches[b];
     const bool first = cache.length == 0;
@@ -71,7 +77,7 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
     const TensorView k = cache.arrays[0], v = cache.arrays[1];
     keep(ctx, k, cache, h.k.rows(b, 1));
     keep(ctx, v, cache, h.v.rows(b, 1));
-    params.grid.row0 = cache.length;
+    params = of_sequence(ctx, params, h.q.dim(2), cache.length);
     params.pages = first ? nullptr : cache.pages;
     params.page = cache.page;
     cache.length += T;
@@ -105,12 +111,13 @@ struct Ulysses {
     TensorView mine;
     Memory theirs;
     bool kv;
+    i64 dim() const noexcept { return mine.dim(3); }
   };
 
   const PassContext& ctx;
   const LayerActs& acts;
   int P;
-  i64 B, T, D, q_heads, kv_heads, h, g;  // T: tokens of a rank before the exchange; h, g: heads of a rank after it
+  i64 B, T, q_heads, kv_heads, h, g;  // T: tokens of a rank before the exchange; h, g: heads of a rank after it
 
   Ulysses(const PassContext& c, const Heads& heads, const LayerActs& a)
       : ctx(c),
@@ -118,15 +125,14 @@ struct Ulysses {
         P(c.groups.shard.sp),
         B(heads.q.dim(0)),
         T(heads.q.dim(1)),
-        D(heads.q.dim(3)),
         q_heads(heads.q.dim(2)),
         kv_heads(heads.k.dim(2)),
         h(q_heads / P),
         g(kv_share(kv_heads, P)) {}
 
   TensorView memory(Memory which) const { return acts.exchange[which]; }
-  TensorView whole(Memory which, bool kv) const {
-    return TensorView::of(memory(which).data, memory(which).dtype, {B, P * T, kv ? g : h, D});
+  TensorView whole(const Part& p) const {
+    return TensorView::of(memory(p.theirs).data, memory(p.theirs).dtype, {B, P * T, p.kv ? g : h, p.dim()});
   }
   // The heads for which rank q attends.
   TensorView heads_of(const Part& p, int q) const {
@@ -134,7 +140,7 @@ struct Ulysses {
   }
   i64 slice_elems(std::span<const Part> parts) const {
     i64 n = 0;
-    for (const Part& p : parts) n += B * T * (p.kv ? g : h) * D;
+    for (const Part& p : parts) n += B * T * (p.kv ? g : h) * p.dim();
     return n;
   }
   void exchange(i64 slice) const {
@@ -152,15 +158,15 @@ struct Ulysses {
       Parcel parcel(memory(kSend), slice, q);
       for (const Part& p : parts) {
         const TensorView part = heads_of(p, q);
-        ctx.ops.copy_heads(parcel.next(B, T, part.dim(2), D), part, ctx.stream);
+        ctx.ops.copy_heads(parcel.next(B, T, part.dim(2), p.dim()), part, ctx.stream);
       }
     }
     exchange(slice);
     for (int q = 0; q < P; ++q) {
       Parcel parcel(memory(kReceive), slice, q);
       for (const Part& p : parts) {
-        const TensorView to = some_tokens(whole(p.theirs, p.kv), q * T, T);
-        ctx.ops.copy_heads(to, parcel.next(B, T, to.dim(2), D), ctx.stream);
+        const TensorView to = some_tokens(whole(p), q * T, T);
+        ctx.ops.copy_heads(to, parcel.next(B, T, to.dim(2), p.dim()), ctx.stream);
       }
     }
   }
@@ -171,8 +177,8 @@ struct Ulysses {
     for (int q = 0; q < P; ++q) {
       Parcel parcel(memory(kSend), slice, q);
       for (const Part& p : parts) {
-        const TensorView from = some_tokens(whole(p.theirs, p.kv), q * T, T);
-        ctx.ops.copy_heads(parcel.next(B, T, from.dim(2), D), from, ctx.stream);
+        const TensorView from = some_tokens(whole(p), q * T, T);
+        ctx.ops.copy_heads(parcel.next(B, T, from.dim(2), p.dim()), from, ctx.stream);
       }
     }
     exchange(slice);
@@ -180,7 +186,7 @@ struct Ulysses {
     for (int q = 0; q < P; ++q) {
       Parcel parcel(memory(kReceive), slice, q);
       for (const Part& p : parts) {
-        const TensorView got = parcel.next(B, T, p.kv ? g : h, D);
+        const TensorView got = parcel.next(B, T, p.kv ? g : h, p.dim());
         if (p.kv && q % copies != 0) continue;
         for (int c = 1; p.kv && c < copies; ++c) {
           TensorView other = got;
@@ -197,17 +203,19 @@ struct Ulysses {
     return of_heads(ctx, p, q_heads, h * ctx.groups.shard.sp_rank);
   }
   void forward(TensorView o, TensorView lse, const Heads& x, const AttentionParams& p) const {
-    to_heads({{x.q, kQ, false}, {x.k, kK, true}, {x.v, kV, true}});
-    ctx.ops.attention_fwd(whole(kO, false), stats(lse), whole(kQ, false), whole(kK, true), whole(kV, true), params(p),
-                          ctx.stream);
-    to_tokens({{o, kO, false}});
+    const Part q{x.q, kQ, false}, k{x.k, kK, true}, v{x.v, kV, true}, out{o, kO, false};
+    to_heads({q, k, v});
+    ctx.ops.attention_fwd(whole(out), stats(lse), whole(q), whole(k), whole(v), params(p), ctx.stream);
+    to_tokens({out});
   }
   void backward(const Heads& d, TensorView dout, const Heads& x, TensorView o, TensorView lse,
                 const AttentionParams& p) const {
-    to_heads({{x.q, kQ, false}, {x.k, kK, true}, {x.v, kV, true}, {o, kO, false}, {dout, kDO, false}});
-    ctx.ops.attention_bwd(whole(kDQ, false), whole(kDK, true), whole(kDV, true), whole(kDO, false), whole(kQ, false),
-                          whole(kK, true), whole(kV, true), whole(kO, false), stats(lse), params(p), ctx.stream);
-    to_tokens({{d.q, kDQ, false}, {d.k, kDK, true}, {d.v, kDV, true}});
+    const Part q{x.q, kQ, false}, k{x.k, kK, true}, v{x.v, kV, true}, out{o, kO, false};
+    const Part dq{d.q, kDQ, false}, dk{d.k, kDK, true}, dv{d.v, kDV, true}, grad{dout, kDO, false};
+    to_heads({q, k, v, out, grad});
+    ctx.ops.attention_bwd(whole(dq), whole(dk), whole(dv), whole(grad), whole(q), whole(k), whole(v), whole(out),
+                          stats(lse), params(p), ctx.stream);
+    to_tokens({dq, dk, dv});
   }
 };
 
@@ -217,7 +225,7 @@ struct Ring {
   const PassContext& ctx;
   const LayerActs& acts;
   int P, rank;
-  i64 B, T, H, G, D;  // T: tokens of a chunk; a rank has two
+  i64 B, T, H, G, D, Dv;  // T: tokens of a chunk; a rank has two
 
   Ring(const PassContext& c, const Heads& heads, const LayerActs& a)
       : ctx(c),
@@ -228,17 +236,20 @@ struct Ring {
         T(heads.q.dim(1) / 2),
         H(heads.q.dim(2)),
         G(heads.k.dim(2)),
-        D(heads.q.dim(3)) {}
+        D(heads.q.dim(3)),
+        Dv(heads.v.dim(3)) {}
 
   TensorView memory(Memory which) const { return acts.exchange[which]; }
-  // Part i of memory that contains chunks [B,T,heads,D] one after the other.
-  TensorView chunk(Memory which, i64 i, i64 heads) const {
+  // A chunk [B,T,heads,dim] of memory, from element `at` on.
+  TensorView chunk(Memory which, i64 at, i64 heads, i64 dim) const {
     const TensorView all = memory(which);
-    return TensorView::of(static_cast<char*>(all.data) + i * B * T * heads * D * dtype_bytes(all.dtype), all.dtype,
-                          {B, T, heads, D});
+    return TensorView::of(static_cast<char*>(all.data) + at * dtype_bytes(all.dtype), all.dtype, {B, T, heads, dim});
   }
-  TensorView key(Memory block, i64 i) const { return chunk(block, i, G); }
-  TensorView value(Memory block, i64 i) const { return chunk(block, 2 + i, G); }
+  // Queries and outputs of chunk i, and a block's keys, which values follow.
+  TensorView query(Memory which, i64 i) const { return chunk(which, i * B * T * H * D, H, D); }
+  TensorView output(Memory which, i64 i) const { return chunk(which, i * B * T * H * Dv, H, Dv); }
+  TensorView key(Memory block, i64 i) const { return chunk(block, i * B * T * G * D, G, D); }
+  TensorView value(Memory block, i64 i) const { return chunk(block, B * T * G * (2 * D + i * Dv), G, Dv); }
   TensorView stats(TensorView lse, i64 i) const {
     return TensorView::of(lse.as<float>() + i * B * H * T, DType::F32, {B, H, T});
   }
@@ -283,23 +294,23 @@ struct Ring {
     load(x);
     Memory block = kBlock, next = kNextBlock;
     bool first[2] = {true, true};
-    const TensorView part = chunk(kPart, 0, H), part_lse = stats(memory(kPartLse), 0);
+    const TensorView part = output(kPart, 0), part_lse = stats(memory(kPartLse), 0);
     for (int step = 0; step < P; ++step) {
       for_each_pair((rank + P - step) % P, params, [&](i64 i, i64 j, const AttentionParams& p) {
         ctx.ops.attention_fwd(part, part_lse, tokens(x.q, i), key(block, j), value(block, j), p, ctx.stream);
-        ctx.ops.attention_merge(chunk(kSum, i, H), stats(lse, i), part, part_lse, first[i], ctx.stream);
+        ctx.ops.attention_merge(output(kSum, i), stats(lse, i), part, part_lse, first[i], ctx.stream);
         first[i] = false;
       });
       if (step + 1 < P) pass_on(block, next);
     }
-    for (i64 i = 0; i < 2; ++i) store(tokens(o, i), part, chunk(kSum, i, H));
+    for (i64 i = 0; i < 2; ++i) store(tokens(o, i), part, output(kSum, i));
   }
 
   void backward(const Heads& d, TensorView dout, const Heads& x, TensorView o, TensorView lse,
                 const AttentionParams& params) const {
     load(x);
     Memory block = kBlock, next = kNextBlock, dblock = kDBlock, next_dblock = kNextDBlock;
-    const TensorView dq = chunk(kDQ, 0, H), dk = chunk(kDK, 0, G), dv = chunk(kDV, 0, G);
+    const TensorView dq = query(kDQ, 0), dk = chunk(kDK, 0, G, D), dv = chunk(kDV, 0, G, Dv);
     for (int step = 0; step < P; ++step) {
       bool first_query[2] = {step == 0, step == 0}, first_key[2] = {step == 0, step == 0};
       const auto add = [&](TensorView sum, TensorView part, bool first) {
@@ -308,7 +319,7 @@ struct Ring {
       for_each_pair((rank + P - step) % P, params, [&](i64 i, i64 j, const AttentionParams& p) {
         ctx.ops.attention_bwd(dq, dk, dv, tokens(dout, i), tokens(x.q, i), key(block, j), value(block, j), tokens(o, i),
                               stats(lse, i), p, ctx.stream);
-        add(chunk(kDQSum, i, H), dq, first_query[i]);
+        add(query(kDQSum, i), dq, first_query[i]);
         add(key(dblock, j), dk, first_key[j]);
         add(value(dblock, j), dv, first_key[j]);
         first_query[i] = first_key[j] = false;
@@ -317,7 +328,7 @@ struct Ring {
       pass_on(dblock, next_dblock);  // the last time: to its owner
     }
     for (i64 i = 0; i < 2; ++i) {
-      store(tokens(d.q, i), dq, chunk(kDQSum, i, H));
+      store(tokens(d.q, i), dq, query(kDQSum, i));
       store(tokens(d.k, i), dk, key(dblock, i));
       store(tokens(d.v, i), dv, value(dblock, i));
     }
@@ -329,12 +340,73 @@ struct Ring {
   }
 };
 
+// The memory of attend_made, in LayerActs::exchange.
+enum Made : size_t { kMadePart, kMadePartLse, kMadeSum, kMadeSumLse };
+
+// One token of sequence b attends to all positions so far, a part of them at a time.
+void attend_parts(const PassContext& ctx, TensorView o, const TensorView& q, i64 b, i64 made, AttentionParams params,
+                  const LayerActs& acts, FunctionRef<Heads(i64 b, i64 first, i64 n)> make) {
+  const TensorView part = acts.exchange[kMadePart], part_lse = acts.exchange[kMadePartLse],
+                   sum = acts.exchange[kMadeSum], sum_lse = acts.exchange[kMadeSumLse];
+  const i64 length = ctx.caches[b]->length;
+  for (i64 first = 0; first < length; first += made) {
+    const Heads h = make(b, first, std::min(made, length - first));
+    params.grid.col0 = first;
+    ctx.ops.attention_fwd(part, part_lse, q.rows(b, 1), h.k, h.v, params, ctx.stream);
+    ctx.ops.attention_merge(sum, sum_lse, part, part_lse, first == 0, ctx.stream);
+  }
+  ctx.ops.cast(part, sum, ctx.stream);
+  ctx.ops.copy_heads(o.rows(b, 1), part, ctx.stream);
+}
+
 }  // namespace
 
-void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, bool inverse) {
+void plan_attend_made(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass, i64 heads, i64 value_dim) {
+  if (pass.mode != Mode::Generate) return;
+  for (const DType dtype : {pass.work, DType::F32}) {
+    acts.exchange.push_back(planner.temporary(dtype, {1, 1, heads, value_dim}));
+    acts.exchange.push_back(planner.temporary(DType::F32, {1, heads, 1}));
+  }
+}
+
+void attend_made(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads,
+                 std::span<const TensorView> fresh, i64 made, const AttentionParams& params, const LayerActs& acts,
+                 FunctionRef<Heads(i64 b, i64 first, i64 n)> make) {
+  const i64 T = heads.q.dim(1);
+  for (i64 b = 0; b < ctx.B; ++b) {
+    KvCache& cache = *ctx.caches[b];
+    DS_ASSERT(cache.length == 0 || T == 1);
+    for (size_t i = 0; i < fresh.size(); ++i) keep(ctx, cache.arrays[i], cache, fresh[i].rows(b, 1));
+    const AttentionParams p = of_sequence(ctx, params, heads.q.dim(2), cache.length);
+    cache.length += T;
+    if (T == 1) {
+      attend_parts(ctx, o, heads.q, b, made, p, acts, make);
+    } else {
+      ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), heads.q.rows(b, 1), heads.k.rows(b, 1), heads.v.rows(b, 1), p,
+                            ctx.stream);
+    }
+  }
+}
+
+TensorView cached_positions(const PassContext& ctx, i64 b, size_t array, i64 first, i64 n, TensorView copy) {
+  const KvCache& cache = *ctx.caches[b];
+  const TensorView all = cache.arrays[array];
+  if (cache.page == 0) return some_tokens(all, first, n);
+  const TensorView to = copy.rows(0, n).reshaped({1, n, all.dim(2), all.dim(3)});
+  for (i64 t = 0; t < n;) {
+    const i64 at = first + t, some = std::min(n - t, cache.page - at % cache.page),
+              place = std::max<i64>(0, cache.places[at / cache.page]);
+    ctx.ops.copy_heads(some_tokens(to, t, some), some_tokens(all, place * cache.page + at % cache.page, some),
+                       ctx.stream);
+    t += some;
+  }
+  return to;
+}
+
+void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, const RopeParams& params) {
   x.shape[3] = 2 * rotation.cos.dim(1);                                           // the others stay as they are
   if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has its own position
-  ctx.ops.rope(x, x, rotation.cos, rotation.sin, ctx.positions, inverse, ctx.stream);
+  ctx.ops.rope(x, x, rotation.cos, rotation.sin, ctx.positions, params, ctx.stream);
 }
 
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
@@ -345,18 +417,21 @@ void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& sh
     for (const i64 elems : sizes) acts.exchange.push_back(planner.temporary(dtype, {elems}));
   };
   const auto work = pass.work, f32 = DType::F32;
-  const i64 R = pass.rows(), Q = R * n.q * n.dim, K = R * n.kv * n.dim;  // elements on this rank
+  // Elements on this rank: of queries, outputs, and of keys and values together.
+  const i64 R = pass.rows(), Q = R * n.q * n.dim, O = R * n.q * n.value_dim, K = R * n.kv * n.dim,
+            V = R * n.kv * n.value_dim;
   // In the order of Memory.
   if (shard.mode == SequenceMode::Ulysses) {
-    const i64 there = R * kv_share(n.kv, shard.sp) * n.dim * shard.sp, message = (train ? 3 : 1) * Q + 2 * there;
-    take(work, {message, message, Q, there, there, Q});
-    if (train) take(work, {Q, Q, there, there});
+    const i64 share = R * kv_share(n.kv, shard.sp) * shard.sp, k = share * n.dim, v = share * n.value_dim;
+    const i64 message = Q + k + v + (train ? 2 * O : 0);  // at most
+    take(work, {message, message, Q, k, v, O});
+    if (train) take(work, {O, Q, k, v});
   } else {
-    take(work, {2 * K, 2 * K, Q / 2});
-    take(f32, {R * n.q / 2, Q});
+    take(work, {K + V, K + V, O / 2});
+    take(f32, {R * n.q / 2, O});
     if (train) {
-      take(f32, {2 * K, 2 * K});
-      take(work, {Q / 2, K / 2, K / 2});
+      take(f32, {K + V, K + V});
+      take(work, {Q / 2, K / 2, V / 2});
       take(f32, {Q});
     }
   }

@@ -180,7 +180,7 @@ class BertBlock final : public BertLayer {
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {R, Q_})};
     }
-    plan_attention(a, p, shard_, pass, {H_, H_, D_});
+    plan_attention(a, p, shard_, pass, {H_, H_, D_, D_});
     qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
     for (const Linear* linear : {&attn_, &wide_, &narrow_}) linear->plan(a, p, work, R, pass.mode);
     return a;

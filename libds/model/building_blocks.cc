@@ -262,7 +262,7 @@ double Model::flops_per_token(i64 T) const noexcept {
     multiplied += share * of_layer;
     if (l + 1 < std::ssize(layers)) attended += (backward ? 1.0 : 1 / 3.0) * share * tokens;
   }
-  return 6.0 * multiplied + 12.0 * attended * met * static_cast<double>(num_heads * head_dim);
+  return 6.0 * multiplied + 6.0 * attended * met * static_cast<double>(num_heads * (head_dim + value_dim));
 }
 
 void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {

@@ -181,7 +181,7 @@ class Gpt2Block final : public Layer {
       for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
       a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q_})};
     }
-    plan_attention(a, p, shard_, pass, {H_, H_, D_});
+    plan_attention(a, p, shard_, pass, {H_, H_, D_, D_});
     qkv_.plan(a, p, work, R, pass.mode, /*attention=*/true);
     proj_.plan(a, p, work, R, pass.mode);
     if (experts_) {

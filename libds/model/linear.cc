@@ -58,6 +58,10 @@ Linear::Linear(std::vector<ParamRow>& rows, LinearSpec spec, const Shard& shard)
       weight = cut_inputs(std::move(weight), in_dim);
       bias = equal_row(std::move(bias), shard);
       break;
+    case Split::Shared:
+      weight = partial_row(std::move(weight), shard);
+      bias = partial_row(std::move(bias), shard);
+      break;
   }
   in_ = weight.shape[in_dim];
   out_ = weight.shape[out_dim];
@@ -97,6 +101,10 @@ void Linear::attach(std::vector<ParamRow>& rows, const LowRank& branch, size_t n
       break;
     case Split::Row:
       a = cut_inputs(std::move(a), 1);
+      b = partial_row(std::move(b), shard_);
+      break;
+    case Split::Shared:
+      a = partial_row(std::move(a), shard_);
       b = partial_row(std::move(b), shard_);
       break;
   }

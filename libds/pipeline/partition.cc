@@ -44,7 +44,7 @@ std::vector<i64> multiplied_of(const model::Model& model, i64 tokens) {
       for (const model::ParamRow& row : model.shared) n += row.whole_numel();
     } else if (layer.is_block()) {
       const i64 window = layer.cache().window, seen = model.causal ? div_ceil(tokens, 2) : tokens;
-      n += 2 * (window > 0 ? std::min(window, seen) : seen) * model.num_heads * model.head_dim;
+      n += (window > 0 ? std::min(window, seen) : seen) * model.num_heads * (model.head_dim + model.value_dim);
     }
     multiplied.push_back(n);
   }

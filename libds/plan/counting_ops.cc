@@ -71,7 +71,8 @@ void swiglu_bwd(TensorView dgate, TensorView dup, TensorView dy, TensorView gate
   count(stream, {"swiglu_bwd", gate.dtype, 0, bytes_of({dgate, dup, dy, gate, up})});
 }
 
-void rope(TensorView y, TensorView x, TensorView, TensorView, TensorView positions, bool, Stream& stream) noexcept {
+void rope(TensorView y, TensorView x, TensorView, TensorView, TensorView positions, const RopeParams&,
+          Stream& stream) noexcept {
   const i64 angles = positions.numel() * x.dim(3) * 4;  // a row of cos and of sin for each position
   count(stream, {"rope", x.dtype, 0, bytes_of({y, x, positions}) + angles});
 }
@@ -154,21 +155,24 @@ void grouped_bias_grad(TensorView dbias, TensorView dy, TensorView weights, Tens
         {"grouped_bias_grad", dy.dtype, 0, bytes_of({dbias, dy, weights, offsets}) + bytes_if(accumulate, dbias)});
 }
 
-i64 attention_flops(const TensorView& q, const TensorView& k, const AttentionParams& p, i64 per_pair) noexcept {
-  return per_pair * q.dim(3) * q.dim(0) * visible_pairs(q.dim(2), q.dim(1), k.dim(1), p);
+// Of so many products over the head dim of queries and keys, and over that of values.
+i64 attention_flops(const TensorView& q, const TensorView& k, const TensorView& v, const AttentionParams& p,
+                    i64 key_products, i64 value_products) noexcept {
+  const i64 per_pair = 2 * (key_products * q.dim(3) + value_products * v.dim(3));
+  return per_pair * q.dim(0) * visible_pairs(q.dim(2), q.dim(1), k.dim(1), p);
 }
 std::array<i64, 3> attention_shape(const TensorView& q, const TensorView& k) noexcept {
   return {q.dim(0) * q.dim(2), q.dim(1), k.dim(1)};
 }
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  count(stream,
-        {"attention_fwd", q.dtype, attention_flops(q, k, p, 4), bytes_of({o, lse, q, k, v}), attention_shape(q, k)});
+  count(stream, {"attention_fwd", q.dtype, attention_flops(q, k, v, p, 1, 1), bytes_of({o, lse, q, k, v}),
+                 attention_shape(q, k)});
 }
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
-  count(stream, {"attention_bwd", q.dtype, attention_flops(q, k, p, 10), bytes_of({dq, dk, dv, dout, q, k, v, o, lse}),
-                 attention_shape(q, k)});
+  count(stream, {"attention_bwd", q.dtype, attention_flops(q, k, v, p, 3, 2),
+                 bytes_of({dq, dk, dv, dout, q, k, v, o, lse}), attention_shape(q, k)});
 }
 void attention_merge(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
                      Stream& stream) noexcept {

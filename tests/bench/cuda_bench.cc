@@ -359,7 +359,7 @@ void Bench::ops() {
                  [&](Arena& a) -> std::function<void()> {
                    const TensorView x = a.take(BF16, {B, T, H, D}), c = a.holding(F32, cos).reshaped({T, D / 2}),
                                     s = a.holding(F32, sin).reshaped({T, D / 2}), p = a.holding(DType::I32, positions);
-                   return [=, this] { ops_.rope(x, x, c, s, p, false, stream_); };
+                   return [=, this] { ops_.rope(x, x, c, s, p, {}, stream_); };
                  });
   }
   {

@@ -66,7 +66,7 @@ class ToyBlock final : public model::Layer {
       return model::heads_view(rows, ctx.B, ctx.T, n, a_.dim, n * a_.dim, 0);
     };
     const model::Heads h = {heads(a.saved[0], H_), heads(a.saved[1], G_), heads(a.saved[2], G_)};
-    for (const TensorView& turned : {h.q, h.k}) model::rotate(ctx, turned, ctx.rotations[a_.rotation], false);
+    for (const TensorView& turned : {h.q, h.k}) model::rotate(ctx, turned, ctx.rotations[a_.rotation], {});
     model::attend(ctx, heads(a.saved[3], H_), a.saved[4], h, attention_, a);
     o_.forward(ctx, p, a, a.output, a.saved[3], {.residual = x});
   }

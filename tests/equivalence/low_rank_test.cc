@@ -13,7 +13,8 @@ namespace low_rank_test {
 constexpr i64 kSteps = 4;
 constexpr float kScale = 0.7f;
 
-const ModelConfig kModels[] = {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama()), of_four_heads(tiny_bert())};
+const ModelConfig kModels[] = {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama()), of_four_heads(tiny_bert()),
+                               tiny_latent()};
 
 bool is_branch(const std::string& name) { return name.find(".lora_") != name.npos; }
 bool is_last(const std::string& name) { return name.ends_with(".lora_B.weight"); }

@@ -48,7 +48,7 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
     ReduceOrder order;
     bool fused = true;
   };
-  for (const ModelConfig& config : {tiny_llama(), tiny_gpt2(), tiny_bert()}) {
+  for (const ModelConfig& config : {tiny_llama(), tiny_gpt2(), tiny_bert(), tiny_latent()}) {
     for (const auto& [work, wire] : {Types{DType::F32, DType::F32},
                                      {DType::BF16, DType::BF16},
                                      {DType::F16, DType::F16},

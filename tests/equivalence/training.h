@@ -69,6 +69,19 @@ inline ModelConfig joinable_qwen2() {
   return c;
 }
 
+// Multi-head latent attention, whose heads have values of another size than keys; tp and sp of 2 and 4 divide it.
+inline ModelConfig tiny_latent(bool latent_queries = true) {
+  ModelConfig c = tiny_llama();
+  c.family = Family::Llama;
+  c.qk_norm = false;
+  c.hidden = 48;
+  c.heads = c.kv_heads = 4;
+  c.head_dim = 20;
+  c.intermediate = 64;
+  c.latent = {.rank = 24, .query_rank = latent_queries ? 16 : 0, .rope_dim = 8, .value_dim = 14};
+  return c;
+}
+
 // `c` with four heads, and with widths that tp and sp of 2 and 4 divide.
 inline ModelConfig of_four_heads(ModelConfig c) {
   c.kv_heads = c.kv_heads == c.heads ? 4 : 2;

@@ -61,7 +61,7 @@ void expect_texts_as_alone(const ModelConfig& model, const Layout& l, DType work
 TEST(Writing, EachTextIsThatOfItsPromptAlone) {
   ModelConfig dynamic = of_four_heads(tiny_llama());
   dynamic.rope = {.type = RopeType::Dynamic, .factor = 2, .original_max_positions = 12};
-  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama()), dynamic}) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama()), dynamic, tiny_latent()}) {
     for (const DType work : {DType::F32, DType::BF16, DType::F16}) expect_texts_as_alone(model, {}, work);
     for (const Layout& l : {Layout{.dp = 2, .stage = 3}, {.pp = 2}, {.tp = 2, .sequence = true}, {.sp = 2}})
       expect_texts_as_alone(model, l, DType::F32);
@@ -130,10 +130,46 @@ TEST(Writing, KeepsWhatWindowsSee) {
   }
 }
 
+// Keys and values of a long text are made in several parts from its latents. Each token sees the same as in a whole
+// pass, which makes them at once; the cache has a latent and a rotary key for each position.
+TEST(Writing, MakesKeysAndValuesFromLatents) {
+  ModelConfig model = tiny_latent();
+  model.max_positions = 640;
+  const Config c = [&] {
+    Config config = config_of(model, {}, 4);
+    config.data.seq_length = 640;
+    config.use = ConfigUse::Generate;
+    return config;
+  }();
+  with_engines(c, 1, [&](engine::Engine& engine) {
+    const std::vector<std::vector<i32>> given = {std::vector<i32>(150, 5), {1, 2, 3}};
+    const Texts texts = write(engine, given, 2, {.max_tokens = 400}, -1);
+    const auto plan = infer::plan_writing(engine.model(), engine.plan(), given, 400, 2);
+    const plan::TagBytes predicted = plan.bytes();
+    for (const Tag tag : {Tag::Activations, Tag::Workspace})
+      EXPECT_EQ(engine.ledger().peak(tag),
+                engine.plan().memory.by_tag[static_cast<size_t>(tag)] + predicted[static_cast<size_t>(tag)]);
+    i64 bytes = 0;
+    for (const i64 positions : {550, 403}) {
+      for (const i64 dim : {model.latent.rank, model.latent.rope_dim})
+        bytes += model.layers * align_up(positions * dim * 4, 64);
+    }
+    EXPECT_EQ(plan.caches_bytes, bytes);
+    for (size_t p = 0; p < given.size(); ++p) {
+      for (const size_t n : {size_t{1}, size_t{105}, size_t{107}, size_t{260}, size_t{399}}) {
+        std::vector<i32> longer = given[p];
+        longer.insert(longer.end(), texts[p].begin(), texts[p].begin() + static_cast<std::ptrdiff_t>(n));
+        EXPECT_EQ(write(engine, {longer}, 1, {.max_tokens = 1}, -1)[0], std::vector{texts[p][n]}) << p << " " << n;
+      }
+    }
+  });
+}
+
 // Neither the length that the run trains at nor that of other texts is asked for: 13 tokens here.
 TEST(Writing, TakesTheScratchOfItsTexts) {
   ModelConfig gpt2 = of_four_heads(tiny_gpt2()), windows = of_four_heads(tiny_llama());
-  gpt2.max_positions = windows.max_positions = 1800;
+  ModelConfig latent = tiny_latent();
+  gpt2.max_positions = windows.max_positions = latent.max_positions = 1800;
   windows.sliding_window = 20;
   windows.sliding_layers.assign(static_cast<size_t>(windows.layers), true);
   windows.sliding_layers[0] = false;
@@ -155,7 +191,7 @@ TEST(Writing, TakesTheScratchOfItsTexts) {
   for (const char* isa : {"avx2", "avx512", "avx512_bf16", "onednn", "amx"}) {
     const OpTable* const ops = cpu_ops(isa);
     if (ops == nullptr) continue;
-    for (const ModelConfig& model : {gpt2, windows}) {
+    for (const ModelConfig& model : {gpt2, windows, latent}) {
       for (const DType work : {DType::F32, DType::BF16}) {
         for (const int threads : {1, 3}) {
           for (const Layout& l : {Layout{}, Layout{.pp = 2}, Layout{.tp = 2}}) {

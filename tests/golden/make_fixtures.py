@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
-GLM-4.5 and BERT models of odd sizes.
+GLM-4.5, DeepSeek-V2 and BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
     python3 tests/golden/make_fixtures.py --find-seed NAME  # of a model with experts: the seed in SEEDS; minutes
@@ -43,8 +43,8 @@ names of transformers 5, in which the experts of a block are batches. In additio
     pooled.loss             f64 [1]       loss + 0.05 * transformers' load_balancing_loss_func, which pools the blocks, counts
                                           all tokens and does not divide by k
     pooled.grad.<router>    f64           the gradients of that, of the routers alone
-GLM-4.5 has neither loss in transformers: for balanced.* p is its sigmoids divided by their sum, and there is no pooled.*. The
-biases of its routers are numbers that every type has, and nothing moves them.
+GLM-4.5 and DeepSeek-V2 have neither loss in transformers, so there is no pooled.*. For balanced.* p of GLM-4.5 is its sigmoids
+divided by their sum. The biases of its routers are numbers that every type has, and nothing moves them.
 PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
 expert has tokens, PyTorch chooses the same experts in every dtype and in all steps of training, and each token's last chosen expert
 is ahead of the first that is not chosen: by MARGIN of the spread of its logits at first, with weights rounded to 16 bits too, and
@@ -84,6 +84,10 @@ LLAMA_SIZES = dict(vocab_size=89, hidden_size=40, intermediate_size=52, num_hidd
                    num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, **NO_SPECIAL_TOKENS)
 SMALL_GPT2 = dict(vocab_size=41, n_positions=24, n_embd=28, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
                   attn_pdrop=0.0, **NO_SPECIAL_TOKENS)
+LATENT_SIZES = dict(hidden_size=32, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4, kv_lora_rank=20,
+                    qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, moe_intermediate_size=12, n_routed_experts=6,
+                    num_experts_per_tok=2, n_shared_experts=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+                    **NO_SPECIAL_TOKENS)
 THETA_1E6 = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
     "gpt2": transformers.GPT2Config(
@@ -149,9 +153,20 @@ MODELS = {
         num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1,
         moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=2, n_group=2, topk_group=1,
         routed_scaling_factor=1.8, num_mtp_layers=0, partial_rotary_factor=0.5, **NO_SPECIAL_TOKENS),
+    # Tokens choose among the experts of two of three groups; YaRN scales scores, too. The norms of latents have an epsilon
+    # of their own.
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **LATENT_SIZES, vocab_size=41, q_lora_rank=22, first_k_dense_replace=1, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2, routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 16}),
+    # Queries without a latent, as in DeepSeek-V2-Lite, and biases.
+    "deepseek_v2_lite": transformers.DeepseekV2Config(
+        **LATENT_SIZES, vocab_size=37, q_lora_rank=None, first_k_dense_replace=0, topk_method="greedy", attention_bias=True),
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
-SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570}
+SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570,
+         "deepseek_v2": 2820, "deepseek_v2_lite": 26910}
 
 
 @contextlib.contextmanager
@@ -267,11 +282,11 @@ def ahead(values, k):
 
 def by_choice(config, logits, bias):
     """What experts are chosen by, and how clear the choice of groups is."""
-    if bias is None:
+    if bias is None and getattr(config, "topk_method", None) != "group_limited_greedy":
         return logits, None
-    scores = logits.sigmoid() + bias.to(logits.dtype)
+    scores = logits if bias is None else logits.sigmoid() + bias.to(logits.dtype)
     groups = scores.unflatten(-1, (config.n_group, -1))
-    of_group = groups.topk(2).values.sum(-1)
+    of_group = groups.amax(-1) if bias is None else groups.topk(2).values.sum(-1)
     chosen = torch.zeros_like(of_group).scatter(1, of_group.topk(config.topk_group).indices, 1).bool()
     clear = ahead(of_group, config.topk_group) / scores.std(-1)
     return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1), clear
@@ -293,11 +308,15 @@ def balance_of(logits, chosen, targets, sigmoid):
     return experts / (chosen.shape[1] * tokens**2) * (counts * scores.sum(0)).sum()
 
 
-def margin_of(logits, values, groups, k):
+def has_sigmoids(config):
+    return config.model_type == "glm4_moe"
+
+
+def margin_of(logits, values, groups, k, sigmoid):
     """By how much the k-th expert of each token is ahead of the next one, at least; -1 if an expert has no token."""
     if len(values.topk(k).indices.unique()) < logits.shape[1]:
         return -1.0
-    spread = logits.std(-1) if groups is None else logits.sigmoid().std(-1)
+    spread = logits.sigmoid().std(-1) if sigmoid else logits.std(-1)
     margin = (ahead(values, k) / spread).min().item()
     return margin if groups is None else min(margin, groups.min().item())
 
@@ -328,13 +347,13 @@ def balanced(config, state, inputs, targets, dtype):
     model = build(config, state).to(dtype)
     k, routers = config.num_experts_per_tok, [n for n, _ in model.named_parameters() if n.endswith("mlp.gate.weight")]
     _, loss = loss_of(model, inputs, targets)
-    balance = sum(balance_of(z, v.topk(k).indices, targets, groups is not None)
-                  for z, v, groups in blocks(config, model, inputs))
+    balance = sum(balance_of(z, v.topk(k).indices, targets, has_sigmoids(config))
+                  for z, v, _ in blocks(config, model, inputs))
     (loss + BALANCE * balance).backward()
     result = {"balanced.loss": (loss + BALANCE * balance).detach().reshape(1),
               "balanced.balance": balance.detach().reshape(1)}
     result.update({"balanced.grad." + name: p.grad for name, p in model.named_parameters()})
-    if biases(model):
+    if config.model_type in ("glm4_moe", "deepseek_v2"):  # which have no such loss
         return result
     model = build(config, state).to(dtype)
     output = model(input_ids=inputs, use_cache=False, output_router_logits=True)
@@ -397,7 +416,7 @@ def is_clear(config, state, inputs, targets):
 
     def margin(model):
         with torch.no_grad():
-            return min(margin_of(*block, k) for block in blocks(config, model, inputs))
+            return min(margin_of(*block, k, has_sigmoids(config)) for block in blocks(config, model, inputs))
 
     for dtype in DTYPES.values():
         with all_fp64():

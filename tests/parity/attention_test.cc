@@ -19,7 +19,9 @@ struct Case {
   DType dtype = DType::F32;
   float spread = 1;  // of q
   AttentionGrid grid{};
+  i64 value_dim = 0;  // 0: D
 
+  i64 Dv() const { return value_dim > 0 ? value_dim : D; }
   AttentionParams params() const {
     return {.scale = 1.0f / std::sqrt(static_cast<float>(D)),
             .causal = causal,
@@ -30,7 +32,7 @@ struct Case {
   }
   std::string name() const {
     std::string s(dtype_name(dtype));
-    for (i64 x : {B, T, S, H, G, D}) s += " " + std::to_string(x);
+    for (i64 x : {B, T, S, H, G, D, Dv()}) s += " " + std::to_string(x);
     return s + (causal ? " causal" : "") + " window " + std::to_string(window) + " dropout " + std::to_string(dropout);
   }
 };
@@ -60,20 +62,23 @@ struct Inputs {
   explicit Inputs(const Case& c)
       : qkv(c.dtype, {c.B, c.T, c.H + (c.T == c.S ? 2 * c.G : 1), c.D}),
         kv(c.dtype, {c.B, c.S, 2 * c.G, c.D}),
-        dout(c.dtype, {c.B, c.T, c.H + 1, c.D}) {
+        values(c.dtype, {c.B, c.S, c.G + 1, c.Dv()}),
+        dout(c.dtype, {c.B, c.T, c.H + 1, c.Dv()}) {
     qkv.randomize(1, c.spread);
     kv.randomize(2);
     dout.randomize(3);
+    values.randomize(4);
     const bool fused = c.T == c.S;
     q = {&qkv, 0, c.H};
     k = {fused ? &qkv : &kv, fused ? c.H : 0, c.G};
     v = {fused ? &qkv : &kv, fused ? c.H + c.G : c.G, c.G};
+    if (c.Dv() != c.D) v = {&values, 1, c.G};
     grad = {&dout, 1, c.H};
   }
   Inputs(const Inputs&) = delete;
   Inputs& operator=(const Inputs&) = delete;
 
-  Tensor qkv, kv, dout;
+  Tensor qkv, kv, values, dout;
   Slice q{}, k{}, v{}, grad{};
 };
 
@@ -83,7 +88,7 @@ struct Forward {
 Forward forward(const OpTable& ops, const Case& c, const Inputs& in, int threads = 2) {
   ThreadPool pool(threads);
   Stream stream{.pool = &pool};
-  Tensor wide(c.dtype, {c.B, c.T, c.H + 2, c.D});
+  Tensor wide(c.dtype, {c.B, c.T, c.H + 2, c.Dv()});
   const Tensor before = wide;
   const Slice o{&wide, 1, c.H};
   Forward f{{}, Tensor(DType::F32, {c.B, c.H, c.T})};
@@ -101,8 +106,10 @@ struct Backward {
 Backward backward(const OpTable& ops, const Case& c, const Inputs& in, const Forward& f, int threads = 2) {
   ThreadPool pool(threads);
   Stream stream{.pool = &pool};
-  Tensor wide_q(c.dtype, {c.B, c.T, c.H + 1, c.D}), wide_kv(c.dtype, {c.B, c.S, 2 * c.G, c.D});
-  const Slice dq{&wide_q, 0, c.H}, dk{&wide_kv, 0, c.G}, dv{&wide_kv, c.G, c.G};
+  Tensor wide_q(c.dtype, {c.B, c.T, c.H + 1, c.D}), wide_kv(c.dtype, {c.B, c.S, 2 * c.G, c.D}),
+      wide_v(c.dtype, {c.B, c.S, c.G + 1, c.Dv()});
+  const Slice dq{&wide_q, 0, c.H}, dk{&wide_kv, 0, c.G};
+  const Slice dv = c.Dv() == c.D ? Slice{&wide_kv, c.G, c.G} : Slice{&wide_v, 0, c.G};
   ops.attention_bwd(dq.view(), dk.view(), dv.view(), in.grad.view(), in.q.view(), in.k.view(), in.v.view(), f.o, f.lse,
                     c.params(), stream);
   return {dq.packed(), dk.packed(), dv.packed()};
@@ -263,6 +270,34 @@ TEST(Attention, AgreesWithRefOverAllHeadDims) {
   }
 }
 
+// Values with another head dim than keys, smaller or larger, with every kind of tail; 192 and 128 are DeepSeek's.
+TEST(Attention, AgreesWithRefWhereValuesHaveAnotherHeadDim) {
+  constexpr i64 kDims[][2] = {{192, 128}, {24, 16}, {16, 24},   {2, 6},   {34, 8},
+                              {96, 64},   {48, 80}, {128, 130}, {256, 32}};
+  constexpr i64 kLengths[][2] = {{33, 33}, {1, 37}, {70, 129}, {129, 70}, {5, 5}};
+  i64 n = 0;
+  for (const auto& [D, Dv] : kDims) {
+    for (DType dtype : kWorkDTypes) {
+      const auto [T, S] = kLengths[n % 5];
+      const i64 G = 1 + n / 3 % 2;
+      expect_agrees_with_ref({.B = 1 + n % 2,
+                              .T = T,
+                              .S = S,
+                              .H = (1 + n % 3) * G,
+                              .G = G,
+                              .D = D,
+                              .causal = n % 4 != 0,
+                              .window = n % 5 == 2 ? 20 : 0,
+                              .dropout = n % 3 == 1 ? 0.3f : 0.0f,
+                              .dtype = dtype,
+                              .value_dim = Dv});
+      if (::testing::Test::HasFatalFailure()) return;
+      ++n;
+    }
+  }
+  expect_agrees_with_ref({.T = 1, .S = 2100, .H = 2, .G = 1, .D = 24, .value_dim = 16});  // keys are split
+}
+
 TEST(Attention, AgreesWithRefOverMasks) {
   for (bool causal : {true, false}) {
     for (i64 window : {0, 1, 5, 40, 100, 1000}) {
@@ -316,6 +351,7 @@ TEST(Attention, ResultsDoNotDependOnThreads) {
       {.B = 1, .T = 300, .S = 400, .H = 1, .G = 1, .D = 16, .dropout = 0.3f, .dtype = DType::BF16},  // more chunks
       {.B = 4, .T = 65, .S = 65, .H = 16, .G = 16, .D = 16, .dtype = DType::F16},                    // one chunk
       {.B = 1, .T = 2, .S = 1300, .H = 4, .G = 2, .D = 64},                                          // split keys
+      {.B = 1, .T = 129, .S = 129, .H = 2, .G = 2, .D = 48, .value_dim = 32},
   };
   for (const OpTable* ops : backends()) {
     for (const Case& c : cases) {
@@ -450,16 +486,18 @@ TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
   for (const Case& c :
        {Case{.B = 2, .T = 3, .S = 5, .H = 4, .G = 2, .D = 2}, Case{.T = 5, .S = 3, .H = 2, .G = 1, .D = 4},
         Case{.T = 6, .S = 6, .H = 3, .G = 1, .D = 2, .window = 3, .dropout = 0.3f},
-        Case{.T = 4, .S = 4, .H = 1, .G = 1, .D = 6, .causal = false}}) {
+        Case{.T = 4, .S = 4, .H = 1, .G = 1, .D = 6, .causal = false},
+        Case{.T = 3, .S = 5, .H = 2, .G = 1, .D = 2, .value_dim = 4},
+        Case{.T = 5, .S = 5, .H = 2, .G = 2, .D = 4, .dropout = 0.3f, .value_dim = 2}}) {
     const auto tensor = [](std::vector<double>& data, i64 b, i64 t, i64 h, i64 d) {
       data.resize(b * t * h * d);
       return TensorView::of(data.data(), DType::F64, {b, t, h, d});
     };
     std::vector<double> data[9];
     const TensorView q = tensor(data[0], c.B, c.T, c.H, c.D), k = tensor(data[1], c.B, c.S, c.G, c.D),
-                     v = tensor(data[2], c.B, c.S, c.G, c.D), dq = tensor(data[3], c.B, c.T, c.H, c.D),
-                     dk = tensor(data[4], c.B, c.S, c.G, c.D), dv = tensor(data[5], c.B, c.S, c.G, c.D),
-                     o = tensor(data[6], c.B, c.T, c.H, c.D), w = tensor(data[7], c.B, c.T, c.H, c.D),
+                     v = tensor(data[2], c.B, c.S, c.G, c.Dv()), dq = tensor(data[3], c.B, c.T, c.H, c.D),
+                     dk = tensor(data[4], c.B, c.S, c.G, c.D), dv = tensor(data[5], c.B, c.S, c.G, c.Dv()),
+                     o = tensor(data[6], c.B, c.T, c.H, c.Dv()), w = tensor(data[7], c.B, c.T, c.H, c.Dv()),
                      lse = tensor(data[8], c.B, c.H, c.T, 1).reshaped({c.B, c.H, c.T});
     u32 seed = 1;
     for (std::vector<double>* x : {&data[0], &data[1], &data[2], &data[7]}) {

@@ -61,6 +61,20 @@ ModelConfig experts() {
   return c;
 }
 
+// Latents of queries, keys and values; rotations that also stretch, and scores that YaRN scales.
+ModelConfig latent() {
+  ModelConfig c = gpt2();
+  c.family = Family::DeepseekV2;
+  c.activation = Activation::Silu;
+  c.attention_bias = c.output_bias = true, c.mlp_bias = false;
+  c.head_dim = 10;
+  c.latent = {.rank = 7, .query_rank = 5, .rope_dim = 4, .value_dim = 8};
+  c.rope.type = RopeType::Yarn;
+  c.rope.factor = 4;
+  c.rope.mscale_all_dim = 1;
+  return c;
+}
+
 // DeepSpeed's layer of experts in the second of two layers. Whichever choices are dropped, at random, they are the same
 // ones for any weights.
 ModelConfig gpt2_experts() {
@@ -227,6 +241,9 @@ std::vector<GradientCase> gradient_cases() {
           {"bert_all", with_dropout(bert(), 0.3f, 0.3f, 0.3f)},
           {"qwen3", qwen3()},
           {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)},
+          {"latent", latent()},
+          {"latent_attn", with_dropout(latent(), 0, 0, 0.3f)},
+          {"latent_branches", latent(), 0, 2},
           {"experts", experts()},
           {"experts_weighted", weighted},
           {"experts_jittered", jittered},

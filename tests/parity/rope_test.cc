@@ -10,6 +10,7 @@ namespace rope_test {
 
 struct Case {
   i64 B = 2, T = 5, H = 3, D = 64;
+  bool interleaved = false;
 };
 
 // Angles as a model makes them, and positions that are neither sorted nor dense.
@@ -33,19 +34,28 @@ Tensor rotate(const OpTable& ops, const Case& c, const Tensor& x, const Angles& 
   ThreadPool pool(threads);
   Stream stream{.pool = &pool};
   Tensor y(x.view().dtype, {c.B, c.T, c.H, c.D});
-  ops.rope(y, x, a.cos, a.sin, a.positions, inverse, stream);
+  ops.rope(y, x, a.cos, a.sin, a.positions, {.inverse = inverse, .interleaved = c.interleaved}, stream);
   return y;
+}
+
+std::vector<std::pair<const OpTable*, bool>> all_kinds() {
+  std::vector<std::pair<const OpTable*, bool>> all;
+  for (const OpTable* ops : backends()) all.insert(all.end(), {{ops, false}, {ops, true}});
+  return all;
 }
 
 TEST(Rope, AgreesWithRef) {
   for (const OpTable* ops : backends()) {
     for (DType dtype : kWorkDTypes) {
       for (i64 D : {2, 6, 16, 34, 64, 80, 128, 256}) {
-        const Case c{.D = D};
+        Case c{.D = D};
         const Angles angles(c);
         const Tensor x = Tensor(dtype, {c.B, c.T, c.H, c.D}).randomize(1);
-        for (bool inverse : {false, true}) {
-          const std::string what = std::string(ops->name) + " D=" + std::to_string(D);
+        for (const auto& [inverse, interleaved] :
+             {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
+          c.interleaved = interleaved;
+          const std::string what =
+              std::string(ops->name) + " D=" + std::to_string(D) + " " + std::to_string(interleaved);
           expect_close(rotate(*ops, c, x, angles, inverse), rotate(ref_ops(), c, x, angles, inverse), 3, what);
         }
       }
@@ -67,19 +77,32 @@ TEST(Rope, RotatesThePairsOfTheTwoHalves) {
   EXPECT_NEAR(y.at(7), 7 * c1 + 5 * s1, 1e-5);
 }
 
-TEST(Rope, InverseIsTheTransposedMap) {
-  const Case c{.D = 34};
+TEST(Rope, InterleavedPairsAreNeighbours) {
+  const Case c{.B = 1, .T = 2, .H = 1, .D = 4, .interleaved = true};
   const Angles angles(c);
-  for (const OpTable* ops : backends()) {
+  Tensor x(DType::F32, {1, 2, 1, 4});
+  for (i64 i = 0; i < 8; ++i) x.set(i, static_cast<float>(i));
+  const Tensor y = rotate(ref_ops(), c, x, angles, false);
+  const double c0 = std::cos(7.0), s0 = std::sin(7.0), c1 = std::cos(0.07), s1 = std::sin(0.07);
+  EXPECT_NEAR(y.at(4), 4 * c0 - 5 * s0, 1e-5);
+  EXPECT_NEAR(y.at(5), 5 * c0 + 4 * s0, 1e-5);
+  EXPECT_NEAR(y.at(6), 6 * c1 - 7 * s1, 1e-5);
+  EXPECT_NEAR(y.at(7), 7 * c1 + 6 * s1, 1e-5);
+}
+
+TEST(Rope, InverseIsTheTransposedMap) {
+  for (const auto& [ops, interleaved] : all_kinds()) {
+    const Case c{.D = 34, .interleaved = interleaved};
+    const Angles angles(c);
     const Tensor x = Tensor(DType::F32, {c.B, c.T, c.H, c.D}).randomize(3);
     expect_close(rotate(*ops, c, rotate(*ops, c, x, angles, false), angles, true), x, 8, "inverse after forward");
   }
 }
 
 TEST(Rope, WorksInPlaceOnSlicesOfAFusedBufferAndForAnyThreads) {
-  const Case c{.T = 9, .H = 4, .D = 48};
-  const Angles angles(c);
-  for (const OpTable* ops : backends()) {
+  for (const auto& [ops, interleaved] : all_kinds()) {
+    const Case c{.T = 9, .H = 4, .D = 48, .interleaved = interleaved};
+    const Angles angles(c);
     for (DType dtype : kWorkDTypes) {
       // [B, T, 3*H, D], of which heads H .. 2H-1 are rotated and the others stay.
       Tensor fused = Tensor(dtype, {c.B, c.T, 3 * c.H, c.D}).randomize(4);
@@ -95,7 +118,7 @@ TEST(Rope, WorksInPlaceOnSlicesOfAFusedBufferAndForAnyThreads) {
 
       ThreadPool pool(3);
       Stream stream{.pool = &pool};
-      ops->rope(slice, slice, angles.cos, angles.sin, angles.positions, false, stream);
+      ops->rope(slice, slice, angles.cos, angles.sin, angles.positions, {.interleaved = interleaved}, stream);
       for (i64 i = 0; i < x.numel(); ++i) ASSERT_EQ(fused.at(at(i)), want.at(i)) << i;
       for (i64 i = 0; i < fused.numel(); ++i) {
         const i64 head = i / c.D % (3 * c.H);
@@ -110,7 +133,7 @@ TEST(Rope, WorksInPlaceOnSlicesOfAFusedBufferAndForAnyThreads) {
 TEST(Rope, RefGradientMatchesFiniteDifferences) {
   Stream stream{};
   constexpr i64 B = 2, T = 3, H = 2, D = 6, kPositions = 5;
-  for (const double amplitude : {1.0, 1.3}) {
+  for (const auto& [amplitude, interleaved] : {std::pair{1.0, false}, {1.3, false}, {1.3, true}}) {
     Doubles x({B, T, H, D}), y({B, T, H, D}), dx({B, T, H, D}), dy({B, T, H, D}), cos({kPositions, D / 2}),
         sin({kPositions, D / 2});
     for (size_t i = 0; i < cos.value.size(); ++i) {
@@ -121,9 +144,10 @@ TEST(Rope, RefGradientMatchesFiniteDifferences) {
     for (i64 t = 0; t < T; ++t) positions.set(t, static_cast<float>((3 * t + 1) % kPositions));
     x.randomize(1);
     dy.randomize(2);
-    ref_ops().rope(dx.view, dy.view, cos.view, sin.view, positions, true, stream);
+    ref_ops().rope(dx.view, dy.view, cos.view, sin.view, positions, {.inverse = true, .interleaved = interleaved},
+                   stream);
     const auto loss = [&] {
-      ref_ops().rope(y.view, x.view, cos.view, sin.view, positions, false, stream);
+      ref_ops().rope(y.view, x.view, cos.view, sin.view, positions, {.interleaved = interleaved}, stream);
       return y.dot(dy);
     };
     expect_gradient(x, dx, loss, "rope of amplitude " + std::to_string(amplitude));

@@ -38,6 +38,11 @@ MODELS = {
                   "moe_intermediate_size": 32, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
     "glm4_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
                  "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
+    "deepseek_v2": {**SIZES, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+                    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                    "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                                     "mscale": 0.7, "mscale_all_dim": 0.7}},
     "bert": SIZES,
 }
 MASKS = {"mask_token": 256, "cls_token": 257, "sep_token": 258}

@@ -41,6 +41,9 @@ constexpr Case kCases[] = {
     {"qwen3_moe", R"("num_experts": 3, "moe_intermediate_size": 2, "decoder_sparse_step": 2, "head_dim": 4)", "mlp",
      "gate_proj", "up_proj", "down_proj"},
     {"glm4_moe", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "head_dim": 4)",
+     "mlp", "gate_proj", "up_proj", "down_proj"},
+    {"deepseek_v2", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "kv_lora_rank": 3,
+                       "q_lora_rank": null, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 1)",
      "mlp", "gate_proj", "up_proj", "down_proj"}};
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.family; }
@@ -50,7 +53,8 @@ std::string config_of(const Case& c) {
                                  : c.family == std::string("olmoe")     ? "Olmoe"
                                  : c.family == std::string("qwen2_moe") ? "Qwen2Moe"
                                  : c.family == std::string("glm4_moe")  ? "Glm4Moe"
-                                                                        : "Qwen3Moe";
+                                 : c.family == std::string("qwen3_moe") ? "Qwen3Moe"
+                                                                        : "DeepseekV2";
   return fmt::format(R"({{"model_type": "{}", "architectures": ["{}ForCausalLM"], "vocab_size": 11, "hidden_size": 4,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 6,
     "max_position_embeddings": 8, "num_experts_per_tok": 2, {}}})",

@@ -216,6 +216,52 @@ TEST(ModelConfig, ReadsQwenWithExperts) {
             16);  // as transformers 5 may
 }
 
+// As published for DeepSeek-V2 and DeepSeek-V2-Lite. Keys of DeepSeek's own code are passed over, with warnings.
+TEST(ModelConfig, ReadsDeepseekV2) {
+  constexpr std::string_view kText = R"({{
+    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 12288, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1536, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 128,
+    "num_experts_per_tok": 6, "num_hidden_layers": 60, "num_key_value_heads": 128, "pretraining_tp": 1,
+    "q_lora_rank": {}, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"}},
+    "rope_theta": 10000, "routed_scaling_factor": 16.0, "scoring_func": "softmax", "seq_aux": true,
+    "tie_word_embeddings": false, "topk_group": 3, "topk_method": "{}", "torch_dtype": "bfloat16",
+    "transformers_version": "4.39.3", "use_cache": true, "v_head_dim": 128, "vocab_size": 102400}})";
+  const ModelConfig m = load(fmt::format(kText, "1536", "group_limited_greedy"));
+  EXPECT_EQ(m.head_dim, 192);
+  EXPECT_EQ(m.rotary_dim(), 64);
+  EXPECT_EQ(m.value_dim(), 128);
+  EXPECT_EQ(m.kv_heads, 128);
+  EXPECT_EQ(m.latent.rank, 512);
+  EXPECT_EQ(m.latent.query_rank, 1536);
+  EXPECT_TRUE(m.latent.interleaved && !m.attention_bias && !m.output_bias && !m.qk_norm);
+  EXPECT_EQ(m.experts.count, 160);
+  EXPECT_EQ(m.experts.shared, 3072);
+  EXPECT_FALSE(m.experts.sparse(0));
+  EXPECT_TRUE(m.experts.sparse(1) && m.experts.sparse(59));
+  const RouterParams& r = m.experts.router;
+  EXPECT_TRUE(!r.sigmoid && !r.normalise && !r.group_by_two && !m.experts.balancing_bias);
+  EXPECT_EQ(r.scale, 16);
+  EXPECT_EQ(r.groups, 8);
+  EXPECT_EQ(r.chosen_groups, 3);
+  EXPECT_EQ(m.experts.balance_loss, 0);
+  const Json written = Json::parse(model_config_json(m));
+  EXPECT_EQ(written["q_lora_rank"], 1536);
+  EXPECT_EQ(written["qk_nope_head_dim"], 128);
+  EXPECT_EQ(written["head_dim"], 64);  // as transformers writes it
+  EXPECT_EQ(written["topk_method"], "group_limited_greedy");
+  EXPECT_EQ(written["rope_scaling"]["mscale_all_dim"], 0.707);
+  EXPECT_FALSE(written.contains("mlp_only_layers"));
+  const ModelConfig lite = load(fmt::format(kText, "null", "greedy"));
+  EXPECT_EQ(lite.latent.query_rank, 0);
+  EXPECT_EQ(lite.experts.router.groups, 1);
+  EXPECT_TRUE(Json::parse(model_config_json(lite))["q_lora_rank"].is_null());
+}
+
 // As published for GLM-4.5, whose rope_parameters are as transformers 5 writes them.
 TEST(ModelConfig, ReadsGlmWithExperts) {
   constexpr std::string_view kGlm = R"({{
@@ -443,7 +489,8 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e-300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "hiden_size": 64})", "did you mean hidden_size?"},
            Case{R"({"model_type": "qwen2", "mlp_bias": true})",
-                "mlp_bias: unknown key: no model of type \"qwen2\" has it, but those of type \"llama\" do"},
+                "mlp_bias: unknown key: no model of type \"qwen2\" has it, but those of type \"llama\" and "
+                "\"deepseek_v2\" do"},
            Case{R"({"model_type": "llama", "layer_types": ["sliding_attention"]})",
                 "layer_types: unknown key: no model of type \"llama\" has it, but those of type \"qwen2\" and "
                 "\"qwen3\" and \"qwen2_moe\" do"},
@@ -492,6 +539,27 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
                 "num_experts: 4096 experts with moe_intermediate_size 8192 are 33554432 wide together"},
            Case{R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [1, 4]})",
                 "mlp_only_layers: there is no layer 4; they are 0 to 3"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "norm_topk_prob": true})", "norm_topk_prob",
+                Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "moe_layer_freq": 2})", "moe_layer_freq",
+                Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "noaux_tc"})",
+                "topk_method: must be \"greedy\" or \"group_limited_greedy\""},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "group_limited_greedy",
+                    "n_group": 5})",
+                "n_group: 64 experts cannot be 5 groups of as many each"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 17, "topk_method": "group_limited_greedy",
+                    "n_group": 8, "topk_group": 2})",
+                "topk_group: the 2 groups that are chosen have 16 experts, and a token chooses 17"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "num_key_value_heads": 4})",
+                "num_key_value_heads: is 4, and each of the 32 heads has keys and values of its own"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "head_dim": 100})",
+                "head_dim: is 100, and a head has 64 dimensions that are turned (qk_rope_head_dim) and 128 others"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "v_head_dim": 300})", "v_head_dim",
+                Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "qk_nope_head_dim": 256})",
+                "a head of 320 dimensions", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2"})", "num_experts_per_tok"},
            Case{R"({"model_type": "qwen3_moe", "decoder_sparse_step": 0})", "decoder_sparse_step: must be an integer"},
            Case{R"({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 32})",
                 "no model of type \"qwen3_moe\" has it, but those of type \"qwen2_moe\" do"},
@@ -789,6 +857,10 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
           R"({"model_type": "qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [2], "qkv_bias": false,
                "moe_intermediate_size": 96, "shared_expert_intermediate_size": 100, "use_sliding_window": true,
                "sliding_window": 9})",
+          R"({"model_type": "deepseek_v2", "num_hidden_layers": 4, "first_k_dense_replace": 2, "num_experts_per_tok": 4,
+               "n_routed_experts": 24, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+               "n_shared_experts": 3, "q_lora_rank": null, "routed_scaling_factor": 1.5, "head_dim": 64,
+               "rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 0.5}})",
           R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
                "head_dim": 128, "router_z_loss_coef": 0.5})",
           R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_routed_experts": 24,

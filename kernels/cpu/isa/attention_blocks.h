@@ -21,12 +21,11 @@ constexpr i64 kMaxUnits = 256 / 16;  // of a tile
 
 struct Problem {
   i64 B, T, H, D, S, G, R;
-  i64 width;  // D in whole vectors
-  i64 ld;     // row stride of tiles: slightly more, so that rows do not map to the same cache sets
+  i64 Dv;  // head dim of values
   AttentionParams p;
   AttentionGrid grid;
 
-  Problem(const TensorView& q, const TensorView& k, const AttentionParams& params) noexcept
+  Problem(const TensorView& q, const TensorView& k, const TensorView& v, const AttentionParams& params) noexcept
       : B(q.dim(0)),
         T(q.dim(1)),
         H(q.dim(2)),
@@ -34,8 +33,7 @@ struct Problem {
         S(k.dim(1)),
         G(k.dim(2)),
         R(H / G),
-        width(round_up(D, Vec::kLanes)),
-        ld(width + 16),
+        Dv(v.dim(3)),
         p(params),
         grid(params.grid.of(H, T, S)) {}
 

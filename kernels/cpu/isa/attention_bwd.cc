@@ -22,21 +22,21 @@ struct Backward {
 
   Problem a;
   TensorView dq, dk, dv, dout, q, k, v, o, lse;
-  Op op{a.D, a.p.scale};
+  Op op{a.D, a.p.scale}, value{a.Dv, a.p.scale};  // of queries and keys; of values and outputs
 
   struct Tiles {
-    RowForms k, q, dout;
-    float *kt, *vt;  // [inner][keys], block by block
+    RowForms k, q, dout;  // k: also values before they are transposed
+    float *kt, *vt;       // [inner][keys], block by block
     ScoreGrads score;
     float *lse, *delta, *keep;
   };
   static Tiles carve(Arena& arena, const Problem& a) noexcept {
-    const Op op(a.D, a.p.scale);
-    return {.k = RowForms::take(arena, op, kKeysPacked),
+    const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale), wider(std::max(a.D, a.Dv), a.p.scale);
+    return {.k = RowForms::take(arena, wider, kKeysPacked),
             .q = RowForms::take(arena, op, kRows),
-            .dout = RowForms::take(arena, op, kRows),
+            .dout = RowForms::take(arena, value, kRows),
             .kt = arena.take(kKeysPacked * round_up(op.inner, 8)),
-            .vt = arena.take(kKeysPacked * round_up(op.inner, 8)),
+            .vt = arena.take(kKeysPacked * round_up(value.inner, 8)),
             .score = ScoreGrads::take(arena, op, kRows, kKeys),
             .lse = arena.take(kRows),
             .delta = arena.take(kRows),
@@ -46,8 +46,11 @@ struct Backward {
   // fp32 sums of one (batch, group), over all its rows and keys; dq lacks the factor `scale`.
   struct Sums {
     float *dq, *dk, *dv;
-    static i64 floats(const Problem& a) noexcept { return (a.rows() + 2 * a.S) * a.ld; }
-    Sums(float* memory, const Problem& a) noexcept : dq(memory), dk(dq + a.rows() * a.ld), dv(dk + a.S * a.ld) {}
+    static i64 floats(const Problem& a) noexcept {
+      const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
+      return (a.rows() + a.S) * op.ld + a.S * value.ld;
+    }
+    Sums(float* memory, const Problem& a, i64 ld) noexcept : dq(memory), dk(dq + a.rows() * ld), dv(dk + a.S * ld) {}
   };
 
   // Adds the contributions of `rows` and `keys` of (b, g) to each other's gradients.
@@ -101,8 +104,8 @@ struct Backward {
   // Keys and values of a pack: transposed block by block, and keys as the right factor of dq.
   void load_packed(const Tiles& tile, i64 b, i64 g, const Pack& pack) const noexcept {
     const i64 padded = round_up(pack.size(), Vec::kLanes);
-    load_keys<E>({tile.k.along, nullptr}, v, a, op, b, g, pack);
-    transpose_blocks(tile.vt, kKeys, tile.k.along, op, padded);
+    load_keys<E>({tile.k.along, nullptr}, v, a, value, b, g, pack);
+    transpose_blocks(tile.vt, kKeys, tile.k.along, value, padded);
     load_keys<E>(tile.k, k, a, op, b, g, pack);
     transpose_blocks(tile.kt, kKeys, tile.k.along, op, padded);
   }
@@ -110,12 +113,12 @@ struct Backward {
   // Queries (scaled), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
   void load_block(const Tiles& tile, i64 b, i64 g, Range rows) const noexcept {
     load_rows<E>(tile.q, q, a, op, b, g, rows, op.query_scale);
-    load_rows<E>(tile.dout, dout, a, op, b, g, rows, 1.0f);
+    load_rows<E>(tile.dout, dout, a, value, b, g, rows, 1.0f);
     for (i64 r = rows.begin; r < rows.end; ++r) {
       const E* const out = o.as<E>() + a.row_offset(o, b, g, r);
       const E* const grad = dout.as<E>() + a.row_offset(dout, b, g, r);
       Vec sum = zero();
-      for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
+      for_vectors(0, a.Dv, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
       tile.delta[r - rows.begin] = reduce_add(sum);
       tile.lse[r - rows.begin] = lse.as<float>()[a.lse_offset(lse, b, g, r)];
     }
@@ -131,12 +134,14 @@ struct Backward {
       return tile.score.dscore_along + ((row - rows.begin) * kKeys + c.begin - origin) / kDepth;
     };
     for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool) {
-      const i64 row = (r.begin - rows.begin) * op.inner_ld, column = origin * round_up(op.inner, 8) + c.begin - origin;
+      const i64 row = r.begin - rows.begin, column = c.begin - origin;
       const i64 lanes = round_up(c.size(), Vec::kLanes);
-      tile_product<Order::Rows, Product>(score(tile.score.prob, r, c), kKeys, tile.q.along + row, op.inner_ld,
-                                         tile.kt + column, kKeys, r.size(), lanes, op.inner, false);
-      tile_product<Order::Rows, Product>(score(tile.score.dscore, r, c), kKeys, tile.dout.along + row, op.inner_ld,
-                                         tile.vt + column, kKeys, r.size(), lanes, op.inner, false);
+      tile_product<Order::Rows, Product>(score(tile.score.prob, r, c), kKeys, tile.q.along + row * op.inner_ld,
+                                         op.inner_ld, tile.kt + origin * round_up(op.inner, 8) + column, kKeys,
+                                         r.size(), lanes, op.inner, false);
+      tile_product<Order::Rows, Product>(score(tile.score.dscore, r, c), kKeys, tile.dout.along + row * value.inner_ld,
+                                         value.inner_ld, tile.vt + origin * round_up(value.inner, 8) + column, kKeys,
+                                         r.size(), lanes, value.inner, false);
     });
     // Whole units, so that columns without a product become zero.
     for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
@@ -153,8 +158,8 @@ struct Backward {
       });
     });
     for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool) {
-      tile_product<Order::Rows, Product>(sums.dq + r.begin * a.ld, a.ld, ds_words(r.begin, c), kKeys / kDepth,
-                                         tile.k.across + c.begin / kDepth * a.ld, a.ld, r.size(), a.width,
+      tile_product<Order::Rows, Product>(sums.dq + r.begin * op.ld, op.ld, ds_words(r.begin, c), kKeys / kDepth,
+                                         tile.k.across + c.begin / kDepth * op.ld, op.ld, r.size(), op.width,
                                          Op::words(c.size()), true);
     });
     for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
@@ -171,12 +176,14 @@ struct Backward {
         const auto add = [&](Range seen, Range c) {
           if (seen.empty()) return;
           const Range pairs = {(seen.begin - rows.begin) / kDepth, Op::words(seen.end - rows.begin)};
-          const i64 key = pack.key(c.begin) * a.ld, row = pairs.begin * a.ld;
+          const i64 key = pack.key(c.begin), row = pairs.begin;
           const i64 weight = pairs.begin * kKeys + c.begin - origin;
-          tile_product<Order::Columns, Product>(sums.dv + key, a.ld, tile.score.prob_across + weight, kKeys,
-                                                tile.dout.across + row, a.ld, c.size(), a.width, pairs.size(), true);
-          tile_product<Order::Columns, Product>(sums.dk + key, a.ld, tile.score.dscore_across + weight, kKeys,
-                                                tile.q.across + row, a.ld, c.size(), a.width, pairs.size(), true);
+          tile_product<Order::Columns, Product>(sums.dv + key * value.ld, value.ld, tile.score.prob_across + weight,
+                                                kKeys, tile.dout.across + row * value.ld, value.ld, c.size(),
+                                                value.width, pairs.size(), true);
+          tile_product<Order::Columns, Product>(sums.dk + key * op.ld, op.ld, tile.score.dscore_across + weight, kKeys,
+                                                tile.q.across + row * op.ld, op.ld, c.size(), op.width, pairs.size(),
+                                                true);
         };
         for_key_runs(pack, columns, [&](Range c) {
           if (dense) return add(r, c);
@@ -260,11 +267,11 @@ struct Backward {
 
   void store_sums(const Sums& sums, i64 b, i64 g, Range rows, Range keys) const noexcept {
     for (i64 r = rows.begin; r < rows.end; ++r) {
-      store_row(dq.as<E>() + a.row_offset(dq, b, g, r), sums.dq + r * a.ld, a.D, broadcast(a.p.scale));
+      store_row(dq.as<E>() + a.row_offset(dq, b, g, r), sums.dq + r * op.ld, a.D, broadcast(a.p.scale));
     }
     for (i64 j = keys.begin; j < keys.end; ++j) {
-      store_row(dk.as<E>() + a.key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(op.score_scale));
-      store_row(dv.as<E>() + a.key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dk.as<E>() + a.key_offset(dk, b, g, j), sums.dk + j * op.ld, a.D, broadcast(op.score_scale));
+      store_row(dv.as<E>() + a.key_offset(dv, b, g, j), sums.dv + j * value.ld, a.Dv, broadcast(1.0f));
     }
   }
 
@@ -296,12 +303,12 @@ struct Backward {
         const Range keys = part_of(a.S, kKeys, (phase + chunks - i) % chunks, chunks);
         Arena arena = scratch.own(worker);
         const Tiles tile = carve(arena, a);
-        const Sums sums(chunks > 1 ? scratch.shared() + group * floats : arena.take(floats), a);
+        const Sums sums(chunks > 1 ? scratch.shared() + group * floats : arena.take(floats), a, op.ld);
         // In every phase each chunk of rows and each of keys has one tile: the first clears, the last stores.
         if (phase == 0) {
-          fill_zero(sums.dq + rows.begin * a.ld, rows.size() * a.ld);
-          fill_zero(sums.dk + keys.begin * a.ld, keys.size() * a.ld);
-          fill_zero(sums.dv + keys.begin * a.ld, keys.size() * a.ld);
+          fill_zero(sums.dq + rows.begin * op.ld, rows.size() * op.ld);
+          fill_zero(sums.dk + keys.begin * op.ld, keys.size() * op.ld);
+          fill_zero(sums.dv + keys.begin * value.ld, keys.size() * value.ld);
         }
         accumulate(sums, tile, b, g, rows, keys);
         if (phase == chunks - 1) store_sums(sums, b, g, rows, keys);
@@ -314,14 +321,15 @@ struct Backward {
 
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
-  with_work_type(
-      q.dtype, [&]<class E>(E) { Backward<E>{Problem(q, k, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool); });
+  with_work_type(q.dtype, [&]<class E>(E) {
+    Backward<E>{Problem(q, k, v, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool);
+  });
 }
 
-void attention_bwd_scratch(TensorView, TensorView, TensorView, TensorView, TensorView q, TensorView k, TensorView,
+void attention_bwd_scratch(TensorView, TensorView, TensorView, TensorView, TensorView q, TensorView k, TensorView v,
                            TensorView, TensorView, const AttentionParams& p, Stream& stream) noexcept {
   with_work_type(q.dtype,
-                 [&]<class E>(E) { note_scratch(stream, Backward<E>::cut_of(Problem(q, k, p)).scratch.bytes()); });
+                 [&]<class E>(E) { note_scratch(stream, Backward<E>::cut_of(Problem(q, k, v, p)).scratch.bytes()); });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

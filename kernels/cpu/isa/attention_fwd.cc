@@ -14,15 +14,15 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-// Accumulators of the forward pass for a range of rows.
+// Accumulators of the forward pass for a range of rows, with `ld` floats for each row of outputs.
 struct Partial {
   float* out;  // [rows, ld], not yet divided by sum
   float* top;  // [rows] the largest score so far
   float* sum;  // [rows] of e^(score - top)
 
-  static i64 floats(const Problem& a, i64 rows) noexcept { return rows * a.ld + 2 * round_up(rows, 16); }
-  Partial(float* memory, const Problem& a, i64 rows) noexcept
-      : out(memory), top(out + rows * a.ld), sum(top + round_up(rows, 16)) {}
+  static i64 floats(i64 ld, i64 rows) noexcept { return rows * ld + 2 * round_up(rows, 16); }
+  Partial(float* memory, i64 ld, i64 rows) noexcept
+      : out(memory), top(out + rows * ld), sum(top + round_up(rows, 16)) {}
 };
 
 // Turns one row of products into weights e^(score - top); returns the factor for the row's earlier sums. A score is
@@ -67,31 +67,31 @@ struct Forward {
 
   Problem a;
   TensorView o, lse, q, k, v;
-  Op op{a.D, a.p.scale};
+  Op op{a.D, a.p.scale}, value{a.Dv, a.p.scale};  // of queries and keys; of values and outputs
 
   struct Tiles {
     float *q, *k, *kt, *v, *score, *keep;
   };
   static Tiles carve(Arena& arena, const Problem& a, i64 tile_rows) noexcept {
-    const Op op(a.D, a.p.scale);
+    const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
     return {.q = arena.take(tile_rows * op.inner_ld),
             .k = arena.take(kKeys * op.inner_ld),
             .kt = arena.take(kKeys * round_up(op.inner, 8)),
-            .v = arena.take(kKeys / Op::kDepth * a.ld),
+            .v = arena.take(kKeys / Op::kDepth * value.ld),
             .score = arena.take(kRows * kKeys),
             .keep = arena.take(keep_room(kKeys))};
   }
 
   // Attention of `rows` of (b, g) to `keys`.
   void accumulate(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
-    for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * a.ld, a.width);
+    for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * value.ld, value.width);
     std::fill_n(part.top, rows.size(), -kInfinity);
     fill_zero(part.sum, rows.size());
     load_rows<E>({tile.q, nullptr}, q, a, op, b, g, rows, op.query_scale);
     Pack pack;
     for (Met met(a, b, g, rows, keys, kKeys); met.next(pack);) {
       load_keys<E>({tile.k, nullptr}, k, a, op, b, g, pack);
-      load_keys<E>({nullptr, tile.v}, v, a, op, b, g, pack);
+      load_keys<E>({nullptr, tile.v}, v, a, value, b, g, pack);
       transpose(tile.kt, kKeys, tile.k, op.inner_ld, round_up(pack.size(), Vec::kLanes), round_up(op.inner, 8));
       for (i64 r = rows.begin; r < rows.end; r += kRows) {
         attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, pack, rows.begin);
@@ -118,7 +118,7 @@ struct Forward {
         if (a.heads_differ()) hide_others(s, a, g, row, pack, c, -kInfinity);
         const float kept =
             softmax_step(s, c.size(), broadcast(scale), whole, seen.minus(c.begin), part.top[at], part.sum[at]);
-        if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
+        if (kept != 1.0f) load_row(part.out + at * value.ld, part.out + at * value.ld, value.width, broadcast(kept));
         if (a.p.dropout > 0) {
           for_factors(tile.keep, a, b, g, row, pack, c, [&](Range run, const float* keep) {
             float* const w = s + run.begin - c.begin;
@@ -127,31 +127,31 @@ struct Forward {
         }
         if constexpr (Op::kPairs) Product::round_to(s, s, lanes);
       }
-      tile_product<Order::Rows, Product>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, c), kKeys,
-                                         tile.v + c.begin / Op::kDepth * a.ld, a.ld, r.size(), a.width,
+      tile_product<Order::Rows, Product>(part.out + (r.begin - origin) * value.ld, value.ld, score(r, c), kKeys,
+                                         tile.v + c.begin / Op::kDepth * value.ld, value.ld, r.size(), value.width,
                                          Op::words(c.size()), true);
     });
   }
 
   // Merges the parts in order into the first one, and stores the rows.
   void finish(float* memory, i64 parts, i64 b, i64 g, Range rows) const noexcept {
-    const Partial total(memory, a, rows.size());
+    const Partial total(memory, value.ld, rows.size());
     for (i64 r = 0; r < rows.size(); ++r) {
-      float* const out = total.out + r * a.ld;
+      float* const out = total.out + r * value.ld;
       for (i64 i = 1; i < parts; ++i) {
-        const Partial part(memory + i * Partial::floats(a, rows.size()), a, rows.size());
+        const Partial part(memory + i * Partial::floats(value.ld, rows.size()), value.ld, rows.size());
         const float top = std::max(total.top[r], part.top[r]);
         const auto weight = [top](float x) { return x == -kInfinity ? 0.0f : std::exp(x - top); };
         const float mine = weight(total.top[r]), other = weight(part.top[r]);
-        for (i64 d = 0; d < a.width; d += Vec::kLanes) {
-          store(out + d, fma(broadcast(other), load(part.out + r * a.ld + d), broadcast(mine) * load(out + d)));
+        for (i64 d = 0; d < value.width; d += Vec::kLanes) {
+          store(out + d, fma(broadcast(other), load(part.out + r * value.ld + d), broadcast(mine) * load(out + d)));
         }
         total.sum[r] = total.sum[r] * mine + part.sum[r] * other;
         total.top[r] = top;
       }
       const i64 row = rows.begin + r;
       const float sum = total.sum[r];
-      store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.Dv, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
       lse.as<float>()[a.lse_offset(lse, b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
     }
   }
@@ -162,13 +162,14 @@ struct Forward {
     CallScratch::Size scratch;
   };
   static Cut cut_of(const Problem& a) noexcept {
+    const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
     const i64 groups = a.B * a.G;
-    const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
+    const i64 max_rows = std::max(kRows, kTileBytes / ((op.ld + value.ld) * i64{sizeof(float)}) / kRows * kRows);
     const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
     const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
     if (tiles == 0) return {};
     const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
-    const i64 floats = Partial::floats(a, std::min(tile_rows, a.rows()));
+    const i64 floats = Partial::floats(value.ld, std::min(tile_rows, a.rows()));
     Arena own(nullptr), shared(nullptr);
     carve(own, a, tile_rows);
     (parts > 1 ? shared : own).take(parts > 1 ? tiles * parts * floats : floats);
@@ -187,10 +188,10 @@ struct Forward {
       const Range rows = rows_of(tile);
       Arena arena = scratch.own(worker);
       const Tiles buffers = carve(arena, a, cut.tile_rows);
-      float* const memory = parts > 1
-                                ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(a, rows.size())
-                                : arena.take(floats);
-      accumulate(Partial(memory, a, rows.size()), buffers, b, g, rows, part_of(a.S, kKeys, t % parts, parts));
+      float* const memory =
+          parts > 1 ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(value.ld, rows.size())
+                    : arena.take(floats);
+      accumulate(Partial(memory, value.ld, rows.size()), buffers, b, g, rows, part_of(a.S, kKeys, t % parts, parts));
       if (parts == 1) finish(memory, 1, b, g, rows);
     });
     if (parts == 1) return;
@@ -204,13 +205,13 @@ struct Forward {
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  with_work_type(q.dtype, [&]<class E>(E) { Forward<E>{Problem(q, k, p), o, lse, q, k, v}.run(*stream.pool); });
+  with_work_type(q.dtype, [&]<class E>(E) { Forward<E>{Problem(q, k, v, p), o, lse, q, k, v}.run(*stream.pool); });
 }
 
-void attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView k, TensorView, const AttentionParams& p,
+void attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                            Stream& stream) noexcept {
   with_work_type(q.dtype,
-                 [&]<class E>(E) { note_scratch(stream, Forward<E>::cut_of(Problem(q, k, p)).scratch.bytes()); });
+                 [&]<class E>(E) { note_scratch(stream, Forward<E>::cut_of(Problem(q, k, v, p)).scratch.bytes()); });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -16,6 +16,7 @@ struct Operands {
 
   i64 D;
   i64 inner;         // words of D elements
+  i64 width;         // D in whole vectors
   i64 ld, inner_ld;  // row strides: whole vectors and slightly more, so that rows do not map to the same cache sets
   // Pairs leave queries as they are and scale the products instead.
   float query_scale, score_scale;
@@ -23,7 +24,8 @@ struct Operands {
   Operands(i64 d, float scale) noexcept
       : D(d),
         inner(words(d)),
-        ld(round_up(d, Vec::kLanes) + 16),
+        width(round_up(d, Vec::kLanes)),
+        ld(width + 16),
         inner_ld(round_up(inner, Vec::kLanes) + 16),
         query_scale(kPairs ? 1.0f : scale),
         score_scale(kPairs ? scale : 1.0f) {}

@@ -87,6 +87,7 @@ const char* refusal(const AttentionCall& call) noexcept {
   const AttentionShape s = shape_of(call);
   if (s.dtype != DType::BF16 && s.dtype != DType::F16) return "dtype";
   if (s.D % 8 != 0 || s.D < 8 || s.D > 128) return "a head dim that is no multiple of 8 up to 128";
+  if (call.v.dim(3) != s.D) return "values of another head dim";
   if (call.params.dropout > 0) return "dropout";
   if (call.params.window > 0) return "window";
   if (call.params.blocks.sparse()) return "sparse layout";

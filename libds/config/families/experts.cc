@@ -5,24 +5,14 @@
 
 #include <algorithm>
 
-#include "config/families/llama.h"
+#include "config/families/experts.h"
 #include "config/families/moe.h"
 
 namespace ds {
 namespace family {
 namespace {
 
-using X = ExpertsConfig;
-
-constexpr Range kExperts = {1, 4096};
-
 // clang-format off
-constexpr Key kSparseKeys[] = {
-    effect("num_experts_per_tok", slot_of<&H::m, &M::experts, &X::per_token>, kExperts),
-    effect("output_router_logits", slot_of<&H::output_router_logits>, {}, kNull),
-    effect("router_aux_loss_coef", slot_of<&H::router_aux_loss_coef>, {0, kInfinity}),
-    effect("router_z_loss_coef", slot_of<&H::m, &M::experts, &X::z_loss>, {0, kInfinity}),
-};
 constexpr Key kMixtralOwn[] = {
     effect("num_local_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
     alias("num_experts", "num_local_experts"),
@@ -63,22 +53,6 @@ constexpr Key kGlmOwn[] = {
 };
 // clang-format on
 
-constexpr bool has_key(std::span<const Key> keys, std::string_view path) {
-  return std::ranges::any_of(keys, [&](const Key& k) { return k.path == path; });
-}
-// The tables of a family, one after the other; its own keys replace Llama's of the same name.
-template <const auto& own>
-constexpr auto with_own() {
-  constexpr auto is_kept = [](const Key& k) { return !has_key(own, k.path); };
-  std::array<Key, std::ranges::count_if(kLlamaKeys, is_kept) + std::size(kSparseKeys) + std::size(kGatingKeys) +
-                      std::size(own)>
-      all;
-  Key* end = std::ranges::copy_if(kLlamaKeys, all.data(), is_kept).out;
-  end = std::ranges::copy(kSparseKeys, end).out;
-  end = std::ranges::copy(kGatingKeys, end).out;
-  std::ranges::copy(own, end);
-  return all;
-}
 constexpr auto kMixtralKeys = with_own<kMixtralOwn>();
 constexpr auto kOlmoeKeys = with_own<kOlmoeOwn>();
 constexpr auto kQwenMoeKeys = with_own<kQwenOwn>();
@@ -121,14 +95,14 @@ constexpr std::string_view kGlmRequired[] = {"vocab_size",          "hidden_size
                                              "num_attention_heads", "intermediate_size",    "n_routed_experts",
                                              "num_experts_per_tok", "moe_intermediate_size"};
 
-constexpr ExpertNames kUsualNames = {"mlp", "gate_proj", "up_proj", "down_proj"};
+}  // namespace
 
-// transformers adds the balancing loss only where output_router_logits is true. Whoever writes its coefficient into a
-// configuration of ours wants it.
 void set_balance_loss(HfConfig& h, ModelSource source, float published) {
   h.output_router_logits = source == ModelSource::Inline;
   h.router_aux_loss_coef = source == ModelSource::File ? published : 0;
 }
+
+namespace {
 
 void set_mixtral_defaults(HfConfig& h, ModelSource source) {
   set_llama_defaults(h, source);
@@ -218,7 +192,8 @@ void default_kv_heads(HfConfig& h, const Json& object, ModelSource source, i64 n
   if (source == ModelSource::File && !object.contains("num_key_value_heads")) h.m.kv_heads = number;
 }
 
-// count: the key of the number of experts. size: that of the size of one.
+}  // namespace
+
 void resolve_experts(HfConfig& h, std::string_view count, std::string_view size, Reader& r) {
   ModelConfig& m = h.m;
   ExpertsConfig& x = m.experts;
@@ -241,25 +216,32 @@ void resolve_experts(HfConfig& h, std::string_view count, std::string_view size,
   }
 }
 
-void resolve_glm(HfConfig& h, const Json& object, ModelSource source, Reader& r) {
-  default_kv_heads(h, object, source, 8);
-  ModelConfig& m = h.m;
-  ExpertsConfig& x = m.experts;
-  if (m.head_dim == 0 && !r.any_broken({"hidden_size", "num_attention_heads"})) m.head_dim = m.hidden / m.heads;
+void resolve_deepseek_experts(HfConfig& h, Reader& r) {
   resolve_experts(h, "n_routed_experts", "moe_intermediate_size", r);
+  ExpertsConfig& x = h.m.experts;
   x.shared = h.n_shared_experts * x.intermediate;
   for (i64 l = 0; l < std::min(h.first_k_dense_replace, std::ssize(x.layers)); ++l)
     x.layers[static_cast<size_t>(l)] = false;
   const RouterParams& router = x.router;
   if (r.any_broken({"n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"})) return;
-  if (x.count % router.groups != 0 || x.count < 2 * router.groups)
-    return r.error("n_group", fmt::format("{} experts cannot be {} groups of two experts or more, as many in each",
-                                          x.count, router.groups));
+  const i64 least = router.group_by_two ? 2 : 1;
+  if (x.count % router.groups != 0 || x.count < least * router.groups)
+    return r.error("n_group", fmt::format("{} experts cannot be {} groups of {}", x.count, router.groups,
+                                          least > 1 ? "two experts or more, as many in each" : "as many each"));
   if (router.chosen_groups > router.groups)
     return r.error("topk_group", fmt::format("{} of {} groups cannot be chosen", router.chosen_groups, router.groups));
   if (const i64 there = x.count / router.groups * router.chosen_groups; x.per_token > there)
     r.error("topk_group", fmt::format("the {} groups that are chosen have {} experts, and a token chooses {}",
                                       router.chosen_groups, there, x.per_token));
+}
+
+namespace {
+
+void resolve_glm(HfConfig& h, const Json& object, ModelSource source, Reader& r) {
+  default_kv_heads(h, object, source, 8);
+  ModelConfig& m = h.m;
+  if (m.head_dim == 0 && !r.any_broken({"hidden_size", "num_attention_heads"})) m.head_dim = m.hidden / m.heads;
+  resolve_deepseek_experts(h, r);
 }
 
 // The families in which every block is sparse, and intermediate_size is that of an expert.

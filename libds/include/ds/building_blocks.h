@@ -117,12 +117,12 @@ inline TensorView heads_view(TensorView rows, i64 B, i64 T, i64 num_heads, i64 h
 }
 
 struct Heads {
-  TensorView q, k, v;  // [B,T,H,D], [B,T,G,D] strided
+  TensorView q, k, v;  // [B,T,H,D], [B,T,G,D], [B,T,G,Dv] strided
 };
-// Turns the heads x [B,T,heads,D] in place by the positions of their tokens; inverse: the backward pass.
-void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, bool inverse);
+// Turns the heads x [B,T,heads,D] in place by the positions of their tokens.
+void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, const RopeParams& params);
 struct HeadCounts {
-  i64 q, kv, dim;  // sizes on this rank of the tensor-parallel group
+  i64 q, kv, dim, value_dim;  // sizes on this rank of the tensor-parallel group
 };
 // The cache of an attention with `heads` heads of keys and values on this rank; window: see CacheShape.
 inline CacheShape attention_cache(i64 window, i64 heads, i64 dim) { return {window, {{heads, dim}, {heads, dim}}}; }
@@ -132,11 +132,25 @@ void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& sh
                     const HeadCounts& heads);
 // Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in an
 // attention_cache.
-// Works over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is only for attend_backward.
+// Works over the tokens of all ranks of sp (Shard::mode). o [B,T,H,Dv]; lse [B,H,T] fp32 is only for attend_backward.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,
             const LayerActs& acts);
 void attend_backward(const PassContext& ctx, const Heads& gradients, TensorView dout, const Heads& heads, TensorView o,
                      TensorView lse, const AttentionParams& params, const LayerActs& acts);
+
+// Generation by a layer that caches something smaller than keys and values, from which it makes them.
+// Declares the memory of attend_made for `heads` heads of queries, after the layer's own temporaries.
+void plan_attend_made(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass, i64 heads, i64 value_dim);
+// Writes `fresh` [B,T,heads,dim] of each array of the cache. Then each of the sequences attends: the first tokens, if
+// there are several, to each other, by `heads`; a single token by heads.q to all positions so far, `made` at a time
+// (CacheShape::made): make(b, first, n) returns the keys and values of n positions of sequence b from `first` on, valid
+// until the next call. Parts are merged in fp32 in the order of positions. o is contiguous but for its rows.
+void attend_made(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads,
+                 std::span<const TensorView> fresh, i64 made, const AttentionParams& params, const LayerActs& acts,
+                 FunctionRef<Heads(i64 b, i64 first, i64 n)> make);
+// Positions [first, first + n) of an array of the cache of sequence b: [1,n,heads,dim], in the cache, or, where that is
+// in pages, copied to `copy`. A page that is not kept may be any other: none of its keys are seen.
+TensorView cached_positions(const PassContext& ctx, i64 b, size_t array, i64 first, i64 n, TensorView copy);
 
 // The random stream of one use of dropout; layers number their uses.
 inline RngKey dropout_site(const PassContext& ctx, i64 layer, u32 use) {

@@ -237,10 +237,13 @@ struct CachedArray {
   i64 heads = 0, dim = 0;  // of this rank
   auto operator<=>(const CachedArray&) const = default;
 };
-// The cache of a layer. Attention caches two arrays, keys and values.
+// The cache of a layer. Attention caches two arrays, keys and values, or what they are made from.
 struct CacheShape {
   i64 window = 0;                     // a token sees itself and those before it, so many together; 0: all
   std::vector<CachedArray> arrays{};  // none: later tokens need nothing of the layer
+  // The most positions of whose arrays it makes keys and values at a time: rows of its products, for which a pass that
+  // generates has memory; 0: none.
+  i64 made = 0;
   auto operator<=>(const CacheShape&) const = default;
 };
 
@@ -526,11 +529,11 @@ struct DS_API Model {
   i64 vocab = 0, hidden = 0;
   // Each position predicts the next token; else the model sees the whole sequence and fills in masks.
   bool causal = true;
-  i64 token_types = 0;  // 0: the model has none
-  i64 num_heads = 0, head_dim = 0;
-  std::vector<Rotation> rotations{};              // those that its layers use
-  std::shared_ptr<const AttentionLayout> layout;  // for the attention of all layers; null: all blocks
-  std::vector<Fp8Map> fp8{};                      // the products in FP8 of all layers; none: there are none
+  i64 token_types = 0;                             // 0: the model has none
+  i64 num_heads = 0, head_dim = 0, value_dim = 0;  // of queries and keys, of values
+  std::vector<Rotation> rotations{};               // those that its layers use
+  std::shared_ptr<const AttentionLayout> layout;   // for the attention of all layers; null: all blocks
+  std::vector<Fp8Map> fp8{};                       // the products in FP8 of all layers; none: there are none
 
   bool tied() const noexcept { return !shared.empty(); }
   bool uses_shared(i64 layer) const noexcept { return tied() && (layer == 0 || layer + 1 == std::ssize(layers)); }
@@ -567,9 +570,9 @@ struct DS_API Model {
   i64 num_active_params() const noexcept;  // those that a token uses
   // Parameters used in matrix products (including the head's projection, but not embedding look-ups).
   i64 num_matmul_params() const noexcept;
-  // Forward + backward: 6 N_matmul + 12 L (H D) T, with full attention (PaLM's convention); with a layout, the share of
-  // its blocks. Matrices that are not trained, and layers without a backward pass, count with the products that they
-  // have.
+  // Forward + backward: 6 N_matmul + 6 L H (D + Dv) T, with full attention (PaLM's convention); with a layout, the
+  // share of its blocks. Matrices that are not trained, and layers without a backward pass, count with the products
+  // that they have.
   double flops_per_token(i64 T) const noexcept;
 };
 

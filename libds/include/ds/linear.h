@@ -15,6 +15,8 @@ enum class Split : u8 {
   Whole,   // each rank has all of it, for its rows of the stream
   Column,  // each rank has some of the outputs, for all rows; its input gradients are partial sums
   Row,     // each rank has some of the inputs, for all rows; its product is a partial sum
+  Shared,  // each rank has all of it, for all rows, and uses some of what is made of its outputs: gradients of these,
+           // and so all others, are partial sums
 };
 
 struct LinearSpec {
@@ -74,7 +76,8 @@ class DS_API Linear {
                const Epilogue& o = {}) const;
   // The part of forward() that the backward pass needs; for layers that recompute x, but not y.
   void recompute(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView x) const;
-  // dx [R,in] = dy W + dx_residual, which may be dx. Split::Column: partial sums, see partial_sum().
+  // dx [R,in] = dy W + dx_residual, which may be dx. Split::Column, Shared: partial sums, see
+  // partial_sum().
   void backward_input(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView dx, TensorView dy,
                       TensorView dx_residual = {}) const;
   // The gradients of its rows, from the same dy and x. A view without data or tiles is not computed.

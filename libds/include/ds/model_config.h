@@ -38,9 +38,9 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, Bert };
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, DeepseekV2, Bert };
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-// "glm4_moe", "bert".
+// "glm4_moe", "deepseek_v2", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
@@ -109,6 +109,18 @@ struct ExpertsConfig {
   bool sparse(i64 layer) const { return count > 0 && layers[static_cast<size_t>(layer)]; }
 };
 
+// Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): keys and values are made from a latent
+// vector of the token, and from a rotary key that all heads share.
+struct LatentConfig {
+  i64 rank = 0;             // of the latent of keys and values; 0: the model's attention is an ordinary one
+  i64 query_rank = 0;       // of that of queries; 0: they are made from the stream
+  i64 rope_dim = 0;         // the last dims of a head of queries and keys, which are turned, and of the shared key
+  i64 value_dim = 0;        // of a head of values
+  bool interleaved = true;  // RopeParams
+
+  bool on() const noexcept { return rank > 0; }
+};
+
 struct ModelConfig {
   Family family = Family::Gpt2;
   i64 vocab_size = 0;
@@ -116,7 +128,7 @@ struct ModelConfig {
   i64 layers = 0;
   i64 heads = 0;
   i64 kv_heads = 0;  // divides heads
-  i64 head_dim = 0;  // even, 2..256; heads * head_dim may differ from hidden (Qwen3)
+  i64 head_dim = 0;  // of queries and keys: even, 2..256; heads * head_dim may differ from hidden (Qwen3)
   i64 intermediate = 0;
   i64 max_positions = 0;
   float norm_eps = 1e-5f;
@@ -126,7 +138,6 @@ struct ModelConfig {
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope = {};
   float rotary_share = 1;  // the share of a head's dimensions that turn, the first ones; the others stay
-  i64 rotary_dim() const noexcept { return static_cast<i64>(static_cast<float>(head_dim) * rotary_share); }
   // True if sequences may be longer than max_positions, because dynamic scaling stretches the positions.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
   DS_API bool rotary() const noexcept;  // positions turn queries and keys; else they are learnt
@@ -155,6 +166,13 @@ struct ModelConfig {
   i64 sliding_window = 0;  // number of keys that a query sees in the layers of sliding_layers; 0: no layer has a window
   std::vector<bool> sliding_layers = {};  // [layers], empty when sliding_window is 0
   i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
+
+  LatentConfig latent{};
+  // The dimensions of a head that turn.
+  i64 rotary_dim() const noexcept {
+    return latent.on() ? latent.rope_dim : static_cast<i64>(static_cast<float>(head_dim) * rotary_share);
+  }
+  i64 value_dim() const noexcept { return latent.on() ? latent.value_dim : head_dim; }
 
   ExpertsConfig experts{};
 

@@ -37,6 +37,12 @@ struct Stream {
 
 enum class Activation : u8 { None, GeluTanh, GeluErf, Silu };
 
+struct RopeParams {
+  bool inverse = false;  // the backward pass: rotation by the negative angle
+  // Elements 2d and 2d + 1 of a head are pair d (RoFormer, DeepSeek-V2); else d and d + D/2 (most of Hugging Face's).
+  bool interleaved = false;
+};
+
 struct MatmulParams {
   bool trans_a = false;     // a is stored [K,M] instead of [M,K]
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
@@ -452,9 +458,9 @@ struct OpTable {
   void (*swiglu_fwd)(TensorView y, TensorView gate, TensorView up, Stream&) noexcept;
   void (*swiglu_bwd)(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream&) noexcept;
 
-  // Rotary embedding in Hugging Face's half-rotation convention. y, x [B,T,H,D] strided, y may alias x; cos, sin [P,D/2]
-  // fp32; positions [T] int32 index their rows. inverse = the backward pass (rotation by the negative angle).
-  void (*rope)(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, bool inverse,
+  // Rotary embedding (Su et al., "RoFormer", 2021). y, x [B,T,H,D] strided, y may alias x; cos, sin [P,D/2] fp32;
+  // positions [T] int32 index their rows.
+  void (*rope)(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, const RopeParams&,
                Stream&) noexcept;
 
   // y[R,C] = table[ids[r] - first_id] (+ y if accumulate). The table [V,C] contains rows first_id .. first_id + V - 1 of the
@@ -544,11 +550,12 @@ struct OpTable {
   void (*grouped_bias_grad)(TensorView dbias, TensorView dy, TensorView weights, TensorView offsets, bool accumulate,
                             Stream&) noexcept;
 
-  // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
-  // lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
+  // Dao et al.: "FlashAttention". q [B,T,H,D], k [B,S,G,D], v [B,S,G,Dv], o [B,T,H,Dv], all strided; H % G == 0, head h
+  // reads group h/(H/G). Values may have another head dim than keys, as in multi-head latent attention (DeepSeek-AI,
+  // "DeepSeek-V2", 2024). lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
   void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                         Stream&) noexcept;
-  // dq strided like q; dk, dv like k, v; all are overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
+  // dq like q, dk like k, dv like v, dout like o, each with strides of its own; the first three are overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
   // Also works by blocks: given o and lse over all keys (attention_merge), a call with some queries and some keys computes
   // their contributions to each other's gradients. The dq over all blocks of keys, and the dk and dv over all blocks of
   // queries, add up to the whole gradients; each part is rounded to the work dtype, so the caller adds them in fp32 (fold).
