@@ -199,6 +199,7 @@ class Maker {
       const std::string_view name = bare(row->name);
       if (block_of(name) != block) continue;
       ParamEntry entry{fmt::format("{}{}", prefix, name), row->whole_shape(), "", like.dtype};
+      if (row->balances >= 0) entry.dtype = DType::F32;
       Made m = make_row(*row, block, name.substr(block.size() + kMlp.size()));
       add(std::move(entry), std::move(m));
     }
@@ -217,12 +218,12 @@ class Maker {
     } else if (part == "gate.weight") {
       m.row.init = model::Init::Normal;
       m.row.std = config_.experts.router.normalise ? config_.initializer_range : kSmallRouter;
-    } else if (part.starts_with("shared_expert.")) {
+    } else if (part.starts_with(fmt::format("{}.", spec_of(config_.family).experts.shared))) {
       const std::string_view matrix = part.substr(part.find('.') + 1);
       if (matrix == "down_proj.weight") m.factor = shared_factor_;
       from(matrix.substr(0, matrix.find('.')));
     }
-    return m;  // else the gate of a shared expert: zeros
+    return m;  // else the gate of a shared expert, or balancing biases: zeros
   }
 
   void take(Made& m, std::string_view block, std::string_view matrix) {

@@ -335,6 +335,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
   if (fp8) check_fp8(object["quantization_config"], r);
   family->resolve(h, object, source, r);
+  if (is_inline && r.given("output_router_logits") && !h.output_router_logits && h.router_aux_loss_coef > 0)
+    r.warning("router_aux_loss_coef", "has no effect, since output_router_logits is false");
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
   resolve_windows(h, r);

@@ -89,6 +89,9 @@ PY
 @test "memory of experts over ranks is predicted, and what does not fit is refused" {
   run --separate-stderr ds-memreport cfg.json -n 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
   assert_success
+  run --separate-stderr ds-memreport cfg.json -n 2 --set model.output_router_logits=false
+  [[ $stderr == *"model.router_aux_loss_coef: has no effect, since output_router_logits is false"* ]] || fail "$stderr"
+  run --separate-stderr ds-memreport cfg.json -n 2 --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2
   [[ $output == *"of which a token uses"*"2 ranks (dp 2, ep 2)"* ]] || fail "$output"
   [[ $output == *"ep.all_to_allv"*", if all experts get as many tokens"* ]] || fail "$output"
   run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --out refused --set expert_parallel.enabled=true \

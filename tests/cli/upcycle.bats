@@ -59,6 +59,20 @@ json.dump(c, open("mixture.json", "w"))
 PY
   upcycled qwen3 plain --upcycle mixture.json
   close 2e-5 "$(loss_of qwen3)" "$(loss_of plain)"
+  # Sigmoids, weights that are neither normalised nor balanced at 1, a shared expert without a gate, a dense block first.
+  python3 - <<'PY'
+import json
+dense = json.load(open("qwen2/config.json"))
+same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        "intermediate_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+c = {key: dense[key] for key in same}
+c.update(architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", head_dim=8, partial_rotary_factor=1.0, attention_bias=True,
+         use_qk_norm=False, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
+         first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.5)
+json.dump(c, open("glm.json", "w"))
+PY
+  upcycled qwen2 glm --upcycle glm.json --dp 2
+  close 2e-5 "$(loss_of qwen2)" "$(loss_of glm)"
   # The function is the same in a run of several ranks, whose loss then falls.
   ds-launch -n 2 ds-train cfg.json --out more --quiet --set 'model={"path": "qwen3-8"}' --set data.tokenizer=bytes \
     --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2 --set bf16.enabled=true --steps 12
