@@ -128,9 +128,9 @@ END
   assert_line --regexp '^numbers +gemm +passed .* [0-9.]+ TFLOP/s at most'
   assert_line --regexp '^numbers +attention +passed .* fwd [0-9.]+ TFLOP/s at most; '
   assert_line --regexp '^numbers +ops +passed .* [1-9][0-9]+ ops; AdamW of 124M [0-9.]+ us'
-  assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.76\)'
+  assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 794493: .* \(at least 82.49\), .* \(planned 13.31\)'
   assert_line --regexp '^numbers +gpt2-124m +passed .* op by op, ms \(at least\): .* between ops [0-9.]*; clocks not noted'
-  assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 783842'
+  assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 794493'
   assert_line --regexp '^numbers +choices +passed .* choices.tsv has [1-9][0-9]* products of simulator 0$'
   assert_line --regexp '^numbers +features +passed .*BigBird of 16: .* documents: .*; evoformer fwd, .*; quantize_signs, '
   assert_line --regexp '^features +one-bit +passed .* from the CPU; zero-one-adam to [0-9.]*, [0-9.e-]* from the CPU;'
@@ -526,8 +526,8 @@ END
 {\"section\": \"by-op-step\", \"model\": \"m\", \"step_ms\": 60.000, \"ops_ms\": 50.500, \"between_ms\": 9.500, \"all_ops\": true}
 {\"tokens_per_s\": 1000.0, \"step_ms\": 60.000, \"memory_bytes\": 1073741824, \"scratch_bytes\": 0}" >results.jsonl; fi'
   export PATH=$PWD/bin:$PATH DS_GPU_CHECK_ONLY='facts gemm gpt2-1.5b' name
-  for name in 'NVIDIA H100 80GB HBM3:an H100 SXM:65004:50.00:1.00' 'NVIDIA H200:an H200:68922:50.00:0.70' \
-    'NVIDIA GB200:a GB200, from its data sheet:162782:19.75:0.42'; do
+  for name in 'NVIDIA H100 80GB HBM3:an H100 SXM:68352:50.00:1.00' 'NVIDIA H200:an H200:71513:50.00:0.70' \
+    'NVIDIA GB200:a GB200, from its data sheet:171548:19.75:0.42'; do
     IFS=: read -r NAME gpu most product fold <<<"$name"
     export NAME
     rm -rf results

@@ -114,6 +114,6 @@ extern constinit const FamilySpec kDeepseekV2Family = family::relative({
     .neutral = family::kDeepseekNeutral,
     .set_defaults = family::set_deepseek_v2_defaults,
     .resolve = family::resolve_deepseek_v2,
-    .experts = {"mlp", "gate_proj", "up_proj", "down_proj", "shared_experts"},
+    .experts = {.block = "mlp", .gate = "gate_proj", .up = "up_proj", .down = "down_proj", .shared = "shared_experts"},
 });
 }  // namespace ds
