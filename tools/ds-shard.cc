@@ -140,6 +140,7 @@ void set_mixture(ds::Upcycling& to, const std::string& mixture, bool has_per_tok
   const auto [end, error] = std::from_chars(mixture.data(), mixture.data() + mixture.size(), to.experts);
   if (error != std::errc() || to.experts < 1 || to.experts > 99999)
     throw ds::Error(ds::Errc::Config, fmt::format("--upcycle {}: 1 to 99999 experts", mixture));
+  if (!has_per_token) to.per_token = std::min(to.per_token, to.experts);
 }
 
 }  // namespace

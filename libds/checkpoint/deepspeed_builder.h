@@ -177,6 +177,7 @@ class DeepspeedBuilder {
   const Value* version_ = nullptr;
   std::vector<Group> groups_;  // param_shapes
   std::map<std::string, Weight, std::less<>> expert_weights_;
+  std::string expert_type_;
   std::vector<std::vector<std::string>> expert_names_;     // of each layer and expert, in the order of its file
   std::map<std::string, i64, std::less<>> experts_of_;     // by beginning of their names up to the number
   std::vector<std::pair<std::string, std::string>> ties_;  // name, of what

@@ -42,6 +42,10 @@ void DeepspeedBuilder::open_experts() {
       const ExpertName e = parse_expert(name);
       check(e.number == expert.expert, Errc::Corrupt, f, "'{}' is not a parameter of expert {}", name, expert.expert);
       check(root.items[i + 1]->is(Kind::Tensor), Errc::Corrupt, f, "'{}' is not a tensor", name);
+      const PickleTensor& t = *root.items[i + 1]->tensor;
+      if (expert_weights_.empty()) expert_type_ = t.type;
+      check(t.type == expert_type_, Errc::Mismatch, f, "'{}' is {}, and other experts are {}: the file of another save",
+            name, t.type, expert_type_);
       check(expert_weights_.emplace(name, Weight{root.items[i + 1], f}).second, Errc::Corrupt, f,
             "parameter '{}' appears twice", name);
       names.push_back(name);

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "checkpoint/deepspeed_builder.h"
+#include "ds/log.h"
 
 namespace ds {
 
@@ -77,6 +78,18 @@ void DeepspeedBuilder::place_whole() {
   attribute(candidates, f);
   const i64 ep = narrow<i64>(files_.expert_optim.size());
   for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open(files_.expert_optim[q]));
+  const auto has_states = [&](const std::vector<std::string>& names) {
+    return std::ranges::all_of(names, [&](const std::string& n) { return whole_states_.contains(n); });
+  };
+  if (ep > 0 && !std::ranges::all_of(expert_names_, has_states)) {
+    whole_states_.clear();  // all or none
+    for (const State s : kStates) has(s) = s == State::Param;
+    log_message(
+        LogLevel::Warning,
+        fmt::format("{}: optimizer states cannot be told apart, since the file of a rank of experts is missing, or "
+                    "layers are on different numbers of ranks; weights alone are read",
+                    files_.dir));
+  }
 }
 
 void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {

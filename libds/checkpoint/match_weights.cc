@@ -238,7 +238,8 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
   };
   for (size_t i = 0; i < source.list().size(); ++i) {
     const TensorInfo& t = source.list()[i];
-    note_extra(t.name, name_of(i));
+    if (t.numel() > 0)
+      note_extra(t.name, name_of(i));  // transformers writes those of no shared expert without elements
     if (is_tied(name_of(i))) check_type(t);
   }
   for (size_t i = 0; i < source.foreign().size(); ++i) {

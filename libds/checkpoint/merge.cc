@@ -415,6 +415,13 @@ class Merge {
       log_message(LogLevel::Warning,
                   fmt::format("{}: no files of a tokenizer in {}", output_.name, fmt::join(places, ", ")));
     write_hf_config(dir, config_, result_.dtype);
+    std::string why;
+    if (const auto model = known_model(Json::parse(config_), why); model && !model->source && model->experts.plain)
+      log_message(
+          LogLevel::Warning,
+          fmt::format("{}: transformers has no GPT-2 with experts; it would load this as a dense one whose MLPs are "
+                      "new in some layers",
+                      output_.name));
     if (!state_->meta().attention_json.empty())
       log_message(LogLevel::Warning, fmt::format("{}: a config.json cannot describe the run's attention pattern: {}",
                                                  output_.name, state_->meta().attention_json));

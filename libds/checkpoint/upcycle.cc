@@ -37,6 +37,22 @@ ModelConfig dense_model(const StateSource& state, const std::string& named) {
   return *model;
 }
 
+// A property that a dense model and a mixture must share, beside those of which both config.json have keys; empty: they
+// share all.
+std::string difference(const ModelConfig& dense, const ModelConfig& mixture) {
+  const auto differs = [&](auto member) { return dense.*member != mixture.*member; };
+  if (dense.mlp_bias) return "mlp_bias is true, and experts have no biases";
+  if (differs(&ModelConfig::attention_bias)) return "attention_bias differs";
+  if (differs(&ModelConfig::output_bias)) return "attention_bias differs for the output projection";
+  if (differs(&ModelConfig::qk_norm) || differs(&ModelConfig::whole_qk_norm)) return "norms of queries and keys differ";
+  if (differs(&ModelConfig::activation)) return "hidden_act differs";
+  if (differs(&ModelConfig::rotary_share)) return "partial_rotary_factor differs";
+  if (differs(&ModelConfig::sliding_window) || differs(&ModelConfig::sliding_layers))
+    return "windows of attention (sliding_window, layer_types) differ";
+  if (dense.latent.on() != mixture.latent.on()) return "one has latent attention";
+  return "";
+}
+
 // The mixture of the dense model's own family.
 ModelConfig mixture_of(const ModelConfig& dense, const Upcycling& to, const std::string& path) {
   std::vector<std::string_view> dense_families;
@@ -47,7 +63,7 @@ ModelConfig mixture_of(const ModelConfig& dense, const Upcycling& to, const std:
     if (*f->mixture.of == dense.family) mixture = f;
   }
   DS_CHECK(
-      mixture != nullptr, Errc::Config,
+      mixture != nullptr, Errc::Unavailable,
       "{}: --upcycle: there is no family of mixtures of \"{}\"; there are those of {}. A config.json names another",
       path, type_name(dense), fmt::join(dense_families, ", "));
   DS_CHECK(to.per_token <= to.experts, Errc::Config, "--experts-per-token {}: there are {} experts", to.per_token,
@@ -65,7 +81,10 @@ ModelConfig mixture_of(const ModelConfig& dense, const Upcycling& to, const std:
   m.experts.layers.assign(static_cast<size_t>(dense.layers), true);
   std::string why;
   const std::optional<ModelConfig> read = known_model(Json::parse(model_config_json(m)), why);
-  DS_CHECK(read, Errc::Config, "{}: --upcycle: as a model of type \"{}\", {}", path, mixture->name, why);
+  DS_CHECK(read, Errc::Unavailable, "{}: --upcycle: as a model of type \"{}\", {}", path, mixture->name, why);
+  const std::string other = difference(dense, *read);
+  DS_CHECK(other.empty(), Errc::Unavailable, "{}: --upcycle: a model of type \"{}\" cannot be the same: {}", path,
+           mixture->name, other);
   return *read;
 }
 
@@ -73,13 +92,15 @@ ModelConfig named_mixture(const ModelConfig& dense, const Upcycling& to, const s
   std::vector<Diagnostic> diagnostics;
   const ModelConfig m = read_model_file(to.config, diagnostics);
   for (const Diagnostic& d : diagnostics)
-    DS_CHECK(d.severity != Severity::Error, Errc::Config, "--upcycle {}: {}", to.config, to_string(d));
+    DS_CHECK(d.severity != Severity::Error, d.code, "--upcycle {}: {}", to.config, to_string(d));
   DS_CHECK(m.experts.count > 0, Errc::Config, "--upcycle {}: the model has no experts", to.config);
   ModelConfig without = m;
   without.family = dense.family;
   without.experts = {};
   without.intermediate = dense.intermediate;
   check_same_model(Json::parse(model_config_json(dense)), without, fmt::format("--upcycle {}: {}", to.config, path));
+  const std::string other = difference(dense, m);
+  DS_CHECK(other.empty(), Errc::Mismatch, "--upcycle {}: not the same model as {}: {}", to.config, path, other);
   DS_CHECK(m.experts.intermediate == dense.intermediate, Errc::Mismatch,
            "--upcycle {}: an expert is {} wide, but the MLP that it begins as is {} wide ({})", to.config,
            m.experts.intermediate, dense.intermediate, path);

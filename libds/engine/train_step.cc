@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "base/clock.h"
@@ -216,9 +217,12 @@ void Engine::fill_in_experts(Step& step) const {
     for (i64 e = 0; e < experts; ++e) layer.tokens.push_back(count(e));
     const i64 tokens =
         std::reduce(layer.tokens.begin(), layer.tokens.end()) / std::max<i64>(config_.model.experts.per_token, 1);
-    const i64 entropies = count(experts) * RouterStats::kFraction + count(experts + 1);
-    if (tokens > 0)
+    if (!std::isfinite(all[static_cast<size_t>(first + experts)])) {  // probabilities are not
+      layer.entropy = std::numeric_limits<double>::quiet_NaN();
+    } else if (tokens > 0) {
+      const i64 entropies = count(experts) * RouterStats::kFraction + count(experts + 1);
       layer.entropy = static_cast<double>(entropies) / static_cast<double>(RouterStats::kFraction * tokens);
+    }
     layer.dropped = count(experts + 2);
     first += n;
   }

@@ -27,11 +27,14 @@ class OnePass final : public Optimizer {
   UpdateConfig update_;
 };
 
-// The names of each parameter: its own, and those of tied entries of checkpoints.
+// The names of each parameter: its own, and those of tied entries of checkpoints. None for balancing biases, which no
+// optimizer moves.
 std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   std::vector<std::vector<std::string_view>> names;
   for (const model::ParamRow* row : model.params()) {
-    names.push_back({row->name});
+    names.emplace_back();
+    if (row->balances >= 0) continue;
+    names.back().push_back(row->name);
     for (const model::Tie& tie : model.ties) {
       if (tie.name == row->name) names.back().push_back(tie.alias);
     }

@@ -127,7 +127,8 @@ for a, b in zip(experts["one"], experts["two"]):
 PY
   assert_success
 
-  ds-ckpt-merge one -o model --format hf --quiet
+  run -0 --separate-stderr ds-ckpt-merge one -o model --format hf
+  [[ $stderr == *"transformers has no GPT-2 with experts"* ]] || fail "$stderr"
   python3 - <<'PY'
 import json, struct
 config = json.load(open("model/config.json"))

@@ -117,6 +117,13 @@ refuses() { # STATUS TEXT ARGUMENTS
   refuses 3 "num_attention_heads" qwen3 --upcycle heads.json
   ds-train cfg.json --out gpt --quiet --steps 1 \
     --set 'model={"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}'
-  refuses 2 'there is no family of mixtures of "gpt2"' gpt --upcycle 4
+  refuses 4 'there is no family of mixtures of "gpt2"' gpt --upcycle 4
+  # Properties that the mixture's family lacks, or has otherwise.
+  dense llama --set model.mlp_bias=true
+  refuses 4 "mlp_bias is true, and experts have no biases" llama --upcycle 4
+  sed 's/"use_sliding_window": false/"use_sliding_window": true/; s/"sliding_window": [0-9a-z]*/"sliding_window": 8/;
+    s/"max_window_layers": [0-9]*/"max_window_layers": 0/' experts/config.json >window.json
+  refuses 3 "window" qwen3 --upcycle window.json
+  ds-shard qwen3 -o alone --quiet --upcycle 1 # one is chosen of one
   refuses 2 "exclude each other" gpt --upcycle 4 --positions 128
 }

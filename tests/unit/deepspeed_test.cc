@@ -426,6 +426,12 @@ TEST_F(DeepSpeedDirectory, ExpertsThatAreMissingOrNotRanksOwnAreNamed) {
   fs::rename(other + "2_mp_rank_00_model_states.pt", other + "3_mp_rank_00_model_states.pt");
   fs::rename(other + "x", other + "2_mp_rank_00_model_states.pt");
   refused(Errc::Corrupt, "is not a parameter of expert 2");
+  without("layer_0_expert_1_mp_rank_00_model_states.pt");
+  fs::copy_file(fixture("experts-zero0-fp32") + "/global_step4/layer_0_expert_1_mp_rank_00_model_states.pt",
+                dir_ / "global_step4/layer_0_expert_1_mp_rank_00_model_states.pt");
+  refused(Errc::Mismatch, "the file of another save");
+  fs::remove(copy("experts-zero0-fp32") + "/expp_rank_1_mp_rank_00_optim_states.pt");
+  EXPECT_FALSE(open_deepspeed(dir_.path())->has(State::ExpAvg));  // of half of the experts: none, with a warning
   // Partitions of rank 1, which has other experts, in the place of those of rank 2.
   const std::string parts = copy("experts-zero1-bf16") + "/bf16_zero_pp_rank_";
   fs::copy_file(parts + "1_mp_rank_00_optim_states.pt", parts + "2_mp_rank_00_optim_states.pt",

@@ -39,9 +39,9 @@ constexpr Key kGpt2Own[] = {
     effect("moe.loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::balance_loss>, {0, kInfinity}),
     effect("moe.z_loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::z_loss>, {0, kInfinity}),
     fixed("moe.use_residual", "[false]"),
-    refused("moe.ep_size", "expert_parallel.autoep_size of the run divides experts over ranks"),
-    refused("moe.enable_expert_tensor_parallelism", "ranks of tensor_parallel always share the experts, whole ones each"),
-    fixed("moe.use_tutel", "[false, true]"),
+    fixed("moe.ep_size", "[1]", "expert_parallel.autoep_size of the run divides experts over ranks"),
+    fixed("moe.enable_expert_tensor_parallelism", "[false]", "ranks of tensor_parallel always share the experts, whole ones each"),
+    fixed("moe.use_tutel", "[false]"),
 };
 // clang-format on
 constexpr auto kGpt2Keys = [] {

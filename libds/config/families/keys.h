@@ -64,8 +64,8 @@ inline constexpr bool kNull = true;
 constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool takes_null = false) {
   return {.path = path, .slot = slot, .range = range, .takes_null = takes_null};
 }
-constexpr Key fixed(std::string_view path, std::string_view values) {
-  return {.path = path, .kind = KeyKind::NotYet, .values = values};
+constexpr Key fixed(std::string_view path, std::string_view values, std::string_view note = {}) {
+  return {.path = path, .kind = KeyKind::NotYet, .values = values, .note = note};
 }
 constexpr Key alias(std::string_view path, std::string_view target) {
   return {.path = path, .kind = KeyKind::Alias, .name = target};

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kDrop = "moe.drop_tokens", kPolicy = "moe.drop_policy", kRts = "moe.use_rts",
                            kNoise = "moe.noisy_gate_policy", kSecond = "moe.top2_2nd_expert_sampling",
-                           kJitter = "router_jitter_noise";
+                           kJitter = "router_jitter_noise", kLossOver = "moe.loss_over";
 constexpr std::string_view kOfCapacity[] = {"moe.capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity",
                                             kPolicy, kRts};
 
@@ -23,6 +23,7 @@ void resolve_gating(HfConfig& h, std::string_view per_token, Reader& r) {
       if (r.given(key)) r.warning(key, fmt::format("has no effect unless {} is true", kDrop));
     }
   }
+  if (r.given(kLossOver) && x.balance_loss == 0) r.warning(kLossOver, "has no effect: no loss balances the experts");
   if (r.given(kRts) && h.moe.use_rts && k > 1)
     r.warning(kRts, fmt::format("has no effect with {} {}; {} \"random\" drops at random then", per_token, k, kPolicy));
   if (!r.given(kPolicy)) {
