@@ -194,7 +194,7 @@ bool stores_fp8(const Json& object) {
   return it != object.end() && it->is_object() && it->value("quant_method", Json()) == "fp8";
 }
 
-// Of those there is one form.
+// Weights in FP8 have one supported form.
 void check_fp8(const Json& section, Reader& r) {
   struct Taken {
     std::string_view key;

@@ -18,7 +18,7 @@
 namespace ds::model {
 namespace {
 
-// Of the norms of latents, whatever that of the model's norms is: transformers and DeepSeek's own code.
+// The epsilon of the norms of latents, whatever that of the model's norms is: transformers and DeepSeek's own code.
 constexpr float kLatentEps = 1e-6f;
 // Positions of which keys and values are made at a time: long enough to read the matrix seldom.
 constexpr i64 kMade = 256;

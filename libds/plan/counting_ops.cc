@@ -155,7 +155,7 @@ void grouped_bias_grad(TensorView dbias, TensorView dy, TensorView weights, Tens
         {"grouped_bias_grad", dy.dtype, 0, bytes_of({dbias, dy, weights, offsets}) + bytes_if(accumulate, dbias)});
 }
 
-// Of so many products over the head dim of queries and keys, and over that of values.
+// The FLOPs of so many products over the head dim of queries and keys, and over that of values.
 i64 attention_flops(const TensorView& q, const TensorView& k, const TensorView& v, const AttentionParams& p,
                     i64 key_products, i64 value_products) noexcept {
   const i64 per_pair = 2 * (key_products * q.dim(3) + value_products * v.dim(3));
