@@ -146,6 +146,10 @@ class DeepspeedBuilder {
   void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
   // Stages 1 and 2.
   void place_groups(const std::vector<RankState>& ranks);
+  // The number that each group has in the file of a rank: DeepSpeed's ranks may order those of experts differently.
+  std::vector<size_t> places_of_groups(size_t f) const;
+  // The entry for group g of the list `key` in the file of rank r; null: there is no such list.
+  const Value* of_group(i64 r, std::string_view key, size_t g) const;
   // Group g, whose partitions these ranks have; its first parameter has the number `param`.
   void place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers, size_t param);
   // The parameters of group g in the order of these ranks' own notes.
@@ -175,7 +179,8 @@ class DeepspeedBuilder {
   const Value* module_ = nullptr;
   Index module_index_;
   const Value* version_ = nullptr;
-  std::vector<Group> groups_;  // param_shapes
+  std::vector<std::vector<size_t>> group_places_;  // of each rank: places_of_groups
+  std::vector<Group> groups_;                      // param_shapes
   std::map<std::string, Weight, std::less<>> expert_weights_;
   std::string expert_type_;
   std::vector<std::vector<std::string>> expert_names_;     // of each layer and expert, in the order of its file

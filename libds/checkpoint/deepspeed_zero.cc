@@ -201,11 +201,50 @@ void DeepspeedBuilder::add_pieces(size_t param, const std::vector<FlatPiece>& pi
   }
 }
 
+// Groups are known by their parameters, which each rank has noted; those without notes are in their order.
+std::vector<size_t> DeepspeedBuilder::places_of_groups(size_t f) const {
+  const Value* mappings = optimizer_of(f).find("param_slice_mappings");
+  const size_t n = groups_.size(), none = n;
+  std::vector<size_t> places(n, none);
+  std::vector<bool> taken(n, false);
+  for (size_t i = 0; mappings != nullptr && i < std::min(n, mappings->items.size()); ++i) {
+    const Index names = index_of(mappings->items[i]);
+    const auto has = [&](const Group& group) {
+      return !names.empty() && std::ranges::all_of(names, [&](const auto& entry) {
+        return std::ranges::find(group.params, entry.first, &Parameter::name) != group.params.end();
+      });
+    };
+    const size_t g = static_cast<size_t>(std::ranges::find_if(groups_, has) - groups_.begin());
+    if (g < n && places[g] == none) places[g] = i, taken[i] = true;
+  }
+  for (size_t g = 0; g < n; ++g) {
+    if (places[g] != none) continue;
+    places[g] = static_cast<size_t>(std::ranges::find(taken, false) - taken.begin());
+    taken[places[g]] = true;
+  }
+  return places;
+}
+
+const PickleValue* DeepspeedBuilder::of_group(i64 r, std::string_view key, size_t g) const {
+  const Value* list = optimizer_of(optim_[r]).find(key);
+  const size_t place = group_places_[r][g];
+  return list != nullptr && place < list->items.size() ? list->items[place] : nullptr;
+}
+
 // Stages 1 and 2.
-void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
+void DeepspeedBuilder::place_groups(const std::vector<RankState>& as_saved) {
   const size_t f = optim_[0];
-  check(ranks[0].master.size() == groups_.size(), Errc::Mismatch, f, "{} groups, the model states name {}",
-        ranks[0].master.size(), groups_.size());
+  check(as_saved[0].master.size() == groups_.size(), Errc::Mismatch, f, "{} groups, the model states name {}",
+        as_saved[0].master.size(), groups_.size());
+  std::vector<RankState> ranks = as_saved;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    group_places_.push_back(places_of_groups(optim_[r]));
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const size_t place = group_places_[r][g];
+      ranks[r].master[g] = as_saved[r].master[place];
+      for (size_t m = 0; m < 2; ++m) ranks[r].moments[m][g] = as_saved[r].moments[m][place];
+    }
+  }
   size_t param = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     check(narrow<i64>(ranks.size()) % groups_[g].ep == 0, Errc::Mismatch, f,
@@ -221,11 +260,10 @@ void DeepspeedBuilder::place_group(size_t g, const std::vector<RankState>& ranks
                                    size_t param) {
   const std::vector<Parameter>& params = groups_[g].params;
   const size_t f = optim_[numbers[0]];
-  const Value* paddings = optimizer_of(f).find("param_alignment_paddings");
   std::vector<i64> partitions;
   i64 available = 0;
   for (const i64 r : numbers) available += partitions.emplace_back(numel(*ranks[r].master[g]));
-  const Value* padding = paddings != nullptr && g < paddings->items.size() ? paddings->items[g] : nullptr;
+  const Value* padding = of_group(numbers[0], "param_alignment_paddings", g);
   check(padding == nullptr || padding->items.size() == params.size(), Errc::Corrupt, f,
         "'param_alignment_paddings' does not fit the parameters of group {}", g);
   i64 offset = 0;
@@ -258,9 +296,9 @@ std::vector<size_t> DeepspeedBuilder::noted_order(size_t g, const std::vector<i6
   const std::vector<Parameter>& params = groups_[g].params;
   std::unordered_map<std::string_view, std::pair<i64, i64>> place;  // rank, start
   for (const i64 r : ranks) {
-    const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");
-    if (mappings == nullptr || g >= mappings->items.size()) continue;
-    for (const auto& [name, v] : index_of(mappings->items[g])) {
+    const Value* mapping = of_group(r, "param_slice_mappings", g);
+    if (mapping == nullptr) continue;
+    for (const auto& [name, v] : index_of(mapping)) {
       if (v->is(Kind::Record) && v->state != nullptr) place.try_emplace(name, r, integer(*v->state, "start", 0));
     }
   }
@@ -288,9 +326,9 @@ void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& ranks,
   }
   for (size_t n = 0; n < ranks.size(); ++n) {
     const size_t f = optim_[ranks[n]];
-    const Value* mappings = optimizer_of(f).find("param_slice_mappings");
-    if (mappings == nullptr || g >= mappings->items.size()) continue;
-    const Index own = index_of(mappings->items[g]);
+    const Value* mapping = of_group(ranks[n], "param_slice_mappings", g);
+    if (mapping == nullptr) continue;
+    const Index own = index_of(mapping);
     const auto is_here = [&](const auto& entry) {
       const Value* v = look_up(own, entry.first);
       return v != nullptr && v->is(Kind::Record) && v->state != nullptr &&
