@@ -138,8 +138,8 @@ void set_mixture(ds::Upcycling& to, const std::string& mixture, bool has_per_tok
     return;
   }
   const auto [end, error] = std::from_chars(mixture.data(), mixture.data() + mixture.size(), to.experts);
-  if (error != std::errc() || to.experts < 1 || to.experts > 99999)
-    throw ds::Error(ds::Errc::Config, fmt::format("--upcycle {}: 1 to 99999 experts", mixture));
+  if (error != std::errc() || to.experts < 1 || to.experts > 4096)
+    throw ds::Error(ds::Errc::Config, fmt::format("--upcycle {}: 1 to 4096 experts", mixture));
   if (!has_per_token) to.per_token = std::min(to.per_token, to.experts);
 }
 
@@ -199,7 +199,7 @@ int main(int argc, char** argv) {
                                              "of its MLPs; or the mixture of this config.json")
                                   ->type_name("EXPERTS"));
         CLI::Option* const per_token =
-            ds::tools::add_number(app, "--experts-per-token", options.upcycling.per_token, 1, 99999,
+            ds::tools::add_number(app, "--experts-per-token", options.upcycling.per_token, 1, 4096,
                                   "with --upcycle N, the experts that a token chooses (default 2)")
                 ->type_name("K");
         of_sharding.push_back(per_token);

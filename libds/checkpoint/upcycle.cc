@@ -94,6 +94,8 @@ ModelConfig named_mixture(const ModelConfig& dense, const Upcycling& to, const s
   for (const Diagnostic& d : diagnostics)
     DS_CHECK(d.severity != Severity::Error, d.code, "--upcycle {}: {}", to.config, to_string(d));
   DS_CHECK(m.experts.count > 0, Errc::Config, "--upcycle {}: the model has no experts", to.config);
+  DS_CHECK(std::ranges::find(m.experts.layers, true) != m.experts.layers.end(), Errc::Config,
+           "--upcycle {}: no block of the model has experts", to.config);
   ModelConfig without = m;
   without.family = dense.family;
   without.experts = {};

@@ -105,7 +105,10 @@ refuses() { # STATUS TEXT ARGUMENTS
   dense qwen3
   upcycled qwen3 experts --upcycle 4
   refuses 2 "has experts already" experts --upcycle 8
-  refuses 2 "1 to 99999 experts" qwen3 --upcycle 0
+  refuses 2 "1 to 4096 experts" qwen3 --upcycle 0
+  refuses 2 "1 to 4096 experts" qwen3 --upcycle 4097
+  sed 's/"mlp_only_layers": \[\]/"mlp_only_layers": [0, 1, 2]/' experts/config.json >nowhere.json
+  refuses 2 "no block of the model has experts" qwen3 --upcycle nowhere.json
   refuses 2 "--experts-per-token 8: there are 4 experts" qwen3 --upcycle 4 --experts-per-token 8
   refuses 2 "needs --upcycle with a number" qwen3 --experts-per-token 2
   refuses 2 "needs --upcycle with a number" qwen3 --upcycle experts --experts-per-token 2

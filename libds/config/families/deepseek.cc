@@ -95,8 +95,12 @@ void resolve_deepseek_v2(HfConfig& h, const Json& object, ModelSource source, Re
     r.error("num_experts_per_tok", "is missing; models of this type have no default");
   if (h.topk_method == "greedy") {
     router.groups = router.chosen_groups = 1;
+  } else if (h.topk_method == "noaux_tc") {
+    r.error("topk_method", "\"noaux_tc\", DeepSeek-V3's, is not supported in this type", Errc::Unavailable);
   } else if (h.topk_method != "group_limited_greedy") {
     r.error("topk_method", fmt::format("must be \"greedy\" or \"group_limited_greedy\", not \"{}\"", h.topk_method));
+  } else if (router.groups <= 1 && (!object.contains("n_group") || is_null(object, "n_group"))) {
+    r.error("topk_method", "\"group_limited_greedy\" needs n_group and topk_group");
   }
   resolve_deepseek_experts(h, r);
 }
