@@ -248,7 +248,7 @@ END
   program bin/nvidia-smi <<<'echo a GPU'
   local start=$SECONDS
   PATH=$PWD/bin:$PATH run -1 "$gpu_check" --build stub -o results --budget 9 alive
-  assert [ $((SECONDS - start)) -le 12 ]
+  assert [ $((SECONDS - start)) -lt 30 ] # the limit of the first step alone, and archives take seconds on a busy machine
   assert_line --regexp '^alive +facts .* a GPU; bounds are those of an H200, which this is not$'
   archived alive/facts/nvidia-smi-q.txt | grep 'a GPU'
   assert_equal "$(marked results)" ''
