@@ -175,13 +175,19 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
 }
 
 int of_source(const MemreportOptions& a, Files& files, Output& out) {
-  const memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
+  memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
   const bool sound = source.config.ok(), searches = !a.fit.empty() && (sound || memreport::can_be_rearranged(source));
   for (const Diagnostic& d : source.config.diagnostics) {
     if (d.severity == Severity::Warning) tools::report_warning(to_string(d));
     if (d.severity == Severity::Error && !searches) tools::report_error(to_string(d));
   }
   if (!sound && !searches) return exit_code(source.config.code());
+  if (!a.expert_load.empty()) {
+    memreport::take_expert_loads(source, a.expert_load);
+    const Config& c = source.config.config;
+    if (!searches && c.expert_parallel.size * c.tensor_parallel.tp_size == 1)
+      throw Error(Errc::Config, "--expert-load has no effect: each rank has all experts");
+  }
   const memreport::World world = world_of(a, source.ranks);
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);

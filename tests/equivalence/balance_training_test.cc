@@ -89,7 +89,7 @@ TEST(Balance, LossOverLayersOfAllStages) {
                             {.pp = 2, .schedule = Kind::Interleaved, .chunks = 3},
                             {.pp = 3, .schedule = Kind::ZeroBubbleH1},
                             {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2},
-                            {.pp = 2, .schedule = Kind::ZeroBubbleV, .chunks = 2, .memory_limit = 0.5},
+                            {.pp = 3, .schedule = Kind::ZeroBubbleV, .chunks = 2, .memory_limit = 0.7},
                             {.pp = 6},
                             {.dp = 2, .pp = 3, .stage = 2},
                             {.dp = 2, .pp = 2, .checkpoints = Granularity::Layer, .stage = 3},

@@ -22,7 +22,7 @@ struct MemreportOptions {
   std::string dtype, checkpointing, device, use;
   std::vector<std::string> set;
   // Times.
-  std::string machine, gpu, links, disk, measure;
+  std::string machine, gpu, links, disk, measure, expert_load;
   memreport::Hardware::Peaks peaks;
   i64 threads = 1;
   // The search for arrangements that fit.
