@@ -182,12 +182,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
     if (d.severity == Severity::Error && !searches) tools::report_error(to_string(d));
   }
   if (!sound && !searches) return exit_code(source.config.code());
-  if (!a.expert_load.empty()) {
-    memreport::take_expert_loads(source, a.expert_load);
-    const Config& c = source.config.config;
-    if (!searches && c.expert_parallel.size * c.tensor_parallel.tp_size == 1)
-      throw Error(Errc::Config, "--expert-load has no effect: each rank has all experts");
-  }
+  tools::take_loads(a, source);
   const memreport::World world = world_of(a, source.ranks);
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
@@ -196,8 +191,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
   if (searches) return of_fit(a, source, world, device, hardware, files, out);
 
   const memreport::Prediction p = memreport::predict(config, world, device);
-  std::optional<memreport::StepTime> time;
-  if (hardware) time = memreport::predict_time(config, world, device, *hardware);
+  const auto time = hardware ? std::optional(memreport::predict_time(config, world, device, *hardware)) : std::nullopt;
   files.write_config(config, a.write);
   if (out.json()) {
     Json fields = Json::parse(memreport::json(p));

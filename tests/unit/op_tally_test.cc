@@ -85,7 +85,7 @@ TEST(OpTally, ExpertsComputeForTheRowsThatAreExpected) {
   EXPECT_EQ(grouped(1, 2, ReduceOrder::Boundary), router + experts / 2);
   m.experts.loads.assign(static_cast<size_t>(m.layers), {6, 2, 2, 2, 1, 1, 1, 1});
   EXPECT_EQ(grouped(1, 1, ReduceOrder::Micro), router + experts);
-  EXPECT_EQ(grouped(2, 1, ReduceOrder::Boundary), router + 1.5 * experts);  // 12 of 16 instead of 8
+  EXPECT_EQ(grouped(2, 1, ReduceOrder::Boundary), router + 1.5 * experts);   // 12 of 16 instead of 8
   EXPECT_EQ(grouped(4, 1, ReduceOrder::Boundary, 4), router + 2 * experts);  // 8 instead of 4
   EXPECT_EQ(grouped(2, 1, ReduceOrder::Micro), router + 1.5 * experts);
 }

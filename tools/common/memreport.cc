@@ -56,6 +56,14 @@ Config used(const MemreportOptions& a, Config config) {
   return config;
 }
 
+void take_loads(const MemreportOptions& a, memreport::Source& source) {
+  if (a.expert_load.empty()) return;
+  memreport::take_expert_loads(source, a.expert_load);
+  const Config& c = source.config.config;
+  if (a.fit.empty() && c.expert_parallel.size * c.tensor_parallel.tp_size == 1)
+    throw Error(Errc::Config, "--expert-load has no effect: each rank has all experts");
+}
+
 DeviceKind device_of(const MemreportOptions& a, const Config& config) {
   if (a.device.empty()) return config.device == DeviceKind::Auto ? DeviceKind::Cuda : config.device;
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
