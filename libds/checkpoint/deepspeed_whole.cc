@@ -12,8 +12,9 @@ namespace ds {
 
 void DeepspeedBuilder::place_universal() {
   table_.has = state_set({State::Param, State::Master, State::ExpAvg, State::ExpAvgSq});
+  std::map<std::string, std::pair<size_t, const PickleTensor*>> tensors;  // by path: a batch is that of many experts
   for (size_t i = 0; i < table_.params.size(); ++i) {
-    const std::string& name = table_.params[i].name;
+    const auto& [name, elems, first] = wholes_[i];
     check(name.find('/') == std::string::npos && !name.starts_with('.'), Errc::Corrupt, model_[0],
           "parameter '{}' names no directory", name);
     for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
@@ -24,13 +25,15 @@ void DeepspeedBuilder::place_universal() {
         has(s) = false;
         continue;
       }
-      const size_t f = open(path);
-      const Value* v = &file(f).root();
-      if (v->is(Kind::Dict)) v = &need(*v, "param", Kind::Tensor, f);
-      const PickleTensor& t = state_of(*v, "its value", f);
-      check(numel(t) == *checked_product(table_.params[i].shape), Errc::Mismatch, f,
-            "{} elements, the model states say {}", numel(t), *checked_product(table_.params[i].shape));
-      segments(s, i) = whole(t, f);
+      auto& [f, t] = tensors[path];
+      if (t == nullptr) {
+        f = open(path);
+        const Value* v = &file(f).root();
+        if (v->is(Kind::Dict)) v = &need(*v, "param", Kind::Tensor, f);
+        t = &state_of(*v, "its value", f);
+        check(numel(*t) == elems, Errc::Mismatch, f, "{} elements, the model states say {}", numel(*t), elems);
+      }
+      segments(s, i) = {{0, *checked_product(table_.params[i].shape), f, t, first}};
     }
   }
   const std::string common = files_.dir + "/zero/optimizer_state.pt";
@@ -44,8 +47,7 @@ void DeepspeedBuilder::place_universal() {
   const Value* base = optimizer.find("base_optimizer_state");
   if (base == nullptr) base = optimizer.find("optimizer_state_dict");
   std::optional<i64> step = adam_step(optimizer, base, f);
-  const std::string own =
-      table_.params.empty() ? "" : fmt::format("{}/zero/{}/step.pt", files_.dir, table_.params[0].name);
+  const std::string own = wholes_.empty() ? "" : fmt::format("{}/zero/{}/step.pt", files_.dir, wholes_[0].name);
   if (!step && !own.empty() && std::filesystem::exists(own)) {
     const size_t s = open(own);
     step = scalar(&file(s).root(), s);
@@ -72,12 +74,12 @@ void DeepspeedBuilder::place_whole() {
   for (size_t i = 0; i < module_->items.size(); i += 2) {
     const Value& v = *module_->items[i + 1];
     const std::string& name = module_->items[i]->text;
-    if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name)) continue;
-    candidates.push_back({name, v.tensor.get()});
+    if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name) || is_second_router(name)) continue;
+    candidates.push_back({{name}, v.tensor->shape});
   }
   attribute(candidates, f);
   const i64 ep = narrow<i64>(files_.expert_optim.size());
-  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open(files_.expert_optim[q]));
+  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open_expert_optim(q));
   const auto has_states = [&](const std::vector<std::string>& names) {
     return std::ranges::all_of(names, [&](const std::string& n) { return whole_states_.contains(n); });
   };
@@ -90,6 +92,15 @@ void DeepspeedBuilder::place_whole() {
                     "layers are on different numbers of ranks; weights alone are read",
                     files_.dir));
   }
+}
+
+// Nothing in these files names their rank but the folder of the archive, which torch.save calls like the file.
+size_t DeepspeedBuilder::open_expert_optim(i64 q) {
+  const size_t f = open(files_.expert_optim[q]);
+  const std::string& name = file(f).saved_as();
+  check(!name.starts_with("expp_rank_") || name.starts_with(fmt::format("expp_rank_{}_", q)), Errc::Mismatch, f,
+        "was saved as {}: the file of another rank", name);
+  return f;
 }
 
 void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {
@@ -134,7 +145,7 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
       for (size_t k = 0; k < candidates.size() && places.size() < wanted.size(); ++k) {
         const size_t c = backwards ? candidates.size() - 1 - k : k;
         const auto& next = wanted[backwards ? wanted.size() - 1 - places.size() : places.size()];
-        if (candidates[c].tensor->shape == next[1]->shape) places.push_back(c);
+        if (candidates[c].shape == next[1]->shape) places.push_back(c);
       }
       if (backwards) std::reverse(places.begin(), places.end());
       return places;
@@ -148,7 +159,12 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
   if (found.empty()) return;
   for (const State s : kMoments) has(s) = true;
   has(State::Master) = masters != nullptr;
-  for (const auto& [c, tensors] : found) whole_states_.try_emplace(candidates[c].name, tensors, f);
+  for (const auto& [c, tensors] : found) {
+    const auto& [names, shape] = candidates[c];
+    const i64 each = *checked_product(shape) / std::ssize(names);
+    for (size_t i = 0; i < names.size(); ++i)
+      whole_states_.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
+  }
 }
 
 // Names of the module that are views of the same elements are tied.
