@@ -35,17 +35,17 @@ ExpertName parse_expert(std::string_view name) {
   return e;
 }
 
-constexpr std::string_view kBatches = "experts", kRouter = "router.", kSharedGate = "shared_experts_gate.",
-                           kShared = "shared_experts.";
-constexpr i64 kMaxExperts = i64{1} << 16;
+constexpr std::string_view kAutoepExperts = "experts", kAutoepRouter = "router.",
+                           kAutoepSharedGate = "shared_experts_gate.", kAutoepShared = "shared_experts.";
+constexpr i64 kMostAutoepExperts = i64{1} << 16;
 
-struct Matrix {
+struct AutoepMatrix {
   std::string_view batch, published;
 };
-constexpr Matrix kMatrices[] = {{"w1", "gate_proj"}, {"w2", "down_proj"}, {"w3", "up_proj"}};
+constexpr AutoepMatrix kAutoepMatrices[] = {{"w1", "gate_proj"}, {"w2", "down_proj"}, {"w3", "up_proj"}};
 
 // Whether experts are divided evenly and in order; files of old versions do not say so.
-bool are_in_order(const PickleValue* placement, i64 each) {
+bool are_divided_in_order(const PickleValue* placement, i64 each) {
   if (placement == nullptr) return true;
   const PickleValue* ranks = placement->find("ranks");
   if (ranks == nullptr) return false;
@@ -59,7 +59,7 @@ bool are_in_order(const PickleValue* placement, i64 each) {
   return true;
 }
 
-const PickleValue* layers_of(const PickleValue& root) {
+const PickleValue* autoep_layers_of(const PickleValue& root) {
   for (const char* key : {"ds_autoep_layers", "autoep_layers"}) {
     const PickleValue* layers = root.find(key);
     if (layers != nullptr && !layers->is(PickleValue::Kind::None)) return layers;
@@ -170,22 +170,23 @@ std::vector<DeepspeedBuilder::Candidate> DeepspeedBuilder::with_experts_of(std::
 void DeepspeedBuilder::read_autoep() {
   const size_t f = model_[0];
   const Value& root = file(f).root();
-  const Value* layers = layers_of(root);
+  const Value* layers = autoep_layers_of(root);
   if (layers == nullptr) return;
   check(layers->is(Kind::List), Errc::Corrupt, f, "'ds_autoep_layers' is a {}, not a list", kind_name(layers->kind));
   const Index module = index_of(root.find("module"));
   for (const Value* entry : layers->items) {
     const auto number = [&](std::string_view key) { return need(*entry, key, Kind::Int, f).integer; };
     std::string block = need(*entry, "expert_key_prefix", Kind::String, f).text;
-    check(block.ends_with(kBatches), Errc::Corrupt, f, "'{}' is not the name of experts", block);
-    block.resize(block.size() - kBatches.size());
+    check(block.ends_with(kAutoepExperts), Errc::Corrupt, f, "'{}' is not the name of experts", block);
+    block.resize(block.size() - kAutoepExperts.size());
     const i64 experts = number("num_experts"), ep = number("ep_size");
-    check(0 < ep && ep <= experts && experts <= kMaxExperts, Errc::Corrupt, f, "{} experts on {} ranks", experts, ep);
-    check(experts % ep == 0 && are_in_order(entry->find("expert_placement"), experts / ep), Errc::Unavailable, f,
-          "the experts '{}experts.*' are not divided over ranks evenly and in order, which is not supported", block);
+    check(0 < ep && ep <= experts && experts <= kMostAutoepExperts, Errc::Corrupt, f, "{} experts on {} ranks", experts,
+          ep);
+    check(experts % ep == 0 && are_divided_in_order(entry->find("expert_placement"), experts / ep), Errc::Unavailable,
+          f, "the experts '{}experts.*' are not divided over ranks evenly and in order, which is not supported", block);
     check(autoep_.empty() || autoep_[0].ep == ep, Errc::Corrupt, f, "layers have their experts on {} and on {} ranks",
           autoep_[0].ep, ep);
-    const bool gate = module.contains(fmt::format("{}{}weight", block, kSharedGate));
+    const bool gate = module.contains(fmt::format("{}{}weight", block, kAutoepSharedGate));
     autoep_.push_back({std::move(block), number("moe_layer_id"), experts, ep, gate});
   }
 }
@@ -209,9 +210,9 @@ const DeepspeedBuilder::AutoepLayer* DeepspeedBuilder::autoep_of(std::string_vie
 
 std::string DeepspeedBuilder::autoep_name(const AutoepLayer& layer, std::string_view matrix, i64 expert) {
   if (!matrix.starts_with(layer.block)) return {};
-  for (const auto& [batch, published] : kMatrices) {
-    if (matrix == fmt::format("{}{}.{}", layer.block, kBatches, batch))
-      return fmt::format("{}{}.{}.{}.weight", layer.block, kBatches, expert, published);
+  for (const auto& [batch, published] : kAutoepMatrices) {
+    if (matrix == fmt::format("{}{}.{}", layer.block, kAutoepExperts, batch))
+      return fmt::format("{}{}.{}.{}.weight", layer.block, kAutoepExperts, expert, published);
   }
   return {};
 }
@@ -229,10 +230,10 @@ i64 DeepspeedBuilder::autoep_ranks(const std::vector<Parameter>& params, size_t 
 void DeepspeedBuilder::add_autoep_candidates(std::vector<Candidate>& candidates, i64 q, i64 ep) const {
   for (const AutoepLayer& layer : autoep_) {
     const i64 each = layer.experts / ep;
-    for (const auto& [batch, published] : kMatrices) {
+    for (const auto& [batch, published] : kAutoepMatrices) {
       Candidate c;
       for (i64 e = q * each; e < (q + 1) * each; ++e)
-        c.names.push_back(autoep_name(layer, fmt::format("{}{}.{}", layer.block, kBatches, batch), e));
+        c.names.push_back(autoep_name(layer, fmt::format("{}{}.{}", layer.block, kAutoepExperts, batch), e));
       const Weight weight = c.names.empty() ? Weight{} : weight_of(c.names[0]);
       if (weight.value == nullptr) continue;
       c.shape = weight.value->tensor->shape;
@@ -244,7 +245,7 @@ void DeepspeedBuilder::add_autoep_candidates(std::vector<Candidate>& candidates,
 
 void DeepspeedBuilder::check_autoep_rank(i64 r, i64 q, size_t group, const std::vector<i64>& copies) const {
   if (groups_[group].ep == 1) return;
-  const Value* layers = layers_of(file(model_[r]).root());
+  const Value* layers = autoep_layers_of(file(model_[r]).root());
   for (const Value* layer : layers == nullptr ? std::vector<const Value*>{} : layers->items)
     check(integer(*layer, "ep_rank", q) == q, Errc::Mismatch, model_[r],
           "it has the experts of rank {} of ep, where those of rank {} belong: the shard of another rank",
@@ -265,8 +266,8 @@ bool DeepspeedBuilder::is_second_router(std::string_view name) const {
     if (!name.starts_with(layer.block)) continue;
     const std::string_view rest = name.substr(layer.block.size());
     const size_t dot = rest.find('.');
-    if (dot == rest.npos || rest.starts_with(kRouter) || rest.starts_with(kShared)) continue;
-    if (module_index_.contains(fmt::format("{}{}{}", layer.block, kRouter, rest.substr(dot + 1)))) return true;
+    if (dot == rest.npos || rest.starts_with(kAutoepRouter) || rest.starts_with(kAutoepShared)) continue;
+    if (module_index_.contains(fmt::format("{}{}{}", layer.block, kAutoepRouter, rest.substr(dot + 1)))) return true;
   }
   return false;
 }
@@ -281,12 +282,12 @@ void DeepspeedBuilder::rename_autoep() {
         if (has) rest.remove_prefix(prefix.size());
         return has;
       };
-      if (eat(kRouter)) {
+      if (eat(kAutoepRouter)) {
         eat("gate.");
         name = fmt::format("{}gate.{}", layer.block, rest);
-      } else if (layer.shared_gate && eat(kSharedGate)) {
+      } else if (layer.shared_gate && eat(kAutoepSharedGate)) {
         name = fmt::format("{}shared_expert_gate.{}", layer.block, rest);
-      } else if (layer.shared_gate && eat(kShared)) {
+      } else if (layer.shared_gate && eat(kAutoepShared)) {
         name = fmt::format("{}shared_expert.{}", layer.block, rest);
       }
       return;

@@ -166,9 +166,10 @@ std::vector<DeepspeedBuilder::Group> DeepspeedBuilder::read_groups(const Value& 
       p.elems = *checked_product(p.shape);
       if (const AutoepLayer* layer = autoep_of(name); layer != nullptr) {
         p.batch = true;
-        check(p.shape.size() == 3 && p.shape[0] == layer->experts / layer->ep, Errc::Corrupt, f,
-              "'{}' is of shape [{}], and a rank has {} of {} experts", name, fmt::join(p.shape, ","),
-              layer->experts / layer->ep, layer->experts);
+        const i64 each = layer->experts / layer->ep;
+        check(p.shape.size() == 3 && p.shape[0] == each && checked_product({layer->ep, p.elems}).has_value(),
+              Errc::Corrupt, f, "'{}' is of shape [{}], and a rank has {} of {} experts", name, fmt::join(p.shape, ","),
+              each, layer->experts);
       }
       list.push_back(std::move(p));
     }

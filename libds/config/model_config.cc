@@ -76,12 +76,12 @@ void resolve_heads(ModelConfig& m, Reader& r) {
 
 // A file may describe such a model, so it is no error.
 void warn_without_experts(const ExpertsConfig& x, Reader& r) {
-  if (x.count == 0 || x.layers.empty() || std::ranges::find(x.layers, true) != x.layers.end()) return;
+  const bool set = x.balance_loss > 0 || x.z_loss > 0 || x.capacity.limited || x.random();
+  if (!set || x.layers.empty() || std::ranges::find(x.layers, true) != x.layers.end()) return;
   constexpr std::string_view kDense[] = {"mlp_only_layers", "first_k_dense_replace", "decoder_sparse_step"};
   const auto key = std::ranges::find_if(kDense, [&](std::string_view k) { return r.given(k); });
-  r.warning(
-      key == std::end(kDense) ? "num_hidden_layers" : *key,
-      "leaves no block with experts: every block is dense, and what is set for experts and routers has no effect");
+  r.warning(key == std::end(kDense) ? "num_hidden_layers" : *key,
+            "leaves no block with experts: losses, limits and noise of routers have no effect");
 }
 
 void resolve_rope(ModelConfig& m, Reader& r) {

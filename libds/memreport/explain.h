@@ -28,10 +28,10 @@ struct Subject {
   CheckpointGranularity recompute = CheckpointGranularity::None;
   i64 layers_per_checkpoint = 1;
 
-  // Of a rank, of so many parameters of the whole model.
-  RankParams of_rank(double params) const {
+  // A rank's part of so many parameters.
+  RankParams of_rank(double whole) const {
     const double parts = static_cast<double>(tp * pp);
-    return {params / parts, experts / parts, ep};
+    return {whole / parts, experts / parts, ep};
   }
   LayerShape layer() const noexcept { return {seq, micro_batch, model.hidden, model.heads}; }
   bool has_shape() const noexcept { return model.hidden > 0 && model.layers > 0 && model.heads > 0 && model.vocab > 0; }

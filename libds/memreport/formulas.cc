@@ -41,7 +41,8 @@ StateBytes engine_state_bytes(int stage, bool sums_locally, const EngineBytes& b
 
 ModelStates model_states(const RankParams& params, int stage, i64 dp, const StateBytes& per_param) {
   const zero::StageRow& row = zero_row(stage);
-  const auto of = [&](bool cut) { return cut ? params.all * share(true, dp) : params.held; };
+  const double owned = params.all * share(true, dp);
+  const auto of = [&](bool cut) { return cut ? owned : params.held; };
   return {.params = per_param.params * of(row.shard_params),
           .grads = per_param.grads * of(row.shard_grads),
           .optimizer = per_param.optimizer * of(row.shard_optimizer)};

@@ -144,7 +144,7 @@ def make_autoep():
         vocab_size=19, hidden_size=8, num_hidden_layers=3, mlp_only_layers=[1], num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=10, moe_intermediate_size=6, shared_expert_intermediate_size=5,
         num_experts=4, num_experts_per_tok=2, max_position_embeddings=16, tie_word_embeddings=False))
-    model.model.norm.weight.requires_grad_(False)
+    model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)  # the only one of its shape
     return model
 
 

@@ -353,11 +353,15 @@ TEST(ModelConfig, AModelWithExpertsInNoBlockIsWarnedOf) {
     }
     return std::string();
   };
-  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "mlp_only_layers": [0, 1])"), "mlp_only_layers");
-  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 3)"), "decoder_sparse_step");
-  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 2)"), "first_k_dense_replace");
-  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 1)"), "");
-  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 2)"), "");
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "output_router_logits": true)"),
+            "mlp_only_layers");
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 3, "router_z_loss_coef": 0.1)"),
+            "decoder_sparse_step");
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 2, "router_z_loss_coef": 0.1)"),
+            "first_k_dense_replace");
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 2)"), "");  // nothing is lost
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 1, "router_z_loss_coef": 0.1)"), "");
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 2, "output_router_logits": true)"), "");
   EXPECT_EQ(warned(R"("model_type": "qwen3")"), "");
 }
 

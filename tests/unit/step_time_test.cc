@@ -135,10 +135,11 @@ TEST(Machine, KnowsProductsOfExperts) {
   for (const auto& [call, n] : all.calls()) {
     if (!call.op.starts_with("grouped_matmul")) continue;
     found.insert(call.op);
-    EXPECT_EQ(call.shape[0], 4);
+    EXPECT_TRUE(call.shape[0] == 4 || call.shape[0] == 1);  // of routers all rows are one group
     const memreport::Rate& rate = m.flops.find(call.op)->second.at(DType::F32);
     EXPECT_EQ(rate.points().front().first, 2.0 * 32 * 32 * 32);
-    EXPECT_GE(m.seconds(call), static_cast<double>(call.flops) / rate.at(static_cast<double>(call.flops) / 4));
+    EXPECT_GE(m.seconds(call),
+              static_cast<double>(call.flops) / rate.at(static_cast<double>(call.flops / call.shape[0])));
   }
   EXPECT_EQ(found, (std::set<std::string_view>{"grouped_matmul", "grouped_matmul_grad"}));
 }
