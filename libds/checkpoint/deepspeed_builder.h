@@ -65,6 +65,14 @@ class DeepspeedBuilder {
     std::vector<std::string> names;
     std::vector<i64> shape;
   };
+  // A parameter's state at stage 0, as a part of the tensors.
+  struct WholeState {
+    std::array<const PickleTensor*, 3> tensors;  // master and moments
+    size_t file;
+    std::vector<i64> shape;  // that they need
+    i64 first;               // element of the parameter
+    bool operator==(const WholeState&) const = default;
+  };
   // The tensor of all ranks that a parameter is in, and its first element there.
   struct Whole {
     std::string name;
@@ -138,6 +146,8 @@ class DeepspeedBuilder {
   // "model.layers.3.mlp.experts.5.gate_proj.weight", of the expert that file or batch calls "...experts.w1"
   static std::string autoep_name(const AutoepLayer& layer, std::string_view matrix, i64 expert);
   i64 autoep_ranks(const std::vector<Parameter>& params, size_t f) const;
+  // AutoEP appends the routers that it has made to the parameters that a program names.
+  std::vector<Candidate> with_routers_last(std::vector<Candidate> candidates) const;
   void add_autoep_candidates(std::vector<Candidate>& candidates, i64 q, i64 ep) const;
   // Stage 3: whether rank r has the experts of rank q of ep, and shares them with `copies`, by its own account.
   void check_autoep_rank(i64 r, i64 q, size_t group, const std::vector<i64>& copies) const;
@@ -204,7 +214,8 @@ class DeepspeedBuilder {
   size_t open_expert_optim(i64 q);
   // Assigns each optimizer state to the only candidate to which it can belong: for each group the first and the last
   // assignment that keeps the order and fits the shapes must be the same, or nothing is assigned.
-  void attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f);
+  std::map<std::string, WholeState> attribute(const std::vector<Candidate>& candidates, const Value& inner,
+                                              const Value* masters, size_t f) const;
   // The states that the optimizer of this file has for these.
   void attribute(const std::vector<Candidate>& candidates, size_t f);
   // Ties names of the module that are views of the same elements.
@@ -229,13 +240,7 @@ class DeepspeedBuilder {
   std::set<std::string, std::less<>> aliases_;             // the names
   std::map<std::string, size_t> number_;                   // of each parameter
   std::vector<Index> fragments_;                           // stage 3: the chunks of frozen parameters, by rank
-  struct WholeState {
-    std::array<const PickleTensor*, 3> tensors;  // master and moments
-    size_t file;
-    std::vector<i64> shape;  // that they need
-    i64 first;               // element of the parameter
-  };
-  std::map<std::string, WholeState> whole_states_;  // stage 0
+  std::map<std::string, WholeState> whole_states_;         // stage 0
 };
 
 }  // namespace ds

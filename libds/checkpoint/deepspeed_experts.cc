@@ -243,6 +243,15 @@ void DeepspeedBuilder::add_autoep_candidates(std::vector<Candidate>& candidates,
   }
 }
 
+std::vector<DeepspeedBuilder::Candidate> DeepspeedBuilder::with_routers_last(std::vector<Candidate> candidates) const {
+  std::ranges::stable_partition(candidates, [&](const Candidate& c) {
+    return std::ranges::none_of(autoep_, [&](const AutoepLayer& layer) {
+      return c.names[0].starts_with(layer.block + std::string(kAutoepRouter));
+    });
+  });
+  return candidates;
+}
+
 void DeepspeedBuilder::check_autoep_rank(i64 r, i64 q, size_t group, const std::vector<i64>& copies) const {
   if (groups_[group].ep == 1) return;
   const Value* layers = autoep_layers_of(file(model_[r]).root());

@@ -110,22 +110,35 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_
   const Value* inner = optimizer->find("optimizer_state_dict");
   if (inner == nullptr) inner = optimizer;
   if (const auto step = adam_step(*optimizer, inner, f)) table_.meta.optimizer_step = *step;
-  attribute(candidates, *inner, optimizer->find("fp32_groups"), f);
+  const Value* masters = optimizer->find("fp32_groups");
+  std::map<std::string, WholeState> found = attribute(candidates, *inner, masters, f);
+  if (!autoep_.empty()) {
+    const std::map<std::string, WholeState> other = attribute(with_routers_last(candidates), *inner, masters, f);
+    if (found.empty()) {
+      found = other;
+    } else if (!other.empty() && other != found) {
+      found.clear();
+    }
+  }
+  if (found.empty()) return;
+  for (const State s : kMoments) has(s) = true;
+  has(State::Master) = masters != nullptr;
+  whole_states_.merge(found);
 }
 
 // Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
 // assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
-void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters,
-                                 size_t f) {
+std::map<std::string, DeepspeedBuilder::WholeState> DeepspeedBuilder::attribute(
+    const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f) const {
   const Value *states = inner.find("state"), *groups = inner.find("param_groups");
-  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return;
+  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return {};
   const NumberIndex by_number = index_numbers(*states);
   std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate: master, moments
   for (size_t g = 0; g < groups->items.size(); ++g) {
     const Value* ids = groups->items[g]->find("params");
-    if (ids == nullptr) return;
+    if (ids == nullptr) return {};
     const Value* own = masters != nullptr && g < masters->items.size() ? masters->items[g] : nullptr;
-    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return;
+    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return {};
     std::vector<std::array<const PickleTensor*, 3>> wanted;
     for (size_t i = 0; i < ids->items.size(); ++i) {
       const auto stepped = by_number.find(ids->items[i]->integer);
@@ -137,7 +150,7 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
       for (size_t k = 0; k < 3; ++k) {
         if (values[k] != nullptr && values[k]->is(Kind::Tensor)) tensors[k] = &state_of(*values[k], "a state", f);
       }
-      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return;
+      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return {};
       wanted.push_back(tensors);
     }
     const auto assign = [&](bool backwards) {
@@ -151,20 +164,18 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
       return places;
     };
     const std::vector<size_t> places = assign(false);
-    if (places.size() != wanted.size() || places != assign(true)) return;
+    if (places.size() != wanted.size() || places != assign(true)) return {};
     for (size_t i = 0; i < places.size(); ++i) {
-      if (!found.emplace(places[i], wanted[i]).second) return;
+      if (!found.emplace(places[i], wanted[i]).second) return {};
     }
   }
-  if (found.empty()) return;
-  for (const State s : kMoments) has(s) = true;
-  has(State::Master) = masters != nullptr;
+  std::map<std::string, WholeState> states;
   for (const auto& [c, tensors] : found) {
     const auto& [names, shape] = candidates[c];
     const i64 each = *checked_product(shape) / std::ssize(names);
-    for (size_t i = 0; i < names.size(); ++i)
-      whole_states_.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
+    for (size_t i = 0; i < names.size(); ++i) states.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
   }
+  return states;
 }
 
 // Names of the module that are views of the same elements are tied.

@@ -440,7 +440,9 @@ TEST(Experts, TheDatasetsOfACheckpointArePredicted) {
   for (const auto& [l, ep] :
        {std::pair{Layout{.dp = 2}, 1}, {Layout{.dp = 2, .stage = 3}, 2}, {Layout{.dp = 4, .stage = 1}, 2}}) {
     const Config c = experts_config(tiny_experts(with_bias()), l, {.ep = ep}, DType::BF16);
-    const Saved saved = train_and_save(c, l, 1, dir.path());
+    const Hooks hooks{.splits = model::expert_splits(model::shard_of(c, mesh_shape(c, l.ranks()), {})),
+                      .same_logits = ep == 1};
+    const Saved saved = train_and_save(c, l, 1, dir.path(), hooks);
     const CheckpointReader reader(saved.step);
     i64 pieces = 0;
     run::SaveSizes predicted;
