@@ -169,13 +169,13 @@ std::map<std::string, DeepspeedBuilder::WholeState> DeepspeedBuilder::attribute(
       if (!found.emplace(places[i], wanted[i]).second) return {};
     }
   }
-  std::map<std::string, WholeState> states;
+  std::map<std::string, WholeState> result;
   for (const auto& [c, tensors] : found) {
     const auto& [names, shape] = candidates[c];
     const i64 each = *checked_product(shape) / std::ssize(names);
-    for (size_t i = 0; i < names.size(); ++i) states.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
+    for (size_t i = 0; i < names.size(); ++i) result.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
   }
-  return states;
+  return result;
 }
 
 // Names of the module that are views of the same elements are tied.
