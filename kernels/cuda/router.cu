@@ -268,18 +268,21 @@ __global__ void router_totals_kernel(float* stats, const double* partials, i64 s
   }
 }
 
-__global__ void router_loss_kernel(float* loss, float* score_grad, const float* stats, i64 E, i64 k,
-                                   RouterLossParams p) {
-  const float* const count = stats + (p.first_choices ? RouterStats{E}.firsts() : 0);
-  double choices = 0, products = 0;
+__global__ void router_loss_kernel(float* loss, float* score_grad, const float* stats, const float* counts, i64 E,
+                                   i64 k, RouterLossParams p) {
+  const float* const own = stats + (p.first_choices ? RouterStats{E}.firsts() : 0);
+  const float* const count = counts != nullptr ? counts : own;
+  double choices = 0, compared = 0, products = 0;
   for (i64 e = lane_of(); e < E; e += kWarp) {
-    choices += static_cast<double>(count[e]);
+    choices += static_cast<double>(own[e]);
+    compared += static_cast<double>(count[e]);
     products += static_cast<double>(count[e]) * static_cast<double>(stats[E + e]);
   }
   choices = warp_total(choices);
+  compared = warp_total(compared);
   products = warp_total(products);
   const double n = p.first_choices ? choices : choices / static_cast<double>(k);
-  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0.0;
+  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (compared * n) : 0.0;
   const double z = n > 0 ? static_cast<double>(p.z) * static_cast<double>(stats[2 * E]) / n : 0.0;
   if (lane_of() == 0) *loss = static_cast<float>(each * products + z);
   for (i64 e = lane_of(); e < E; e += kWarp) score_grad[e] = static_cast<float>(each * static_cast<double>(count[e]));
@@ -354,11 +357,11 @@ void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorVi
   c.check(cudaGetLastError(), "router_stats, totals");
 }
 
-void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams& p,
-                 Stream& s) noexcept {
+void router_loss(TensorView loss, TensorView score_grad, TensorView stats, TensorView counts, i64 k,
+                 const RouterLossParams& p, Stream& s) noexcept {
   Context& c = context(s);
   launch(router_loss_kernel, {dim3(1), kWarp, 0}, c.stream(), loss.as<float>(), score_grad.as<float>(),
-         stats.as<float>(), score_grad.numel(), k, p);
+         stats.as<float>(), counts.as<float>(), score_grad.numel(), k, p);
   c.check(cudaGetLastError(), "router_loss");
 }
 

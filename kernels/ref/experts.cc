@@ -195,16 +195,21 @@ void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorVi
   for (size_t i = 0; i < sums.size(); ++i) put(stats, static_cast<i64>(i), sums[i]);
 }
 
-void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams& p,
-                 Stream&) noexcept {
+void router_loss(TensorView loss, TensorView score_grad, TensorView stats, TensorView counts, i64 k,
+                 const RouterLossParams& p, Stream&) noexcept {
   const i64 E = score_grad.numel();
   const i64 first = p.first_choices ? RouterStats{E}.firsts() : 0;
-  double choices = 0, products = 0;
-  for (i64 e = 0; e < E; ++e) choices += get(stats, first + e), products += get(stats, first + e) * get(stats, E + e);
+  const auto count = [&](i64 e) { return counts ? get(counts, e) : get(stats, first + e); };
+  double choices = 0, compared = 0, products = 0;
+  for (i64 e = 0; e < E; ++e) {
+    choices += get(stats, first + e);
+    compared += count(e);
+    products += count(e) * get(stats, E + e);
+  }
   const double n = p.first_choices ? choices : choices / static_cast<double>(k);
-  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0;
+  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (compared * n) : 0;
   put(loss, 0, n > 0 ? each * products + static_cast<double>(p.z) * get(stats, 2 * E) / n : 0);
-  for (i64 e = 0; e < E; ++e) put(score_grad, e, each * get(stats, first + e));
+  for (i64 e = 0; e < E; ++e) put(score_grad, e, each * count(e));
 }
 
 void drop_choices(TensorView kept, TensorView chosen, TensorView priority, const CapacityParams& p, Stream&) noexcept {

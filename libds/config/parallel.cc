@@ -298,6 +298,28 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   return 1;
 }
 
+namespace {
+
+// Counts of tokens are added up in fp32, over the ranks and micro-batches of a step.
+void check_global_counts(const Config& c, i64 dp, Reader& r) {
+  constexpr i64 kExact = i64{1} << 24;
+  const i64 s = c.sequence_parallel.size, samples = dp * c.batch.micro * c.batch.accumulation;
+  if (!trains(c.use) || !c.model.experts.balances_over(BalanceOver::GlobalBatch)) return;
+  if (c.cuda.graphs && dp * s > 1)
+    r.error("cuda.graphs",
+            "model.moe.loss_over \"global_batch\" adds up counts of tokens over ranks within a pass, which is not "
+            "recorded; \"micro_batch\" would do",
+            Errc::Unavailable);
+  if (samples > kExact / std::max<i64>(c.data.seq_length, 1))
+    r.error("model.moe.loss_over",
+            fmt::format("\"global_batch\" counts the tokens of an expert exactly up to {}, and a step has {} x {} "
+                        "tokens (samples x data.seq_length); \"micro_batch\" would do",
+                        kExact, samples, c.data.seq_length),
+            Errc::Unavailable);
+}
+
+}  // namespace
+
 void check_parallel(const Config& c, i64 dp, Reader& r) {
   const bool has_steps = trains(c.use), passes = c.use != ConfigUse::Generate;
   const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel.size, p = c.pipeline.stages;
@@ -339,6 +361,7 @@ void check_parallel(const Config& c, i64 dp, Reader& r) {
 
   const ModelConfig& m = c.model;
   if (m.layers == 0) return;
+  check_global_counts(c, dp, r);
   if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
     r.warning(kInterval,
               fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));
@@ -357,11 +380,6 @@ void check_parallel(const Config& c, i64 dp, Reader& r) {
     const i64 layers = num_layers(m), v = c.pipeline.virtual_stages;
     if (const std::string why = stages_problem(m, p); !why.empty()) {
       r.error(kStages, why);
-    } else if (p > 1 && m.experts.balance_over == BalanceOver::Layers && m.experts.balance_loss != 0) {
-      r.error(kStages,
-              "the loss that balances experts is formed over all layers (model.moe.loss_over), which are to be in "
-              "one stage; \"micro_batch\" and \"sequence\" would do",
-              Errc::Unavailable);
     } else if (p * v > layers) {
       r.error(kVirtual,
               fmt::format("{} on each of {} stages are more than the {} layers (embedding and head among them); {}", v,

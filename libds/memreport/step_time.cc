@@ -39,7 +39,7 @@ class StageModel {
         splits_(model.splits),
         machine_(machine),
         links_(links),
-        stream_bytes_(plan_.shape().stream_rows * model.hidden * dtype_bytes(plan_.work)) {}
+        stream_bytes_(plan_.activations.message_bytes) {}
 
   StageTime run() && {
     for (const plan::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
@@ -190,9 +190,9 @@ class StageModel {
                                (shards_params() ? 0 : sent_over_splits(Collective::AllGather));
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;
-    time_.publish += sent(Axis::Dp, Collective::AllReduce, traffic(Axis::Dp, Collective::AllReduce));  // of maxima
 
-    // Messages of tp and pp beyond the passes of layers: sums over parameters that several of their ranks hold.
+    // Messages beyond the passes of layers: of maxima, and of tp and pp sums over parameters that several of their
+    // ranks hold.
     std::map<std::string, CommCount> rest = plan_.traffic.last;
     for (const plan::ChunkWork& chunk : work_.chunks) {
       for (const plan::PassWork& pass : chunk.passes) {
@@ -202,6 +202,8 @@ class StageModel {
         }
       }
     }
+    time_.publish +=
+        sent(Axis::Dp, Collective::AllReduce, rest[std::string(message_text(Axis::Dp, Collective::AllReduce))]);
     CommCount streams;
     for (const pipeline::Instr& i : plan_.stage.schedule) {
       if (i.op == pipeline::Op::SendActivation || i.op == pipeline::Op::SendGrad) ++streams.calls;

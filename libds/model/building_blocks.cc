@@ -227,6 +227,20 @@ i64 Model::counts_before(i64 layer) const noexcept {
 }
 i64 Model::num_counts() const noexcept { return counts_before(std::ssize(layers)); }
 
+i64 Model::step_counts_before(i64 layer) const noexcept {
+  i64 n = 0;
+  for (i64 l = 0; l < layer; ++l) n += layers[static_cast<size_t>(l)]->num_step_counts();
+  return n;
+}
+
+i64 Model::num_step_counts() const noexcept { return step_counts_before(std::ssize(layers)); }
+
+i64 Model::num_shared_stats() const noexcept {
+  i64 most = 0;
+  for (const auto& layer : layers) most = std::max(most, layer->num_shared_stats());
+  return most;
+}
+
 i64 Model::gradient_parts() const noexcept {
   i64 most = 1;
   for (const auto& layer : layers) most = std::max(most, layer->gradient_parts());

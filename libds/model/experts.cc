@@ -67,6 +67,7 @@ enum Temporary : size_t {
   kSumDownBias,
   kBiasDot,         // [M,1]; with biases
   kOneLoss,         // [1]
+  kBatchCounts,     // [E]: of all ranks; if the loss compares counts of the global batch
   kDSharedWeight,   // [S,1]
   kDSharedLogit32,  // [S,1]
 };
@@ -91,8 +92,8 @@ double busiest_of(const ExpertsConfig& c, i64 block, i64 ranks) {
   return all > 0 ? static_cast<double>(most * ranks) / static_cast<double>(all) : 1;
 }
 
-bool any_sparse(const ExpertsConfig& c, i64 begin, i64 end) {
-  for (i64 l = begin; l < std::min(end, std::ssize(c.layers)); ++l) {
+bool any_sparse_after(const ExpertsConfig& c, i64 block) {
+  for (i64 l = block + 1; l < std::ssize(c.layers); ++l) {
     if (c.sparse(l)) return true;
   }
   return false;
@@ -106,8 +107,7 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
       shard_(shard),
       C_(c.hidden),
       F_(c.experts.intermediate),
-      first_(!any_sparse(c.experts, 0, layer - 1)),
-      last_(!any_sparse(c.experts, layer, std::ssize(c.experts.layers))),
+      last_(!any_sparse_after(c.experts, layer - 1)),
       busiest_(busiest_of(c.experts, layer - 1, shard.tp * shard.ep)),
       gating_(c, shard, layer),
       mlp_(c),
@@ -204,7 +204,8 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
         a.temporary.push_back(p.temporary(f32, {shape[0], shape[1], shape[2]}));
       }
     }
-    add(a.temporary, {biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1})});
+    add(a.temporary, {biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1}),
+                      over_batch() ? p.temporary(f32, {E()}) : none});
     if (gated) {
       add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
       add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
@@ -243,11 +244,12 @@ void Experts::count_rows(const PassContext& ctx, const LayerActs& own, TensorVie
                        rows(s[kLogits]), rows(ctx.targets), config_.router, losses(0, 0), ctx.stream);
 }
 
-// Counts tokens, and makes losses of them.
-void Experts::count(const PassContext& ctx, const LayerActs& own) const {
+// Counts tokens; those of the global batch are complete when the ticket is.
+Ticket Experts::count(const PassContext& ctx, const LayerActs& own) const {
   const TensorView all = own.saved[kStats];
   const i64 size = RouterStats{E()}.size();
   count_rows(ctx, own, all.rows(0, size), 0, ctx.B);
+  Ticket of_batch = over_batch() ? count_batch(ctx, own) : Ticket{};
   if (by_sequence()) {
     for (i64 b = 0; b < ctx.B; ++b) count_rows(ctx, own, all.rows((1 + b) * size, size), b, 1);
   }
@@ -259,7 +261,17 @@ void Experts::count(const PassContext& ctx, const LayerActs& own) const {
   constexpr i64 kReport = RouterStats::kReport;
   ctx.ops.cast(ctx.counts.rows(0, E()), all.rows(0, E()), ctx.stream);
   ctx.ops.cast(ctx.counts.rows(E(), kReport), all.rows(RouterStats{E()}.report(), kReport), ctx.stream);
-  if (adds_loss()) add_losses(ctx, own);
+  return of_batch;
+}
+
+// The ranks that add up have other tokens each, those of sp among them. Sums of integers are exact, in any order.
+Ticket Experts::count_batch(const PassContext& ctx, const LayerActs& own) const {
+  const TensorView counts = own.temporary[kBatchCounts];
+  const i64 first = config_.first_choice_loss ? RouterStats{E()}.firsts() : 0;
+  ctx.ops.cast(counts, own.saved[kStats].rows(first, E()), ctx.stream);
+  if (ctx.groups.shard.counting == 1) return {};
+  return ctx.groups[Axis::Dp].all_reduce(counts.data, E(), DType::F32, ReduceOp::Sum,
+                                         message_text(Axis::Dp, Collective::AllReduce));
 }
 
 // Each rank of sp has the losses of all tokens of its sequences; one of them reports them.
@@ -269,13 +281,15 @@ void Experts::add_losses(const PassContext& ctx, const LayerActs& own) const {
   if (pools()) {
     add_pooled_loss(ctx, own);
   } else if (!by_sequence()) {
-    ctx.ops.router_loss(ctx.aux_loss, grad, all.rows(0, size), k(), losses(config_.balance_loss, config_.z_loss),
-                        ctx.stream);
+    if (over_batch()) ctx.ops.add(ctx.step_counts, ctx.step_counts, own.temporary[kBatchCounts], ctx.stream);
+    ctx.ops.router_loss(ctx.aux_loss, grad, all.rows(0, size), ctx.step_counts, k(),
+                        losses(config_.balance_loss, config_.z_loss), ctx.stream);
   } else {
     const float share = config_.balance_loss / static_cast<float>(ctx.B);
-    ctx.ops.router_loss(ctx.aux_loss, grad.rows(0, E()), all.rows(0, size), k(), losses(0, config_.z_loss), ctx.stream);
+    ctx.ops.router_loss(ctx.aux_loss, grad.rows(0, E()), all.rows(0, size), {}, k(), losses(0, config_.z_loss),
+                        ctx.stream);
     for (i64 b = 0; b < ctx.B; ++b) {
-      ctx.ops.router_loss(one, grad.rows(b * E(), E()), all.rows((1 + b) * size, size), k(), losses(share, 0),
+      ctx.ops.router_loss(one, grad.rows(b * E(), E()), all.rows((1 + b) * size, size), {}, k(), losses(share, 0),
                           ctx.stream);
       ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
     }
@@ -288,11 +302,12 @@ void Experts::add_pooled_loss(const PassContext& ctx, const LayerActs& own) cons
   const i64 size = RouterStats{E()}.size();
   const TensorView stats = own.saved[kStats].rows(0, size), sums = ctx.shared_stats.rows(0, size),
                    grad = ctx.shared_stats.rows(size, E()), one = own.temporary[kOneLoss];
-  first_ ? ctx.ops.cast(sums, stats, ctx.stream) : ctx.ops.add(sums, sums, stats, ctx.stream);
-  ctx.ops.router_loss(ctx.aux_loss, grad, stats, k(), losses(0, config_.z_loss), ctx.stream);
+  ctx.ops.add(sums, sums, stats, ctx.stream);
+  ctx.ops.router_loss(ctx.aux_loss, grad, stats, {}, k(), losses(0, config_.z_loss), ctx.stream);
   if (!last_) return;
   const i64 choices = config_.first_choice_loss ? 1 : k();
-  ctx.ops.router_loss(one, grad, sums, k(), losses(config_.balance_loss * static_cast<float>(choices), 0), ctx.stream);
+  ctx.ops.router_loss(one, grad, sums, {}, k(), losses(config_.balance_loss * static_cast<float>(choices), 0),
+                      ctx.stream);
   ctx.ops.add(ctx.aux_loss, ctx.aux_loss, one, ctx.stream);
 }
 
@@ -315,7 +330,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   x = gating_.input(ctx, x, own.inner.front());
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
   route(ctx, params, all, own);
-  if (ctx.mode == Mode::Train) count(ctx, own);
+  Ticket of_batch = ctx.counts ? count(ctx, own) : Ticket{};
   sort(ctx, rows, all, own);
   if (travels()) {
     exchange_.agree(ctx, s[kAllOffsets]);
@@ -343,6 +358,8 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   }
   ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
   sum_partials(ctx, y, residual);
+  of_batch.wait();
+  if (ctx.counts && adds_loss()) add_losses(ctx, own);
 }
 
 void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const {

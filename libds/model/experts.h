@@ -30,6 +30,7 @@ class Experts final : public FeedForward {
   std::vector<size_t> matrices() const override;
   i64 num_counts() const noexcept override { return E() + RouterStats::kReport; }
   i64 gradient_parts() const noexcept override { return shard_.ep; }
+  i64 num_step_counts() const noexcept override { return over_batch() ? E() : 0; }
   i64 num_shared_stats() const noexcept override { return pools() ? RouterStats{E()}.size() + E() : 0; }
   bool adds_loss() const noexcept override { return config_.balance_loss != 0 || config_.z_loss != 0; }
 
@@ -58,10 +59,9 @@ class Experts final : public FeedForward {
   RouterLossParams losses(float balance, float z) const noexcept {
     return {.balance = balance, .z = z, .first_choices = config_.first_choice_loss};
   }
-  bool by_sequence() const noexcept {
-    return config_.balance_over == BalanceOver::Sequence && config_.balance_loss != 0;
-  }
-  bool pools() const noexcept { return config_.balance_over == BalanceOver::Layers && config_.balance_loss != 0; }
+  bool by_sequence() const noexcept { return config_.balances_over(BalanceOver::Sequence); }
+  bool pools() const noexcept { return config_.balances_over(BalanceOver::Layers); }
+  bool over_batch() const noexcept { return config_.balances_over(BalanceOver::GlobalBatch); }
   ParamRow balancing_bias(const std::string& router) const;
   ParamRow cut_experts(ParamRow row) const;
 
@@ -73,7 +73,8 @@ class Experts final : public FeedForward {
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
   // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
   void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;
-  void count(const PassContext& ctx, const LayerActs& own) const;
+  Ticket count(const PassContext& ctx, const LayerActs& own) const;
+  Ticket count_batch(const PassContext& ctx, const LayerActs& own) const;
   void add_losses(const PassContext& ctx, const LayerActs& own) const;
   void add_pooled_loss(const PassContext& ctx, const LayerActs& own) const;
   void sort(const PassContext& ctx, TensorView rows, TensorView all, const LayerActs& own) const;
@@ -97,8 +98,8 @@ class Experts final : public FeedForward {
   ExpertsConfig config_;
   Shard shard_;
   i64 C_, F_;
-  bool first_, last_;  // of the blocks with experts
-  double busiest_;     // ExpertExchange
+  bool last_;       // of the blocks with experts
+  double busiest_;  // ExpertExchange
   size_t router_ = 0;
   std::optional<size_t> bias_;
   Gating gating_;

@@ -23,6 +23,7 @@ class FeedForward {
   virtual bool adds_loss() const noexcept { return false; }
   virtual i64 product_rows(i64 R) const noexcept { return R; }
   virtual i64 num_counts() const noexcept { return 0; }
+  virtual i64 num_step_counts() const noexcept { return 0; }
   virtual i64 num_shared_stats() const noexcept { return 0; }
   virtual i64 gradient_parts() const noexcept { return 1; }
 

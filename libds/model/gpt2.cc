@@ -135,6 +135,7 @@ class Gpt2Block final : public Layer {
   CacheShape cache() const override { return attention_cache(0, H_, D_); }
   bool adds_loss() const noexcept override { return experts_ && experts_->adds_loss(); }
   i64 num_counts() const noexcept override { return experts_ ? experts_->num_counts() : 0; }
+  i64 num_step_counts() const noexcept override { return experts_ ? experts_->num_step_counts() : 0; }
   i64 num_shared_stats() const noexcept override { return experts_ ? experts_->num_shared_stats() : 0; }
   i64 gradient_parts() const noexcept override { return experts_ ? experts_->gradient_parts() : 1; }
   bool reads_tokens() const noexcept override { return experts_ != nullptr; }  // counts those that have a target

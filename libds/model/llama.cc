@@ -76,6 +76,7 @@ class LlamaBlock final : public Layer {
   bool adds_gradients() const noexcept override { return true; }
   bool adds_loss() const noexcept override { return mlp_->adds_loss(); }
   i64 num_counts() const noexcept override { return mlp_->num_counts(); }
+  i64 num_step_counts() const noexcept override { return mlp_->num_step_counts(); }
   i64 num_shared_stats() const noexcept override { return mlp_->num_shared_stats(); }
   i64 gradient_parts() const noexcept override { return mlp_->gradient_parts(); }
   bool reads_tokens() const noexcept override { return mlp_->num_counts() > 0; }  // counts those that have a target

@@ -91,6 +91,7 @@ void check_program_model(const Model& m, const ModelConfig& config) {
 Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
   const ExpertParallelConfig& experts = config.expert_parallel;
   const int ep = narrow<int>(experts.size), copies = mesh.dp / ep;
+  const bool counts = trains(config.use) && config.model.experts.balances_over(BalanceOver::GlobalBatch);
   return {
       .tp = mesh.tp,
       .tp_rank = coord.tp,
@@ -103,7 +104,9 @@ Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coo
       .expert_copies = copies,
       .copies_first = experts.data_first,
       .expert_room = experts.room,
-      .expert_rounds = experts.further_rounds};
+      .expert_rounds = experts.further_rounds,
+      .counting = counts ? mesh.dp * mesh.sp : 1,
+      .counting_rank = counts ? coord.dp * mesh.sp + coord.sp : 0};
 }
 
 std::vector<DpSplit> expert_splits(const Shard& shard) {

@@ -42,13 +42,10 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   }
   if (s.gradients && model.num_aux_losses() > 0) aux_loss = aux_grad = view(DType::F32, {1});
   if (s.gradients) {
-    i64 most = 0, shared = 0;
-    for (const auto& layer : model.layers) {
-      most = std::max(most, layer->num_counts());
-      shared = std::max(shared, layer->num_shared_stats());
-    }
+    i64 most = 0;
+    for (const auto& layer : model.layers) most = std::max(most, layer->num_counts());
     if (most > 0) counts = view(DType::F32, {most});
-    if (shared > 0) shared_stats = view(DType::F32, {shared});
+    if (const i64 n = model.num_step_counts(); n > 0) step_counts = view(DType::F32, {n});
   }
   if (model.layout != nullptr) {
     layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
@@ -148,7 +145,14 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.losses = m.losses;
   ctx.head_weight_grad = m.head_weight_grad;
   if (pass.mode == Mode::Train)
-    ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad, ctx.counts = m.counts, ctx.shared_stats = m.shared_stats;
+    ctx.aux_loss = m.aux_loss, ctx.aux_grad = m.aux_grad, ctx.counts = m.counts, ctx.step_counts = m.step_counts;
+  return ctx;
+}
+
+PassContext forward_context(PassContext ctx, const Model& model, i64 layer, bool again) {
+  const i64 n = model.layers[static_cast<size_t>(layer)]->num_step_counts();
+  if (again) ctx.counts = {};
+  ctx.step_counts = again || n == 0 ? TensorView{} : ctx.step_counts.rows(model.step_counts_before(layer), n);
   return ctx;
 }
 

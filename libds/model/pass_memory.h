@@ -34,8 +34,8 @@ struct PassMemory {
   TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, layout_keys{}, layout_queries{},
       documents{};
   std::vector<RopeViews> rotations{};
-  TensorView aux_loss{}, aux_grad{};    // Tag::Data, [1] fp32 each: PassContext
-  TensorView counts{}, shared_stats{};  // Tag::Data, likewise
+  TensorView aux_loss{}, aux_grad{};   // Tag::Data, [1] fp32 each: PassContext
+  TensorView counts{}, step_counts{};  // Tag::Data, likewise; [Model::num_step_counts] fp32
   // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed], fp32 or work dtype.
   TensorView logits{};
   // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Model::fp8_bytes; Groups::partial, gathered, sum,
@@ -57,7 +57,7 @@ struct PassMemory {
       visit(Tag::Data, rotation.cos);
       visit(Tag::Data, rotation.sin);
     }
-    for (TensorView* v : {&documents, &aux_loss, &aux_grad, &counts, &shared_stats}) visit(Tag::Data, *v);
+    for (TensorView* v : {&documents, &aux_loss, &aux_grad, &counts, &step_counts}) visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
     for (TensorView* v : {&head_weight_grad, &tile_sum, &fp8, &partial, &gathered, &sum, &stats})
       visit(Tag::Workspace, *v);
@@ -77,5 +77,7 @@ void upload_rotations(const PassMemory& memory, const Model& model, i64 first_ro
 
 PassContext make_context(const PassMemory& memory, const Pass& pass, const Model& model, const OpTable& ops,
                          Stream& stream, const AxisComms& comms);
+// The context of a layer's forward pass in training, or of its recomputation, which counts nothing.
+PassContext forward_context(PassContext ctx, const Model& model, i64 layer, bool again);
 
 }  // namespace ds::model

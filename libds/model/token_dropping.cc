@@ -38,6 +38,7 @@ class DroppingBlock final : public Layer {
   i64 product_rows(i64 R) const noexcept override { return block_->product_rows(R); }
   bool adds_loss() const noexcept override { return block_->adds_loss(); }
   i64 num_counts() const noexcept override { return block_->num_counts(); }
+  i64 num_step_counts() const noexcept override { return block_->num_step_counts(); }
   i64 num_shared_stats() const noexcept override { return block_->num_shared_stats(); }
   i64 gradient_parts() const noexcept override { return block_->gradient_parts(); }
   bool adds_gradients() const noexcept override { return block_->adds_gradients(); }

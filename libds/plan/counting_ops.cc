@@ -107,9 +107,9 @@ void router_stats(TensorView stats, TensorView chosen, TensorView kept, TensorVi
                   TensorView targets, const RouterParams&, const RouterLossParams&, Stream& stream) noexcept {
   count(stream, {"router_stats", scores.dtype, 0, bytes_of({stats, chosen, kept, scores, logits, targets})});
 }
-void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64, const RouterLossParams&,
-                 Stream& stream) noexcept {
-  count(stream, {"router_loss", stats.dtype, 0, bytes_of({loss, score_grad, stats})});
+void router_loss(TensorView loss, TensorView score_grad, TensorView stats, TensorView counts, i64,
+                 const RouterLossParams&, Stream& stream) noexcept {
+  count(stream, {"router_loss", stats.dtype, 0, bytes_of({loss, score_grad, stats, counts})});
 }
 void balance_experts(TensorView bias, TensorView counts, float, const GradVerdict*, Stream& stream) noexcept {
   count(stream, {"balance_experts", bias.dtype, 0, bytes_of({bias, bias, counts})});

@@ -26,7 +26,8 @@ void make_present(std::vector<model::LayerActs>& acts) {
     for (model::BranchActs& branch : a.branches) {
       for (TensorView* v : {&branch.inner, &branch.inner_grad, &branch.product}) v->data = &there;
     }
-    for (TensorView* v : {&a.output, &a.input_grad, &a.drawn}) v->data = v->rank > 0 ? &there : nullptr;
+    for (TensorView* v : {&a.output, &a.input_grad, &a.drawn, &a.shared_stats})
+      v->data = v->rank > 0 ? &there : nullptr;
     make_present(a.inner);
   }
 }
@@ -111,6 +112,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
     model::ActivationPlanner planner;
     std::vector<model::LayerActs> acts = plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape(), stream);
     make_present(acts);
+    ctx.shared_stats = acts.back().shared_stats;
     for (const auto* calls : {&chunk.forward, &chunk.backward, &chunk.weight}) {
       for (const LayerCall& call : *calls) {
         const size_t at = static_cast<size_t>(call.layer - chunk.chunk.begin);
@@ -134,10 +136,12 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
         switch (call.kind) {
           case LayerCall::Kind::Forward:
             if (!again) enter(c, Pass::Forward);
-            layer.forward(ctx, views, x, a);
+            layer.forward(model::forward_context(ctx, model, call.layer, again), views, x, a);
             break;
           case LayerCall::Kind::BackwardInput:
-            if (call.again) layer.recompute(ctx, views, x, a, chunk.chunk.keep_of(call.layer));
+            if (call.again)
+              layer.recompute(model::forward_context(ctx, model, call.layer, true), views, x, a,
+                              chunk.chunk.keep_of(call.layer));
             enter(c, Pass::BackwardInput);
             layer.backward_input(ctx, views, x, dy, a);
             break;
@@ -188,7 +192,6 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
       messages[name] = {plan.micro_batches * count.calls, plan.micro_batches * count.bytes};
   });
 
-  const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   for (const pipeline::Instr& i : plan.stage.schedule) {
     using pipeline::Op;
     if (i.op == Op::RecvActivation || i.op == Op::RecvGrad)
@@ -199,7 +202,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     (down ? calls.down : calls.up).sent_to.insert(placement.peer_of(plan.coord.pp, i.op, i.chunk));
     CommCount& count = messages[std::string(message_text(Axis::Pp, Collective::Send))];
     ++count.calls;
-    count.bytes += stream_bytes;
+    count.bytes += plan.activations.message_bytes;
   }
   axes.note(calls);
   return messages;

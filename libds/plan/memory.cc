@@ -5,7 +5,7 @@
 
 namespace ds::plan {
 
-void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_beside) {
+void count_memory(RunPlan& plan, CountedUpdate& update, bool saves_beside) {
   MemoryCount& memory = plan.memory;
   const ActivationPlan& activations = plan.activations;
   const auto tag = [&](Tag t) -> i64& { return memory.by_tag[static_cast<size_t>(t)]; };
@@ -18,7 +18,6 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
   if (activations.pass.partial.rank > 0)
     memory.tp_shared = {activations.pass.partial.bytes(), activations.pass.gathered.bytes()};
 
-  const i64 work_bytes = dtype_bytes(plan.work);
   i64 saved = 0, part = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
     const i64 width = dtype_bytes(s.grads.work);
@@ -42,7 +41,7 @@ void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_b
   tag(Tag::Activations) = activations.kept.count * activations.kept_bytes;
   tag(Tag::Logits) = activations.pass.bytes(Tag::Logits);
   tag(Tag::Workspace) += activations.temporary_bytes + activations.working_bytes +
-                         activations.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
+                         activations.stream_slots * align_up(activations.message_bytes, ActivationPlan::kMessageAlign) +
                          activations.pass.bytes(Tag::Workspace);
   // Tokens and the like, and the numbers of the step.
   tag(Tag::Data) = align_up(activations.pass.bytes(Tag::Data), 8) + update::StepResults::bytes(plan.loss_counts());

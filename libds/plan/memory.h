@@ -8,7 +8,7 @@
 namespace ds::plan {
 
 // Fills MemoryCount of `plan`, which is complete but for that. `update`: of the plan, after its last step has been
-// counted. saves_beside: a copy of what this rank saves is kept for saves in the background. hidden: of the model.
-void count_memory(RunPlan& plan, CountedUpdate& update, i64 hidden, bool saves_beside);
+// counted. saves_beside: a copy of what this rank saves is kept for saves in the background.
+void count_memory(RunPlan& plan, CountedUpdate& update, bool saves_beside);
 
 }  // namespace ds::plan

@@ -85,7 +85,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan_passes(plan, config, model);
   CountedUpdate update(plan, no_ops());
   count_traffic(plan, update, config, model);
-  count_memory(plan, update, model.hidden, config.save.async);
+  count_memory(plan, update, config.save.async);
   return plan;
 }
 

@@ -80,8 +80,12 @@ struct ActivationPlan {
   i64 kept_bytes = 0, away_bytes = 0;
   i64 temporary_bytes = 0;  // shared by the layers
   i64 working_bytes = 0;    // over all chunks
-  i64 stream_slots = 0;     // messages of the pipeline, [stream rows, hidden] each
-  model::PassMemory pass;   // of training and evaluation: shapes, without memory
+  i64 stream_slots = 0;     // messages of the pipeline
+  // Bytes of such a message in training: the stream, [stream rows, hidden], and, from the next multiple of
+  // kMessageAlign on, the numbers that layers share.
+  i64 message_bytes = 0;
+  static constexpr i64 kMessageAlign = 64;
+  model::PassMemory pass;  // of training and evaluation: shapes, without memory
 };
 
 // The memory that a rank allocates. Worker scratch inside kernels and the library's own small objects come on top.

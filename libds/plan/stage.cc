@@ -93,6 +93,8 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
       }
     }
     if (!head && !train) a.output = turns[at % 2];
+    if (const i64 n = model.num_shared_stats(); n > 0 && train && l + 1 == chunk.end)
+      a.shared_stats = planner.kept(DType::F32, {n});
     if (!backward || l == 0) continue;
     if (l == chunk.begin && c.sends_gradient) {
       a.input_grad = input_grad;
@@ -163,6 +165,9 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
 void plan_passes(RunPlan& plan, const Config& config, const model::Model& model) {
   ActivationPlan& a = plan.activations;
   a.kept_bytes = a.away_bytes = a.temporary_bytes = a.working_bytes = a.stream_slots = 0;
+  a.message_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
+  if (const i64 n = model.num_shared_stats(); n > 0 && plan.trains())
+    a.message_bytes = align_up(a.message_bytes, ActivationPlan::kMessageAlign) + n * dtype_bytes(DType::F32);
   for (ChunkPlan& chunk : plan.stage.chunks) {
     chunk.working_bytes = 0;
     for (const Mode mode : {Mode::Train, Mode::Eval}) {

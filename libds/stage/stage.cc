@@ -38,7 +38,7 @@ Stage::Stage(const Config& config, const model::Model& model, const plan::RunPla
   kept_ =
       device_buffer(device_, ledger_, Tag::Activations, plan_->activations.kept.count * plan_->activations.kept_bytes);
   working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.working_bytes);
-  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.stream_slots * stream_bytes());
+  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->activations.stream_slots * message_bytes());
   outputs_sent_.resize(plan_->activations.kept.count);
   if (plan_->use != ConfigUse::Generate) fill_pass_memory();
   make_chunks();
@@ -65,8 +65,23 @@ void Stage::reshape(const model::Model& model, const plan::RunPlan& plan) {
   make_chunks();
 }
 
-i64 Stage::stream_bytes() const noexcept {
-  return align_up(plan_->shape().stream_rows * model_->hidden * dtype_bytes(plan_->work), 64);
+i64 Stage::message_bytes() const noexcept {
+  return align_up(plan_->activations.message_bytes, plan::ActivationPlan::kMessageAlign);
+}
+
+TensorView Stage::shared_after(const TensorView& stream) const noexcept {
+  const i64 at = align_up(stream.bytes(), plan::ActivationPlan::kMessageAlign),
+            bytes = plan_->activations.message_bytes - at;
+  if (bytes <= 0) return {};
+  return TensorView::of(stream.as<char>() + at, DType::F32, {div_exact(bytes, dtype_bytes(DType::F32))});
+}
+
+TensorView Stage::with_shared(const TensorView& stream) const noexcept {
+  return TensorView::of(stream.data, DType::U8, {plan_->activations.message_bytes});
+}
+
+void Stage::copy_shared(const TensorView& to, const TensorView& from) {
+  if (to) device_.copy(to.data, from.data, to.bytes());
 }
 
 // Buffers that peers write into are the communicator's memory; tokens and the like are one allocation.
@@ -117,7 +132,7 @@ void Stage::fill_pass_memory() {
 }
 
 void Stage::make_chunks() {
-  const i64 S = plan_->shape().stream_rows, C = model_->hidden, bytes = stream_bytes();
+  const i64 S = plan_->shape().stream_rows, C = model_->hidden, bytes = message_bytes();
   DS_ASSERT(plan_->activations.kept.count * plan_->activations.kept_bytes <= kept_.bytes() &&
             plan_->activations.working_bytes <= working_.bytes() &&
             plan_->activations.temporary_bytes <= temporary_.bytes() &&
@@ -345,6 +360,7 @@ void Stage::begin_again() {
 }
 
 void Stage::begin_step() {
+  if (memory_.step_counts) device_.zero(memory_.step_counts.data, memory_.step_counts.bytes());
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.train_gathers; });
   posted_ = next_receive_ = 0;
 }
@@ -384,9 +400,11 @@ void Stage::post_receives(size_t end) {
     const Instr& instr = plan_->stage.schedule[posted_];
     Chunk& chunk = chunks_[instr.chunk];
     if (instr.op == Op::RecvActivation) {
-      receive_activation(instr);
+      slot_of(chunk.inputs_here, instr.micro) =
+          receive(instr.op, instr.chunk, with_shared(slot_of(chunk.inputs, instr.micro)));
     } else if (instr.op == Op::RecvGrad) {
-      slot_of(chunk.grads_here, instr.micro) = receive(instr.op, instr.chunk, slot_of(chunk.grads_in, instr.micro));
+      slot_of(chunk.grads_here, instr.micro) =
+          receive(instr.op, instr.chunk, with_shared(slot_of(chunk.grads_in, instr.micro)));
     }
   }
 }
@@ -419,9 +437,10 @@ Ticket Stage::receive(Op op, i64 chunk, const TensorView& to) {
 void Stage::send(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (instr.op == Op::SendActivation) {
-    output_sent(instr) = send(instr.op, instr.chunk, acts_of(instr).back().output);
+    output_sent(instr) = send(instr.op, instr.chunk, with_shared(acts_of(instr).back().output));
   } else {
-    slot_of(chunk.grads_sent, instr.micro) = send(instr.op, instr.chunk, slot_of(chunk.grads_out, instr.micro));
+    slot_of(chunk.grads_sent, instr.micro) =
+        send(instr.op, instr.chunk, with_shared(slot_of(chunk.grads_out, instr.micro)));
   }
 }
 
@@ -457,6 +476,7 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   ctx.loss_grad = micro.loss_grad;
   ctx.label_smoothing = label_smoothing_;
   ctx.z_loss = z_loss_;
+  ctx.shared_stats = acts_of(instr).back().shared_stats;
   if (plan_->fused) {
     ctx.term = instr.micro == 0 ? model::GradTerm::First : model::GradTerm::Later;
     ctx.head_weight_grad = projection_sum();
@@ -471,7 +491,27 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
     slot_of(chunk.grads_sent, instr.micro).wait();
     slot_of(chunk.grads_here, instr.micro).wait();
   }
+  take_shared(instr);
   for (const LayerCall& call : plan.calls(instr.op)) run_call(ctx, instr, call, micro);
+  pass_shared_back(instr);
+}
+
+// In the forward pass with the input, in the backward pass with the gradient of the output.
+void Stage::take_shared(const Instr& instr) {
+  const TensorView own = acts_of(instr).back().shared_stats;
+  if (!own) return;
+  const plan::ChunkPlan& plan = plan_->stage.chunks[instr.chunk];
+  if (instr.op == Op::Forward) {
+    plan.first ? device_.zero(own.data, own.bytes()) : copy_shared(own, shared_after(input_of(instr)));
+  } else if (instr.op != Op::BackwardWeight && plan.gets_gradient) {
+    copy_shared(own, shared_after(slot_of(chunks_[instr.chunk].grads_in, instr.micro)));
+  }
+}
+
+void Stage::pass_shared_back(const Instr& instr) {
+  const bool back = instr.op == Op::Backward || instr.op == Op::BackwardInput;
+  if (!back || !plan_->stage.chunks[instr.chunk].sends_gradient) return;
+  copy_shared(shared_after(slot_of(chunks_[instr.chunk].grads_out, instr.micro)), acts_of(instr).back().shared_stats);
 }
 
 // The gradient of the output projection, summed over micro-batches; none on other stages, or if it is not trained.
@@ -510,14 +550,16 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
     case LayerCall::Kind::Forward: {
       Leases leases = acquire();
       ParamTiles tiles(*this, leases, call.layer);
-      enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
+      const bool again = instr.op != Op::Forward;
+      const model::PassContext own = model::forward_context(ctx, *model_, call.layer, again);
+      enqueue_static(key, [&] { layer.forward(own, param_views(leases, call.layer, tiles), x, acts); });
       if (call.stash && acts.stash.rank > 0) stash(acts);
       // Taken before another layer writes there; a recomputation does not count again.
-      if (layer.adds_loss() && instr.op == Op::Forward) {
+      if (layer.adds_loss() && !again) {
         double* const to = micro.aux_losses + model_->aux_losses_before(call.layer);
         ctx.ops.sum(TensorView::of(to, DType::F64, {1}), ctx.aux_loss, 1, stream_);
       }
-      if (const i64 n = layer.num_counts(); n > 0 && instr.op == Op::Forward) {
+      if (const i64 n = layer.num_counts(); n > 0 && !again) {
         const TensorView counts = ctx.counts.rows(0, n);
         ctx.ops.fold(TensorView::of(micro.expert_tokens + model_->counts_before(call.layer), DType::F32, {n}),
                      {&counts, 1}, true, stream_);
@@ -529,7 +571,9 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       ParamTiles tiles(*this, leases, call.layer);
       const auto body = [&] {
         const model::RowViews params = param_views(leases, call.layer, tiles);
-        if (call.again) layer.recompute(ctx, params, x, acts, plan.chunk.keep_of(call.layer));
+        if (call.again)
+          layer.recompute(model::forward_context(ctx, *model_, call.layer, true), params, x, acts,
+                          plan.chunk.keep_of(call.layer));
         layer.backward_input(ctx, params, x, dy(), acts);
       };
       if (!head) {
@@ -617,7 +661,9 @@ TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::
 
 void Stage::evaluate(const Instr& instr) {
   const size_t c = static_cast<size_t>(instr.chunk);
-  if (instr.op == Op::RecvActivation) receive_activation(instr);
+  if (instr.op == Op::RecvActivation)
+    slot_of(chunks_[c].inputs_here, instr.micro) =
+        receive(instr.op, instr.chunk, slot_of(chunks_[c].inputs, instr.micro));
   if (instr.op == Op::SendActivation) {
     sent_ = send(instr.op, instr.chunk, chunks_[c].eval.back().output);
   }
@@ -627,11 +673,6 @@ void Stage::evaluate(const Instr& instr) {
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
   const TensorView x = plan_->stage.chunks[c].continues ? chunks_[c - 1].eval.back().output : input_of(instr);
   forward(c, ctx, x, chunks_[c].eval, [](i64) {});
-}
-
-void Stage::receive_activation(const Instr& instr) {
-  Chunk& chunk = chunks_[instr.chunk];
-  slot_of(chunk.inputs_here, instr.micro) = receive(instr.op, instr.chunk, slot_of(chunk.inputs, instr.micro));
 }
 
 void Stage::logits(TensorView out) {

@@ -115,7 +115,15 @@ class Stage {
 
   void take_pass_memory();
   void fill_pass_memory();
-  i64 stream_bytes() const noexcept;  // of a message of the pipeline
+  i64 message_bytes() const noexcept;  // memory of a message of the pipeline
+  // The part of a message that is after its stream: the numbers that layers share; none if they share none.
+  TensorView shared_after(const TensorView& stream) const noexcept;
+  // A message of a training step, whose stream this is.
+  TensorView with_shared(const TensorView& stream) const noexcept;
+  void copy_shared(const TensorView& to, const TensorView& from);
+  // Takes the numbers that layers share before they run, and passes them on.
+  void take_shared(const pipeline::Instr& instr);
+  void pass_shared_back(const pipeline::Instr& instr);
   Communicator& way_of(pipeline::Op op, i64 chunk) const noexcept;
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
@@ -149,7 +157,6 @@ class Stage {
   void run_layers(const pipeline::Instr& instr, const MicroBatch& micro);
   void run_call(const model::PassContext& ctx, const pipeline::Instr& instr, const pipeline::LayerCall& call,
                 const MicroBatch& micro);
-  void receive_activation(const pipeline::Instr& instr);
   const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);

@@ -203,6 +203,32 @@ PY
   [[ $stderr == *"routers with noise draw other numbers in every step"* ]] || fail "$stderr"
 }
 
+@test "the balance loss over all layers works on any stages, that over the global batch on any number of ranks" {
+  ds-train cfg.json --out one --set model.moe.loss_over=layers
+  merged one one.safetensors
+  ds-launch -n 4 ds-train cfg.json --out two --set model.moe.loss_over=layers --set pipeline.stages=2
+  assert_equal "$(losses two)" "$(losses one)"
+  merged two two.safetensors
+  cmp one.safetensors two.safetensors
+
+  # Of two ranks, with two micro-batches in a row each; from the middle to the end with experts over ranks.
+  local over=(--set model.moe.loss_over=global_batch)
+  ds-launch -n 2 ds-train cfg.json --out all "${over[@]}"
+  merged all all.safetensors
+  # shellcheck disable=SC2046
+  ds-launch -n 4 ds-train cfg.json --out stages --resume all/step-00000006 "${over[@]}" --set pipeline.stages=2 \
+    --set communication.backend=mpi $(over 2)
+  assert_equal "$(losses stages)" "$(losses all | tail -n 6)"
+  merged stages stages.safetensors
+  cmp all.safetensors stages.safetensors
+  ds-train cfg.json --out alone "${over[@]}"
+  [[ $(losses alone) != "$(losses all)" ]] || fail "four micro-batches in a row are as two"
+  run --separate-stderr ds-memreport cfg.json -n 2 "${over[@]}"
+  [[ $output == *"dp.all_reduce"* ]] || fail "$output"
+  # 2 sparse blocks, 2 micro-batches, 4 bytes for each of 8 experts.
+  grep -q '"dp.all_reduce":128[,}]' all/metrics.jsonl || fail "$(tail -n 2 all/metrics.jsonl)"
+}
+
 @test "more rows than there is room for end a run only if they are to" {
   local set=(--set expert_parallel.enabled=true --set expert_parallel.autoep_size=4 --set expert_parallel.room=1)
   ds-launch -n 4 ds-train cfg.json --out rounds --quiet "${set[@]}"

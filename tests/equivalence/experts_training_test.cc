@@ -7,68 +7,13 @@
 
 #include "checkpoint/reader.h"
 #include "equivalence/checkpoints.h"
-#include "equivalence/layouts.h"
-#include "equivalence/training.h"
+#include "equivalence/tiny_experts.h"
 #include "model/models.h"
 #include "plan/planned.h"
 #include "run/plans.h"
-#include "slow_set.h"
 
 namespace ds::testing {
 namespace experts_test {
-
-using Kind = PipelineSchedule;
-using Granularity = CheckpointGranularity;
-
-constexpr i64 kSteps = 4;
-
-struct Kinds {
-  i64 experts = 8, chosen = 2, shared = 0;
-  bool gated = false, one_dense = false;
-  RouterParams router{.normalise = true};
-  float balance = 0.02f, z = 1e-3f;
-  bool bias = false;
-  BalanceOver over = BalanceOver::MicroBatch;
-};
-
-ModelConfig tiny_experts(const Kinds& k = {}) {
-  ModelConfig m = of_four_heads(tiny_llama());
-  m.layers = 4;
-  m.experts = {.count = k.experts,
-               .per_token = k.chosen,
-               .intermediate = 24,
-               .router = k.router,
-               .balancing_bias = k.bias,
-               .shared = k.shared,
-               .shared_gate = k.gated,
-               .balance_loss = k.balance,
-               .z_loss = k.z,
-               .layers = std::vector<bool>(4, true)};
-  m.experts.balance_over = k.over;
-  if (k.one_dense) m.experts.layers[1] = false;
-  return m;
-}
-
-struct Experts {
-  int ep = 1;
-  bool data_first = false;
-  double room = 2;
-};
-
-Config experts_config(const ModelConfig& model, const Layout& l, const Experts& x = {}, DType work = DType::F32) {
-  Config c = config_of(model, l);
-  c.bf16.enabled = work == DType::BF16;
-  c.communication_data_type = wire_type_of(c.work_dtype());
-  c.gradient_clipping = 0.5;
-  c.expert_parallel = {.enabled = x.ep > 1, .size = x.ep, .data_first = x.data_first, .room = x.room};
-  return c;
-}
-
-Trace train(const Config& c, const Layout& l, Hooks hooks = {}, i64 steps = kSteps) {
-  hooks.splits = model::expert_splits(model::shard_of(c, mesh_shape(c, l.ranks()), {}));
-  hooks.same_logits &= c.expert_parallel.size == 1;
-  return train_threads(c, l.ranks(), steps, 1, hooks);
-}
 
 TEST(Experts, TrainWithTheSameBitsInEveryLayout) {
   for (const DType work : {DType::F32, DType::BF16}) {
@@ -94,37 +39,6 @@ TEST(Experts, TrainWithTheSameBitsInEveryLayout) {
         expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
     }
   }
-}
-
-// Losses over sequences and over layers, too, do not depend on the layout; that over sequences is the one of
-// micro-batches of one sequence.
-TEST(Experts, LossesOverSequencesAndLayers) {
-  for (const BalanceOver over : {BalanceOver::Sequence, BalanceOver::Layers}) {
-    const ModelConfig model = tiny_experts({.one_dense = true, .balance = 0.3f, .over = over});
-    const auto run = [&](const Layout& l, const Experts& x = {}) {
-      const Trace t = train(experts_config(model, l, x), l);
-      if (x.ep == 1) expect_planned(t, kSteps, l.name());
-      return t;
-    };
-    const Trace want = run({});
-    for (const Layout& l : {Layout{.dp = 4, .stage = 3}, {.dp = 2, .checkpoints = Granularity::Layer, .stage = 2}})
-      expect_same_training(run(l), want, l.name());
-    expect_same_training(run({.dp = 2, .stage = 1}, {.ep = 2}), want, "ep");
-    if (over == BalanceOver::Sequence) expect_same_training(run({.pp = 2}), want, "pp");
-    for (const Layout& l : {Layout{.tp = 2}, {.sp = 2}}) expect_close(run(l), want, l.name(), {});
-  }
-  const Layout l;
-  const auto of = [&](BalanceOver over, i64 micro) {
-    Config c = experts_config(tiny_experts({.balance = 0.3f, .z = 0, .over = over}), l);
-    c.batch = {.train = 4, .micro = micro, .accumulation = 4 / micro};
-    c.loss.norm = LossNorm::Token;  // the head's loss does not depend on micro-batches
-    return train(c, l);
-  };
-  const Trace one = of(BalanceOver::MicroBatch, 1), together = of(BalanceOver::Sequence, 4);
-  expect_close(together, one, "sequences", {});
-  for (size_t i = 0; i < one.aux_losses.size(); ++i)
-    EXPECT_NEAR(together.aux_losses[i], one.aux_losses[i], 1e-5 * one.aux_losses[i]);
-  EXPECT_GT(std::abs(of(BalanceOver::MicroBatch, 4).aux_losses[0] - one.aux_losses[0]), 1e-4 * one.aux_losses[0]);
 }
 
 // Every expert is used, and not equally.

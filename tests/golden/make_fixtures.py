@@ -43,6 +43,10 @@ names of transformers 5, in which the experts of a block are batches. In additio
     pooled.loss             f64 [1]       loss + 0.05 * transformers' load_balancing_loss_func, which pools the blocks, counts
                                           all tokens and does not divide by k
     pooled.grad.<router>    f64           the gradients of that, of the routers alone
+    global.balance          f64 [1]       the mean over the sequences, each of which is a micro-batch, of the sum over blocks of
+                                          E / n * sum_e share_e * sum p_e, where share_e is that of all choices of the sequences
+                                          so far and n and p are of the sequence
+    global.grad.<router>    f64           the gradients of 0.05 * global.balance, of the routers alone
 GLM-4.5 and DeepSeek-V2 have neither loss in transformers, so there is no pooled.*. For balanced.* p of GLM-4.5 is its sigmoids
 divided by their sum. The biases of its routers are numbers that every type has, and nothing moves them.
 PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
@@ -298,14 +302,17 @@ def blocks(config, model, inputs):
     return [(z, *by_choice(config, z, b)) for z, b in zip(logits, biases(model) or [None] * len(logits), strict=True)]
 
 
-def balance_of(logits, chosen, targets, sigmoid):
-    """Switch Transformers' loss of one block, for k experts a token, over the tokens that are trained on."""
-    counted = targets.flatten() != -100
-    logits, chosen = logits[counted], chosen[counted]
-    tokens, experts = logits.shape
+def counts_of(logits, chosen, targets):
+    return F.one_hot(chosen[targets.flatten() != -100], logits.shape[1]).sum((0, 1))
+
+
+def balance_of(logits, chosen, targets, sigmoid, counts=None):
+    """Switch Transformers' loss of one block, for k experts a token, over the tokens that are trained on. counts: those of
+    more tokens."""
+    counts = counts_of(logits, chosen, targets) if counts is None else counts
+    logits = logits[targets.flatten() != -100]
     scores = F.normalize(logits.sigmoid(), p=1, dim=-1) if sigmoid else logits.softmax(-1)
-    counts = F.one_hot(chosen, experts).sum((0, 1)).to(scores.dtype)
-    return experts / (chosen.shape[1] * tokens**2) * (counts * scores.sum(0)).sum()
+    return logits.shape[1] * (counts / counts.sum() * scores.mean(0)).sum()
 
 
 def has_sigmoids(config):
@@ -361,6 +368,20 @@ def balanced(config, state, inputs, targets, dtype):
     (loss + BALANCE * output.aux_loss).backward()
     result["pooled.loss"] = (loss + BALANCE * output.aux_loss).detach().reshape(1)
     result.update({"pooled.grad." + name: model.get_parameter(name).grad for name in routers})
+    return result
+
+
+def over_global_batch(config, state, inputs, targets):
+    model, k = build(config, state).to(torch.float64), config.num_experts_per_tok
+    balance, counts = 0, 0
+    for ids, wanted in zip(inputs.split(1), targets.split(1), strict=True):
+        routed = [(z, v.topk(k).indices) for z, v, _ in blocks(config, model, ids)]
+        counts = counts + torch.stack([counts_of(z, chosen, wanted) for z, chosen in routed])
+        balance = balance + sum(balance_of(z, chosen, wanted, has_sigmoids(config), counts[b])
+                                for b, (z, chosen) in enumerate(routed)) / len(inputs)
+    (BALANCE * balance).backward()
+    result = {"global.balance": balance.detach().reshape(1)}
+    result.update({"global.grad." + n: p.grad for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")})
     return result
 
 
@@ -493,6 +514,7 @@ def make(name, directory, seed):
     if is_sparse(config):
         with all_fp64():
             want = balanced(config, {k: v.double() for k, v in state.items()}, inputs, targets, torch.float64)
+            expected.update(over_global_batch(config, {k: v.double() for k, v in state.items()}, inputs, targets))
         expected.update(want)
         for tensor, value in balanced(config, state, inputs, targets, torch.float32).items():
             table[tensor] = {"fp32": errors(value, want[tensor])}

@@ -39,6 +39,19 @@ ModelConfig with_four_heads(ModelConfig m) {
   return m;
 }
 
+// With a loss over the tokens of all layers, or of the global batch.
+ModelConfig with_experts(BalanceOver over) {
+  ModelConfig m = with_four_heads(tiny_llama());
+  m.experts = {.count = 8,
+               .per_token = 2,
+               .intermediate = 24,
+               .router = {.normalise = true},
+               .balance_loss = 0.3f,
+               .layers = {true, false, true, true}};
+  m.experts.balance_over = over;
+  return m;
+}
+
 class ParallelProcesses : public Processes {};
 
 TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
@@ -59,7 +72,8 @@ TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
                                          {2, 1, 1, 2, PipelineSchedule::Interleaved},
                                          {1, 2, 2, 2, PipelineSchedule::OneFOneB, true, true},
                                          {1, 4, 1, 0, PipelineSchedule::OneFOneB, false, false, true}};
-  for (const ModelConfig& model : {with_four_heads(tiny_gpt2()), with_four_heads(tiny_llama())}) {
+  for (const ModelConfig& model : {with_four_heads(tiny_gpt2()), with_four_heads(tiny_llama()),
+                                   with_experts(BalanceOver::Layers), with_experts(BalanceOver::GlobalBatch)}) {
     for (const Layout& l : layouts) {
       const Config config = config_of(model, l, ranks);
       const auto writes = [](std::vector<i32>& text) {

@@ -118,13 +118,15 @@ TEST(Experts, EqualScoresGoToTheLowestExpertAndNanIsTheLowestScore) {
 struct GradCase {
   RouterCase route;
   RouterLossParams loss{};
-  bool stats = false, score_grad = false, targets = false, factor = false;
+  bool stats = false, score_grad = false, targets = false, factor = false, counts = false;
 };
 std::vector<GradCase> grad_cases() {
   std::vector<GradCase> cases;
   for (const RouterCase& r : router_cases()) {
     cases.push_back({r});
     cases.push_back({r, {.balance = 0.3f}, true, true, true, true});
+    cases.push_back({r, {.balance = 0.3f, .z = 0.2f}, true, true, true, true, true});
+    cases.push_back({r, {.balance = 0.3f, .first_choices = true}, true, true, false, true, true});
     cases.push_back({r, {.z = 0.2f}, true, false, false, true});
     cases.push_back({r, {.balance = 0.3f, .z = 0.2f, .ignore_index = 7}, true, true, true, false});
   }
@@ -171,8 +173,9 @@ TEST(Experts, GradientsOfTheRouterAreThoseOfFiniteDifferences) {
   for (const GradCase& c : grad_cases()) {
     const i64 R = std::min<i64>(c.route.R, 5), E = c.route.E, k = c.route.k;
     Doubles logits({R, E}), scores({R, E}), weights({R, k}), dweights({R, k}), dlogits({R, E}),
-        stats({RouterStats{E}.size()}), loss({1}), score_grad({E}), factor({1}), bias({E});
+        stats({RouterStats{E}.size()}), loss({1}), score_grad({E}), factor({1}), bias({E}), more({E});
     logits.randomize(6, 2), dweights.randomize(7), bias.randomize(8);
+    for (i64 e = 0; e < E; ++e) more.value[static_cast<size_t>(e)] = static_cast<double>(100 + e * e % 37);
     factor.value[0] = 0.75;
     Tensor chosen(DType::I32, {R, k});
     const Tensor targets = targets_of(R, c.loss.ignore_index);
@@ -183,7 +186,7 @@ TEST(Experts, GradientsOfTheRouterAreThoseOfFiniteDifferences) {
       ref_ops().route(chosen, weights.view, scores.view, logits.view, on_choice, {}, c.route.p, s);
       if (!losses) return weights.dot(dweights);
       ref_ops().router_stats(stats.view, chosen, {}, scores.view, logits.view, counted, c.route.p, c.loss, s);
-      ref_ops().router_loss(loss.view, score_grad.view, stats.view, k, c.loss, s);
+      ref_ops().router_loss(loss.view, score_grad.view, stats.view, c.counts ? more.view : TensorView{}, k, c.loss, s);
       return weights.dot(dweights) + 0.75 * loss.value[0];
     };
     total();
@@ -202,7 +205,9 @@ TEST(Experts, StatisticsAndLossesAgreeWithTheOracle) {
       const RouterParams p{.sigmoid = sigmoid};
       const Tensor logits = Tensor(DType::F32, {R, E}).randomize(9, 2), targets = targets_of(R, -100);
       const Routed routed = route(ref_ops(), logits, nullptr, k, p, 1);
-      for (const bool all : {false, true}) {
+      Tensor more(DType::F32, {E});
+      for (i64 e = 0; e < E; ++e) more.set(e, static_cast<float>(10000 + 7 * e));
+      for (const auto& [all, counts] : {std::pair{false, TensorView{}}, {true, {}}, {false, more.view()}}) {
         struct Result {
           Tensor stats, loss, score_grad;
         };
@@ -211,7 +216,7 @@ TEST(Experts, StatisticsAndLossesAgreeWithTheOracle) {
           Result out{Tensor(DType::F32, {RouterStats{E}.size()}), Tensor(DType::F32, {1}), Tensor(DType::F32, {E})};
           ops.router_stats(out.stats, routed.chosen, {}, routed.scores, logits, all ? TensorView{} : targets.view(), p,
                            params, s);
-          ops.router_loss(out.loss, out.score_grad, out.stats, k, params, s);
+          ops.router_loss(out.loss, out.score_grad, out.stats, counts, k, params, s);
           return out;
         };
         ThreadPool one(1);
@@ -253,13 +258,44 @@ TEST(Experts, LossesAtBalance) {
     for (const OpTable* ops : backends()) {
       const auto loss_of = [&](const RouterLossParams& p) {
         ops->router_stats(stats, chosen, {}, scores, logits, {}, {}, p, s);
-        ops->router_loss(loss, score_grad, stats, k, p, s);
+        ops->router_loss(loss, score_grad, stats, {}, k, p, s);
         return loss.at(0);
       };
       EXPECT_FLOAT_EQ(loss_of({.balance = 0.5f}), 0.5f) << ops->name;
       EXPECT_FLOAT_EQ(score_grad.at(0), 0.5f / R) << ops->name;
       EXPECT_FLOAT_EQ(loss_of({.z = 1}), std::log(4.0f) * std::log(4.0f)) << ops->name;
     }
+  }
+}
+
+// Counts of more tokens stand for the shares of experts: doubled ones change nothing.
+TEST(Experts, TheBalanceLossComparesSharesOfTheCounts) {
+  constexpr i64 R = 6, E = 3, k = 2;
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  Tensor logits(DType::F32, {R, E}), chosen(DType::I32, {R, k}), stats(DType::F32, {RouterStats{E}.size()}),
+      loss(DType::F32, {1}), score_grad(DType::F32, {E}), counts(DType::F32, {E});
+  logits.randomize(9, 2);
+  Tensor scores(DType::F32, {R, E});
+  scores.randomize(10);
+  for (i64 i = 0; i < R * k; ++i) chosen.view().as<i32>()[i] = static_cast<i32>(i % k == 0 ? 0 : 1 + i / k % 2);
+  for (const OpTable* ops : backends()) {
+    const auto loss_over = [&](const TensorView& more) {
+      ops->router_stats(stats, chosen, {}, scores, logits, {}, {}, {}, s);
+      ops->router_loss(loss, score_grad, stats, more, k, {.balance = 0.5f}, s);
+      return loss.at(0);
+    };
+    const float own = loss_over({});
+    for (i64 e = 0; e < E; ++e) counts.set(e, 2 * stats.at(e));
+    EXPECT_FLOAT_EQ(loss_over(counts), own) << ops->name;
+    const float some[E] = {7, 1, 2};
+    double want = 0;
+    for (i64 e = 0; e < E; ++e) {
+      counts.set(e, some[e]);
+      want += 0.5 * E / R * static_cast<double>(some[e]) / 10 * static_cast<double>(stats.at(E + e));
+    }
+    EXPECT_NEAR(loss_over(counts), want, 1e-6) << ops->name;
+    for (i64 e = 0; e < E; ++e) EXPECT_FLOAT_EQ(score_grad.at(e), 0.5f * E / R * some[e] / 10) << ops->name;
   }
 }
 

@@ -232,7 +232,7 @@ TEST(Gating, StatisticsReportEntropiesAndDroppedChoices) {
             << ops->name;
         EXPECT_EQ(stats.at(places.report() + 2), static_cast<float>(dropped)) << ops->name;
         for (i64 e = 0; e < E; ++e) EXPECT_EQ(stats.at(places.firsts() + e), firsts[static_cast<size_t>(e)]);
-        ops->router_loss(result, score_grad, stats, k, loss, s);
+        ops->router_loss(result, score_grad, stats, {}, k, loss, s);
         double want = 0, n = 0;
         for (i64 e = 0; e < E; ++e) n += static_cast<double>(firsts[static_cast<size_t>(e)]);
         for (i64 e = 0; e < E && n > 0; ++e)
@@ -467,7 +467,7 @@ TEST_F(DeepSpeedGates, KeepAndWeighTheSameChoices) {
       expect_close(weights, want_weights, 32, std::string(ops->name) + " " + name);
       const RouterLossParams params{.balance = 1, .first_choices = k == 2};
       ops->router_stats(stats, chosen, kept, scores, logits, {}, p, params, s);
-      ops->router_loss(loss, score_grad, stats, k, params, s);
+      ops->router_loss(loss, score_grad, stats, {}, k, params, s);
       EXPECT_NEAR(loss.at(0), c.at("loss").get<double>(), 1e-5 * std::abs(c.at("loss").get<double>())) << name;
       for (i64 e = 0; e < E; ++e)
         EXPECT_EQ(stats.at(e), c.at("counts").at(static_cast<size_t>(e)).get<float>()) << name;

@@ -317,6 +317,45 @@ TEST_P(SparseModels, LossThatBalancesExperts) {
   f.judge_gradients(DType::F32, engine, *device, r.loss_scale, "balanced.");
 }
 
+// The same over the global batch, of micro-batches of one sequence, on one rank. Gradients are those of two runs.
+TEST_P(SparseModels, LossOverTheGlobalBatch) {
+  const Fixture f(GetParam());
+  constexpr float kCoefficient = 0.05f;
+  const auto device = testing::make_test_device(2);
+  double aux = 0;
+  const auto gradients = [&](float coefficient) {
+    Mesh mesh = testing::make_test_mesh(*device);
+    MemoryLedger ledger;
+    Config config = f.run_config(DType::F32);
+    config.batch = {.train = f.B, .micro = 1, .accumulation = f.B};
+    config.model.experts.balance_loss = coefficient;
+    config.model.experts.balance_over = BalanceOver::GlobalBatch;
+    engine::Engine engine(config, mesh, ledger, *device);
+    run::load_weights(engine, f.dir);
+    const StepRecord r = engine.train_step({f.ids, f.targets});
+    if (coefficient > 0) aux = r.aux_loss.value_or(0);
+    return Fixture::gradients(engine, *device, r.loss_scale);
+  };
+  const auto both = gradients(kCoefficient), head = gradients(0);
+  const double balance = f.read<double>("global.balance")[0];
+  EXPECT_GT(f.B, 1);
+  EXPECT_NEAR(aux, kCoefficient * balance, 1e-6 * balance);
+  EXPECT_GT(std::abs(balance - f.read<double>("balanced.balance")[0]), 1e-3 * balance);
+  int routers = 0;
+  for (const auto& [name, grad] : head) {
+    if (!name.ends_with("mlp.gate.weight")) continue;
+    const std::vector<double> want = f.read<double>("global.grad." + name);
+    ASSERT_EQ(want.size(), grad.size());
+    double largest = 0;
+    for (size_t i = 0; i < grad.size(); ++i)
+      largest = std::max({largest, std::abs(want[i]), std::abs(static_cast<double>(grad[i]))});
+    for (size_t i = 0; i < grad.size(); ++i)
+      EXPECT_NEAR(both.at(name)[i] - grad[i], want[i], 2e-5 * largest) << name << " " << i;
+    ++routers;
+  }
+  EXPECT_GT(routers, 0);
+}
+
 // Those of which transformers has such a loss.
 class BalancedModels : public SparseModels {};
 

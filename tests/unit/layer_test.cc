@@ -106,6 +106,8 @@ class Wide final : public model::Layer {
   std::string_view type() const noexcept override { return "Wide"; }
   i64 product_rows(i64 R) const noexcept override { return times_ * R; }
   bool adds_loss() const noexcept override { return true; }
+  i64 num_counts() const noexcept override { return 7; }
+  i64 num_step_counts() const noexcept override { return times_; }
   model::LayerActs plan(model::ActivationPlanner&, const model::PlannedPass&) const override { return {}; }
   void forward(const model::PassContext&, model::RowViews, TensorView, const model::LayerActs&) const override {}
   void backward_input(const model::PassContext&, model::RowViews, TensorView, TensorView,
@@ -149,6 +151,13 @@ TEST(Groups, AreOverFewerOrMoreRowsThanTheMicroBatch) {
   EXPECT_EQ(all.aux_loss.data, wide.aux_loss.data);
   EXPECT_FALSE(
       model::make_context(wide, {.mode = model::Mode::Eval, .B = 2, .T = 3}, model, no_ops(), stream, {}).aux_loss);
+  EXPECT_EQ(wide.step_counts.numel(), 2 + 3);
+  const model::PassContext of_last = model::forward_context(all, model, 1, false);
+  EXPECT_EQ(of_last.step_counts.numel(), 3);
+  EXPECT_EQ(of_last.step_counts.data, wide.step_counts.as<float>() + 2);
+  EXPECT_EQ(of_last.counts.data, wide.counts.data);
+  const model::PassContext again = model::forward_context(all, model, 1, true);
+  EXPECT_FALSE(again.counts || again.step_counts);
   const auto rows = [](const model::PassContext& ctx) {
     return std::array{ctx.B, ctx.T, ctx.groups.partial.dim(0), ctx.groups.gathered.dim(0), ctx.groups.sum.dim(0)};
   };

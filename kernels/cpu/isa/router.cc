@@ -247,18 +247,20 @@ void router_stats_scratch(TensorView, TensorView, TensorView, TensorView scores,
   note_scratch(stream, StatsTiles(scores.dim(0)).bytes(scores.dim(1)));
 }
 
-void router_loss(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams& p,
-                 Stream&) noexcept {
+void router_loss(TensorView loss, TensorView score_grad, TensorView stats, TensorView counts, i64 k,
+                 const RouterLossParams& p, Stream&) noexcept {
   const i64 E = score_grad.numel();
-  const float* const count = stats.as<float>() + (p.first_choices ? RouterStats{E}.firsts() : 0);
+  const float* const own = stats.as<float>() + (p.first_choices ? RouterStats{E}.firsts() : 0);
+  const float* const count = counts ? counts.as<float>() : own;
   const float* const prob = stats.as<float>() + E;
-  double choices = 0, products = 0;
+  double choices = 0, compared = 0, products = 0;
   for (i64 e = 0; e < E; ++e) {
-    choices += static_cast<double>(count[e]);
+    choices += static_cast<double>(own[e]);
+    compared += static_cast<double>(count[e]);
     products += static_cast<double>(count[e]) * static_cast<double>(prob[e]);
   }
   const double n = p.first_choices ? choices : choices / static_cast<double>(k);
-  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (choices * n) : 0;
+  const double each = n > 0 ? static_cast<double>(p.balance) * static_cast<double>(E) / (compared * n) : 0;
   const double z = n > 0 ? static_cast<double>(p.z) * static_cast<double>(prob[E]) / n : 0;
   *loss.as<float>() = static_cast<float>(each * products + z);
   for (i64 e = 0; e < E; ++e) score_grad.as<float>()[e] = static_cast<float>(each * static_cast<double>(count[e]));

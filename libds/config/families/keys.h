@@ -19,9 +19,9 @@ inline constexpr std::array kEnumNames<RopeType> = {EnumName{"default", u8(RopeT
                                                     EnumName{"mrope"}};
 
 template <>
-inline constexpr std::array kEnumNames<BalanceOver> = {EnumName{"micro_batch", u8(BalanceOver::MicroBatch)},
-                                                       EnumName{"sequence", u8(BalanceOver::Sequence)},
-                                                       EnumName{"layers", u8(BalanceOver::Layers)}};
+inline constexpr std::array kEnumNames<BalanceOver> = {
+    EnumName{"micro_batch", u8(BalanceOver::MicroBatch)}, EnumName{"sequence", u8(BalanceOver::Sequence)},
+    EnumName{"layers", u8(BalanceOver::Layers)}, EnumName{"global_batch", u8(BalanceOver::GlobalBatch)}};
 template <>
 inline constexpr std::array kEnumNames<DropPolicy> = {EnumName{"position", u8(DropPolicy::Position)},
                                                       EnumName{"probs", u8(DropPolicy::Probs)},

@@ -222,6 +222,9 @@ struct LayerActs {
   std::vector<TensorView> exchange;  // of attend() over several ranks
   std::vector<BranchActs> branches;  // of linear maps
   TensorView output;                 // [R,C], placed by the code that runs the layers
+  // The last layer of those that run one after the other: the numbers that layers share (Layer::num_shared_stats),
+  // placed likewise, after the output, with which they are one message.
+  TensorView shared_stats{};
   // If the output is a kept input stored elsewhere until layers are recomputed from it: this rank's rows of it, here
   // or, without memory, away from the device at `stash_at`; and [padded R,C] to restore it.
   TensorView stash{}, restored{};
@@ -343,8 +346,12 @@ struct PassContext {
   // In training, if layers of the model count tokens (Layer::num_counts): [the most of any layer] fp32, of which the
   // layer that runs writes its own; none in a recomputation.
   TensorView counts{};
-  // In training, if layers of the model share numbers (Layer::num_shared_stats): [the most of any layer] fp32, valid
-  // from the forward pass of a micro-batch to its backward pass.
+  // In training, if the layer that runs adds up counts over a step (Layer::num_step_counts): its numbers, fp32, zeros
+  // before the first micro-batch; none in a recomputation.
+  TensorView step_counts{};
+  // In training, if layers of the model share numbers (Layer::num_shared_stats): [Model::num_shared_stats] fp32, of
+  // this micro-batch. They travel with the stream: in the forward pass they are zeros before the first layer and then
+  // those that the layers before have left, in the backward pass those that the last layer has left.
   TensorView shared_stats{};
   HostLink* host = nullptr;  // null in a dry run, in which there are no values
 
@@ -464,8 +471,11 @@ class DS_API Layer {
   // of each expert, then RouterStats::kReport numbers of its router. Ranks of tp and sp write equal values, those of
   // all tokens. The sums over a step are reported (StepRecord::experts).
   virtual i64 num_counts() const noexcept { return 0; }
-  // The fp32 numbers that its forward pass in training shares with those of other layers, in ctx.shared_stats, and its
-  // backward pass reads; 0: none. Such layers are all in one stage of a pipeline.
+  // The number of values that its forward pass in training adds up over the micro-batches of a step, in
+  // ctx.step_counts; 0: none.
+  virtual i64 num_step_counts() const noexcept { return 0; }
+  // The fp32 numbers that its forward pass in training shares with those of later layers, in ctx.shared_stats, and its
+  // backward pass reads; 0: none.
   virtual i64 num_shared_stats() const noexcept { return 0; }
   // True for a block that reads PassContext::ids or targets in training, which only embedding and head have otherwise.
   virtual bool reads_tokens() const noexcept { return false; }
@@ -553,11 +563,14 @@ struct DS_API Model {
   bool adds_gradients() const noexcept;
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
   i64 largest_vocab_share() const noexcept;
-  i64 product_rows(i64 R) const noexcept;           // the largest of its layers
-  i64 fp8_bytes(i64 R) const noexcept;              // of PassContext::fp8, for products of up to R rows
-  i64 gradient_parts() const noexcept;              // the most of its layers
-  i64 num_counts() const noexcept;                  // the sum over layers
-  i64 counts_before(i64 layer) const noexcept;      // the sum over the layers before this one
+  i64 product_rows(i64 R) const noexcept;       // the largest of its layers
+  i64 fp8_bytes(i64 R) const noexcept;          // of PassContext::fp8, for products of up to R rows
+  i64 gradient_parts() const noexcept;          // the most of its layers
+  i64 num_counts() const noexcept;              // the sum over layers
+  i64 counts_before(i64 layer) const noexcept;  // the sum over the layers before this one
+  i64 num_step_counts() const noexcept;         // the sum over layers
+  i64 step_counts_before(i64 layer) const noexcept;
+  i64 num_shared_stats() const noexcept;            // the most of its layers
   i64 num_aux_losses() const noexcept;              // layers that add a loss
   i64 aux_losses_before(i64 layer) const noexcept;  // of these, the layers before this one
   // All parameters, by number.

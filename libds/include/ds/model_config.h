@@ -78,6 +78,9 @@ enum class BalanceOver : u8 {
   MicroBatch,  // those of a micro-batch; the losses of the blocks are added
   Sequence,    // those of each sequence; the mean over the sequences of a micro-batch; likewise
   Layers,      // those of a micro-batch in all sparse blocks together, not divided by k, as in transformers
+  // The shares of experts are those among the tokens of all data-parallel ranks in the step so far, up to the
+  // micro-batch of each, the probabilities those of a micro-batch; likewise (Qiu et al., "Demons in the Detail", 2025).
+  GlobalBatch,
 };
 // The experts of a model's sparse blocks, in which a router sends each token to some of many MLPs.
 struct ExpertsConfig {
@@ -92,6 +95,9 @@ struct ExpertsConfig {
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
   bool first_choice_loss = false;      // likewise
   BalanceOver balance_over = BalanceOver::MicroBatch;
+  bool balances_over(BalanceOver tokens) const noexcept {
+    return count > 0 && balance_loss != 0 && balance_over == tokens;
+  }
   ExpertCapacity capacity{};
   // Noise in training. Its numbers depend on the token's number in the batch, the layer and the step.
   float input_jitter = 0;      // the input of router and experts is multiplied by uniform numbers between 1 -+ this

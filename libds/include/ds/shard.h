@@ -61,6 +61,9 @@ struct Shard {
   bool copies_first = false;
   double expert_room = 2;     // ExpertParallelConfig::room
   bool expert_rounds = true;  // and further_rounds
+  // The ranks of dp and sp together, over which layers add up counts of tokens (BalanceOver::GlobalBatch), and this
+  // rank's number among them; 1 if none does.
+  int counting = 1, counting_rank = 0;
 
   int size(Axis axis) const noexcept;  // the number of ranks along one of kLayerAxes
   int rank(Axis axis) const noexcept;  // and this rank's number among them
@@ -88,7 +91,8 @@ struct LayerAxis {
 };
 inline constexpr LayerAxis kLayerAxes[] = {{Axis::Tp, &Shard::tp, &Shard::tp_rank},
                                            {Axis::Sp, &Shard::sp, &Shard::sp_rank},
-                                           {Axis::Ep, &Shard::ep, &Shard::ep_rank}};
+                                           {Axis::Ep, &Shard::ep, &Shard::ep_rank},
+                                           {Axis::Dp, &Shard::counting, &Shard::counting_rank}};
 
 inline int Shard::size(Axis axis) const noexcept {
   for (const LayerAxis& a : kLayerAxes) {

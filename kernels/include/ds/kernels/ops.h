@@ -489,7 +489,9 @@ struct OpTable {
   //                which have no expert in kept [R,k] int32 (optional: none were). Counts and entropies are exact below 2^24.
   //                The terms of ranks and parts of sequences add up.
   //   router_loss  loss [1] fp32 = balance * balance loss + z * z loss of stats; score_grad [E] fp32 = the gradient of the
-  //                former with respect to p_e of one token. n = 0: zeros.
+  //                former with respect to p_e of one token. n = 0: zeros. counts [E] fp32, optional: those of more tokens
+  //                that the former compares, of first choices with first_choices: E / n * sum over e of the share of e
+  //                in counts * (sum over tokens of p_e), for the n tokens and p of stats.
   void (*route)(TensorView chosen, TensorView weights, TensorView scores, TensorView logits, TensorView bias,
                 TensorView noisy, const RouterParams&, Stream&) noexcept;
   void (*weigh_choices)(TensorView weights, TensorView chosen, TensorView scores, const RouterParams&, Stream&) noexcept;
@@ -498,8 +500,8 @@ struct OpTable {
                      const RouterLossParams&, Stream&) noexcept;
   void (*router_stats)(TensorView stats, TensorView chosen, TensorView kept, TensorView scores, TensorView logits,
                        TensorView targets, const RouterParams&, const RouterLossParams&, Stream&) noexcept;
-  void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, i64 k, const RouterLossParams&,
-                      Stream&) noexcept;
+  void (*router_loss)(TensorView loss, TensorView score_grad, TensorView stats, TensorView counts, i64 k,
+                      const RouterLossParams&, Stream&) noexcept;
   // bias_e += rate * sign(mean - count_e) (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
   // Mixture-of-Experts", 2024), where mean is that of counts [E]; nothing if the verdict is not finite. bias, counts fp32;
   // counts are integers below 2^24, so the sign is exact, and each new bias is rounded once.
