@@ -7,7 +7,8 @@
 // The StateSource has:
 //   params   trained ones in the order of param_shapes (stage 0: of the module), then frozen parameters and buffers
 //            in the order of the module, in their stored dtype; then the names that share a parameter
-//            with another one, tied to it
+//            with another one, tied to it. Experts have names over all ranks; those of models that AutoEP has
+//            converted, their routers and shared experts, the names of the published model
 //   Param    the module's weights if they are stored in 16 bits (stages 0 to 2), else the master, rounded
 //   Master   the fp32 partitions. A frozen parameter and a buffer are their own master, and their moments are zero
 //   ExpAvg, ExpAvgSq   Adam's, if the optimizer has them for every trained parameter. States of other

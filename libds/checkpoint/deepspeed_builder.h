@@ -5,7 +5,8 @@
 //   deepspeed_table.cc   model states, weights, frozen parameters, buffers, ties
 //   deepspeed_zero.cc    the optimizer's state of stages 1 to 3
 //   deepspeed_whole.cc   whole states: the universal format, and stage 0
-//   deepspeed_experts.cc experts, each of which is one rank's of ep, under a number of that rank's
+//   deepspeed_experts.cc experts, each of which is one rank's of ep: of MoE layers, under a number of that rank's; of
+//                        models that AutoEP has converted, as a part of that rank's batches
 
 #include <map>
 #include <optional>
@@ -39,6 +40,8 @@ class DeepspeedBuilder {
     std::string name;
     std::vector<i64> shape;
     i64 elems = 0;
+    bool batch = false;  // AutoEP: matrices of a rank's experts, which are parameters of their own here
+    i64 parts() const noexcept { return batch ? shape[0] : 1; }
   };
   // The flat tensors of one rank; null: the optimizer keeps no such state.
   struct RankState {
@@ -57,10 +60,30 @@ class DeepspeedBuilder {
     const Value* value = nullptr;
     size_t file = 0;
   };
-  // A tensor of the module that an optimizer without names may have updated.
+  // A tensor that an optimizer without names may have updated: a parameter, or equal parts of it that are parameters.
   struct Candidate {
+    std::vector<std::string> names;
+    std::vector<i64> shape;
+  };
+  // A parameter's state at stage 0, as a part of the tensors.
+  struct WholeState {
+    std::array<const PickleTensor*, 3> tensors;  // master and moments
+    size_t file;
+    std::vector<i64> shape;  // that they need
+    i64 first;               // element of the parameter
+    bool operator==(const WholeState&) const = default;
+  };
+  // The tensor of all ranks that a parameter is in, and its first element there.
+  struct Whole {
     std::string name;
-    const PickleTensor* tensor;
+    i64 elems, first;
+  };
+  // A block whose experts AutoEP has converted.
+  struct AutoepLayer {
+    std::string block;  // the beginning of its names, "model.layers.3.mlp."
+    i64 number;         // of its files
+    i64 experts, ep;
+    bool shared_gate;  // the shared expert has a gate
   };
 
   // --- files and values
@@ -100,19 +123,38 @@ class DeepspeedBuilder {
   void check_same_model(size_t f) const;
   void check_version(const Value& dict, size_t f) const;
   size_t add_param(const std::string& name, const std::vector<i64>& shape, size_t f);
+  // A parameter of a group of rank q of ep.
+  void add_trained(const Parameter& p, i64 q, i64 ep);
   bool is_stage_3() const;  // every rank has model states of its own
 
   // --- experts
   void open_experts();
   // The number of ranks that have the experts of these parameters together; 1 if they are not experts.
   i64 expert_ranks(const std::vector<Parameter>& params, size_t f) const;
-  // The name over all ranks of a parameter that rank q of ep calls `name`.
-  std::string global_name(const std::string& name, i64 q, i64 ep) const;
+  // The names over all ranks of a parameter that rank q of ep calls `p.name`: one for each part.
+  std::vector<std::string> global_names(const Parameter& p, i64 q, i64 ep) const;
   // The data-parallel ranks among which rank q of ep has copies, of so many.
   std::vector<i64> copies_of(i64 q, i64 ep, i64 num_ranks) const;
   Weight weight_of(std::string_view name) const;
   // The candidates of the optimizer of rank q of ep: these, and that rank's experts.
   std::vector<Candidate> with_experts_of(std::vector<Candidate> candidates, i64 q, i64 ep) const;
+
+  // --- experts of AutoEP
+  void read_autoep();
+  void check_autoep_files() const;
+  const AutoepLayer* autoep_of(std::string_view batch) const;  // that has this batch; null: none
+  // "model.layers.3.mlp.experts.5.gate_proj.weight", of the expert that file or batch calls "...experts.w1"
+  static std::string autoep_name(const AutoepLayer& layer, std::string_view matrix, i64 expert);
+  i64 autoep_ranks(const std::vector<Parameter>& params, size_t f) const;
+  // AutoEP appends the routers that it has made to the parameters that a program names.
+  std::vector<Candidate> with_routers_last(std::vector<Candidate> candidates) const;
+  void add_autoep_candidates(std::vector<Candidate>& candidates, i64 q, i64 ep) const;
+  // Stage 3: whether rank r has the experts of rank q of ep, and shares them with `copies`, by its own account.
+  void check_autoep_rank(i64 r, i64 q, size_t group, const std::vector<i64>& copies) const;
+  // Whether a tensor of the module is a router under a second name.
+  bool is_second_router(std::string_view name) const;
+  // Names as in the model before it was converted.
+  void rename_autoep();
 
   // --- weights, and what the optimizer does not know
   std::set<std::string_view> buffer_names() const;
@@ -122,6 +164,7 @@ class DeepspeedBuilder {
   }
   void set_dtype(size_t param, DType dtype);
   void place_weights();
+  DType dtype_of_module() const;  // of its first trained parameter
   // A frozen parameter of stage 3, of which every rank has a chunk.
   Segments frozen_chunks(const std::string& name, i64 elems) const;
   void add_untrained();
@@ -144,14 +187,18 @@ class DeepspeedBuilder {
   void check_rank(const Value& optimizer, size_t f, i64 num_ranks, bool chunked) const;
   RankState read_rank(size_t f, const Value& optimizer, const Value* base, bool chunked) const;
   void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
+  // The same for each part of `p`; the first of them has the number `param`, which becomes that of the next parameter.
+  void add_parts(size_t& param, const Parameter& p, const std::vector<FlatPiece>& pieces,
+                 const std::vector<RankState>& ranks);
   // Stages 1 and 2.
   void place_groups(const std::vector<RankState>& ranks);
   // The number that each group has in the file of a rank: DeepSpeed's ranks may order those of experts differently.
   std::vector<size_t> places_of_groups(size_t f) const;
   // The entry for group g of the list `key` in the file of rank r; null: there is no such list.
   const Value* of_group(i64 r, std::string_view key, size_t g) const;
-  // Group g, whose partitions these ranks have; its first parameter has the number `param`.
-  void place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers, size_t param);
+  // Group g, whose partitions these ranks have; its first parameter has the number `param`, which becomes that of the
+  // next group.
+  void place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers, size_t& param);
   // The parameters of group g in the order of these ranks' own notes.
   std::vector<size_t> noted_order(size_t g, const std::vector<i64>& ranks) const;
   // Every rank also noted which part of each parameter it holds ("param_slice_mappings"), so swapped shards are
@@ -164,9 +211,11 @@ class DeepspeedBuilder {
   void place_universal();
   void list_unread();
   void place_whole();
+  size_t open_expert_optim(i64 q);
   // Assigns each optimizer state to the only candidate to which it can belong: for each group the first and the last
   // assignment that keeps the order and fits the shapes must be the same, or nothing is assigned.
-  void attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f);
+  std::map<std::string, WholeState> attribute(const std::vector<Candidate>& candidates, const Value& inner,
+                                              const Value* masters, size_t f) const;
   // The states that the optimizer of this file has for these.
   void attribute(const std::vector<Candidate>& candidates, size_t f);
   // Ties names of the module that are views of the same elements.
@@ -183,17 +232,15 @@ class DeepspeedBuilder {
   std::vector<Group> groups_;                      // param_shapes
   std::map<std::string, Weight, std::less<>> expert_weights_;
   std::string expert_type_;
-  std::vector<std::vector<std::string>> expert_names_;     // of each layer and expert, in the order of its file
-  std::map<std::string, i64, std::less<>> experts_of_;     // by beginning of their names up to the number
+  std::vector<std::vector<std::string>> expert_names_;  // of each layer and expert, in the order of its file
+  std::map<std::string, i64, std::less<>> experts_of_;  // by beginning of their names up to the number
+  std::vector<AutoepLayer> autoep_;
+  std::vector<Whole> wholes_;                              // of each parameter of groups_
   std::vector<std::pair<std::string, std::string>> ties_;  // name, of what
   std::set<std::string, std::less<>> aliases_;             // the names
   std::map<std::string, size_t> number_;                   // of each parameter
   std::vector<Index> fragments_;                           // stage 3: the chunks of frozen parameters, by rank
-  struct WholeState {
-    std::array<const PickleTensor*, 3> tensors;  // master and moments
-    size_t file;
-  };
-  std::map<std::string, WholeState> whole_states_;  // stage 0
+  std::map<std::string, WholeState> whole_states_;         // stage 0
 };
 
 }  // namespace ds

@@ -43,4 +43,13 @@ std::vector<FlatPiece> chunked_pieces(i64 offset, i64 num_elems, i64 num_ranks, 
   return pieces;
 }
 
+std::vector<FlatPiece> pieces_within(std::span<const FlatPiece> pieces, i64 first, i64 count) {
+  std::vector<FlatPiece> part;
+  for (const FlatPiece& p : pieces) {
+    const i64 begin = std::max(p.begin, first), end = std::min(p.begin + p.count, first + count);
+    if (begin < end) part.push_back({begin - first, end - begin, p.rank, p.flat, p.offset + begin - p.begin});
+  }
+  return part;
+}
+
 }  // namespace ds

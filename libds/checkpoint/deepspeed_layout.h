@@ -30,4 +30,7 @@ std::vector<FlatPiece> partitioned_pieces(i64 offset, i64 num_elems, i64 group, 
 // tensors, which are equally long on all ranks. Requires: offset + ceil(num_elems/num_ranks) is not after their end.
 std::vector<FlatPiece> chunked_pieces(i64 offset, i64 num_elems, i64 num_ranks, std::span<const i64> flat_elems);
 
+// The pieces of a part of the parameter, elements [first, first + count), as those of a parameter of its own.
+std::vector<FlatPiece> pieces_within(std::span<const FlatPiece> pieces, i64 first, i64 count);
+
 }  // namespace ds

@@ -12,6 +12,7 @@ namespace ds {
 DeepspeedTable DeepspeedBuilder::build() {
   for (const std::string& path : files_.model) model_.push_back(open(path));
   for (const std::string& path : files_.optim) optim_.push_back(open(path));
+  read_autoep();
   open_experts();
   read_model_states();
   has(State::Param) = true;
@@ -26,6 +27,7 @@ DeepspeedTable DeepspeedBuilder::build() {
   place_weights();
   add_untrained();
   add_ties();
+  rename_autoep();
   read_config();
   list_unread();
   for (const auto& f : table_.files) f->close();
@@ -111,11 +113,6 @@ void DeepspeedBuilder::read_model_states() {
   check(has_string_keys(*module_), Errc::Corrupt, f, "'module' has keys that are not names");
   module_index_ = index_of(module_);
   for (const size_t m : model_) fragments_.push_back(index_of(file(m).root().find("frozen_param_fragments")));
-  for (const char* key : {"ds_autoep_layers", "autoep_layers"}) {
-    const Value* experts = root.find(key);
-    check(experts == nullptr || experts->is(Kind::None), Errc::Unavailable, f,
-          "experts (AutoEP), which are not supported");
-  }
   check(integer(root, "mp_world_size", 1) == 1, Errc::Unavailable, f,
         "a part of a tensor-parallel run of {} ranks, which is not supported", integer(root, "mp_world_size", 1));
 
@@ -142,8 +139,17 @@ void DeepspeedBuilder::read_model_states() {
   for (Group& group : groups_) {
     group.ep = expert_ranks(group.params, f);
     for (i64 q = 0; q < group.ep; ++q) {
-      for (const Parameter& p : group.params) add_param(global_name(p.name, q, group.ep), p.shape, f);
+      for (const Parameter& p : group.params) add_trained(p, q, group.ep);
     }
+  }
+}
+
+void DeepspeedBuilder::add_trained(const Parameter& p, i64 q, i64 ep) {
+  const i64 each = p.elems / p.parts();
+  i64 part = q * p.parts();
+  for (const std::string& name : global_names(p, q, ep)) {
+    add_param(name, {p.shape.begin() + (p.batch ? 1 : 0), p.shape.end()}, model_[0]);
+    wholes_.push_back(p.batch ? Whole{p.name, ep * p.elems, part++ * each} : Whole{name, p.elems, 0});
   }
 }
 
@@ -158,6 +164,13 @@ std::vector<DeepspeedBuilder::Group> DeepspeedBuilder::read_groups(const Value& 
       const std::string& name = group->items[i]->text;
       Parameter p{name, shape_of(*group->items[i + 1], name, f), 0};
       p.elems = *checked_product(p.shape);
+      if (const AutoepLayer* layer = autoep_of(name); layer != nullptr) {
+        p.batch = true;
+        const i64 each = layer->experts / layer->ep;
+        check(p.shape.size() == 3 && p.shape[0] == each && checked_product({layer->ep, p.elems}).has_value(),
+              Errc::Corrupt, f, "'{}' is of shape [{}], and a rank has {} of {} experts", name, fmt::join(p.shape, ","),
+              each, layer->experts);
+      }
       list.push_back(std::move(p));
     }
   }
@@ -222,6 +235,11 @@ void DeepspeedBuilder::place_weights() {
   for (size_t i = 0; i < table_.params.size(); ++i) {
     const ParamEntry& p = table_.params[i];
     const Weight weight = weight_of(p.name);
+    if (weight.value == nullptr && i < wholes_.size() && wholes_[i].name != p.name && (stage_3 || files_.universal)) {
+      set_dtype(i, dtype_of_module());  // an expert of AutoEP without a file of weights
+      segments(State::Param, i) = segments(State::Master, i);
+      continue;
+    }
     check(weight.value != nullptr, Errc::Corrupt, f, "'{}' is in 'param_shapes', but not in 'module'", p.name);
     const PickleTensor& t = state_of(*weight.value, fmt::format("'{}'", p.name), weight.file);
     set_dtype(i, *t.dtype);
@@ -229,6 +247,14 @@ void DeepspeedBuilder::place_weights() {
           p.name, fmt::join(t.shape, ","), fmt::join(p.shape, ","));
     segments(State::Param, i) = stage_3 || *t.dtype == DType::F32 ? segments(State::Master, i) : whole(t, weight.file);
   }
+}
+
+DType DeepspeedBuilder::dtype_of_module() const {
+  for (const ParamEntry& p : table_.params) {
+    const Value* v = look_up(module_index_, p.name);
+    if (v != nullptr && v->is(Kind::Tensor) && v->tensor->dtype) return *v->tensor->dtype;
+  }
+  return DType::F32;
 }
 
 // A frozen parameter of stage 3, of which every rank holds a chunk.
@@ -255,7 +281,7 @@ void DeepspeedBuilder::add_untrained() {
   for (size_t i = 0; i < module_->items.size(); i += 2) {
     const std::string& name = module_->items[i]->text;
     const Value& v = *module_->items[i + 1];
-    if (!v.is(Kind::Tensor) || number_.contains(name) || aliases_.contains(name)) continue;
+    if (!v.is(Kind::Tensor) || number_.contains(name) || aliases_.contains(name) || is_second_router(name)) continue;
     const PickleTensor& t = tensor_of(v, fmt::format("'{}'", name), f);
     const Value* shape = stage_3 && !buffers.contains(name) ? look_up(frozen, name) : nullptr;
     if (shape != nullptr) {
@@ -287,9 +313,10 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
     if (own == whole_states_.end()) {
       if (s == State::Master) list = at;
     } else if (const PickleTensor* t = own->second.tensors[static_cast<size_t>(s) - 1]; t != nullptr) {
-      check(t->shape == shape, Errc::Mismatch, own->second.file, "'{}' is of shape [{}], and its {} of shape [{}]",
-            name, fmt::join(shape, ","), state_name(s), fmt::join(t->shape, ","));
-      list = whole(*t, own->second.file);
+      check(t->shape == own->second.shape, Errc::Mismatch, own->second.file,
+            "'{}' is of shape [{}], and its {} of shape [{}]", name, fmt::join(own->second.shape, ","), state_name(s),
+            fmt::join(t->shape, ","));
+      list = {{0, *checked_product(shape), own->second.file, t, own->second.first}};
     }
   }
 }
@@ -297,7 +324,8 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
 void DeepspeedBuilder::add_ties() {
   for (const auto& [alias, target] : ties_) {
     const auto it = number_.find(target);
-    if (it == number_.end() || number_.contains(alias)) continue;  // as in zero_to_fp32: the owner is missing
+    if (it == number_.end() || number_.contains(alias) || is_second_router(alias))
+      continue;  // as in zero_to_fp32: the owner is missing
     const ParamEntry owner = table_.params[it->second];
     const size_t param = add_param(alias, owner.shape, model_[0]);
     table_.params[param].tied_to = target;

@@ -12,8 +12,9 @@ namespace ds {
 
 void DeepspeedBuilder::place_universal() {
   table_.has = state_set({State::Param, State::Master, State::ExpAvg, State::ExpAvgSq});
+  std::map<std::string, std::pair<size_t, const PickleTensor*>> tensors;  // by path: a batch is that of many experts
   for (size_t i = 0; i < table_.params.size(); ++i) {
-    const std::string& name = table_.params[i].name;
+    const auto& [name, elems, first] = wholes_[i];
     check(name.find('/') == std::string::npos && !name.starts_with('.'), Errc::Corrupt, model_[0],
           "parameter '{}' names no directory", name);
     for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
@@ -24,13 +25,15 @@ void DeepspeedBuilder::place_universal() {
         has(s) = false;
         continue;
       }
-      const size_t f = open(path);
-      const Value* v = &file(f).root();
-      if (v->is(Kind::Dict)) v = &need(*v, "param", Kind::Tensor, f);
-      const PickleTensor& t = state_of(*v, "its value", f);
-      check(numel(t) == *checked_product(table_.params[i].shape), Errc::Mismatch, f,
-            "{} elements, the model states say {}", numel(t), *checked_product(table_.params[i].shape));
-      segments(s, i) = whole(t, f);
+      auto& [f, t] = tensors[path];
+      if (t == nullptr) {
+        f = open(path);
+        const Value* v = &file(f).root();
+        if (v->is(Kind::Dict)) v = &need(*v, "param", Kind::Tensor, f);
+        t = &state_of(*v, "its value", f);
+        check(numel(*t) == elems, Errc::Mismatch, f, "{} elements, the model states say {}", numel(*t), elems);
+      }
+      segments(s, i) = {{0, *checked_product(table_.params[i].shape), f, t, first}};
     }
   }
   const std::string common = files_.dir + "/zero/optimizer_state.pt";
@@ -44,8 +47,7 @@ void DeepspeedBuilder::place_universal() {
   const Value* base = optimizer.find("base_optimizer_state");
   if (base == nullptr) base = optimizer.find("optimizer_state_dict");
   std::optional<i64> step = adam_step(optimizer, base, f);
-  const std::string own =
-      table_.params.empty() ? "" : fmt::format("{}/zero/{}/step.pt", files_.dir, table_.params[0].name);
+  const std::string own = wholes_.empty() ? "" : fmt::format("{}/zero/{}/step.pt", files_.dir, wholes_[0].name);
   if (!step && !own.empty() && std::filesystem::exists(own)) {
     const size_t s = open(own);
     step = scalar(&file(s).root(), s);
@@ -72,12 +74,12 @@ void DeepspeedBuilder::place_whole() {
   for (size_t i = 0; i < module_->items.size(); i += 2) {
     const Value& v = *module_->items[i + 1];
     const std::string& name = module_->items[i]->text;
-    if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name)) continue;
-    candidates.push_back({name, v.tensor.get()});
+    if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name) || is_second_router(name)) continue;
+    candidates.push_back({{name}, v.tensor->shape});
   }
   attribute(candidates, f);
   const i64 ep = narrow<i64>(files_.expert_optim.size());
-  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open(files_.expert_optim[q]));
+  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open_expert_optim(q));
   const auto has_states = [&](const std::vector<std::string>& names) {
     return std::ranges::all_of(names, [&](const std::string& n) { return whole_states_.contains(n); });
   };
@@ -92,6 +94,15 @@ void DeepspeedBuilder::place_whole() {
   }
 }
 
+// Nothing in these files names their rank but the folder of the archive, which torch.save calls like the file.
+size_t DeepspeedBuilder::open_expert_optim(i64 q) {
+  const size_t f = open(files_.expert_optim[q]);
+  const std::string& name = file(f).saved_as();
+  check(!name.starts_with("expp_rank_") || name.starts_with(fmt::format("expp_rank_{}_", q)), Errc::Mismatch, f,
+        "was saved as {}: the file of another rank", name);
+  return f;
+}
+
 void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {
   const Value* optimizer = file(f).root().find("optimizer");
   if (optimizer == nullptr || !optimizer->is(Kind::Dict)) return;
@@ -99,22 +110,35 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_
   const Value* inner = optimizer->find("optimizer_state_dict");
   if (inner == nullptr) inner = optimizer;
   if (const auto step = adam_step(*optimizer, inner, f)) table_.meta.optimizer_step = *step;
-  attribute(candidates, *inner, optimizer->find("fp32_groups"), f);
+  const Value* masters = optimizer->find("fp32_groups");
+  std::map<std::string, WholeState> found = attribute(candidates, *inner, masters, f);
+  if (!autoep_.empty()) {
+    const std::map<std::string, WholeState> other = attribute(with_routers_last(candidates), *inner, masters, f);
+    if (found.empty()) {
+      found = other;
+    } else if (!other.empty() && other != found) {
+      found.clear();
+    }
+  }
+  if (found.empty()) return;
+  for (const State s : kMoments) has(s) = true;
+  has(State::Master) = masters != nullptr;
+  whole_states_.merge(found);
 }
 
 // Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
 // assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
-void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters,
-                                 size_t f) {
+std::map<std::string, DeepspeedBuilder::WholeState> DeepspeedBuilder::attribute(
+    const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f) const {
   const Value *states = inner.find("state"), *groups = inner.find("param_groups");
-  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return;
+  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return {};
   const NumberIndex by_number = index_numbers(*states);
   std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate: master, moments
   for (size_t g = 0; g < groups->items.size(); ++g) {
     const Value* ids = groups->items[g]->find("params");
-    if (ids == nullptr) return;
+    if (ids == nullptr) return {};
     const Value* own = masters != nullptr && g < masters->items.size() ? masters->items[g] : nullptr;
-    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return;
+    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return {};
     std::vector<std::array<const PickleTensor*, 3>> wanted;
     for (size_t i = 0; i < ids->items.size(); ++i) {
       const auto stepped = by_number.find(ids->items[i]->integer);
@@ -126,7 +150,7 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
       for (size_t k = 0; k < 3; ++k) {
         if (values[k] != nullptr && values[k]->is(Kind::Tensor)) tensors[k] = &state_of(*values[k], "a state", f);
       }
-      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return;
+      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return {};
       wanted.push_back(tensors);
     }
     const auto assign = [&](bool backwards) {
@@ -134,21 +158,24 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
       for (size_t k = 0; k < candidates.size() && places.size() < wanted.size(); ++k) {
         const size_t c = backwards ? candidates.size() - 1 - k : k;
         const auto& next = wanted[backwards ? wanted.size() - 1 - places.size() : places.size()];
-        if (candidates[c].tensor->shape == next[1]->shape) places.push_back(c);
+        if (candidates[c].shape == next[1]->shape) places.push_back(c);
       }
       if (backwards) std::reverse(places.begin(), places.end());
       return places;
     };
     const std::vector<size_t> places = assign(false);
-    if (places.size() != wanted.size() || places != assign(true)) return;
+    if (places.size() != wanted.size() || places != assign(true)) return {};
     for (size_t i = 0; i < places.size(); ++i) {
-      if (!found.emplace(places[i], wanted[i]).second) return;
+      if (!found.emplace(places[i], wanted[i]).second) return {};
     }
   }
-  if (found.empty()) return;
-  for (const State s : kMoments) has(s) = true;
-  has(State::Master) = masters != nullptr;
-  for (const auto& [c, tensors] : found) whole_states_.try_emplace(candidates[c].name, tensors, f);
+  std::map<std::string, WholeState> result;
+  for (const auto& [c, tensors] : found) {
+    const auto& [names, shape] = candidates[c];
+    const i64 each = *checked_product(shape) / std::ssize(names);
+    for (size_t i = 0; i < names.size(); ++i) result.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
+  }
+  return result;
 }
 
 // Names of the module that are views of the same elements are tied.

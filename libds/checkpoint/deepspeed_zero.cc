@@ -149,8 +149,8 @@ void DeepspeedBuilder::place_partitions() {
 
 void DeepspeedBuilder::check_rank(const Value& optimizer, size_t f, i64 num_ranks, bool chunked) const {
   check_version(file(f).root(), f);
-  check(optimizer.find("ds_zero_partition_groups") == nullptr, Errc::Unavailable, f,
-        "experts (AutoEP), which are not supported");
+  check(optimizer.find("ds_zero_partition_groups") == nullptr || !autoep_.empty(), Errc::Mismatch, f,
+        "of a model with experts (AutoEP), which the model states do not have: the shard of another save");
   check((optimizer.find("fp32_flat_groups") != nullptr) == chunked, Errc::Mismatch, f,
         "of another ZeRO stage than the model states");
   i64 count = num_ranks;
@@ -201,6 +201,12 @@ void DeepspeedBuilder::add_pieces(size_t param, const std::vector<FlatPiece>& pi
   }
 }
 
+void DeepspeedBuilder::add_parts(size_t& param, const Parameter& p, const std::vector<FlatPiece>& pieces,
+                                 const std::vector<RankState>& ranks) {
+  const i64 each = p.elems / p.parts();
+  for (i64 part = 0; part < p.parts(); ++part) add_pieces(param++, pieces_within(pieces, part * each, each), ranks);
+}
+
 // Groups are known by their parameters, which each rank has noted; those without notes are in their order.
 std::vector<size_t> DeepspeedBuilder::places_of_groups(size_t f) const {
   const Value* mappings = optimizer_of(f).find("param_slice_mappings");
@@ -249,15 +255,13 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& as_saved) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     check(narrow<i64>(ranks.size()) % groups_[g].ep == 0, Errc::Mismatch, f,
           "the experts of group {} are on {} ranks, and there are {}", g, groups_[g].ep, ranks.size());
-    for (i64 q = 0; q < groups_[g].ep; ++q) {
+    for (i64 q = 0; q < groups_[g].ep; ++q)
       place_group(g, ranks, copies_of(q, groups_[g].ep, narrow<i64>(ranks.size())), param);
-      param += groups_[g].params.size();
-    }
   }
 }
 
 void DeepspeedBuilder::place_group(size_t g, const std::vector<RankState>& ranks, const std::vector<i64>& numbers,
-                                   size_t param) {
+                                   size_t& param) {
   const std::vector<Parameter>& params = groups_[g].params;
   const size_t f = optim_[numbers[0]];
   std::vector<i64> partitions;
@@ -286,7 +290,7 @@ void DeepspeedBuilder::place_group(size_t g, const std::vector<RankState>& ranks
   for (size_t i = 0; i < params.size(); ++i) {
     std::vector<FlatPiece> pieces = partitioned_pieces(offsets[i], params[i].elems, narrow<i64>(g), partitions);
     for (FlatPiece& p : pieces) p.rank = numbers[p.rank];
-    add_pieces(param + i, pieces, ranks);
+    add_parts(param, params[i], pieces, ranks);
   }
 }
 
@@ -355,20 +359,30 @@ void DeepspeedBuilder::place_chunks(const std::vector<RankState>& ranks) {
   }
   const i64 num_ranks = narrow<i64>(ranks.size());
   i64 total = 0;
-  for (const auto& group : groups_) {
-    for (const Parameter& p : group.params) {
-      check(!__builtin_add_overflow(total, div_ceil(p.elems, num_ranks), &total), Errc::Corrupt, optim_[0],
-            "the parameters are too large");
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    check(num_ranks % groups_[g].ep == 0, Errc::Mismatch, optim_[0],
+          "the experts of group {} are on {} ranks, and there are {}", g, groups_[g].ep, num_ranks);
+    for (const Parameter& p : groups_[g].params) {
+      check(!__builtin_add_overflow(total, div_ceil(p.elems, num_ranks / groups_[g].ep), &total), Errc::Corrupt,
+            optim_[0], "the parameters are too large");
     }
   }
   check(total == available, Errc::Corrupt, optim_[0], "{} elements of parameters, {} in the flat groups", total,
         available);
   size_t param = 0;
   i64 offset = 0;
-  for (const auto& group : groups_) {
-    for (const Parameter& p : group.params) {
-      add_pieces(param++, chunked_pieces(offset, p.elems, num_ranks, flats), ranks);
-      offset += div_ceil(p.elems, num_ranks);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const i64 begin = offset;
+    for (i64 q = 0; q < groups_[g].ep; ++q) {
+      const std::vector<i64> numbers = copies_of(q, groups_[g].ep, num_ranks);
+      for (const i64 r : numbers) check_autoep_rank(r, q, g, numbers);
+      offset = begin;
+      for (const Parameter& p : groups_[g].params) {
+        std::vector<FlatPiece> pieces = chunked_pieces(offset, p.elems, std::ssize(numbers), flats);
+        for (FlatPiece& piece : pieces) piece.rank = numbers[piece.rank];
+        add_parts(param, p, pieces, ranks);
+        offset += div_ceil(p.elems, std::ssize(numbers));
+      }
     }
   }
 }

@@ -136,6 +136,22 @@ void check_size(const Config& c, Reader& r) {
            kMost / kTiB);
 }
 
+// Routers count choices in fp32, which has every integer up to this one.
+void check_choices(const Config& c, Reader& r) {
+  constexpr i64 kMost = i64{1} << 24;
+  const i64 k = c.model.experts.per_token, tokens = c.batch.micro * c.data.seq_length;
+  if (!trains(c.use) || c.model.experts.count == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"}))
+    return;
+  if (tokens * k <= kMost) return;
+  const i64 sequences = kMost / (c.data.seq_length * k);
+  r.error(r.given(kMicro) ? kMicro : kTrain,
+          fmt::format("a micro-batch of {} tokens, of which each chooses {} experts, has {} choices, and routers count "
+                      "up to {} exactly; {} would do",
+                      tokens, k, tokens * k, kMost,
+                      sequences > 0 ? fmt::format("{} sequences", sequences)
+                                    : fmt::format("a sequence of {} tokens", kMost / k)));
+}
+
 void resolve_zero(Config& c, Reader& r) {
   c.zero.loco.enabled = trains(c.use) && r.given("zero_optimization.zeropp_loco_param");
   if (!r.given("zero_optimization.overlap_comm")) c.zero.overlap_comm = c.zero.stage == 3;
@@ -506,6 +522,7 @@ void check_together(const Config& c, i64 replicas, i64 world, const ConfigText& 
   check_signs(c, r);
   if (trains(c.use)) check_zeropp(c, replicas / c.optimizer.diloco.workers, r);
   check_size(c, r);
+  check_choices(c, r);
   check_parallel(c, replicas / c.optimizer.diloco.workers, r);
   check_curriculum(c, r);
   check_diloco(c, r);

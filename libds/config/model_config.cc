@@ -63,7 +63,7 @@ void resolve_heads(ModelConfig& m, Reader& r) {
       return r.error(names.heads, fmt::format("{} heads do not divide {} {}", m.heads, names.hidden, m.hidden));
     m.head_dim = m.hidden / m.heads;
   }
-  const std::string_view at = r.given("head_dim") ? "head_dim" : names.heads;
+  const std::string_view at = m.latent.on() ? "qk_nope_head_dim" : r.given("head_dim") ? "head_dim" : names.heads;
   if (m.heads % m.kv_heads != 0)
     r.error("num_key_value_heads", fmt::format("{} key/value heads do not divide {} heads", m.kv_heads, m.heads));
   if (m.head_dim % 2 != 0) r.error(at, fmt::format("a head has {} dimensions, which must be even", m.head_dim));
@@ -72,6 +72,16 @@ void resolve_heads(ModelConfig& m, Reader& r) {
             fmt::format("turns {} of the {} dimensions of a head, which must be an even number", m.rotary_dim(),
                         m.head_dim));
   if (m.head_dim > 256) r.not_yet(at, fmt::format("a head of {} dimensions (at most 256)", m.head_dim));
+}
+
+// A file may describe such a model, so it is no error.
+void warn_without_experts(const ExpertsConfig& x, Reader& r) {
+  const bool set = x.balance_loss > 0 || x.z_loss > 0 || x.capacity.limited || x.random();
+  if (!set || x.layers.empty() || std::ranges::find(x.layers, true) != x.layers.end()) return;
+  constexpr std::string_view kDense[] = {"mlp_only_layers", "first_k_dense_replace", "decoder_sparse_step"};
+  const auto key = std::ranges::find_if(kDense, [&](std::string_view k) { return r.given(k); });
+  r.warning(key == std::end(kDense) ? "num_hidden_layers" : *key,
+            "leaves no block with experts: losses, limits and noise of routers have no effect");
 }
 
 void resolve_rope(ModelConfig& m, Reader& r) {
@@ -337,6 +347,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   family->resolve(h, object, source, r);
   if (is_inline && r.given("output_router_logits") && !h.output_router_logits && h.router_aux_loss_coef > 0)
     r.warning("router_aux_loss_coef", "has no effect, since output_router_logits is false");
+  warn_without_experts(h.m.experts, r);
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
   resolve_windows(h, r);

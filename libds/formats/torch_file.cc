@@ -67,6 +67,7 @@ TorchFile::TorchFile(const std::string& path) : path_(path), file_(File::open_re
   }
   DS_CHECK(data != nullptr, Errc::Corrupt, "{}: a zip archive, but not of torch.save (there is no data.pkl)", path);
   const std::string prefix = data->name.substr(0, data->name.size() - 8);  // with its slash
+  saved_as_ = prefix.substr(0, prefix.size() - 1);
   for (const ZipEntry& e : entries_) {
     DS_CHECK(e.name.starts_with(prefix), Errc::Corrupt, "{}: entry '{}' lies outside '{}'", path, e.name, prefix);
     const std::string_view name = std::string_view(e.name).substr(prefix.size());

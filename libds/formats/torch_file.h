@@ -25,6 +25,8 @@ class TorchFile {
   explicit TorchFile(const std::string& path);
 
   const std::string& path() const noexcept { return path_; }
+  // The archive's folder: the name, without its suffix, that torch.save gave the file, or "archive".
+  const std::string& saved_as() const noexcept { return saved_as_; }
   i64 bytes() const noexcept { return file_bytes_; }
   const PickleValue& root() const noexcept { return pickle_->root(); }
 
@@ -47,7 +49,7 @@ class TorchFile {
 
   const File& file() const;
 
-  std::string path_;
+  std::string path_, saved_as_;
   mutable std::optional<File> file_;
   mutable std::string storage_;  // its bytes, and their position in the file
   mutable i64 storage_at_ = -1;

@@ -3,8 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "base/check.h"
 #include "ds/units.h"
@@ -36,7 +38,7 @@ std::string missing(std::string_view what) { return fmt::format("  not known wit
 
 char mark(bool own) { return own ? '>' : ' '; }
 
-double engine_total(const Subject& s, double psi, int stage) {
+double engine_total(const Subject& s, const RankParams& psi, int stage) {
   const bool sums_locally = stage < 2 && s.micro_batches > 1;  // reduce_order "boundary", the default there
   return model_states(psi, stage, s.dp, engine_state_bytes(stage, sums_locally, s.bytes)).total();
 }
@@ -123,9 +125,52 @@ std::string zero_paper_gb(double bytes) {
   return fmt::format("{:g}", std::floor(x * scale + 0.5) / scale);
 }
 
+namespace {
+
+// Table rows of ZeRO's stages: a formula, and the same with numbers.
+using FormulaRow = std::pair<std::string, std::string>;
+std::array<FormulaRow, 4> zero_rows(const Subject& s, const RankParams& psi) {
+  const std::string n = count(psi.all), held = count(psi.held);
+  if (s.ep == 1)
+    return {{{"(2 + 2 + K)Ψ", fmt::format("16 · {}", n)},
+             {"(4 + K/N)Ψ", fmt::format("(4 + 12/{}) · {}", s.dp, n)},
+             {"(2 + (2 + K)/N)Ψ", fmt::format("(2 + 14/{}) · {}", s.dp, n)},
+             {"(2 + 2 + K)Ψ/N", fmt::format("16/{} · {}", s.dp, n)}}};
+  return {{{"(2 + 2 + K)Ψ'", fmt::format("16 · {}", held)},
+           {"4Ψ' + KΨ/N", fmt::format("4 · {} + 12/{} · {}", held, s.dp, n)},
+           {"2Ψ' + (2 + K)Ψ/N", fmt::format("2 · {} + 14/{} · {}", held, s.dp, n)},
+           {"(2 + 2 + K)Ψ/N", fmt::format("16/{} · {}", s.dp, n)}}};
+}
+
+// Experts over ranks: what a rank has of them.
+std::string experts_of_rank(const Subject& s, const RankParams& psi) {
+  if (s.ep == 1) return "";
+  const double parts = static_cast<double>(s.tp * s.pp);
+  return fmt::format(
+      "Of these Ψe = {0} are experts', over E = ep = {1} ranks (DeepSpeed-MoE, arXiv 2201.05596): a rank has\n"
+      "Ψ' = Ψ - Ψe(1 - 1/{1}) = {2}, and {3} ranks have the same experts.\n",
+      count(s.experts / parts), s.ep, count(psi.held), s.dp / s.ep);
+}
+
+std::string rows_to_experts(const Subject& s) {
+  if (s.ep == 1) return "";
+  std::string text =
+      s.dp == s.ep ? "  Of experts nothing is sent, since each is on one rank: less by Ψe/E for each Ψ'.\n" : "";
+  if (!s.has_tokens() || s.sparse_layers == 0) return text;
+  const double rows = static_cast<double>(s.experts_per_token) * s.layer().sbh();
+  const double elems = 4 * rows * static_cast<double>(s.sparse_layers) * (1 - 1 / static_cast<double>(s.ep));
+  return text + fmt::format(
+                    "  Rows to experts and back, forward and backward: 4·k·sbh·(1 - 1/E) in each of {} sparse blocks,\n"
+                    "  k = {} = {} elements per micro-batch, {} GB in 16 bit, if all are chosen equally often.\n",
+                    s.sparse_layers, s.experts_per_token, count(elems), gb(2 * elems));
+}
+
+}  // namespace
+
 std::string explain_zero(const Subject& s, double params) {
-  const double psi = params / static_cast<double>(s.tp * s.pp);
-  const std::string n = count(psi);
+  const RankParams psi = s.of_rank(params);
+  const std::string n = count(psi.all);
+  const char* const sent = s.ep > 1 ? "Ψ'" : "Ψ";
   std::string text =
       "ZeRO: model states of a rank (Rajbhandari et al., arXiv 1910.02054, sections 3.1, 5 and 7)\n"
       "The paper's accounting: 16-bit parameters 2Ψ, 16-bit gradients 2Ψ, Adam in fp32 KΨ with K = 12:\n"
@@ -133,17 +178,17 @@ std::string explain_zero(const Subject& s, double params) {
   text += s.tp * s.pp == 1 ? fmt::format("Ψ = {} parameters, N = dp = {} ranks.\n", n, s.dp)
                            : fmt::format("Ψ = {} / (tp {} · pp {}) = {} parameters of a rank, N = dp = {} ranks.\n",
                                          count(params), s.tp, s.pp, n, s.dp);
-  const std::array<std::string, 4> formulas = {"(2 + 2 + K)Ψ", "(4 + K/N)Ψ", "(2 + (2 + K)/N)Ψ", "(2 + 2 + K)Ψ/N"};
-  const std::array<std::string, 4> with_numbers = {fmt::format("16 · {}", n), fmt::format("(4 + 12/{}) · {}", s.dp, n),
-                                                   fmt::format("(2 + 14/{}) · {}", s.dp, n),
-                                                   fmt::format("16/{} · {}", s.dp, n)};
-  text += fmt::format("  {:<5}  {:<16}  {:<28}  {:>12}  {:>10}  {:>12}\n", "stage", "formula", "with the numbers", "GB",
-                      "as table 1", "libds GB");
+  text += experts_of_rank(s, psi);
+  const std::array<FormulaRow, 4> rows = zero_rows(s, psi);
+  size_t width = 28;
+  for (const auto& [formula, numbers] : rows) width = std::max(width, numbers.size() - 1);  // "·" has two bytes
+  text += fmt::format("  {:<5}  {:<16}  {:<{}}  {:>12}  {:>10}  {:>12}\n", "stage", "formula", "with the numbers",
+                      width, "GB", "as table 1", "libds GB");
   for (int stage = 0; stage < 4; ++stage) {
     const double bytes = model_states(psi, stage, s.dp).total();
-    const auto i = static_cast<size_t>(stage);
-    text += fmt::format("{} {:<5}  {:<16}  {:<28}  {:>12}  {:>10}  {:>12}\n", mark(stage == s.stage), stage,
-                        formulas[i], with_numbers[i], gb(bytes), zero_paper_gb(bytes), gb(engine_total(s, psi, stage)));
+    const auto& [formula, numbers] = rows[static_cast<size_t>(stage)];
+    text += fmt::format("{} {:<5}  {:<16}  {:<{}}  {:>12}  {:>10}  {:>12}\n", mark(stage == s.stage), stage, formula,
+                        numbers, width, gb(bytes), zero_paper_gb(bytes), gb(engine_total(s, psi, stage)));
   }
   text += fmt::format(
       "libds counts otherwise: it sums gradients in {} ({:.0f} more bytes, cut like the optimizer, whole at\n"
@@ -160,12 +205,12 @@ std::string explain_zero(const Subject& s, double params) {
   text += fmt::format("In fp32 (4Ψ + 4Ψ + {:.3g}Ψ) a rank has {} GB at stage {}.\n", s.bytes.states,
                       gb(model_states(psi, s.stage, s.dp, {4, 4, s.bytes.states}).total()), s.stage);
   for (const int stage : {2, 3}) {
-    const double elems = zero_volume_elems(psi, stage);
-    text += fmt::format("{} Sent per step at {}: {}Ψ = {} elements, {} GB in 16 bit.\n",
+    const double elems = zero_volume_elems(psi.held, stage);
+    text += fmt::format("{} Sent per step at {}: {}{} = {} elements, {} GB in 16 bit.\n",
                         mark((s.stage == 3) == (stage == 3)), stage == 3 ? "stage 3" : "stages 0, 1 and 2",
-                        stage == 3 ? 3 : 2, count(elems), gb(2 * elems));
+                        stage == 3 ? 3 : 2, sent, count(elems), gb(2 * elems));
   }
-  return text +
+  return text + rows_to_experts(s) +
          "  The paper takes (N - 1)/N for 1, and one micro-batch per step. With m of them, libds sends 2Ψ at\n"
          "  stages 0 and 1, unless deterministic, (m + 1)Ψ at stage 2 and 3mΨ at stage 3, times (N - 1)/N;\n"
          "  breadth first (m + 2)Ψ at stage 3.\n";
@@ -209,7 +254,7 @@ std::string explain_activations(const Subject& s) {
 }
 
 std::string explain_megatron(const Subject& s, double params) {
-  const double whole = megatron_bytes_per_param(false, s.dp), cut = megatron_bytes_per_param(true, s.dp);
+  const double cut = megatron_bytes_per_param(true, s.dp);
   std::string text =
       "Megatron-LM's report (megatron/training/theoretical_memory_usage.py)\n"
       "Megatron's accounting: 16-bit parameters 2, fp32 gradients 4, fp32 master and Adam 12 bytes.\n";
@@ -225,8 +270,10 @@ std::string explain_megatron(const Subject& s, double params) {
   } else {
     text += "Of a rank, if all have the same share:\n";
   }
-  text += fmt::format("  = {} parameters: 18 · {} = {}, distributed optimizer {}.\n", count(loaded), count(loaded),
-                      binary(whole * loaded), binary(cut * loaded));
+  const RankParams of_rank(loaded, s.experts / static_cast<double>(s.tp * s.pp), s.ep);
+  text += fmt::format("  = {} parameters{}: 18 · {} = {}, distributed optimizer {}.\n", count(loaded),
+                      s.ep > 1 ? fmt::format(", less 1 - 1/{} of its experts", s.ep) : "", count(of_rank.held),
+                      binary(megatron_bytes(of_rank, false, s.dp)), binary(megatron_bytes(of_rank, true, s.dp)));
   if (!s.has_tokens()) return text;
   const i64 ffn = s.model.ffn_size();
   return text + fmt::format(
@@ -237,16 +284,17 @@ std::string explain_megatron(const Subject& s, double params) {
 }
 
 std::string explain_offloading(const Subject& s, double params) {
-  const OffloadSizes o = offload_sizes(params, s.dp);
+  const RankParams all(params, s.experts, s.ep);
+  const OffloadSizes o = offload_sizes(all, s.dp);
   const std::string n = count(params);
   std::string text = fmt::format(
       "ZeRO-Offload (Ren et al., arXiv 2101.06840, sections 3 and 4.2)\n"
       "The paper's accounting: 16-bit gradients, and data parallelism alone. GB = 10^9 bytes.\n"
-      "Of a rank, on the device 2Ψ = 2 · {0} = {1} GB, in host memory\n"
+      "Of a rank, on the device 2{5} = 2 · {6} = {1} GB, in host memory\n"
       "14Ψ/N = 14/{2} · {0} = {3} GB, moved between them in a step 4Ψ/N = {4} GB.\n\n"
       "ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857, section 3, equations 1 to 5)\n"
       "The paper's accounting: 20 bytes per parameter, of which 4 are an fp32 gradient; all ranks together.\n",
-      n, gb(o.device), s.dp, gb(o.host), gb(o.moved));
+      n, gb(o.device), s.dp, gb(o.host), gb(o.moved), s.ep > 1 ? "Ψ'" : "Ψ", count(all.held));
   if (!s.has_shape()) return text + missing("layers, hidden size, heads and vocabulary");
   const i64 L = s.model.layers, h = s.model.hidden, ci = s.layers_per_checkpoint;
   text += fmt::format("Parameters 12Lh² = 12·{}·{}² = {}; model states 240Lh² = {}.\n", L, h,

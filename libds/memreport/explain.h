@@ -18,6 +18,9 @@ struct Subject {
   i64 micro_batch = 1;    // sequences
   i64 micro_batches = 0;  // of a step of one rank
   i64 dp = 1, tp = 1, pp = 1, chunks = 1;
+  // Of the parameters, those of experts, which are divided over so many ranks.
+  double experts = 0;
+  i64 ep = 1, sparse_layers = 0, experts_per_token = 0;
   i64 v_passes = 0;                // PipelineShape::v_passes
   bool sequence_parallel = false;  // Megatron's, of the rows between the matrices
   int stage = 0;                   // of ZeRO
@@ -25,6 +28,11 @@ struct Subject {
   CheckpointGranularity recompute = CheckpointGranularity::None;
   i64 layers_per_checkpoint = 1;
 
+  // A rank's part of so many parameters.
+  RankParams of_rank(double whole) const {
+    const double parts = static_cast<double>(tp * pp);
+    return {whole / parts, experts / parts, ep};
+  }
   LayerShape layer() const noexcept { return {seq, micro_batch, model.hidden, model.heads}; }
   bool has_shape() const noexcept { return model.hidden > 0 && model.layers > 0 && model.heads > 0 && model.vocab > 0; }
   bool has_tokens() const noexcept { return has_shape() && seq > 0; }

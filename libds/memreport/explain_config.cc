@@ -57,6 +57,14 @@ i64 params_of_experts(const ModelConfig& m) {
   return std::ranges::count(x.layers, true) * inner * m.hidden;
 }
 
+// Parameters of all experts that are divided over ranks; shared ones are not.
+double params_of_divided(const ModelConfig& m) {
+  const ExpertsConfig& x = m.experts;
+  const i64 matrices = x.plain ? 2 : 3, biases = x.plain ? x.intermediate + m.hidden : 0;
+  return static_cast<double>(std::ranges::count(x.layers, true) * x.count *
+                             (matrices * m.hidden * x.intermediate + biases));
+}
+
 // Parameters of a layer's multi-head latent attention; 0: it has another.
 i64 params_of_latent(const ModelConfig& m) {
   const LatentConfig& x = m.latent;
@@ -106,6 +114,9 @@ std::string explain(const Config& config, const World& world) {
   s.dp = mesh.dp * mesh.sp;
   s.tp = mesh.tp;
   s.pp = mesh.pp;
+  if (s.ep = config.expert_parallel.size; s.ep > 1) s.experts = params_of_divided(m);
+  s.sparse_layers = std::ranges::count(m.experts.layers, true);
+  s.experts_per_token = m.experts.per_token;
   s.chunks = config.pipeline.virtual_stages;
   if (config.pipeline.schedule == PipelineSchedule::ZeroBubbleV) s.v_passes = most_kept_passes(config.pipeline);
   s.sequence_parallel = config.tensor_parallel.sequence_parallel;

@@ -39,11 +39,13 @@ StateBytes engine_state_bytes(int stage, bool sums_locally, const EngineBytes& b
   return sums_locally ? StateBytes{2, bytes.sent + bytes.sum, kept} : StateBytes{2, 2, bytes.sum + kept};
 }
 
-ModelStates model_states(double params, int stage, i64 dp, const StateBytes& per_param) {
+ModelStates model_states(const RankParams& params, int stage, i64 dp, const StateBytes& per_param) {
   const zero::StageRow& row = zero_row(stage);
-  return {.params = per_param.params * params * share(row.shard_params, dp),
-          .grads = per_param.grads * params * share(row.shard_grads, dp),
-          .optimizer = per_param.optimizer * params * share(row.shard_optimizer, dp)};
+  const double owned = params.all * share(true, dp);
+  const auto of = [&](bool cut) { return cut ? owned : params.held; };
+  return {.params = per_param.params * of(row.shard_params),
+          .grads = per_param.grads * of(row.shard_grads),
+          .optimizer = per_param.optimizer * of(row.shard_optimizer)};
 }
 
 double zero_volume_elems(double params, int stage) { return (zero_row(stage).shard_params ? 3 : 2) * params; }
@@ -106,6 +108,10 @@ double megatron_bytes_per_param(bool distributed_optimizer, i64 dp) {
   return 6 + 12 * share(distributed_optimizer, dp);
 }
 
+double megatron_bytes(const RankParams& params, bool distributed_optimizer, i64 dp) {
+  return 6 * params.held + 12 * (distributed_optimizer ? params.all * share(true, dp) : params.held);
+}
+
 double megatron_layer_activations(const LayerShape& layer, i64 ffn, i64 tp) {
   return layer.sbh() * (18 + 4 * real(ffn) / real(layer.hidden)) * share(true, tp);
 }
@@ -124,9 +130,9 @@ double infinity_activation_working(const LayerShape& layer, i64 layers_per_check
          (16 * real(layer.hidden) + 2 * real(layer.heads * layer.seq));
 }
 
-OffloadSizes offload_sizes(double params, i64 dp) {
-  const double owned = params * share(true, dp);
-  return {.device = 2 * params, .host = 14 * owned, .moved = 4 * owned};
+OffloadSizes offload_sizes(const RankParams& params, i64 dp) {
+  const double owned = params.all * share(true, dp);
+  return {.device = 2 * params.held, .host = 14 * owned, .moved = 4 * owned};
 }
 
 double rule_model_bytes(i64 layers, i64 hidden) { return 4 * real(layers) * real(hidden) * (13 + 12 * real(hidden)); }

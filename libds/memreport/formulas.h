@@ -34,13 +34,23 @@ struct EngineBytes {
 // exist in buckets only.
 StateBytes engine_state_bytes(int stage, bool sums_locally, const EngineBytes& bytes = {});
 
+// Parameters of a rank's stage and part of tp. Experts over E ranks: a rank has 1/E of theirs, and N/E ranks have the
+// same ones, so of their states a rank has 1/N whatever E is (DeepSpeed-MoE: Rajbhandari et al., arXiv 2201.05596).
+struct RankParams {
+  double all;
+  double held;  // by each rank, if nothing is cut
+  RankParams(double params) : all(params), held(params) {}
+  RankParams(double params, double experts, i64 ep)
+      : all(params), held(params - experts * (1 - 1 / static_cast<double>(ep))) {}
+};
+
 struct ModelStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes of one rank
   double total() const noexcept { return params + grads + optimizer; }
 };
 
 // The paper's three steps: optimizer states are cut from stage 1 on, gradients from stage 2, parameters at stage 3.
-ModelStates model_states(double params, int stage, i64 dp, const StateBytes& per_param = kMixedAdam);
+ModelStates model_states(const RankParams& params, int stage, i64 dp, const StateBytes& per_param = kMixedAdam);
 
 // Elements that a rank sends in a step, section 7: 2Ψ, and 3Ψ at stage 3. The paper counts N - 1 of N parts as N, and
 // one micro-batch per step.
@@ -115,6 +125,7 @@ double most_loaded_params(const ModelShape& model, i64 tp, i64 stages);
 
 // 16-bit parameters, fp32 gradients, master and moments: 18, or 6 + 12/N with the distributed optimizer.
 double megatron_bytes_per_param(bool distributed_optimizer, i64 dp);
+double megatron_bytes(const RankParams& params, bool distributed_optimizer, i64 dp);
 
 // sbh(18 + 4 ffn/h)/t: sequence parallelism and selective recomputation; 34sbh/t where ffn is 4h.
 double megatron_layer_activations(const LayerShape& layer, i64 ffn, i64 tp);
@@ -135,7 +146,7 @@ struct OffloadSizes {
   double moved = 0;             // bytes between them in a step: gradients down, parameters up
 };
 // 16-bit parameters stay on the device; gradients and optimizer states lie in host memory, cut as in stage 2.
-OffloadSizes offload_sizes(double params, i64 dp);
+OffloadSizes offload_sizes(const RankParams& params, i64 dp);
 
 // --- Rules of thumb in fp32 for a GPT, without embeddings. Our own count of the same tensors gives 66 for the 67.
 

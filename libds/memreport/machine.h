@@ -46,7 +46,8 @@ struct Machine {
   // Computing and communicating have streams of their own, beside each other: a GPU.
   bool own_stream = false;
   double op_overhead_s = 0;  // the least time of a call
-  // FLOP/s: matmul by the FLOPs of a call, attention_fwd and attention_bwd by those of one head.
+  // FLOP/s: matmul by the FLOPs of a call, attention_fwd and attention_bwd by those of one head, grouped_matmul and
+  // grouped_matmul_grad by those with one matrix.
   OpRates flops;
   // B/s by the bytes of a call: of what fits in caches, and of memory. Empty: bytes take no time.
   Rate memory;

@@ -33,6 +33,10 @@ class Cutter {
     return v;
   }
   TensorView ids() const { return TensorView::of(base_ + kIdsAt, DType::I32, {kRows}); }
+  // Of kGroups groups of so many rows as the size of that number has.
+  TensorView offsets(size_t size) const {
+    return TensorView::of(base_ + kOffsetsAt + narrow<i64>(size) * 256, DType::I32, {kGroups + 1});
+  }
   TensorView max_abs() const { return TensorView::of(base_ + kVerdictAt + 256, DType::I64, {1}); }
   const GradVerdict* verdict() const { return reinterpret_cast<const GradVerdict*>(base_ + kVerdictAt); }
   // Before a call that may take kLargestCall bytes.
@@ -42,7 +46,10 @@ class Cutter {
 
   static constexpr i64 kRows = 256;
   static constexpr i64 kLargestCall = i64{100} << 20;
-  static constexpr i64 kIdsAt = kMemoryBytes - (i64{1} << 20), kVerdictAt = kMemoryBytes - 4096;
+  static constexpr i64 kIdsAt = kMemoryBytes - (i64{1} << 20), kOffsetsAt = kIdsAt + 4096,
+                       kVerdictAt = kMemoryBytes - 4096;
+  static constexpr i64 kGroups = 4;  // of products of experts
+  static constexpr i64 kGroupRows[] = {32, 128, 320, 1024};
 
  private:
   std::byte *base_, *at_;
@@ -82,6 +89,26 @@ std::vector<Call> products(DType t, bool host) {
              ops.attention_bwd(dq, dk, dv, dout, q, k, v, o, lse, {.scale = 0.125f}, stream);
            }});
     }
+  }
+  return calls;
+}
+
+// Products of experts, forward and the two gradients.
+std::vector<Call> grouped_products(DType t, bool host) {
+  constexpr i64 G = Cutter::kGroups;
+  std::vector<Call> calls;
+  for (size_t size = 0; size < std::size(Cutter::kGroupRows) - (host ? 1 : 0); ++size) {
+    const i64 n = Cutter::kGroupRows[size];
+    calls.push_back({"grouped_matmul", t, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
+                       for (const bool trans_b : {true, false}) {
+                         const TensorView c = cut(t, {G * n, n}), a = cut(t, {G * n, n}), b = cut(t, {G, n, n});
+                         ops.grouped_matmul(c, a, b, cut.offsets(size), trans_b, stream);
+                       }
+                     }});
+    calls.push_back({"grouped_matmul_grad", t, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
+                       const TensorView c = cut(t, {G, n, n}), a = cut(t, {G * n, n}), b = cut(t, {G * n, n});
+                       ops.grouped_matmul_grad(c, a, b, cut.offsets(size), false, stream);
+                     }});
   }
   return calls;
 }
@@ -269,6 +296,11 @@ class Worker {
     std::vector<i32> ids(kRows);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<i32>(i);
     device.upload(base + Cutter::kIdsAt, ids.data(), std::ssize(ids) * 4);
+    for (size_t size = 0; size < std::size(Cutter::kGroupRows); ++size) {
+      std::vector<i32> offsets;
+      for (i64 g = 0; g <= Cutter::kGroups; ++g) offsets.push_back(narrow<i32>(g * Cutter::kGroupRows[size]));
+      device.upload(cut_.offsets(size).data, offsets.data(), std::ssize(offsets) * 4);
+    }
     const GradVerdict verdict{};
     device.upload(base + Cutter::kVerdictAt, &verdict, sizeof verdict);
     const i64 max_abs = 0x40000000;  // 2
@@ -309,7 +341,8 @@ class Worker {
 std::vector<Call> all_calls(const MeasureOptions& options, bool host, bool fp8) {
   std::vector<Call> calls;
   for (const DType t : options.dtypes) {
-    for (const auto& some : {products(t, host), passes(t)}) calls.insert(calls.end(), some.begin(), some.end());
+    for (const auto& some : {products(t, host), grouped_products(t, host), passes(t)})
+      calls.insert(calls.end(), some.begin(), some.end());
   }
   if (fp8) {
     const auto some = fp8_products(host);

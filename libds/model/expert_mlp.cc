@@ -3,16 +3,9 @@
 
 #include <cmath>
 
+#include "model/columns.h"
+
 namespace ds::model {
-namespace {
-
-TensorView columns_of(TensorView rows, i64 first, i64 count) {
-  rows.data = static_cast<char*>(rows.data) + first * dtype_bytes(rows.dtype);
-  rows.shape[1] = count;
-  return rows;
-}
-
-}  // namespace
 
 ExpertMlp::ExpertMlp(const ModelConfig& c)
     : C_(c.hidden), F_(c.experts.intermediate), plain_(c.experts.plain), activation_(c.activation) {}

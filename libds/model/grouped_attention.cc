@@ -18,7 +18,8 @@ class GroupedAttention final : public SelfAttention {
  public:
   GroupedAttention(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 block,
                    const Shard& shard)
-      : H_(c.heads / shard.tp),
+      : SelfAttention(kAttn),
+        H_(c.heads / shard.tp),
         G_(std::max<i64>(c.kv_heads / shard.tp, 1)),
         D_(c.head_dim),
         eps_(c.norm_eps),
@@ -108,11 +109,6 @@ class GroupedAttention final : public SelfAttention {
     rotate_heads(ctx, h, /*inverse=*/false);
     model::attend(ctx, queries(ctx, s[kAttn]), s[kLse], h, dropout_.attention(ctx, attention_), a);
   }
-  void project(const PassContext& ctx, RowViews p, TensorView y, TensorView residual,
-               const LayerActs& acts) const override {
-    o_.forward(ctx, p, acts, y, acts.inner.back().saved[kAttn], {.residual = residual});
-  }
-
   void backward_input(const PassContext& ctx, RowViews p, TensorView dx, TensorView dy,
                       const LayerActs& acts) const override {
     const LayerActs& a = acts.inner.back();
@@ -218,7 +214,6 @@ class GroupedAttention final : public SelfAttention {
   AttentionParams attention_;
   size_t q_norm_ = 0, k_norm_ = 0;
   LinearGroup qkv_;
-  Linear o_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <utility>
 
+#include "model/columns.h"
 #include "model/self_attention.h"
 
 namespace ds::model {
@@ -22,13 +23,6 @@ namespace {
 constexpr float kLatentEps = 1e-6f;
 // Positions of which keys and values are made at a time: long enough to read the matrix seldom.
 constexpr i64 kMade = 256;
-
-// Columns [first, first + n) of a matrix.
-TensorView columns_of(TensorView rows, i64 first, i64 n) {
-  rows.data = static_cast<char*>(rows.data) + first * dtype_bytes(rows.dtype);
-  rows.shape[1] = n;
-  return rows;
-}
 
 // Rows as heads of one dim: [B, T, 1, columns].
 TensorView one_head(TensorView rows, i64 B, i64 T) { return heads_view(rows, B, T, 1, rows.dim(1), rows.stride[0], 0); }
@@ -43,7 +37,8 @@ class LatentAttention final : public SelfAttention {
  public:
   LatentAttention(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 block,
                   const Shard& shard)
-      : H_(c.heads / shard.tp),
+      : SelfAttention(kAttn),
+        H_(c.heads / shard.tp),
         Dr_(c.latent.rope_dim),
         Dn_(c.head_dim - Dr_),
         Dv_(c.latent.value_dim),
@@ -140,11 +135,6 @@ class LatentAttention final : public SelfAttention {
     const Heads made = make(ctx, p, s[kLatent], one_head(key, ctx.B, ctx.T), acts);
     model::attend(ctx, o, s[kLse], {q, made.k, made.v}, dropout_.attention(ctx, attention_), a);
   }
-  void project(const PassContext& ctx, RowViews p, TensorView y, TensorView residual,
-               const LayerActs& acts) const override {
-    o_.forward(ctx, p, acts, y, acts.inner.back().saved[kAttn], {.residual = residual});
-  }
-
   void backward_input(const PassContext& ctx, RowViews p, TensorView dx, TensorView dy,
                       const LayerActs& acts) const override {
     const LayerActs& a = acts.inner.back();
@@ -293,7 +283,7 @@ class LatentAttention final : public SelfAttention {
   BlockDropout dropout_;
   AttentionParams attention_;
   Latent q_latent_, latent_;
-  Linear q_, kv_, o_;
+  Linear q_, kv_;
 };
 
 }  // namespace

@@ -29,13 +29,24 @@ class SelfAttention {
   // Everything before the output projection, for x, a stream.
   virtual void attend(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const = 0;
   // y = the projection of what attend() has computed + residual; both are streams.
-  virtual void project(const PassContext& ctx, RowViews params, TensorView y, TensorView residual,
-                       const LayerActs& acts) const = 0;
+  void project(const PassContext& ctx, RowViews params, TensorView y, TensorView residual,
+               const LayerActs& acts) const {
+    o_.forward(ctx, params, acts, y, acts.inner.back().saved[attended_], {.residual = residual});
+  }
   // dx = the gradient of x, given that of the projection, dy; both are streams.
   virtual void backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
                               const LayerActs& acts) const = 0;
   virtual void backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
                                const LayerActs& acts) const = 0;
+
+ protected:
+  // attended: the number among saved arrays of the output projection's input.
+  explicit SelfAttention(size_t attended) : attended_(attended) {}
+
+  Linear o_;  // the output projection
+
+ private:
+  size_t attended_;
 };
 
 // Appends rows name.{q,k,v,o}_proj, and norms of queries and keys (Ainslie et al., "GQA", 2023; Qwen3, OLMoE). block:

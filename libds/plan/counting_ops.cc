@@ -138,12 +138,19 @@ void combine_rows_grad(TensorView dx, TensorView dweights, TensorView dy, Tensor
   count(stream, {"combine_rows_grad", x.dtype, 0, moved + bytes_of({dweights, dy, places, weights})});
 }
 void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView offsets, bool, Stream& stream) noexcept {
-  count(stream, {"grouped_matmul", a.dtype, 2 * c.dim(0) * c.dim(1) * a.dim(1), bytes_of({c, a, b, offsets})});
+  count(stream, {"grouped_matmul",
+                 a.dtype,
+                 2 * c.dim(0) * c.dim(1) * a.dim(1),
+                 bytes_of({c, a, b, offsets}),
+                 {b.dim(0), c.dim(1), a.dim(1)}});
 }
 void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView offsets, bool accumulate,
                          Stream& stream) noexcept {
-  count(stream, {"grouped_matmul_grad", a.dtype, 2 * a.dim(0) * a.dim(1) * b.dim(1),
-                 bytes_of({c, a, b, offsets}) + bytes_if(accumulate, c)});
+  count(stream, {"grouped_matmul_grad",
+                 a.dtype,
+                 2 * a.dim(0) * a.dim(1) * b.dim(1),
+                 bytes_of({c, a, b, offsets}) + bytes_if(accumulate, c),
+                 {c.dim(0), a.dim(1), b.dim(1)}});
 }
 
 void grouped_bias(TensorView y, TensorView bias, TensorView offsets, Stream& stream) noexcept {

@@ -27,10 +27,11 @@ namespace ds::plan {
 
 // Calls that cost the same.
 struct OpCall {
-  std::string_view op;         // as in OpTable
-  DType dtype = DType::F32;    // of what it reads: a, x, q, the first source
-  i64 flops = 0, bytes = 0;    // of one call
-  std::array<i64, 3> shape{};  // matmul: M, N, K; attention: heads of all sequences, queries, keys
+  std::string_view op;       // as in OpTable
+  DType dtype = DType::F32;  // of what it reads: a, x, q, the first source
+  i64 flops = 0, bytes = 0;  // of one call
+  std::array<i64, 3>
+      shape{};  // matmul: M, N, K; grouped: matrices, N, K; attention: heads of all sequences, queries, keys
   auto operator<=>(const OpCall&) const = default;
 };
 

@@ -72,6 +72,33 @@ plan::TagBounds own_bounds(const Config& config, const plan::RunPlan& plan, int 
   return plan::own_bounds(config, plan, host_of(config, plan, ranks_per_node, {}), true);
 }
 
+SaveSizes save_sizes(const plan::RunPlan& plan) {
+  // A save takes what is in files part by part.
+  const bool in_parts = plan::total_of(plan.memory.files) > plan.memory.files[static_cast<size_t>(Tag::Activations)];
+  SaveSizes save;
+  for (const zero::ShardsPlan& shards : plan.shards) {
+    const zero::Layout& layout = shards.layout;
+    for (const zero::Piece& piece : layout.owned_pieces(shards.rank)) {
+      if (!plan.counts(piece)) continue;
+      const StateSet& states = shards.states.of_params()[piece.param];
+      const i64 num_states = std::count(states.values.begin(), states.values.end(), true);
+      save.bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
+      save.datasets += num_states + 1;
+      save.largest = std::max(save.largest, piece.count * 4);
+      for (const State s : kOptimizerStates) {
+        if (states[s] && (in_parts || shards.states.dtype(s, piece.param) != DType::F32))
+          save.decoded = std::max(save.decoded, piece.count * 4);
+      }
+    }
+    // A segment that is cut in slices cuts as many pieces less one. Groups of fewer ranks than dp has, such as those of
+    // experts, have a part of each parameter.
+    const i64 parts = zero::num_shards(plan.mesh) / layout.num_ranks(),
+              params = std::ranges::count_if(layout.rows(), [](const zero::RowPlace&r) { return r.segment >= 0; });
+    save.cuts += (parts - 1) * params + parts * std::ssize(layout.segments()) * (layout.num_ranks() - 1);
+  }
+  return save;
+}
+
 ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, const plan::TagBytes& own,
                            int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
@@ -81,36 +108,25 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
   const i64 process = mpi ? kProcessWithMpi : kProcess;
   if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
-  // A save takes what is in files part by part.
-  const bool in_parts = plan::total_of(plan.memory.files) > plan.memory.files[static_cast<size_t>(Tag::Activations)];
-  i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
-  const zero::ShardsPlan& shards = plan.dp();
-  for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
-    if (!plan.counts(piece)) continue;
-    const StateSet& states = shards.states.of_params()[piece.param];
-    const i64 num_states = std::count(states.values.begin(), states.values.end(), true);
-    bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
-    datasets += num_states + 1;
-    largest = std::max(largest, piece.count * 4);
-    for (const State s : kOptimizerStates) {
-      if (states[s] && (in_parts || shards.states.dtype(s, piece.param) != DType::F32))
-        decoded = std::max(decoded, piece.count * 4);
-    }
-  }
-  for (const StateSet& states : shards.states.of_params())
-    of_params = std::max<i64>(of_params, std::count(states.values.begin(), states.values.end(), true));
-  const i64 save = rank_file_memory(bytes, datasets, largest) + std::min(decoded, kChecksumBlock);
+  const SaveSizes sizes = save_sizes(plan);
+  const i64 save =
+      rank_file_memory(sizes.bytes, sizes.datasets, sizes.largest) + std::min(sizes.decoded, kChecksumBlock);
   // Communicators are there already when the device is measured.
   i64 taken = plan.total_memory();
   for (size_t t = 0; t < own.size(); ++t) taken += t == static_cast<size_t>(Tag::Comm) ? 0 : own[t];
   const int threads = thread_count(config, {.local_world_size = ranks_per_node});
   const i64 start = probe::matmul_rate_bytes(probe::cpu_backend(), threads, plan.work) - taken;
-  // The pieces of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
-  const i64 params = std::max(std::ssize(shards.layout.rows()), std::ssize(shards.layout.places())) * plan.mesh.pp,
-            cuts = std::ssize(shards.layout.segments()) * (shards.layout.num_ranks() - 1) * plan.mesh.pp;
-  const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
+  // The pieces of all stages, as if they were alike.
+  i64 of_params = 0;
+  for (const StateSet& states : plan.dp().states.of_params())
+    of_params = std::max<i64>(of_params, std::count(states.values.begin(), states.values.end(), true));
+  const zero::Layout& dp = plan.dp().layout;
+  const i64 params = std::max(std::ssize(dp.rows()), std::ssize(dp.places())) * plan.mesh.pp,
+            pieces = (params + sizes.cuts * plan.mesh.pp) * plan.mesh.tp;
   const i64 momentary = std::max(save, start);
-  return {.own = process, .momentary = momentary, .momentary_of_first = std::max(momentary, commit)};
+  return {.own = process,
+          .momentary = momentary,
+          .momentary_of_first = std::max(momentary, commit_memory(params, pieces * (of_params + 1)))};
 }
 
 namespace {

@@ -27,6 +27,13 @@ struct ProcessBytes {
 };
 ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, const plan::TagBytes& own,
                            int ranks_per_node);
+// A rank's file in a save, and the pieces of all ranks of its stage and part of tp.
+struct SaveSizes {
+  i64 bytes = 0, datasets = 0;
+  i64 largest = 0, decoded = 0;  // bytes of a dataset; of one whose state is decoded first
+  i64 cuts = 0;                  // at most so many pieces of parameters beyond one of each
+};
+SaveSizes save_sizes(const plan::RunPlan& plan);
 // A rank's plan with all that.
 struct WholePlan : plan::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,

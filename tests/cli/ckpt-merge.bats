@@ -454,6 +454,43 @@ PY
   [[ $stderr == *"does not name 1 of the tensors in its shards, which are left out; the first is 'h.1.ln.bias' of model-"* ]]
 }
 
+@test "a model that AutoEP converted becomes the published one again" {
+  cat >config.json <<'JSON'
+{"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 3,
+ "mlp_only_layers": [1], "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 10, "moe_intermediate_size": 6,
+ "shared_expert_intermediate_size": 5, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 16,
+ "tie_word_embeddings": false}
+JSON
+  cat >tensors.py <<'PY'
+import json, struct
+def tensors(path):
+    f = open(path, "rb")
+    header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+    header.pop("__metadata__", None)
+    data = f.read()
+    return {name: (t["shape"], data[slice(*t["data_offsets"])]) for name, t in header.items()}
+PY
+  local name
+  for name in autoep-zero2-fp32 autoep-zero3-bf16 universal-autoep-zero3; do
+    rm -rf deepspeed model step
+    cp -r "$DS_SOURCE/tests/golden/deepspeed/$name" deepspeed
+    cp config.json deepspeed
+    "$merge" deepspeed -o model --format hf --quiet --verify
+    PYTHONPATH=. /usr/bin/python3 - <<'PY'
+from tensors import tensors
+model, expected = tensors("model/model.safetensors"), tensors("deepspeed/expected.safetensors")
+assert model == {name[6:]: t for name, t in expected.items() if name.startswith("param.")}
+assert "model.layers.2.mlp.experts.3.up_proj.weight" in model
+PY
+    # Moments of experts, as batches in a step and one by one again.
+    "$merge" deepspeed -o direct.safetensors --optimizer --quiet
+    "$merge" deepspeed -o step --format checkpoint --quiet
+    "$merge" step -o again.safetensors --optimizer --quiet
+    PYTHONPATH=. /usr/bin/python3 -c 'from tensors import tensors
+assert tensors("direct.safetensors") == tensors("again.safetensors")'
+  done
+}
+
 @test "a DeepSpeed directory whose latest is gone or wrong is read by its tag" {
   cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
   "$merge" zero -o a.safetensors --quiet

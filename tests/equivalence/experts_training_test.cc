@@ -5,9 +5,12 @@
 
 #include <mutex>
 
+#include "checkpoint/reader.h"
 #include "equivalence/checkpoints.h"
 #include "equivalence/tiny_experts.h"
 #include "model/models.h"
+#include "plan/planned.h"
+#include "run/plans.h"
 
 namespace ds::testing {
 namespace experts_test {
@@ -342,6 +345,31 @@ TEST(Experts, BiasesAreResumedAtAnotherLayout) {
       EXPECT_TRUE(same_bits(t.weights, want.weights)) << dtype_name(work) << " " << l.name() << " ep " << ep;
       EXPECT_EQ(t.losses.back(), want.losses.back());
     }
+  }
+}
+
+// The memory of a save is predicted from what a rank's file holds: experts and biases, too.
+TEST(Experts, TheDatasetsOfACheckpointArePredicted) {
+  const TempDirectory dir;
+  for (const auto& [l, ep] :
+       {std::pair{Layout{.dp = 2}, 1}, {Layout{.dp = 2, .stage = 3}, 2}, {Layout{.dp = 4, .stage = 1}, 2}}) {
+    const Config c = experts_config(tiny_experts(with_bias()), l, {.ep = ep}, DType::BF16);
+    const Hooks hooks{.splits = model::expert_splits(model::shard_of(c, mesh_shape(c, l.ranks()), {})),
+                      .same_logits = ep == 1};
+    const Saved saved = train_and_save(c, l, 1, dir.path(), hooks);
+    const CheckpointReader reader(saved.step);
+    i64 pieces = 0;
+    run::SaveSizes predicted;
+    for (int r = 0; r < l.ranks(); ++r) {
+      const plan::Planned planned(c, mesh_shape(c, l.ranks()), r, DeviceKind::Cpu);
+      predicted = run::save_sizes(planned.plan);
+      i64 datasets = 0;
+      for (const PieceRecord& piece : reader.manifest().files[static_cast<size_t>(r)].pieces)
+        datasets += std::ranges::count_if(piece.states.values, [](const auto& state) { return state.has_value(); });
+      EXPECT_EQ(predicted.datasets, datasets) << l.name() << " ep " << ep << " rank " << r;
+      pieces += std::ssize(reader.manifest().files[static_cast<size_t>(r)].pieces);
+    }
+    EXPECT_LE(pieces, std::ssize(reader.params()) + predicted.cuts) << l.name() << " ep " << ep;
   }
 }
 

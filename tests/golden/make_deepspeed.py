@@ -16,11 +16,13 @@ Each DIR/<name>/ (default tests/golden/deepspeed) holds
 The universal cases hold what ds_to_universal.py made of the checkpoint of the same run instead.
 
 The model with experts has two layers of four, in which each token chooses one; its states are those that the ranks
-report, under the numbers that experts have among all ranks. The other model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
+report, under the numbers that experts have among all ranks. The cases "autoep" are a Qwen2-MoE of transformers (needed
+for them alone) that AutoEP has converted; its names are those of the published model. The other model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
 of floats, one of integers), two parameter groups.
 """
 
 import argparse
+import importlib.util
 import multiprocessing
 import os
 import pathlib
@@ -42,7 +44,7 @@ def zero(stage, **more):
 
 
 # name: (ranks, configuration, number of parameter groups, convert to universal?), and of models with experts, over how
-# many ranks these are.
+# many ranks these are. Names that contain "autoep" are of models that DeepSpeed has converted.
 CASES = {
     "zero0-fp32": (1, {}, 1, False),
     "zero0-fp16": (2, FP16, 1, False),
@@ -61,6 +63,11 @@ CASES = {
     "experts-zero0-fp32": (2, {}, 1, False, 2),
     "experts-zero1-bf16": (4, BF16 | zero(1), 1, False, 2),
     "experts-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
+    "autoep-zero0-fp32": (2, {}, 1, False, 2),
+    "autoep-zero1-bf16": (4, BF16 | zero(1), 1, False, 2),
+    "autoep-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
+    "autoep-zero3-bf16": (4, BF16 | zero(3, stage3_param_persistence_threshold=20, sub_group_size=300), 1, False, 2),
+    "universal-autoep-zero3": (2, BF16 | zero(3), 1, True, 2),
     "universal-zero1": (2, BF16 | zero(1), 2, True),
     "universal-zero3": (2, BF16 | zero(3), 2, True),
 }
@@ -128,17 +135,47 @@ def make_experts(torch, ep):
     return Model()
 
 
+def make_autoep():
+    import transformers
+    from deepspeed.module_inject.auto_ep_presets import base
+    # It fails with transformers 5.24, and concerns only the recording of routers' logits.
+    base.TransformersTopLevelRouterLogitsAdapter.retarget_transformers_output_recorders = lambda *_: None
+    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(
+        vocab_size=19, hidden_size=8, num_hidden_layers=3, mlp_only_layers=[1], num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=10, moe_intermediate_size=6, shared_expert_intermediate_size=5,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=16, tie_word_embeddings=False))
+    model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)  # the only one of its shape
+    return model
+
+
+def published(name, value, ep_rank):
+    """The names and values that one tensor of a converted model has in the published one."""
+    before, found, matrix = name.rpartition(".experts.")
+    if found:
+        projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[matrix]
+        return {f"{before}.experts.{ep_rank * len(value) + e}.{projection}.weight": part for e, part in enumerate(value)}
+    if ".mlp.gate.gate." in name:  # the router once more
+        return {}
+    for own, other in (("router.gate.", "gate."), ("shared_experts_gate.", "shared_expert_gate."),
+                       ("shared_experts.", "shared_expert.")):
+        name = name.replace(f".mlp.{own}", f".mlp.{other}")
+    return {name: value}
+
+
 def global_name(name, rank, ranks, ep, data_first):
     """The name over all ranks of a parameter that this one calls so."""
     before, found, after = name.partition(".deepspeed_experts.")
     if not found:
         return name
     number, rest = after.split(".", 1)
-    ep_rank = rank // (ranks // ep) if data_first else rank % ep
-    return f"{before}{found}{ep_rank * (4 // ep) + int(number)}.{rest}"
+    return f"{before}{found}{rank_of_ep(rank, ranks, ep, data_first) * (4 // ep) + int(number)}.{rest}"
 
 
-def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
+def rank_of_ep(rank, ranks, ep, data_first):
+    return rank // (ranks // ep) if data_first else rank % ep
+
+
+def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, autoep):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -151,7 +188,7 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = make_experts(torch, ep) if ep else make_model(torch)
+    model = make_autoep() if autoep else make_experts(torch, ep) if ep else make_model(torch)
     trained = [p for p in model.parameters() if p.requires_grad]
     if ep:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -161,14 +198,22 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
     else:
         param_groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
                         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(param_groups, lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
+    if autoep:  # DeepSpeed makes the groups, and the optimizer
+        optimizer, params = None, trained
+        config = config | {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+                           "expert_parallel": {"enabled": True, "autoep_size": ep, "use_grouped_mm": False,
+                                               "preset_model": "qwen3_moe"}}
+    else:
+        optimizer, params = torch.optim.AdamW(param_groups, lr=0.01), None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config={
         "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1000, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 1.0, **config})
+    optimizer = optimizer or engine.basic_optimizer
     tokens = torch.Generator().manual_seed(seed + 1 + rank)
     for _ in range(STEPS):
         batch = torch.randint(0, 19, (2, 6), generator=tokens)
         logits = engine(batch[:, :-1])
+        logits = logits.logits if autoep else logits
         engine.backward(torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()))
         engine.step()
 
@@ -199,8 +244,13 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
             expected["param." + name] = p.detach().clone()
     if ep:
         data_first = config.get("use_data_before_expert_parallelism", False)
-        own = {f"{what}.{global_name(name, rank, ranks, ep, data_first)}" if found else what: v.detach().clone()
-               for key, v in expected.items() for what, found, name in [key.partition(".")]}
+        if autoep:
+            ep_rank = rank_of_ep(rank, ranks, ep, data_first)
+            own = {f"{what}.{other}": part.detach().clone() for key, v in expected.items()
+                   for what, _, name in [key.partition(".")] for other, part in published(name, v, ep_rank).items()}
+        else:
+            own = {f"{what}.{global_name(name, rank, ranks, ep, data_first)}" if found else what: v.detach().clone()
+                   for key, v in expected.items() for what, found, name in [key.partition(".")]}
         everyone = [None] * ranks
         torch.distributed.all_gather_object(everyone, own)
         expected = {key: v for one in reversed(everyone) for key, v in one.items()}
@@ -248,7 +298,7 @@ def make(name, out, seed):
         port = s.getsockname()[1]
     reference = directory / "expected.safetensors"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep))
+    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep, "autoep" in name))
                for r in range(ranks)]
     for w in workers:
         w.start()
@@ -267,7 +317,7 @@ def make(name, out, seed):
     save_file({k: v.detach().clone().contiguous() for k, v in (expected | weights).items()}, reference)
     step = directory / f"global_step{STEPS}"
     if universal:
-        converter = pathlib.Path(sys.modules["deepspeed"].__file__).parent / "checkpoint" / "ds_to_universal.py"
+        converter = pathlib.Path(importlib.util.find_spec("deepspeed").origin).parent / "checkpoint" / "ds_to_universal.py"
         subprocess.run([sys.executable, converter, "--input_folder", step, "--output_folder", f"{step}_universal",
                         "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"], check=True)
         shutil.rmtree(step)

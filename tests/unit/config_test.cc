@@ -214,6 +214,12 @@ const Wrong kWrong[] = {
     {R"("train_batch_size": 2147483647, "model": {"type": "gpt2", "vocab_size": 16777216, "n_embd": 16777216,
         "n_layer": 100000, "n_head": 65536, "n_positions": 16777216}, "data": {"seq_length": 16777216})",
      kBad, "TiB, beyond the 1024 that are computed with"},
+    {R"("train_micro_batch_size_per_gpu": 65537, "model": {"type": "mixtral", "vocab_size": 256, "hidden_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "max_position_embeddings": 128}, "data": {"seq_length": 128})",
+     kBad,
+     "train_micro_batch_size_per_gpu: a micro-batch of 8388736 tokens, of which each chooses 2 experts, has 16777472 "
+     "choices, and routers count up to 16777216 exactly; 65536 sequences would do"},
     // Models.
     {R"("model": {"type": "gpt2", "vocab_size": 256, "n_embd": 2147483648, "n_layer": 2, "n_head": 2})", kBad,
      "model.n_embd: must be an integer, 1 to 16777216, not 2147483648"},

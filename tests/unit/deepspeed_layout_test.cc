@@ -40,6 +40,15 @@ TEST(DeepSpeedLayout, ChunksAreOnePerRankAndTheLastIsPadded) {
   EXPECT_THROW(chunked_pieces(1, 5, 4, std::vector<i64>{2}), Error);
 }
 
+TEST(DeepSpeedLayout, APartOfAParameterHasThePiecesWithinIt) {
+  const std::vector<FlatPiece> pieces = {{0, 3, 0, 2, 7}, {3, 10, 1, 2, 0}, {13, 2, 2, 2, 5}};
+  EXPECT_EQ(pieces_within(pieces, 0, 15), pieces);
+  EXPECT_EQ(pieces_within(pieces, 0, 3), (std::vector<FlatPiece>{{0, 3, 0, 2, 7}}));
+  EXPECT_EQ(pieces_within(pieces, 2, 12),
+            (std::vector<FlatPiece>{{0, 1, 0, 2, 9}, {1, 10, 1, 2, 0}, {11, 1, 2, 2, 5}}));
+  EXPECT_EQ(pieces_within(pieces, 5, 4), (std::vector<FlatPiece>{{0, 4, 1, 2, 2}}));
+}
+
 // Every layout, element by element: fill the flat tensors as DeepSpeed does, read them back by pieces.
 TEST(DeepSpeedLayout, PiecesFindWhatWasPutThere) {
   const std::vector<i64> sizes = {7, 1, 12, 30, 2, 5};

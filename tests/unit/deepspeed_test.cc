@@ -241,7 +241,7 @@ INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedFixture, ::testing::ValuesIn(kCases)
 });
 
 // --- models with experts, over two ranks of ep: by files of their own, or in partitions of the ranks with the same
-// ones
+// ones; and those that AutoEP converted, under the names of the published model
 
 class DeepSpeedExperts : public DeepSpeedFixture {};
 
@@ -261,12 +261,15 @@ TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) 
       ++compared[s];
     }
   }
-  // Embedding, head and its bias, two routers, and 2 x 4 experts of three parameters each.
-  EXPECT_EQ(compared[State::Param], 29);
-  EXPECT_EQ(compared[State::ExpAvg], 29);
-  EXPECT_EQ(compared[State::ExpAvgSq], 29);
-  EXPECT_EQ(compared[State::Master], GetParam().master ? 29 : 0);
-  EXPECT_EQ(source_->params().size(), 29u);
+  // Embedding, head and its bias, two routers, and 2 x 4 experts of three parameters each. AutoEP's model: three
+  // blocks, of which two have as many experts and a shared one with its gate, and a norm that is frozen.
+  const bool autoep = std::string_view(GetParam().name).find("autoep") != std::string_view::npos;
+  const int trained = autoep ? 66 : 29, params = autoep ? 67 : 29;
+  EXPECT_EQ(compared[State::Param], params);
+  EXPECT_EQ(compared[State::ExpAvg], trained);
+  EXPECT_EQ(compared[State::ExpAvgSq], trained);
+  EXPECT_EQ(compared[State::Master], GetParam().master ? trained : 0);
+  EXPECT_EQ(std::ssize(source_->params()), params);
   EXPECT_EQ(source_->meta().step, 4);
   EXPECT_EQ(source_->meta().optimizer_step, 4);
   EXPECT_EQ(source_->meta().zero_stage, GetParam().stage);
@@ -275,7 +278,12 @@ TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) 
 INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedExperts,
                          ::testing::Values(Case{"experts-zero0-fp32", 0, 2, DType::F32, false},
                                            Case{"experts-zero1-bf16", 1, 4, DType::BF16, true},
-                                           Case{"experts-zero2-fp32", 2, 4, DType::F32, true}),
+                                           Case{"experts-zero2-fp32", 2, 4, DType::F32, true},
+                                           Case{"autoep-zero0-fp32", 0, 2, DType::F32, false},
+                                           Case{"autoep-zero1-bf16", 1, 4, DType::BF16, true},
+                                           Case{"autoep-zero2-fp32", 2, 4, DType::F32, true},
+                                           Case{"autoep-zero3-bf16", 3, 4, DType::BF16, true},
+                                           Case{"universal-autoep-zero3", 3, 2, DType::BF16, true}),
                          [](const auto& p) {
                            std::string name = p.param.name;
                            std::replace(name.begin(), name.end(), '-', '_');
@@ -439,6 +447,40 @@ TEST_F(DeepSpeedDirectory, ExpertsThatAreMissingOrNotRanksOwnAreNamed) {
   refused(Errc::Mismatch, "the shard of another rank or save", 2);
 }
 
+// The file of one rank in the place of another's.
+void replace_file(const std::string& tag, const std::string& from, const std::string& to) {
+  fs::copy_file(tag + "/" + from, tag + "/" + to, fs::copy_options::overwrite_existing);
+}
+
+TEST_F(DeepSpeedDirectory, OptimizersOfExpertsThatChangedPlacesAreNamed) {
+  const std::string tag = copy("experts-zero0-fp32") + "/expp_rank_", rest = "_mp_rank_00_optim_states.pt";
+  fs::rename(tag + "0" + rest, tag + "x");
+  fs::rename(tag + "1" + rest, tag + "0" + rest);
+  fs::rename(tag + "x", tag + "1" + rest);
+  refused(Errc::Mismatch, "was saved as expp_rank_1_mp_rank_00_optim_states: the file of another rank");
+}
+
+TEST_F(DeepSpeedDirectory, ExpertsOfAutoepThatAreMissingOrNotRanksOwnAreNamed) {
+  const std::string end = "_mp_rank_00_model_states.pt";
+  fs::remove(copy("autoep-zero1-bf16") + "/layer_1_expert_3" + end);
+  refused(Errc::Corrupt, "expert 3 of layer 1 is missing");
+  std::string tag = copy("autoep-zero0-fp32");
+  for (int e = 0; e < 4; ++e) fs::remove(fmt::format("{}/layer_1_expert_{}{}", tag, e, end));
+  refused(Errc::Corrupt, "expert 0 of layer 1 is missing");
+  replace_file(copy("autoep-zero1-bf16"), "layer_0_expert_1" + end, "layer_0_expert_2" + end);
+  refused(Errc::Corrupt, "'model.layers.0.mlp.experts.w1.1' is not a parameter of expert 2");
+  replace_file(copy("autoep-zero1-bf16"), "layer_0_expert_1" + end, "layer_1_expert_1" + end);
+  refused(Errc::Corrupt, "'model.layers.0.mlp.experts.w1.1' is not a parameter of expert 1");
+  replace_file(copy("autoep-zero1-bf16"), "layer_0_expert_1" + end, "layer_1_expert_4" + end);
+  refused(Errc::Corrupt, "is not a parameter of expert 4");
+  // At stage 3 ranks 0 and 2 share their experts, and so do 1 and 3.
+  replace_file(copy("autoep-zero3-bf16"), "zero_pp_rank_1" + end, "zero_pp_rank_2" + end);
+  refused(Errc::Mismatch, "it has the experts of rank 1 of ep, where those of rank 0 belong", 2);
+  replace_file(copy("autoep-zero3-bf16"), "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt",
+               "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt");
+  refused(Errc::Mismatch, "it shares the experts of group 2 with other ranks than 0, 2", 0);
+}
+
 // Replaces `from` by `to` everywhere in the pickle of a file of torch.save, and updates its checksum.
 void replace_in_pickle(const std::string& path, const std::string& from, const std::string& to) {
   std::string bytes = read_file(path);
@@ -454,6 +496,13 @@ void replace_in_pickle(const std::string& path, const std::string& from, const s
   const auto crc = ::crc32(0, reinterpret_cast<const Bytef*>(bytes.data() + begin), static_cast<uInt>(size));
   replace_all(0, bytes.size(), testing::le(pickle.crc32), testing::le(static_cast<u32>(crc)));
   write_file(path, bytes);
+}
+
+TEST_F(DeepSpeedDirectory, ExpertsOfAutoepInAnotherOrderAreRefused) {
+  replace_in_pickle(copy("autoep-zero1-bf16") + "/mp_rank_00_model_states.pt", "expert_placement", "expert_placemenx");
+  EXPECT_TRUE(open_deepspeed(dir_.path())->has(State::ExpAvg));  // as versions before wrote it
+  replace_in_pickle(copy("autoep-zero1-bf16") + "/mp_rank_00_model_states.pt", "ranks", "rankx");
+  refused(Errc::Unavailable, "'model.layers.0.mlp.experts.*' are not divided over ranks evenly and in order");
 }
 
 // As Lion saves it.

@@ -454,6 +454,45 @@ TEST(Explain, PutsTheNumbersIntoZerosTable) {
   EXPECT_THAT(text, Not(HasSubstr("M_model = 4·")));
 }
 
+// Of experts over E ranks a rank has 1/E, of which N/E ranks have the same: with states cut, 1/N whatever E is.
+TEST(Formulas, ExpertsOverRanksAreHeldOnce) {
+  const RankParams over_4(1000, 800, 4), whole(1000, 800, 1);
+  EXPECT_EQ(over_4.held, 400);
+  EXPECT_EQ(whole.held, 1000);
+  EXPECT_EQ(model_states(over_4, 0, 8).total(), 16 * 400);
+  EXPECT_EQ(model_states(over_4, 1, 8).total(), 4 * 400 + 12 * 125);
+  EXPECT_EQ(model_states(over_4, 2, 8).total(), 2 * 400 + 14 * 125);
+  EXPECT_EQ(model_states(over_4, 3, 8).total(), model_states(whole, 3, 8).total());
+  EXPECT_EQ(megatron_bytes(over_4, true, 8), 6 * 400 + 12 * 125);
+  EXPECT_EQ(megatron_bytes(over_4, false, 8), 18 * 400);
+  EXPECT_EQ(offload_sizes(over_4, 8).device, 800);
+  EXPECT_EQ(offload_sizes(over_4, 8).host, offload_sizes(1000, 8).host);
+}
+
+TEST(Explain, KnowsExpertsOverRanks) {
+  Subject s{.params = 10e9, .dp = 64, .stage = 1};
+  s.experts = 8e9;
+  s.ep = 16;
+  const std::string text = explain(s);
+  EXPECT_THAT(text, HasSubstr("Of these Ψe = 8e9 are experts', over E = ep = 16 ranks"));
+  EXPECT_THAT(text, HasSubstr("Ψ' = Ψ - Ψe(1 - 1/16) = 2.5e9, and 4 ranks have the same experts."));
+  EXPECT_THAT(text, ContainsRegex("\n  0 +\\(2 \\+ 2 \\+ K\\)Ψ' +16 · 2.5e9 +40.000 "));
+  EXPECT_THAT(text, ContainsRegex("\n> 1 +4Ψ' \\+ KΨ/N +4 · 2.5e9 \\+ 12/64 · 10e9 +11.875 "));
+  EXPECT_THAT(text, ContainsRegex("\n  2 .*2 · 2.5e9 \\+ 14/64 · 10e9 +7.188 "));
+  EXPECT_THAT(text, ContainsRegex("\n  3 .*16/64 · 10e9 +2.500 "));
+  EXPECT_THAT(text, HasSubstr("> Sent per step at stages 0, 1 and 2: 2Ψ' = 5e9 elements, 10.000 GB in 16 bit."));
+  EXPECT_THAT(text, HasSubstr("on the device 2Ψ' = 2 · 2.5e9 = 5.000 GB"));
+  EXPECT_THAT(text, HasSubstr("less 1 - 1/16 of its experts: 18 · 2.5e9 = "));
+  s.dp = 16;
+  EXPECT_THAT(explain(s), HasSubstr("each is on one rank"));
+  s.model = {.layers = 4, .hidden = 1000, .heads = 10, .vocab = 1000};
+  s.seq = 500;
+  s.sparse_layers = 3;
+  s.experts_per_token = 2;
+  // 4 · 2 · 500 · 1000 · 15/16 · 3
+  EXPECT_THAT(explain(s), HasSubstr("in each of 3 sparse blocks,\n  k = 2 = 11.25e6 elements per micro-batch"));
+}
+
 TEST(Explain, KnowsOfSumsThatProductsAddTo) {
   const auto explained = [](double sent) {
     return explain_zero({.params = 1e9, .micro_batches = 4, .stage = 1, .bytes = {.sent = sent}}, 1e9);

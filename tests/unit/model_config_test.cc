@@ -342,6 +342,29 @@ TEST(ModelConfig, SparseBlocksFollowTheStepAndTheExceptions) {
   EXPECT_EQ(layers(R"("decoder_sparse_step": 7)"), Layers(6, false));
 }
 
+TEST(ModelConfig, AModelWithExpertsInNoBlockIsWarnedOf) {
+  const auto warned = [](std::string_view more) {
+    std::vector<Diagnostic> diagnostics;
+    read_model_file(ModelDir(fmt::format(R"({{"num_hidden_layers": 2, "num_experts_per_tok": 2, {}}})", more)).dir(),
+                    diagnostics);
+    for (const Diagnostic& d : diagnostics) {
+      EXPECT_EQ(d.severity, Severity::Warning) << to_string(d);
+      if (d.message.starts_with("leaves no block with experts")) return d.key;
+    }
+    return std::string();
+  };
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "output_router_logits": true)"),
+            "mlp_only_layers");
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 3, "router_z_loss_coef": 0.1)"),
+            "decoder_sparse_step");
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 2, "router_z_loss_coef": 0.1)"),
+            "first_k_dense_replace");
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 2)"), "");  // nothing is lost
+  EXPECT_EQ(warned(R"("model_type": "deepseek_v2", "first_k_dense_replace": 1, "router_z_loss_coef": 0.1)"), "");
+  EXPECT_EQ(warned(R"("model_type": "qwen3_moe", "decoder_sparse_step": 2, "output_router_logits": true)"), "");
+  EXPECT_EQ(warned(R"("model_type": "qwen3")"), "");
+}
+
 // transformers 5: Mixtral and Qwen3-MoE have a window in every layer, Qwen2-MoE in every second one of the first.
 TEST(ModelConfig, WindowsOfModelsWithExperts) {
   const ModelConfig mixtral = load(R"({"model_type": "mixtral", "num_hidden_layers": 2, "sliding_window": 64})");
@@ -565,7 +588,11 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "v_head_dim": 300})", "v_head_dim",
                 Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "qk_nope_head_dim": 256})",
-                "a head of 320 dimensions", Errc::Unavailable},
+                "qk_nope_head_dim: a head of 320 dimensions", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "qk_nope_head_dim": 63})",
+                "qk_nope_head_dim: a head has 127 dimensions, which must be even"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "qk_head_dim": 190})",
+                "qk_head_dim: is 190, and qk_nope_head_dim 128 and qk_rope_head_dim 64 are 192 together"},
            Case{R"({"model_type": "deepseek_v2"})", "num_experts_per_tok"},
            Case{R"({"model_type": "qwen3_moe", "decoder_sparse_step": 0})", "decoder_sparse_step: must be an integer"},
            Case{R"({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 32})",

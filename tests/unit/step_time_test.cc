@@ -4,6 +4,9 @@
 
 #include "memreport/step_time.h"
 
+#include <set>
+#include <string_view>
+
 #include "equivalence/layouts.h"
 #include "model/models.h"
 #include "pipeline/simulate.h"
@@ -108,7 +111,7 @@ TEST(Machine, ComesBackFromItsJson) {
 TEST(Machine, KnowsTheOpsOfEveryModel) {
   const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4, .rounds = 1});
   EXPECT_GT(m.op_overhead_s, 0);
-  EXPECT_EQ(m.flops.size(), 3);
+  EXPECT_EQ(m.flops.size(), 5);  // products, those of experts and their gradients, attention and its gradients
   for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Predicted p(tiny_config(config, 1, 2, 0));
     const plan::OpTally all = p.works[0].total();
@@ -118,6 +121,27 @@ TEST(Machine, KnowsTheOpsOfEveryModel) {
       EXPECT_TRUE(moves || m.flops.contains(call.op) || m.bytes.contains(call.op)) << call.op;
     }
   }
+}
+
+// Products of experts have rates by the size of one of them, since many small ones are slower than one large one.
+TEST(Machine, KnowsProductsOfExperts) {
+  const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4, .rounds = 1});
+  ModelConfig config = tiny_llama();
+  config.experts = {.count = 4, .per_token = 2, .intermediate = 24};
+  config.experts.layers.assign(static_cast<size_t>(config.layers), true);
+  const Predicted p(tiny_config(config, 1, 2, 0));
+  std::set<std::string_view> found;
+  const plan::OpTally all = p.works[0].total();
+  for (const auto& [call, n] : all.calls()) {
+    if (!call.op.starts_with("grouped_matmul")) continue;
+    found.insert(call.op);
+    EXPECT_TRUE(call.shape[0] == 4 || call.shape[0] == 1);  // of routers all rows are one group
+    const memreport::Rate& rate = m.flops.find(call.op)->second.at(DType::F32);
+    EXPECT_EQ(rate.points().front().first, 2.0 * 32 * 32 * 32);
+    EXPECT_GE(m.seconds(call),
+              static_cast<double>(call.flops) / rate.at(static_cast<double>(call.flops / call.shape[0])));
+  }
+  EXPECT_EQ(found, (std::set<std::string_view>{"grouped_matmul", "grouped_matmul_grad"}));
 }
 
 // One rank: the sum over its ops, one after the other, and its communicator's folds.

@@ -80,6 +80,10 @@ void resolve_latent(HfConfig& h, const Json& object, Reader& r) {
     r.error("head_dim",
             fmt::format("is {}, and a head has {} dimensions that are turned (qk_rope_head_dim) and {} others", given,
                         turned, h.qk_nope_head_dim));
+  if (const auto sum = object.find("qk_head_dim"); sum != object.end() && !sum->is_null() && *sum != m.head_dim)
+    r.error("qk_head_dim",
+            fmt::format("is {}, and qk_nope_head_dim {} and qk_rope_head_dim {} are {} together: leave it out",
+                        sum->dump(), h.qk_nope_head_dim, turned, m.head_dim));
   if (turned % 2 != 0) r.error("qk_rope_head_dim", fmt::format("turns {} dimensions, which must be even", turned));
   if (m.latent.value_dim > 256)
     r.not_yet("v_head_dim", fmt::format("a value of {} dimensions (at most 256)", m.latent.value_dim));
