@@ -38,9 +38,22 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, DeepseekV2, Bert };
+enum class Family : u8 {
+  Gpt2,
+  Llama,
+  Qwen2,
+  Qwen3,
+  Mixtral,
+  Olmoe,
+  Qwen2Moe,
+  Qwen3Moe,
+  Glm4Moe,
+  DeepseekV2,
+  DeepseekV3,
+  Bert
+};
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-// "glm4_moe", "deepseek_v2", "bert".
+// "glm4_moe", "deepseek_v2", "deepseek_v3", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
