@@ -15,7 +15,7 @@ Each DIR/<name>/ (default tests/golden/deepspeed) holds
                           param.<name>         the live module's parameters and buffers, as the model holds them
 The universal cases hold what ds_to_universal.py made of the checkpoint of the same run instead.
 
-The model with experts has two layers of four, in which each token chooses one; its states are those that the ranks
+The model with experts has two layers of four, or of two and four beside an MLP (use_residual), in which each token chooses one; its states are those that the ranks
 report, under the numbers that experts have among all ranks. The other model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
 of floats, one of integers), two parameter groups.
 """
@@ -42,7 +42,7 @@ def zero(stage, **more):
 
 
 # name: (ranks, configuration, number of parameter groups, convert to universal?), and of models with experts, over how
-# many ranks these are.
+# many ranks these are, and whether layers are residual ones.
 CASES = {
     "zero0-fp32": (1, {}, 1, False),
     "zero0-fp16": (2, FP16, 1, False),
@@ -61,6 +61,7 @@ CASES = {
     "experts-zero0-fp32": (2, {}, 1, False, 2),
     "experts-zero1-bf16": (4, BF16 | zero(1), 1, False, 2),
     "experts-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
+    "experts-residual-zero1-fp32": (2, zero(1), 1, False, 2, True),
     "universal-zero1": (2, BF16 | zero(1), 2, True),
     "universal-zero3": (2, BF16 | zero(3), 2, True),
 }
@@ -99,7 +100,7 @@ def make_model(torch):
     return Model()
 
 
-def make_experts(torch, ep):
+def make_experts(torch, ep, residual):
     from deepspeed.moe.layer import MoE
 
     class Expert(torch.nn.Module):
@@ -116,7 +117,8 @@ def make_experts(torch, ep):
             super().__init__()
             self.embed = torch.nn.Embedding(vocab, width)
             self.blocks = torch.nn.ModuleList([
-                MoE(width, Expert(width), num_experts=4, ep_size=ep, k=1, drop_tokens=False, use_rts=False) for _ in range(2)])
+                MoE(width, Expert(width), num_experts=experts, ep_size=ep, k=1, drop_tokens=False, use_rts=False,
+                    use_residual=residual) for experts in ((2, 4) if residual else (4, 4))])
             self.head = torch.nn.Linear(width, vocab)
 
         def forward(self, tokens):
@@ -128,17 +130,18 @@ def make_experts(torch, ep):
     return Model()
 
 
-def global_name(name, rank, ranks, ep, data_first):
+def global_name(name, rank, ranks, ep, data_first, counts):
     """The name over all ranks of a parameter that this one calls so."""
     before, found, after = name.partition(".deepspeed_experts.")
     if not found:
         return name
     number, rest = after.split(".", 1)
+    here = counts[before]
     ep_rank = rank // (ranks // ep) if data_first else rank % ep
-    return f"{before}{found}{ep_rank * (4 // ep) + int(number)}.{rest}"
+    return f"{before}{found}{ep_rank * here + int(number)}.{rest}"
 
 
-def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
+def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, residual):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -151,7 +154,7 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = make_experts(torch, ep) if ep else make_model(torch)
+    model = make_experts(torch, ep, residual) if ep else make_model(torch)
     trained = [p for p in model.parameters() if p.requires_grad]
     if ep:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -199,7 +202,12 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep):
             expected["param." + name] = p.detach().clone()
     if ep:
         data_first = config.get("use_data_before_expert_parallelism", False)
-        own = {f"{what}.{global_name(name, rank, ranks, ep, data_first)}" if found else what: v.detach().clone()
+        counts = {}  # experts of this rank, by layer
+        for name, _ in engine.module.named_parameters():
+            before, found, after = name.partition(".deepspeed_experts.")
+            if found:
+                counts[before] = max(counts.get(before, 0), int(after.split(".", 1)[0]) + 1)
+        own = {f"{what}.{global_name(name, rank, ranks, ep, data_first, counts)}" if found else what: v.detach().clone()
                for key, v in expected.items() for what, found, name in [key.partition(".")]}
         everyone = [None] * ranks
         torch.distributed.all_gather_object(everyone, own)
@@ -239,7 +247,7 @@ def merged(directory):
 def make(name, out, seed):
     from safetensors.torch import load_file, save_file
     ranks, config, groups, universal, *experts = CASES[name]
-    ep = experts[0] if experts else 0
+    ep, residual = (*experts, False)[:2] if experts else (0, False)
     directory = out / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -248,7 +256,8 @@ def make(name, out, seed):
         port = s.getsockname()[1]
     reference = directory / "expected.safetensors"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep))
+    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep,
+                                                    residual))
                for r in range(ranks)]
     for w in workers:
         w.start()

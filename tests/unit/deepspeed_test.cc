@@ -261,12 +261,16 @@ TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) 
       ++compared[s];
     }
   }
-  // Embedding, head and its bias, two routers, and 2 x 4 experts of three parameters each.
-  EXPECT_EQ(compared[State::Param], 29);
-  EXPECT_EQ(compared[State::ExpAvg], 29);
-  EXPECT_EQ(compared[State::ExpAvgSq], 29);
-  EXPECT_EQ(compared[State::Master], GetParam().master ? 29 : 0);
-  EXPECT_EQ(source_->params().size(), 29u);
+  // Embedding, head and its bias, two routers, and experts of three parameters each: 2 x 4, or in residual layers 2 and
+  // 4, beside an MLP and a coefficient with its bias.
+  const int params = std::string_view(GetParam().name).find("residual") != std::string_view::npos
+                         ? 5 + 3 * (2 + 4) + 2 * 5
+                         : 5 + 3 * 2 * 4;
+  EXPECT_EQ(compared[State::Param], params);
+  EXPECT_EQ(compared[State::ExpAvg], params);
+  EXPECT_EQ(compared[State::ExpAvgSq], params);
+  EXPECT_EQ(compared[State::Master], GetParam().master ? params : 0);
+  EXPECT_EQ(std::ssize(source_->params()), params);
   EXPECT_EQ(source_->meta().step, 4);
   EXPECT_EQ(source_->meta().optimizer_step, 4);
   EXPECT_EQ(source_->meta().zero_stage, GetParam().stage);
@@ -275,7 +279,8 @@ TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) 
 INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedExperts,
                          ::testing::Values(Case{"experts-zero0-fp32", 0, 2, DType::F32, false},
                                            Case{"experts-zero1-bf16", 1, 4, DType::BF16, true},
-                                           Case{"experts-zero2-fp32", 2, 4, DType::F32, true}),
+                                           Case{"experts-zero2-fp32", 2, 4, DType::F32, true},
+                                           Case{"experts-residual-zero1-fp32", 1, 2, DType::F32, true}),
                          [](const auto& p) {
                            std::string name = p.param.name;
                            std::replace(name.begin(), name.end(), '-', '_');

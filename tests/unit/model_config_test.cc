@@ -459,6 +459,20 @@ TEST(ModelConfig, LayersOfExpertsOfDeepSpeed) {
   EXPECT_TRUE(moe(R"("noisy_gate_policy": "RSample")").noisy_choice);
   EXPECT_TRUE(moe(R"("noisy_gate_policy": "Jitter")").router_jitter);
   EXPECT_FALSE(moe(R"("noisy_gate_policy": null)").router_jitter);
+  EXPECT_TRUE(!x.residual && x.shared == 0 && x.router_dtype == RouterDtype::Fp32);
+  const ExpertsConfig residual = moe(R"("use_residual": true, "router_dtype": "work")");
+  EXPECT_TRUE(residual.residual && residual.shared == 4 * 768 && !residual.shared_gate);
+  EXPECT_EQ(residual.router_dtype, RouterDtype::Work);
+
+  // A list has a number for each layer with experts.
+  const ExpertsConfig pyramid = load(R"({"model_type": "gpt2", "moe": {"num_experts": [2, 2, 2, 4, 4, 8]}})").experts;
+  EXPECT_EQ(pyramid.count, 8);
+  EXPECT_EQ(pyramid.counts, (std::vector<i64>{0, 2, 0, 2, 0, 2, 0, 4, 0, 4, 0, 8}));
+  EXPECT_EQ(pyramid.count_of(7), 4);
+  for (const char* same : {"[8]", "[8, 8, 8, 8, 8, 8]"}) {
+    const ModelConfig m = load(fmt::format(R"({{"model_type": "gpt2", "moe": {{"num_experts": {}}}}})", same));
+    EXPECT_EQ(model_config_json(m), model_config_json(one)) << same;
+  }
   EXPECT_EQ(load(R"({"model_type": "gpt2"})").experts.count, 0);
   EXPECT_EQ(load(R"({"model_type": "gpt2", "moe": null})").experts.count, 0);
 
@@ -653,8 +667,18 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_tutel": true}})", "moe.use_tutel",
                 Errc::Unavailable},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "ep_size": 1, "use_tutel": false}})", "accepted"},
-           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true}})", "moe.use_residual",
-                Errc::Unavailable},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 8, 4]}})",
+                "moe.num_experts: has 3 numbers for 6 layers with experts: give one, or one for each"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 0, 4, 4, 4, 4]}})",
+                "moe.num_experts: must be an integer or an array of integers, at least 1"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": []}})",
+                "moe.num_experts: must be an integer or an array"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 2, 4, 4], "k": 3}})",
+                "moe.k: a token cannot choose 3 of 2 experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 8, 8, 8], "loss_over": "layers"}})",
+                "moe.loss_over: \"layers\" adds the tokens of experts by their numbers", Errc::Unavailable},
+           Case{R"({"model_type": "mixtral", "moe": {"router_dtype": "bf16"}})",
+                "moe.router_dtype: must be one of \"fp32\", \"work\""},
            Case{R"({"model_type": "llama", "moe": {"num_experts": 4}})",
                 "no model of type \"llama\" has it, but those of type \"gpt2\" and"},
            Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
@@ -927,6 +951,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                "n_routed_experts": 24, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
                "n_shared_experts": 3, "q_lora_rank": null, "routed_scaling_factor": 1.5, "head_dim": 64,
                "rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 0.5}})",
+          R"({"model_type": "deepseek_v3", "num_hidden_layers": 4, "first_k_dense_replace": 2, "num_experts_per_tok": 4,
+               "n_routed_experts": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": false, "rope_interleave": false,
+               "n_shared_experts": 3, "q_lora_rank": null, "routed_scaling_factor": 1.5, "head_dim": 64,
+               "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.5, "mscale_all_dim": 0.5}})",
+          R"({"model_type": "mixtral", "moe": {"router_dtype": "work"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true, "router_dtype": "work"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 8, 8, 16], "k": 2}})",
           R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
                "head_dim": 128, "router_z_loss_coef": 0.5})",
           R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_routed_experts": 24,
