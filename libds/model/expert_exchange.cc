@@ -92,16 +92,26 @@ void ExpertExchange::plan_rounds(i64 tokens) const {
 }
 
 void ExpertExchange::begin(const PassContext& ctx, TensorView groups, i64 round) const {
+  const auto takes = [&](i64 to, i64 from) { return round_of_[static_cast<size_t>(to * ranks_ + from)] == round; };
+  begin(
+      ctx, groups, [&](i64 q) { return takes(rank_, q); }, [&](i64 q) { return takes(q, rank_); });
+}
+
+void ExpertExchange::begin_rank(const PassContext& ctx, TensorView groups, i64 source) const {
+  begin(
+      ctx, groups, [&](i64 q) { return q == source; }, [&](i64) { return rank_ == source; });
+}
+
+void ExpertExchange::begin(const PassContext& ctx, TensorView groups, FunctionRef<bool(i64)> comes,
+                           FunctionRef<bool(i64)> goes) const {
   i64 at = 0, group = 0;
   for (i64 q = 0; q < ranks_; ++q) {
-    const bool comes = round_of_[static_cast<size_t>(rank_ * ranks_ + q)] == round,
-               goes = round_of_[static_cast<size_t>(q * ranks_ + rank_)] == round;
     const i32 *const own = offsets(rank_), *const theirs = offsets(q);
-    sorted_[static_cast<size_t>(q)] = {own[q * own_experts()], goes ? rows(rank_, q) : 0};
-    arrived_[static_cast<size_t>(q)] = {at, comes ? rows(q, rank_) : 0};
+    sorted_[static_cast<size_t>(q)] = {own[q * own_experts()], goes(q) ? rows(rank_, q) : 0};
+    arrived_[static_cast<size_t>(q)] = {at, comes(q) ? rows(q, rank_) : 0};
     for (i64 e = rank_ * own_experts(); e < (rank_ + 1) * own_experts(); ++e) {
       groups_[static_cast<size_t>(group++)] = narrow<i32>(at);
-      if (comes) at += theirs[e + 1] - theirs[e];
+      if (comes(q)) at += theirs[e + 1] - theirs[e];
     }
   }
   groups_[static_cast<size_t>(group)] = narrow<i32>(at);

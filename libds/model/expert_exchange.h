@@ -42,7 +42,9 @@ class ExpertExchange {
   bool may_repeat(i64 R) const noexcept { return most_rows(R) < ranks_ * rows_of_one(R); }
   // groups [groups() + 1] int32 = the offsets of the rows that arrive in this round, to which the next messages belong.
   void begin(const PassContext& ctx, TensorView groups, i64 round) const;
-  // The part of `groups` for the rows from rank q, in the only round.
+  // The same for the rows from rank q alone, of any round.
+  void begin_rank(const PassContext& ctx, TensorView groups, i64 q) const;
+  // The part of `groups` for the rows from rank q.
   TensorView of_rank(TensorView groups, i64 q) const { return groups.rows(q * own_experts(), own_experts() + 1); }
   // Complete when the ticket has been waited for; `sorted` must not change before.
   Ticket start_to_experts(const PassContext& ctx, TensorView arrived, TensorView sorted) const;
@@ -61,6 +63,9 @@ class ExpertExchange {
   i64 rows(i64 from, i64 to, i64 sp_rank) const noexcept;
   i64 rows(i64 from, i64 to) const noexcept { return rows(from, to, sp_rank_); }
   void plan_rounds(i64 tokens) const;
+  // comes(q): whether rows come from rank q now; goes(q): whether they go there.
+  void begin(const PassContext& ctx, TensorView groups, FunctionRef<bool(i64)> comes,
+             FunctionRef<bool(i64)> goes) const;
   Ticket move(const PassContext& ctx, TensorView to, const std::vector<Run>& runs_in, TensorView from,
               const std::vector<Run>& runs_out) const;
 

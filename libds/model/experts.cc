@@ -33,14 +33,12 @@ enum Saved : size_t {
   kArrivedX,    // [M,C]; with ep
 };
 enum Gradient : size_t {
-  kDPre,      // [M,W]
-  kWeighted,  // [M,F]: the hidden values times the weights of their places
-  kDLogits,   // [R,E]
-  kDArrived,  // [M,C]: gradients of outputs; with ep
-  kSumUp,     // fp32, of the experts' parameters; for several rounds
-  kSumDown,
-  kSumUpBias,
-  kSumDownBias,
+  kDPre,          // [M,W]
+  kWeighted,      // [M,F]: the hidden values times the weights of their places
+  kDLogits,       // [R,E]
+  kDArrived,      // [M,C]: gradients of outputs; with ep
+  kSentDPre,      // [N,W], by place; for several rounds
+  kSentWeighted,  // [N,F]
 };
 enum Temporary : size_t {
   kRows,        // [N,C], by place: inputs, then outputs; or gradients of outputs, then of inputs
@@ -55,6 +53,10 @@ enum Temporary : size_t {
   kArrivedWeights,  // [M,1]; with ep
   kDArrivedWeights,
   kSortedX,  // [N,C]; for several rounds
+  kSumUp,    // fp32, of the experts' parameters; for several rounds
+  kSumDown,
+  kSumUpBias,
+  kSumDownBias,
   kBiasDot,  // [M,1]; with biases
   kOneLoss,  // [1]
 };
@@ -146,24 +148,26 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
   add(a.temporary,
       {p.temporary(work, {N, C_}), p.temporary(work, {M, F_}), travels() ? p.temporary(work, {M, C_}) : none});
   if (train) {
-    add(a.gradients, {p.gradient(work, {M, mlp_.width()}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
-                      travels() ? p.gradient(work, {M, C_}) : none});
-    const std::vector<std::vector<i64>> shapes = mlp_.shapes(n);
-    for (size_t i = 0; i < 4; ++i) {
-      if (!repeats || i >= shapes.size()) {
-        a.gradients.push_back(none);
-      } else if (const std::vector<i64>& shape = shapes[i]; shape.size() == 2) {
-        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1]}));
-      } else {
-        a.gradients.push_back(p.gradient(f32, {shape[0], shape[1], shape[2]}));
-      }
-    }
+    add(a.gradients,
+        {p.gradient(work, {M, mlp_.width()}), p.gradient(work, {M, F_}), p.gradient(work, {R, E()}),
+         travels() ? p.gradient(work, {M, C_}) : none, repeats ? p.gradient(work, {N, mlp_.width()}) : none,
+         repeats ? p.gradient(work, {N, F_}) : none});
     // The gradient of a bias needs the weights again.
     const auto weights = [&](i64 rows) { return biased ? p.gradient(f32, {rows, 1}) : p.temporary(f32, {rows, 1}); };
     add(a.temporary, {p.temporary(work, {M, F_}), weights(N), p.temporary(f32, {N, 1}), p.temporary(f32, {R, k()}),
                       p.temporary(f32, {R, E()}), p.temporary(work, {R, C_}), travels() ? weights(M) : none,
-                      travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none,
-                      biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1})});
+                      travels() ? p.temporary(f32, {M, 1}) : none, repeats ? p.temporary(work, {N, C_}) : none});
+    const std::vector<std::vector<i64>> shapes = mlp_.shapes(n);
+    for (size_t i = 0; i < 4; ++i) {
+      if (!repeats || i >= shapes.size()) {
+        a.temporary.push_back(none);
+      } else if (const std::vector<i64>& shape = shapes[i]; shape.size() == 2) {
+        a.temporary.push_back(p.temporary(f32, {shape[0], shape[1]}));
+      } else {
+        a.temporary.push_back(p.temporary(f32, {shape[0], shape[1], shape[2]}));
+      }
+    }
+    add(a.temporary, {biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1})});
   }
   a.inner.push_back(gating_.plan(p, pass));
   acts.inner.push_back(std::move(a));
@@ -319,9 +323,7 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   x = gating_.input(ctx, x, own.inner.front());
   if (jitters) residual = {};
   if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
-  // Ranks of tp may have different numbers of rounds, and gather rows together.
-  if (exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T)))
-    sort(ctx, t[kSortedX], all_rows(ctx, x), own);
+  if (sorts_again(ctx)) sort(ctx, t[kSortedX], all_rows(ctx, x), own);
   const TensorView rows = t[kRows];
   sort(ctx, rows, all_rows(ctx, dy), own);
   ctx.ops.embedding_fwd(t[kPlaceWeights], one_column(s[kWeights]), s[kChoices], 0, false, ctx.stream);
@@ -382,10 +384,14 @@ void Experts::backward_round(const PassContext& ctx, RowViews params, const Laye
   exchange_.from_experts(ctx, t[kDPlaceWeights], t[kDArrivedWeights]);
 }
 
-// Several rounds: what the forward pass has kept is of the last one.
+bool Experts::sorts_again(const PassContext& ctx) const noexcept {
+  return exchange_.rounds() > 1 || (ctx.groups.shard.sequence && travels() && exchange_.may_repeat(ctx.B * ctx.T));
+}
+
+// Several rounds: the forward pass has kept rows of the last one alone. Gradients of parameters need rows that are made
+// here and for which there is no room: the ranks that the tokens come from keep them.
 void Experts::backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const {
   const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
-  const ExpertMlp::Rows sums{g[kSumUp], g[kSumDown], g[kSumUpBias], g[kSumDownBias]};
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
     mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
@@ -393,8 +399,8 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
     start_gradients(ctx, tickets, own);
     for (Ticket& ticket : tickets) ticket.wait();
     backward_round(ctx, params, own);
-    mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], s[kGroups], round > 0);
-    mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], s[kGroups], round > 0);
+    exchange_.from_experts(ctx, g[kSentDPre], g[kDPre]);
+    exchange_.from_experts(ctx, g[kSentWeighted], g[kWeighted]);
   }
 }
 
@@ -431,37 +437,69 @@ void Experts::backward_router(const PassContext& ctx, RowViews params, const Lay
   gating_.router_input_grad(ctx, t[kRouterDx]);
 }
 
-void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
-                              const LayerActs& acts) const {
-  const LayerActs& own = acts.inner.front();
+// A part is what comes from one rank.
+void Experts::expert_grads(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
+                           const LayerActs& own) const {
   const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
-  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
-  const bool summed = exchange_.rounds() > 1;
-  x = gating_.input(ctx, x, own.inner.front());
-  // A part is what comes from one rank.
-  const TensorView groups = ctx.part < 0 ? offsets(own) : exchange_.of_rank(offsets(own), ctx.part);
   const ExpertMlp::Rows wanted = mlp_.of(grads);
+  const bool down = wanted.down || wanted.down_bias, up = wanted.up || wanted.up_bias;
+  if (!down && !up) return;
+  if (travels()) exchange_.recall(ctx, s[kAllOffsets]);
+  if (sorts_again(ctx) && (ctx.part < 0 || ctx.part == shard_.ep_rank)) {
+    sort(ctx, t[kSortedX], all_rows(ctx, x), own);
+    sort(ctx, t[kRows], all_rows(ctx, dy), own);
+  }
+  if (exchange_.rounds() > 1) return expert_grads_by_rank(ctx, wanted, own);
+  const TensorView groups = ctx.part < 0 ? offsets(own) : exchange_.of_rank(offsets(own), ctx.part);
   const auto sorted = [&](TensorView stream) {
     sort(ctx, t[kRows], all_rows(ctx, stream), own);
     return t[kRows];
   };
-  if (summed) {
-    // Several rounds leave only a sum, which is the first part; the others are zero.
-    const auto rounded = [&](TensorView row, TensorView sum) {
-      if (ctx.part > 0) ctx.ops.scaled_sum(flat(sum), flat(sum), 0, 0, nullptr, ctx.stream);
-      round_gradient(ctx, flat(row), flat(sum));
-    };
-    rounded(wanted.down, g[kSumDown]);
-    rounded(wanted.up, g[kSumUp]);
-    if (mlp_.biased()) rounded(wanted.down_bias, g[kSumDownBias]), rounded(wanted.up_bias, g[kSumUpBias]);
-  } else {
-    if (wanted.down || wanted.down_bias) {
-      mlp_.down_grads(ctx, wanted, travels() ? g[kDArrived] : sorted(dy), g[kWeighted],
-                      t[travels() ? kArrivedWeights : kPlaceWeights], groups, ctx.adds_gradients());
-    }
-    if (wanted.up || wanted.up_bias)
-      mlp_.up_grads(ctx, wanted, g[kDPre], travels() ? s[kArrivedX] : sorted(x), groups, ctx.adds_gradients());
+  if (down) {
+    mlp_.down_grads(ctx, wanted, travels() ? g[kDArrived] : sorted(dy), g[kWeighted],
+                    t[travels() ? kArrivedWeights : kPlaceWeights], groups, ctx.adds_gradients());
   }
+  if (up) mlp_.up_grads(ctx, wanted, g[kDPre], travels() ? s[kArrivedX] : sorted(x), groups, ctx.adds_gradients());
+}
+
+// One rank's rows at a time, for which there always is room; more than one add up in fp32.
+void Experts::expert_grads_by_rank(const PassContext& ctx, const ExpertMlp::Rows& wanted, const LayerActs& own) const {
+  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
+  const bool all = ctx.part < 0;
+  const auto sum_of = [&](TensorView row, Temporary sum) {
+    return all && row && row.dtype != DType::F32 ? t[sum] : row;
+  };
+  const ExpertMlp::Rows sums{sum_of(wanted.up, kSumUp), sum_of(wanted.down, kSumDown),
+                             sum_of(wanted.up_bias, kSumUpBias), sum_of(wanted.down_bias, kSumDownBias)};
+  for (i64 q = all ? 0 : ctx.part; q < (all ? exchange_.ranks() : ctx.part + 1); ++q) {
+    exchange_.begin_rank(ctx, s[kGroups], q);
+    Ticket tickets[] = {
+        exchange_.start_to_experts(ctx, s[kArrivedX], t[kSortedX]),
+        exchange_.start_to_experts(ctx, g[kDArrived], t[kRows]),
+        exchange_.start_to_experts(ctx, g[kDPre], g[kSentDPre]),
+        exchange_.start_to_experts(ctx, g[kWeighted], g[kSentWeighted]),
+        mlp_.biased() ? exchange_.start_to_experts(ctx, t[kArrivedWeights], t[kPlaceWeights]) : Ticket{}};
+    for (Ticket& ticket : tickets) ticket.wait();
+    const TensorView groups = exchange_.of_rank(s[kGroups], q);
+    const bool adds = ctx.adds_gradients() || (all && q > 0);
+    mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], groups, adds);
+    mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], groups, adds);
+  }
+  const auto round = [&](TensorView row, TensorView sum) {
+    if (row.data != sum.data) ctx.ops.cast(flat(row), flat(sum), ctx.stream);
+  };
+  round(wanted.up, sums.up);
+  round(wanted.down, sums.down);
+  round(wanted.up_bias, sums.up_bias);
+  round(wanted.down_bias, sums.down_bias);
+}
+
+void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
+                              const LayerActs& acts) const {
+  const LayerActs& own = acts.inner.front();
+  const auto& g = own.gradients;
+  x = gating_.input(ctx, x, own.inner.front());
+  expert_grads(ctx, grads, dy, x, own);
   if (ctx.part > 0) return;
   if (grads.own[router_]) {
     linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits],

@@ -78,6 +78,11 @@ class Experts final : public FeedForward {
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   void backward_router(const PassContext& ctx, RowViews params, const LayerActs& acts) const;
   void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
+  // Whether rows are sorted again in a pass that keeps no sorted ones. Ranks of tp may have different numbers of
+  // rounds, and gather rows together.
+  bool sorts_again(const PassContext& ctx) const noexcept;
+  void expert_grads(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x, const LayerActs& own) const;
+  void expert_grads_by_rank(const PassContext& ctx, const ExpertMlp::Rows& wanted, const LayerActs& own) const;
 
   ExpertsConfig config_;
   Shard shard_;

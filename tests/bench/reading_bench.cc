@@ -49,7 +49,7 @@ Reading read_apart(const std::string& file, const std::string& tokenizer, int th
         r.anonymous_mb = std::max(r.anonymous_mb, anonymous_mb());
     });
     const auto start = std::chrono::steady_clock::now();
-    const ds::TokenStream stream(std::vector<std::string>{file}, ds::DataFormat::Auto, tokenizer, threads, 0);
+    const ds::TokenStream stream(std::vector<std::string>{file}, {.tokenizer = tokenizer, .num_threads = threads});
     r.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     r.tokens = stream.num_tokens();
     done = true;

@@ -121,6 +121,20 @@ TEST(Gating, TrainsWithTheSameBitsInEveryLayout) {
   }
 }
 
+// Experts with biases, some of which get more rows than there is memory for.
+TEST(Gating, GoesInRoundsWithTheBitsOfOneRank) {
+  ModelConfig model = tiny_moe(2);
+  model.experts.capacity.limited = false;
+  for (const DType work : {DType::F32, DType::BF16}) {
+    const Trace want = train(model, {}, 1, work);
+    for (const Layout& l : {Layout{.dp = 8, .stage = 2}, {.dp = 8, .checkpoints = Granularity::Layer, .stage = 1}}) {
+      const Trace all = train(config_for(model, l, 8, work), l), some = train(config_for(model, l, 8, work, 1), l);
+      EXPECT_GT(some.sent.at("ep.all_to_allv").calls, all.sent.at("ep.all_to_allv").calls);
+      expect_same_training(some, want, fmt::format("{} {}", dtype_name(work), l.name()));
+    }
+  }
+}
+
 TEST(Gating, OverTensorAndSequenceParallelRanksAgreesToRounding) {
   for (const auto& [name, model] : models()) {
     const Trace want = train(model, {});

@@ -47,7 +47,8 @@ class RowFeed {
   i64 ld_ = 0, depth_ = 0, rows_ = 0, at_ = 0;
 };
 
-// The next panels of b, [K,N]: columns [panels][kWords][kNR]. A piece is a word of each column.
+// The next panels of b, [K,N]: columns [panels][kWords][kNR]. A piece is a word of each column of a panel; pieces go
+// along the rows of b.
 template <class Product, class T>
 class ColumnFeed {
  public:
@@ -59,19 +60,19 @@ class ColumnFeed {
     if (left_ <= 0) return;
     // Shortly before their use: rows that are a power of two apart share few sets of the caches.
     for (i64 d = 0; d < D; ++d) {
-      const T* const row = from_ + (kFar + d) * ld_;
-      for (i64 c = 0; c < columns_; c += 64 / i64{sizeof(T)})
-        _mm_prefetch(reinterpret_cast<const char*>(row + c), _MM_HINT_T1);
+      for (i64 c = 0; c < kNR; c += 64 / i64{sizeof(T)})
+        _mm_prefetch(reinterpret_cast<const char*>(from_ + (kFar + d) * ld_ + at_ + c), _MM_HINT_T1);
     }
-    i64 c = 0;
-    float* to = to_;
-    for (; c + kNR <= columns_; c += kNR, to += kNR * kWords) {
+    float* const to = to_ + at_ * kWords;
+    if (at_ + kNR <= columns_) {
       Vec words[2];
-      Product::load_across(words, from_ + c, ld_, left_);
+      Product::load_across(words, from_ + at_, ld_, left_);
       store(to, words[0]), store(to + kLanes, words[1]);
+    } else {
+      pack_edge(to);
     }
-    for_vectors(c, columns_, [&](i64 v, auto n) { store(to + v - c, Product::load_across(from_ + v, ld_, left_, n)); });
-    from_ += D * ld_, to_ += kNR, left_ -= D;
+    at_ += kNR;
+    if (at_ >= columns_) at_ = 0, from_ += D * ld_, to_ += kNR, left_ -= D;
   }
   void finish() noexcept {
     while (left_ > 0) pack_piece();
@@ -79,9 +80,15 @@ class ColumnFeed {
 
  private:
   static constexpr i64 D = Product::kDepth, kFar = 64;  // rows
+
+  [[gnu::cold, gnu::noinline]] void pack_edge(float* to) const noexcept {
+    for_vectors(at_, columns_,
+                [&](i64 v, auto n) { store(to + v - at_, Product::load_across(from_ + v, ld_, left_, n)); });
+  }
+
   const T* from_ = nullptr;
   float* to_ = nullptr;
-  i64 ld_ = 0, left_ = 0, columns_ = 0;
+  i64 ld_ = 0, left_ = 0, columns_ = 0, at_ = 0;
 };
 
 // sums[kRows][kVectors * kLanes] = or += rows [kRows][kRowPitch] times lanes [words][kVectors * kLanes]. The feed packs
@@ -241,13 +248,13 @@ void multiply_across(const Source<T>& a, const Source<T>& b, i64 K, Range m, Ran
     float* block = sums;
     for (i64 begin = n.begin; begin < n.end; begin += kColumns) {
       Feed next = order.after(others, b, begin, k);
-      const i64 end = std::min(begin + kColumns, n.end), every = panels_m * ceil_div(end - begin, kNR);
+      const i64 end = std::min(begin + kColumns, n.end);
       for (i64 p = 0; p < panels_m; ++p) {
         const Range rows = part_of(m.size(), 1, p, panels_m);  // as even as possible
         const float* panel = panels;
         for (i64 j = begin; j < end; j += kNR, panel += kNR * kWords) {
           stream_kernels<Product, Feed>[rows.size() - 1](words, scratch + rows.begin * kRowPitch, panel, block, first,
-                                                         next, every);
+                                                         next, panels_m);
           if (last) done(e, block, kNR, m.begin + rows.begin, j, rows.size(), std::min(kNR, end - j));
           if (held) block += kMR * kNR;
         }
