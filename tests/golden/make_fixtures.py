@@ -172,7 +172,7 @@ MODELS = {
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
 SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570,
-         "deepseek_v2": 2820, "deepseek_v2_lite": 26910, "deepseek_v3": 2020}
+         "deepseek_v2": 2820, "deepseek_v2_lite": 26910, "deepseek_v3": 2430}
 
 
 @contextlib.contextmanager
