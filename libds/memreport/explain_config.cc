@@ -60,7 +60,7 @@ i64 params_of_experts(const ModelConfig& m) {
     return all;
   }
   const i64 inner = 3 * (x.count * x.intermediate + x.shared - m.intermediate) + x.count + (x.shared_gate ? 1 : 0);
-  return std::ranges::count(x.layers, true) * inner * m.hidden;
+  return std::ranges::count(x.layers, true) * (inner * m.hidden + (x.balancing_bias ? x.count : 0));
 }
 
 // Parameters of a layer's multi-head latent attention; 0: it has another.

@@ -45,7 +45,7 @@ constexpr Case kCases[] = {
     {"deepseek_v2", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "kv_lora_rank": 3,
                        "q_lora_rank": null, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 1)",
      "mlp", "gate_proj", "up_proj", "down_proj"},
-    {"deepseek_v3", R"("n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 2,
+    {"deepseek_v3", R"("n_routed_experts": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 2,
                        "first_k_dense_replace": 1, "kv_lora_rank": 3, "q_lora_rank": null, "qk_nope_head_dim": 2,
                        "qk_rope_head_dim": 2, "v_head_dim": 1)",
      "mlp", "gate_proj", "up_proj", "down_proj"}};

@@ -670,7 +670,7 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 8, 4]}})",
                 "moe.num_experts: has 3 numbers for 6 layers with experts: give one, or one for each"},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 0, 4, 4, 4, 4]}})",
-                "moe.num_experts: must be an integer or an array of integers, at least 1"},
+                "moe.num_experts: must be an integer or an array of integers, 1 to 4096"},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": []}})",
                 "moe.num_experts: must be an integer or an array"},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 2, 4, 4], "k": 3}})",
