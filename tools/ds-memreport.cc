@@ -175,13 +175,14 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
 }
 
 int of_source(const MemreportOptions& a, Files& files, Output& out) {
-  const memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
+  memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
   const bool sound = source.config.ok(), searches = !a.fit.empty() && (sound || memreport::can_be_rearranged(source));
   for (const Diagnostic& d : source.config.diagnostics) {
     if (d.severity == Severity::Warning) tools::report_warning(to_string(d));
     if (d.severity == Severity::Error && !searches) tools::report_error(to_string(d));
   }
   if (!sound && !searches) return exit_code(source.config.code());
+  tools::take_loads(a, source);
   const memreport::World world = world_of(a, source.ranks);
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
@@ -190,8 +191,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
   if (searches) return of_fit(a, source, world, device, hardware, files, out);
 
   const memreport::Prediction p = memreport::predict(config, world, device);
-  std::optional<memreport::StepTime> time;
-  if (hardware) time = memreport::predict_time(config, world, device, *hardware);
+  const auto time = hardware ? std::optional(memreport::predict_time(config, world, device, *hardware)) : std::nullopt;
   files.write_config(config, a.write);
   if (out.json()) {
     Json fields = Json::parse(memreport::json(p));

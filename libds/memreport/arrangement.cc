@@ -14,7 +14,9 @@ namespace ds::memreport {
 ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
   Keys overrides = source.overrides;
   overrides.insert(overrides.end(), keys.begin(), keys.end());
-  return parse_config(source.text, source.name, overrides, ranks, ConfigUse::Inspect, source.parts);
+  ConfigResult result = parse_config(source.text, source.name, overrides, ranks, ConfigUse::Inspect, source.parts);
+  result.config.model.experts.loads = source.expert_loads;
+  return result;
 }
 
 Frame frame_of(const Arrangement& a) {

@@ -554,6 +554,7 @@ Config with_layers(Config c, i64 layers) {
   ExpertsConfig& experts = c.model.experts;
   if (experts.count > 0) experts.layers.resize(static_cast<size_t>(layers), true);
   if (!experts.counts.empty()) experts.counts.resize(static_cast<size_t>(layers), experts.count);
+  if (!experts.loads.empty()) experts.loads.resize(static_cast<size_t>(layers));
   return c;
 }
 

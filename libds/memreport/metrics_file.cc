@@ -67,6 +67,12 @@ class Fields {
     for (const Json& item : at(key)) all.push_back(narrow<int>(count(item, key, kMostRanks)));
     return all;
   }
+  // All its members, which are counts.
+  std::vector<std::pair<std::string, i64>> counts() const {
+    std::vector<std::pair<std::string, i64>> all;
+    for (const auto& [name, value] : json_.items()) all.emplace_back(name, count(value, name, kMostBytes));
+    return all;
+  }
   // The bounds of the tags that have one; empty for files of earlier versions.
   std::vector<std::pair<std::string, Bound>> bounds_by_tag(const char* key) const {
     std::vector<std::pair<std::string, Bound>> all;
@@ -245,6 +251,27 @@ class Reader {
                       line.count(step_field::kTokens)});
     if (steps_.size() > window_) steps_.pop_front();
     counted_ = line.bytes_by_tag(step_field::kMemoryBytes);
+    if (line.has(step_field::kExpertTokens)) take_tokens(line.object(step_field::kExpertTokens));
+  }
+
+  // "LAYER.EXPERT": tokens.
+  void take_tokens(const Fields& tokens) {
+    for (const auto& [name, count] : tokens.counts()) {
+      const size_t dot = std::min(name.rfind('.'), name.size());
+      const std::string layer = name.substr(0, dot);
+      auto at = std::ranges::find(file_.expert_loads, layer, &ExpertLoad::layer);
+      if (at == file_.expert_loads.end()) at = file_.expert_loads.insert(at, {.layer = layer, .tokens = {}});
+      const auto expert = static_cast<size_t>(number_of(name.substr(std::min(dot + 1, name.size()))));
+      if (expert >= at->tokens.size()) at->tokens.resize(expert + 1);
+      at->tokens[expert] += count;
+    }
+  }
+  i64 number_of(std::string_view text) const {
+    const bool sound =
+        !text.empty() && text.size() < 7 && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
+    DS_CHECK(sound, Errc::Corrupt, "{}: {}: \"{}\" is no number of an expert", where(), step_field::kExpertTokens,
+             text);
+    return std::stoll(std::string(text));
   }
 
   void take_memory(const Fields& line) {

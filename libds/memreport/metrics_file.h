@@ -30,6 +30,11 @@ struct StepSpeed {
   double loss = 0;          // of the last one; NaN if it was not finite
 };
 
+struct ExpertLoad {
+  std::string layer;
+  std::vector<i64> tokens;
+};
+
 struct MetricsFile {
   std::string path;  // of the file
   int runs = 0;      // lines of type "run": one for each start; 0: written before there were any
@@ -45,6 +50,8 @@ struct MetricsFile {
   i64 last_step = 0;   // that it tells of
   bool ended = false;  // its ranks have told what they took
 
+  // The tokens that chose each expert in all its steps, by layer in the order of layers; empty without experts.
+  std::vector<ExpertLoad> expert_loads;
   std::vector<RankMemory> ranks;  // by rank. Until the run has ended: predictions, and the counts of rank 0
   StepSpeed speed;
 };

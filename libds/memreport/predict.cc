@@ -255,6 +255,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   p.world = world;
   p.mesh = mesh_shape(config, world.ranks);
   p.expert_ranks = config.expert_parallel.size;
+  p.measured_loads = !config.model.experts.loads.empty();
   p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
   const model::Model& whole = models.of(config, p.mesh, {});
   p.num_params = whole.num_params();

@@ -13,6 +13,8 @@
 #include "config/model_config.h"
 #include "ds/checkpoint.h"
 #include "ds/memreport.h"
+#include "memreport/metrics_file.h"
+#include "monitor/monitor.h"
 
 namespace ds::memreport {
 namespace fs = std::filesystem;
@@ -89,6 +91,27 @@ Text text_of(const std::string& path, const ProgramParts& parts) {
 }
 
 }  // namespace
+
+void take_expert_loads(Source& source, const std::string& metrics) {
+  const ExpertsConfig& x = source.config.config.model.experts;
+  DS_CHECK(x.count > 0, Errc::Config, "{}: the model has no experts", source.name);
+  const MetricsFile file = read_metrics(metrics);
+  DS_CHECK(!file.expert_loads.empty(), Errc::Config, "{}: no step has {}", file.path, step_field::kExpertTokens);
+  std::vector<std::vector<i64>> loads(x.layers.size());
+  auto next = file.expert_loads.begin();
+  const i64 sparse = std::ranges::count(x.layers, true);
+  DS_CHECK(std::ssize(file.expert_loads) == sparse, Errc::Config,
+           "{}: counts of experts in {} layers, and the model has {}", file.path, file.expert_loads.size(), sparse);
+  for (size_t l = 0; l < loads.size(); ++l) {
+    if (!x.layers[l]) continue;
+    const i64 count = x.count_of(narrow<i64>(l));
+    DS_CHECK(std::ssize(next->tokens) == count, Errc::Config, "{}: {} has {} experts, and the model has {}", file.path,
+             next->layer, next->tokens.size(), count);
+    loads[l] = (next++)->tokens;
+  }
+  source.expert_loads = loads;
+  source.config.config.model.experts.loads = std::move(loads);
+}
 
 Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks,
                    const ProgramParts& parts) {

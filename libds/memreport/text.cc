@@ -69,20 +69,21 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
   return text;
 }
 
-std::string traffic_text(const RankGroup& g) {
+std::string traffic_text(const RankGroup& g, bool measured_loads) {
   std::string text = fmt::format("sent by each of ranks {} in {} step\n", short_ranges(g.ranks),
                                  g.mean_traffic.empty() ? "a" : "the last");
   const auto at_most = [&](const std::string& name) {
     const auto found = g.most_traffic.find(name);
     return found == g.most_traffic.end() ? "" : fmt::format(", at most {} in a step", bytes_text(found->second));
   };
-  const auto even_load = [](const Traffic& t) {
-    return message_tag(t.name).collective == Collective::AllToAllV ? ", if all experts get as many tokens" : "";
+  const auto load = [&](const Traffic& t) {
+    if (message_tag(t.name).collective != Collective::AllToAllV) return "";
+    return measured_loads ? ", with the measured loads of experts" : ", if all experts get as many tokens";
   };
   const auto uneven = [&](const std::string& name) { return g.uneven_traffic.contains(name) ? " at most" : ""; };
   for (const Traffic& t : g.traffic)
     text += fmt::format("  {:<20} {:>14}{} in {} call{}{}{}\n", t.name, bytes_text(t.bytes), uneven(t.name), t.calls,
-                        t.calls == 1 ? "" : "s", at_most(t.name), even_load(t));
+                        t.calls == 1 ? "" : "s", at_most(t.name), load(t));
   for (const auto& [name, bytes] : g.most_traffic) {
     if (std::ranges::find(g.traffic, name, &Traffic::name) == g.traffic.end())
       text += fmt::format("  {:<20} {:>14}{}\n", name, bytes_text(0), at_most(name));
@@ -120,7 +121,7 @@ std::string text(const Prediction& p, bool all) {
         100 * p.bubble_fraction);
   if (p.groups.size() > 1) out += "\n" + stages_text(p);
   for (const RankGroup& g : p.groups) {
-    if (all || &g == &p.worst_group()) out += "\n" + group_text(g, p) + "\n" + traffic_text(g);
+    if (all || &g == &p.worst_group()) out += "\n" + group_text(g, p) + "\n" + traffic_text(g, p.measured_loads);
   }
   out += "\nWhat is in the total is taken before the first step and kept.\n";
   if (p.fullest.host_bytes > 0)
@@ -157,7 +158,7 @@ std::string json(const Prediction& p) {
     groups.back()["file_read_bytes"] = g.file_read_bytes;
     groups.back()["file_written_bytes"] = g.file_written_bytes;
   }
-  return Json({{"world_size", p.world.ranks},
+  Json fields({{"world_size", p.world.ranks},
                {"nodes", p.world.nodes},
                {"mesh", mesh_json(p.mesh)},
                {"device", p.device},
@@ -169,8 +170,9 @@ std::string json(const Prediction& p) {
                {"bubble_fraction", p.bubble_fraction},
                {"groups", groups},
                {"worst_group", p.worst},
-               {"fullest_node", {{"node", p.fullest.node}, {"host_bytes", p.fullest.host_bytes}}}})
-      .dump();
+               {"fullest_node", {{"node", p.fullest.node}, {"host_bytes", p.fullest.host_bytes}}}});
+  if (p.measured_loads) fields["expert_loads"] = "measured";
+  return fields.dump();
 }
 
 std::string text(const StepTime& t) {

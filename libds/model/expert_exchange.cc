@@ -9,7 +9,7 @@
 
 namespace ds::model {
 
-ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard)
+ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard, double busiest)
     : experts_(experts),
       per_token_(per_token),
       ranks_(shard.ep),
@@ -17,6 +17,7 @@ ExpertExchange::ExpertExchange(i64 experts, i64 per_token, double room, const Sh
       sp_(shard.sp),
       sp_rank_(shard.sp_rank),
       room_(room / shard.tp),
+      busiest_(busiest),
       further_rounds_(shard.expert_rounds) {
   const auto n = static_cast<size_t>(ranks_), all = static_cast<size_t>(members());
   all_.resize(all * static_cast<size_t>(experts_ + 1));
@@ -63,20 +64,33 @@ void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
   if (ctx.host != nullptr) {
     ctx.host->download(all_.data(), all.data, all.bytes());
   } else {
-    // A dry run: every expert gets the same share.
-    const i64 sent = tokens * per_token_ / ctx.groups.shard.tp;
-    for (i64 e = 0; e <= experts_; ++e) {
-      for (i64 q = 0; q < members(); ++q)
-        all_[static_cast<size_t>(q * (experts_ + 1) + e)] = narrow<i32>(sent * e / experts_);
-    }
+    predict(tokens, ctx.groups.shard.tp);
   }
   plan_rounds(tokens);
+}
+
+// In a dry run every expert of a rank gets the same share, and so does every rank, but for this one.
+void ExpertExchange::predict(i64 tokens, i64 tp) const {
+  const i64 sent = tokens * per_token_ / tp,
+            here = std::min(rows_of_one(tokens), std::lround(static_cast<double>(sent / ranks_) * busiest_)),
+            elsewhere = ranks_ > 1 ? std::max<i64>(sent - here, 0) / (ranks_ - 1) : 0;
+  for (i64 q = 0; q < members(); ++q) {
+    i32* at = all_.data() + q * (experts_ + 1);
+    i64 sum = *at = 0;
+    for (i64 rank = 0; rank < ranks_; ++rank) {
+      const i64 rows = rank == rank_ ? here : elsewhere;
+      for (i64 e = 1; e <= own_experts(); ++e) *++at = narrow<i32>(sum + rows * e / own_experts());
+      sum += rows;
+    }
+  }
 }
 
 // A rank takes the rows of as many ranks in a round as it has room for, in the order of ranks.
 void ExpertExchange::plan_rounds(i64 tokens) const {
   const i64 most = most_rows(tokens);
   rounds_ = 1;
+  arriving_ = 0;
+  for (i64 q = 0; q < ranks_; ++q) arriving_ += rows(q, rank_);
   for (i64 sp_rank = 0; sp_rank < sp_; ++sp_rank) {
     for (i64 to = 0; to < ranks_; ++to) {
       i64 round = 0, taken = 0;
@@ -115,6 +129,7 @@ void ExpertExchange::begin(const PassContext& ctx, TensorView groups, FunctionRe
     }
   }
   groups_[static_cast<size_t>(group)] = narrow<i32>(at);
+  arriving_ = at;
   if (ctx.host != nullptr) ctx.host->upload(groups.data, groups_.data(), groups.bytes());
 }
 

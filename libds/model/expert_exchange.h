@@ -18,8 +18,9 @@ namespace ds::model {
 class ExpertExchange {
  public:
   ExpertExchange() = default;
-  // room: see ExpertParallelConfig.
-  ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard);
+  // room: see ExpertParallelConfig. busiest: the rows that this rank gets in a prediction, as a multiple of its even
+  // share.
+  ExpertExchange(i64 experts, i64 per_token, double room, const Shard& shard, double busiest = 1);
 
   i64 ranks() const noexcept { return ranks_; }
   // Those of the communicator, which joins all ranks of sp; each sends to those with its part of sequences.
@@ -40,6 +41,8 @@ class ExpertExchange {
   i64 rounds() const noexcept { return rounds_; }
   // Whether there can be more than one.
   bool may_repeat(i64 R) const noexcept { return most_rows(R) < ranks_ * rows_of_one(R); }
+  // The rows that arrive in the round at hand, or in the only one.
+  i64 arriving() const noexcept { return arriving_; }
   // groups [groups() + 1] int32 = the offsets of the rows that arrive in this round, to which the next messages belong.
   void begin(const PassContext& ctx, TensorView groups, i64 round) const;
   // The same for the rows from rank q alone, of any round.
@@ -62,6 +65,7 @@ class ExpertExchange {
   i64 rows_of_one(i64 R) const noexcept { return R * std::min(per_token_, own_experts()); }
   i64 rows(i64 from, i64 to, i64 sp_rank) const noexcept;
   i64 rows(i64 from, i64 to) const noexcept { return rows(from, to, sp_rank_); }
+  void predict(i64 tokens, i64 tp) const;
   void plan_rounds(i64 tokens) const;
   // comes(q): whether rows come from rank q now; goes(q): whether they go there.
   void begin(const PassContext& ctx, TensorView groups, FunctionRef<bool(i64)> comes,
@@ -70,14 +74,14 @@ class ExpertExchange {
               const std::vector<Run>& runs_out) const;
 
   i64 experts_ = 0, per_token_ = 0, ranks_ = 1, rank_ = 0, sp_ = 1, sp_rank_ = 0;
-  double room_ = 1;
+  double room_ = 1, busiest_ = 1;
   bool further_rounds_ = true;
   // The host's numbers of the pass at hand: a layer runs one pass at a time.
   mutable std::vector<i32> all_, groups_;
   mutable std::vector<i64> round_of_;            // [to, from]
   mutable std::vector<Run> sorted_, arrived_;    // of each rank
   mutable std::vector<AllToAllSlice> in_, out_;  // of each member
-  mutable i64 rounds_ = 1;
+  mutable i64 rounds_ = 1, arriving_ = 0;
 };
 
 }  // namespace ds::model

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 #include "base/check.h"
 #include "comm/message_tag.h"
@@ -65,6 +67,20 @@ TensorView one_matrix(TensorView m) { return m.reshaped({1, m.dim(0), m.dim(1)})
 TensorView one_column(TensorView v) { return v.reshaped({v.numel(), 1}); }
 TensorView flat(TensorView v) { return v ? v.reshaped({v.numel()}) : v; }
 
+// The rows of the busiest of so many ranks that divide the experts of a block, as a multiple of their mean.
+double busiest_of(const ExpertsConfig& c, i64 block, i64 ranks) {
+  if (c.loads.empty() || c.loads[static_cast<size_t>(block)].empty()) return 1;
+  const std::vector<i64>& loads = c.loads[static_cast<size_t>(block)];
+  const i64 n = c.count / ranks;
+  i64 most = 0, all = 0;
+  for (auto own = loads.begin(); own < loads.end(); own += n) {
+    const i64 sum = std::accumulate(own, own + n, i64{0});
+    most = std::max(most, sum);
+    all += sum;
+  }
+  return all > 0 ? static_cast<double>(most * ranks) / static_cast<double>(all) : 1;
+}
+
 bool any_sparse(const ExpertsConfig& c, i64 begin, i64 end) {
   for (i64 l = begin; l < std::min(end, std::ssize(c.layers)); ++l) {
     if (c.sparse(l)) return true;
@@ -82,9 +98,10 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
       F_(c.experts.intermediate),
       first_(!any_sparse(c.experts, 0, layer - 1)),
       last_(!any_sparse(c.experts, layer, std::ssize(c.experts.layers))),
+      busiest_(busiest_of(c.experts, layer - 1, shard.tp * shard.ep)),
       gating_(c, shard, layer),
       mlp_(c),
-      exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard) {
+      exchange_(c.experts.count / shard.tp, c.experts.per_token, shard.expert_room, shard, busiest_) {
   const auto add = [&](ParamRow row) {
     row.std = c.initializer_range;
     row.decay = true;
@@ -175,6 +192,14 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
 }
 
 TensorView Experts::offsets(const LayerActs& own) const { return own.saved[travels() ? kGroups : kOffsets]; }
+
+TensorView Experts::now(const PassContext& ctx, TensorView rows) const {
+  const bool known = travels() && (ctx.host != nullptr || ctx.predicts);
+  if (!rows || !(known || ctx.predicts)) return rows;
+  const double expected = static_cast<double>(ctx.B * ctx.T * k()) * busiest_ / shard_.tp;
+  const i64 n = known ? exchange_.arriving() : std::lround(expected);
+  return rows.rows(0, std::clamp<i64>(n, 1, rows.dim(0)));
+}
 
 void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& acts) const {
   const LayerActs &own = acts.inner.front(), &gating = own.inner.front();
@@ -291,9 +316,9 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
       exchange_.begin(ctx, s[kGroups], round);
       exchange_.start_to_experts(ctx, s[kArrivedX], rows).wait();
     }
-    mlp_.to_pre(ctx, params, s[kPre], travels() ? s[kArrivedX] : rows, offsets(own));
-    const TensorView out = travels() ? t[kArrivedOut] : rows;
-    mlp_.from_pre(ctx, params, out, s[kPre], t[kHidden], offsets(own));
+    const TensorView pre = now(ctx, s[kPre]), out = travels() ? t[kArrivedOut] : rows;
+    mlp_.to_pre(ctx, params, pre, now(ctx, travels() ? s[kArrivedX] : rows), offsets(own));
+    mlp_.from_pre(ctx, params, now(ctx, out), pre, now(ctx, t[kHidden]), offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
   }
   ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
@@ -311,7 +336,8 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
     if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
     exchange_.begin(ctx, s[kGroups], 0);
   }
-  mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kRows]), offsets(own));
+  const TensorView x_now = now(ctx, arrive(ctx, s[kArrivedX], t[kRows]));
+  mlp_.to_pre(ctx, params, now(ctx, s[kPre]), x_now, offsets(own));
 }
 
 void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
@@ -359,13 +385,14 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
 void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
                                TensorView weights, TensorView dweights, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  mlp_.backward(ctx, params, dx, dy, weights, dweights,
-                {.pre = own.saved[kPre],
-                 .dpre = g[kDPre],
-                 .weighted = g[kWeighted],
-                 .hidden = t[kHidden],
-                 .dhidden = t[kDHidden],
-                 .dot = t[kBiasDot]},
+  const auto part = [&](TensorView rows) { return now(ctx, rows); };
+  mlp_.backward(ctx, params, part(dx), part(dy), part(weights), part(dweights),
+                {.pre = part(own.saved[kPre]),
+                 .dpre = part(g[kDPre]),
+                 .weighted = part(g[kWeighted]),
+                 .hidden = part(t[kHidden]),
+                 .dhidden = part(t[kDHidden]),
+                 .dot = part(t[kBiasDot])},
                 offsets(own));
 }
 
@@ -394,7 +421,8 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
   const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
-    mlp_.to_pre(ctx, params, s[kPre], arrive(ctx, s[kArrivedX], t[kSortedX]), s[kGroups]);
+    const TensorView x = now(ctx, arrive(ctx, s[kArrivedX], t[kSortedX]));
+    mlp_.to_pre(ctx, params, now(ctx, s[kPre]), x, s[kGroups]);
     Ticket tickets[2];
     start_gradients(ctx, tickets, own);
     for (Ticket& ticket : tickets) ticket.wait();
@@ -455,11 +483,19 @@ void Experts::expert_grads(const PassContext& ctx, RowViews grads, TensorView dy
     sort(ctx, t[kRows], all_rows(ctx, stream), own);
     return t[kRows];
   };
+  const auto part = [&](TensorView rows) {
+    const TensorView all = now(ctx, rows);
+    return all && ctx.predicts && ctx.part >= 0 ? all.rows(0, div_ceil(all.dim(0), exchange_.ranks())) : all;
+  };
   if (down) {
-    mlp_.down_grads(ctx, wanted, travels() ? g[kDArrived] : sorted(dy), g[kWeighted],
-                    t[travels() ? kArrivedWeights : kPlaceWeights], groups, ctx.adds_gradients());
+    const TensorView weights = t[travels() ? kArrivedWeights : kPlaceWeights];
+    mlp_.down_grads(ctx, wanted, part(travels() ? g[kDArrived] : sorted(dy)), part(g[kWeighted]), part(weights), groups,
+                    ctx.adds_gradients());
   }
-  if (up) mlp_.up_grads(ctx, wanted, g[kDPre], travels() ? s[kArrivedX] : sorted(x), groups, ctx.adds_gradients());
+  if (up) {
+    mlp_.up_grads(ctx, wanted, part(g[kDPre]), part(travels() ? s[kArrivedX] : sorted(x)), groups,
+                  ctx.adds_gradients());
+  }
 }
 
 // One rank's rows at a time, for which there always is room; more than one add up in fp32.
@@ -482,8 +518,9 @@ void Experts::expert_grads_by_rank(const PassContext& ctx, const ExpertMlp::Rows
     for (Ticket& ticket : tickets) ticket.wait();
     const TensorView groups = exchange_.of_rank(s[kGroups], q);
     const bool adds = ctx.adds_gradients() || (all && q > 0);
-    mlp_.down_grads(ctx, sums, g[kDArrived], g[kWeighted], t[kArrivedWeights], groups, adds);
-    mlp_.up_grads(ctx, sums, g[kDPre], s[kArrivedX], groups, adds);
+    mlp_.down_grads(ctx, sums, now(ctx, g[kDArrived]), now(ctx, g[kWeighted]), now(ctx, t[kArrivedWeights]), groups,
+                    adds);
+    mlp_.up_grads(ctx, sums, now(ctx, g[kDPre]), now(ctx, s[kArrivedX]), groups, adds);
   }
   const auto round = [&](TensorView row, TensorView sum) {
     if (row.data != sum.data) ctx.ops.cast(flat(row), flat(sum), ctx.stream);

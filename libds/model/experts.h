@@ -64,6 +64,8 @@ class Experts final : public FeedForward {
   // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have
   // arrived in the round at hand.
   TensorView offsets(const LayerActs& own) const;
+  // The part of rows [M,...] that is computed now, at least one; in a prediction, the part that is expected.
+  TensorView now(const PassContext& ctx, TensorView rows) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& acts) const;
   // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
   void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;
@@ -88,6 +90,7 @@ class Experts final : public FeedForward {
   Shard shard_;
   i64 C_, F_;
   bool first_, last_;  // of the blocks with experts
+  double busiest_;     // ExpertExchange
   size_t router_ = 0;
   std::optional<size_t> bias_;
   Gating gating_;

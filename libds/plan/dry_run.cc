@@ -101,6 +101,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
   const model::PassMemory memory = memory_of(model, plan);
   model::PassContext ctx =
       model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, walk.comms);
+  ctx.predicts = walk.predicts;
   if (plan.fused) ctx.term = walk.later ? model::GradTerm::Later : model::GradTerm::First;
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   const DType fresh = plan.dp().grads.fresh();

@@ -45,7 +45,8 @@ struct Walk {  // where it takes place
   const OpTable& ops;
   Stream& stream;
   const model::AxisComms& comms;
-  bool later = false;  // it is a later micro-batch than the first, so that gradients may be added to sums
+  bool later = false;     // it is a later micro-batch than the first, so that gradients may be added to sums
+  bool predicts = false;  // PassContext
 };
 // Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
 // engine's have data. `enter(chunk, pass)` is called before calls of that chunk (its place in StageCalls::chunks) and

@@ -30,7 +30,9 @@ void tally_layers(std::span<ChunkWork::Passes* const> passes, const model::Model
     pass = &(*passes[chunk])[static_cast<size_t>(which)];
     stream.native = &pass->ops;
   };
-  walk_layers(model, plan, {counting_ops(), stream, axes.comms(), later}, enter);
+  walk_layers(model, plan,
+              {.ops = counting_ops(), .stream = stream, .comms = axes.comms(), .later = later, .predicts = true},
+              enter);
   take_messages();
 }
 

@@ -100,6 +100,57 @@ PY
   assert [ ! -e refused ]
 }
 
+@test "times of experts over ranks follow from loads that a run counted" {
+  # shellcheck disable=SC2046
+  ds-launch -n 2 ds-train cfg.json --out run --steps 2 $(over 2)
+  # All tokens of the second step go to the last two experts: in the sum of the steps, more than half.
+  python3 - <<'PY'
+import json
+lines = [json.loads(line) for line in open('run/metrics.jsonl')]
+for line in lines:
+    if line['type'] == 'step' and line['step'] == 2:
+        for name in line['expert_tokens']:
+            line['expert_tokens'][name] = 10**6 if name.endswith(('.6', '.7')) else 0
+open('uneven.jsonl', 'w').writelines(json.dumps(line) + '\n' for line in lines)
+PY
+  time_of() {
+    ds-memreport cfg.json -n 2 --peak 1e12 --bandwidth 1e11 --link 1e10 --json "$@" | python3 -c '
+import json, sys
+report = json.load(sys.stdin)
+print(report.get("expert_loads"), report["time"]["compute_s"])'
+  }
+  # shellcheck disable=SC2046
+  read -r _ even < <(time_of $(over 2))
+  # shellcheck disable=SC2046
+  read -r how counted < <(time_of $(over 2) --expert-load run)
+  # shellcheck disable=SC2046
+  read -r _ uneven < <(time_of $(over 2) --expert-load uneven.jsonl)
+  assert_equal "$how" measured
+  run python3 -c "assert $even <= $counted < $uneven, ($even, $counted, $uneven)"
+  assert_success
+  # shellcheck disable=SC2046
+  run -0 ds-memreport cfg.json -n 2 $(over 2) --expert-load run
+  assert_output --partial 'with the measured loads of experts'
+  run -0 ds-memreport cfg.json -n 2 --peak 1e12 --bandwidth 1e11 --link 1e10 --fit 1GiB --expert-load run
+  assert_output --partial 'fit'
+
+  run -2 ds-memreport cfg.json -n 2 --expert-load run
+  assert_output --partial -- '--expert-load has no effect: each rank has all experts'
+  # shellcheck disable=SC2046
+  run -2 ds-memreport cfg.json -n 2 $(over 2) --set model.num_experts=4 --expert-load run
+  assert_output --partial 'run/metrics.jsonl: model.layers.0 has 8 experts, and the model has 4'
+  # shellcheck disable=SC2046
+  run -2 ds-memreport cfg.json -n 2 $(over 2) --set 'model.mlp_only_layers=[]' --expert-load run
+  assert_output --partial 'counts of experts in 2 layers, and the model has 3'
+  sed 's/"model.layers.0.3"/"model.layers.0.x"/' run/metrics.jsonl >wrong.jsonl
+  # shellcheck disable=SC2046
+  run ds-memreport cfg.json -n 2 $(over 2) --expert-load wrong.jsonl
+  assert_failure
+  assert_output --partial '"x" is no number of an expert'
+  run -2 ds-memreport run/metrics.jsonl --expert-load run
+  assert_output --partial -- '--expert-load has no effect'
+}
+
 @test "DeepSpeed's layers of experts in GPT-2: capacity, noise, names in files" {
   python3 - <<'PY'
 import json

@@ -61,6 +61,35 @@ TEST(OpTally, FlopsAreTheModelsUpToTheAttentionsConvention) {
   }
 }
 
+// A rank computes for the rows that its experts get: as many as without expert parallelism if all get as many, and else
+// those of the busiest rank, whatever there is memory for.
+TEST(OpTally, ExpertsComputeForTheRowsThatAreExpected) {
+  ModelConfig m = tiny_llama();
+  m.experts = {.count = 8, .per_token = 2, .intermediate = 24, .layers = std::vector<bool>(m.layers, true)};
+  const auto grouped = [&](int ep, i64 tp, ReduceOrder order, double room = 2) {
+    Config c = tiny_config(m, 4, 3, 0);
+    c.reduce_order = order;
+    c.expert_parallel = {.enabled = ep > 1, .size = ep, .room = room};
+    c.tensor_parallel.tp_size = tp;
+    const OpTally step = tally(c).total();
+    return of(step, "grouped_matmul").flops + of(step, "grouped_matmul_grad").flops;
+  };
+  const i64 tokens = tokens_of(tiny_config(m, 4, 3, 0));
+  const double router = 4 * real(m.layers * tokens * 8 * m.hidden),  // its gradient is an ordinary product
+      experts = 6 * real(m.layers * tokens * 2 * 3 * 24 * m.hidden);
+  for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {
+    EXPECT_EQ(grouped(1, 1, order), router + experts);
+    EXPECT_EQ(grouped(2, 1, order), router + experts);
+    EXPECT_EQ(grouped(4, 1, order, 4), router + experts);
+  }
+  EXPECT_EQ(grouped(1, 2, ReduceOrder::Boundary), router + experts / 2);
+  m.experts.loads.assign(static_cast<size_t>(m.layers), {6, 2, 2, 2, 1, 1, 1, 1});
+  EXPECT_EQ(grouped(1, 1, ReduceOrder::Micro), router + experts);
+  EXPECT_EQ(grouped(2, 1, ReduceOrder::Boundary), router + 1.5 * experts);   // 12 of 16 instead of 8
+  EXPECT_EQ(grouped(4, 1, ReduceOrder::Boundary, 4), router + 2 * experts);  // 8 instead of 4
+  EXPECT_EQ(grouped(2, 1, ReduceOrder::Micro), router + 1.5 * experts);
+}
+
 TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
   for (const i64 T : {1, 5, 8}) {
     for (const i64 S : {1, 5, 8, 13}) {

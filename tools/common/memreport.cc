@@ -56,6 +56,14 @@ Config used(const MemreportOptions& a, Config config) {
   return config;
 }
 
+void take_loads(const MemreportOptions& a, memreport::Source& source) {
+  if (a.expert_load.empty()) return;
+  memreport::take_expert_loads(source, a.expert_load);
+  const Config& c = source.config.config;
+  if (a.fit.empty() && c.expert_parallel.size * c.tensor_parallel.tp_size == 1)
+    throw Error(Errc::Config, "--expert-load has no effect: each rank has all experts");
+}
+
 DeviceKind device_of(const MemreportOptions& a, const Config& config) {
   if (a.device.empty()) return config.device == DeviceKind::Auto ? DeviceKind::Cuda : config.device;
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
@@ -157,6 +165,8 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   rate("--host-link", a.peaks.host, "B/s between a GPU and its host, in each direction");
   file("--links", a.links, "Times", "links measured by ds-commbench --save, instead of --link and --network");
   file("--disk", a.disk, "Times", "disk and updates measured by ds-offload bench --json, for offloading");
+  file("--expert-load", a.expert_load, "In place of the configuration's",
+       "loads of experts as the steps of this metrics.jsonl counted them, instead of even ones");
   file("--measure", a.measure, "Times", "measure the CPU of this machine with -n ranks, and write its rates");
   add_number(app, "--threads", a.threads, 1, 4096, "threads of each rank for --measure (default 1)")
       ->type_name("N")

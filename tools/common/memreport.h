@@ -22,7 +22,7 @@ struct MemreportOptions {
   std::string dtype, checkpointing, device, use;
   std::vector<std::string> set;
   // Times.
-  std::string machine, gpu, links, disk, measure;
+  std::string machine, gpu, links, disk, measure, expert_load;
   memreport::Hardware::Peaks peaks;
   i64 threads = 1;
   // The search for arrangements that fit.
@@ -46,6 +46,8 @@ void refuse_idle(const CLI::App& app, const std::string& what, std::span<const s
 std::vector<std::string> overrides_of(const MemreportOptions& options);
 // The configuration with the use of --use. Throws Errc::Config if that has no steps and another option is about steps.
 Config used(const MemreportOptions& options, Config config);
+// Those of --expert-load. Throws Errc::Config if they have no effect.
+void take_loads(const MemreportOptions& options, memreport::Source& source);
 DeviceKind device_of(const MemreportOptions& options, const Config& config);
 memreport::World world_of(const MemreportOptions& options, int ranks);
 // Rates of the machine; nothing if no option gives them.

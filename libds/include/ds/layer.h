@@ -361,6 +361,9 @@ struct PassContext {
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
   // True if gradients are added to rows, which are fp32.
   bool adds_gradients() const noexcept { return term == GradTerm::Later; }
+  // True where calls are counted, and values not known: layers then take the rows that they expect. In other dry runs
+  // they take all for which there is memory.
+  bool predicts = false;
 };
 
 // Matrices of which only some rows are in memory at a time.

@@ -25,6 +25,8 @@ struct Source {
   std::string text, name;              // of the configuration
   std::vector<std::string> overrides;  // applied to the configuration
   ProgramParts parts = {};             // of the program
+  // ExpertsConfig::loads, for all that is predicted; see take_expert_loads.
+  std::vector<std::vector<i64>> expert_loads = {};
 };
 
 // Reads a configuration from `path`, which is one of: a configuration file ("-": standard input); a model (a directory
@@ -87,12 +89,13 @@ struct NodeBytes {
 struct Prediction {
   World world;
   MeshShape mesh;
-  i64 expert_ranks = 1;        // ranks of dp that have all experts together
-  std::string device;          // "cpu", "cuda"
-  i64 num_params = 0;          // of the whole model
-  i64 num_active_params = 0;   // those that a token uses: fewer if there are experts
-  i64 tokens_per_step = 0;     // of all ranks
-  double flops_per_token = 0;  // forward and backward, without recomputation, with full attention
+  i64 expert_ranks = 1;         // ranks of dp that have all experts together
+  std::string device;           // "cpu", "cuda"
+  i64 num_params = 0;           // of the whole model
+  i64 num_active_params = 0;    // those that a token uses: fewer if there are experts
+  i64 tokens_per_step = 0;      // of all ranks
+  double flops_per_token = 0;   // forward and backward, without recomputation, with full attention
+  bool measured_loads = false;  // of experts: take_expert_loads
   // Idle share of the ranks' time in the pipeline, if a backward pass takes as long as two forward passes.
   double bubble_fraction = 0;
   std::vector<RankGroup> groups;  // in order of stages
@@ -101,6 +104,11 @@ struct Prediction {
 
   const RankGroup& worst_group() const { return groups[worst]; }
 };
+
+// Predictions of this source, which has a model with experts, take the loads of experts that the steps of a
+// metrics.jsonl (or of a run directory with one) counted: the shares of the busiest of the ranks that divide them.
+// Throws Errc::Config if the counts are none of this model's, and the errors of read_metrics.
+DS_API void take_expert_loads(Source& source, const std::string& metrics);
 
 // Predicts a run of `config`, which was read for these ranks and states a model. The `device` may be missing on this
 // machine; Auto is the CPU. Throws Errc::Config if the ranks do not spread evenly over the nodes, and the errors of a

@@ -130,6 +130,9 @@ struct ExpertsConfig {
   // loss, and its config.json is written as it was.
   float unused_balance_loss = 0;
   std::vector<bool> layers{};  // [ModelConfig::layers]: true for sparse blocks
+  // [ModelConfig::layers][count_of(layer)], no key: the tokens that chose each expert, of which predictions take the
+  // shares of ranks. Empty, or empty for a layer: all experts alike.
+  std::vector<std::vector<i64>> loads{};
 
   bool sparse(i64 layer) const { return count > 0 && layers[static_cast<size_t>(layer)]; }
   i64 count_of(i64 layer) const { return counts.empty() ? count : counts[static_cast<size_t>(layer)]; }
