@@ -90,9 +90,11 @@ ModelConfig gpt2_experts() {
   return c;
 }
 
-// Beside the MLP, which has a part in the output by a softmax.
+// Beside the MLP, which has a part in the output by a softmax. Nothing is dropped: an order of choices that changes
+// with the weights would change the random priorities by which choices are dropped.
 ModelConfig gpt2_residual() {
   ModelConfig c = gpt2_experts();
+  c.experts.capacity.limited = false;
   c.experts.residual = true;
   c.experts.shared = c.intermediate;
   return c;
