@@ -97,36 +97,49 @@ std::vector<i64> part_shape(const std::vector<i64>& batch, const Batch& of) {
   return shape;
 }
 
+// The shapes of a block's batches, of which blocks may have different numbers of experts.
+struct BatchShapes {
+  std::string prefix;  // of the block
+  std::vector<std::vector<i64>> shapes{};
+
+  i64 experts() const { return shapes[0][0]; }
+};
+
 // The published tensors of one block, by number: for each batch those of its parts, in its order.
 struct PublishedBlock {
   static constexpr size_t kMissing = static_cast<size_t>(-1);
   std::string_view prefix{};
   const ExpertNames* names = nullptr;
+  const BatchShapes* wanted = nullptr;
   std::vector<Batch> batches{};
   size_t first = 0;  // the tensor that comes first in the file
   std::vector<std::vector<size_t>> tensors{};
 
   PublishedBlock() = default;
-  PublishedBlock(const ExpertTensor& t, size_t number, i64 experts)
-      : prefix(t.prefix), names(t.names), batches(batches_of(*t.names)), first(number) {
-    for (const Batch& b : batches) tensors.emplace_back(static_cast<size_t>(experts) * b.parts.size(), kMissing);
+  PublishedBlock(const ExpertTensor& t, size_t number, const BatchShapes& shapes)
+      : prefix(t.prefix), names(t.names), wanted(&shapes), batches(batches_of(*t.names)), first(number) {
+    for (const Batch& b : batches)
+      tensors.emplace_back(static_cast<size_t>(shapes.experts()) * b.parts.size(), kMissing);
   }
   size_t& slot(i64 expert, size_t batch, size_t part) {
     return tensors[batch][static_cast<size_t>(expert) * batches[batch].parts.size() + part];
   }
 };
 
-// Joins the tensors of a file for a model whose batches have these shapes.
+// Joins the tensors of a file for a model whose blocks with experts have these shapes.
 class Joining {
  public:
-  Joining(std::vector<std::vector<i64>> shapes, std::span<const TensorInfo> tensors)
-      : shapes_(std::move(shapes)), experts_(shapes_[0][0]), tensors_(tensors), block_of_(tensors.size(), nullptr) {
+  Joining(std::vector<BatchShapes> shapes, std::span<const TensorInfo> tensors)
+      : shapes_(std::move(shapes)), tensors_(tensors), block_of_(tensors.size(), nullptr) {
     for (const TensorInfo& t : tensors) names_.insert(t.name);
     for (size_t i = 0; i < tensors.size(); ++i) {
       const std::optional<ExpertTensor> t = parse_published(tensors[i].name);
       // One too many, or beside batches, or of another form, is none of the model's; match_weights says so.
-      if (!t || t->expert >= experts_ || batches_of(*t->names).size() != shapes_.size() || has_batches(*t)) continue;
-      PublishedBlock& block = blocks_.try_emplace(t->prefix, *t, i, experts_).first->second;
+      if (!t) continue;
+      const BatchShapes& wanted = shapes_of(t->prefix);
+      if (t->expert >= wanted.experts() || batches_of(*t->names).size() != wanted.shapes.size() || has_batches(*t))
+        continue;
+      PublishedBlock& block = blocks_.try_emplace(t->prefix, *t, i, wanted).first->second;
       size_t& slot = block.slot(t->expert, t->batch, t->part);
       if (slot != PublishedBlock::kMissing) continue;
       slot = i;
@@ -148,7 +161,7 @@ class Joining {
       if (starts_block(i)) {
         const PublishedBlock& block = *block_of_[i];
         for (size_t b = 0; b < block.batches.size(); ++b) {
-          Rearranged batch{fmt::format("{}{}", block.prefix, block.batches[b].ours), shapes_[b], {}};
+          Rearranged batch{fmt::format("{}{}", block.prefix, block.batches[b].ours), block.wanted->shapes[b], {}};
           for (const size_t tensor : block.tensors[b]) batch.parts.push_back({tensor, 0});
           result.push_back(std::move(batch));
         }
@@ -167,7 +180,7 @@ class Joining {
   void check_block(PublishedBlock& block, std::span<const ForeignTensor> foreign, const std::string& path,
                    std::vector<std::string>& problems) const {
     const TensorInfo& first = tensors_[block.first];
-    for (i64 e = 0; e < experts_; ++e) {
+    for (i64 e = 0; e < block.wanted->experts(); ++e) {
       for (size_t b = 0; b < block.batches.size(); ++b) {
         for (size_t p = 0; p < block.batches[b].parts.size(); ++p) {
           const size_t i = block.slot(e, b, p);
@@ -180,7 +193,7 @@ class Joining {
             continue;
           }
           const TensorInfo& t = tensors_[i];
-          const std::vector<i64> wanted = part_shape(shapes_[b], block.batches[b]);
+          const std::vector<i64> wanted = part_shape(block.wanted->shapes[b], block.batches[b]);
           if (t.shape != wanted)
             problems.push_back(fmt::format("{} has shape [{}], the model needs [{}]", name, fmt::join(t.shape, ","),
                                            fmt::join(wanted, ",")));
@@ -190,6 +203,14 @@ class Joining {
         }
       }
     }
+  }
+
+  // Those of the block whose name in the model, or the end of it, this is; of a block that the model lacks, any.
+  const BatchShapes& shapes_of(std::string_view prefix) const {
+    const auto it = std::ranges::find_if(shapes_, [&](const BatchShapes& s) {
+      return without_end(s.prefix, prefix).has_value() || without_end(prefix, s.prefix).has_value();
+    });
+    return it == shapes_.end() ? shapes_.front() : *it;
   }
 
   std::string our_name(const std::string& name) const {
@@ -205,8 +226,7 @@ class Joining {
     return std::ranges::any_of(batches_of(*t.names), [&](const Batch& b) { return has(t.prefix, b.ours); });
   }
 
-  std::vector<std::vector<i64>> shapes_;
-  i64 experts_;
+  std::vector<BatchShapes> shapes_;
   std::span<const TensorInfo> tensors_;
   std::unordered_set<std::string_view> names_;
   std::unordered_map<std::string_view, PublishedBlock> blocks_;  // by prefix
@@ -217,6 +237,26 @@ std::vector<Rearranged> as_they_are(std::span<const TensorInfo> tensors) {
   std::vector<Rearranged> result;
   for (size_t i = 0; i < tensors.size(); ++i) result.push_back({tensors[i].name, tensors[i].shape, {{i, 0}}});
   return result;
+}
+
+// Of all blocks that have batches of one published form.
+std::vector<BatchShapes> shapes_in(const model::Model& model) {
+  const std::vector<const model::ParamRow*> rows = model.params();
+  for (const auto& [names, batches] : published()) {
+    std::vector<BatchShapes> blocks;
+    for (const Batch& b : batches) {
+      for (const model::ParamRow* row : rows) {
+        const auto prefix = row->whole_shape().size() == b.dims ? without_end(row->name, b.ours) : std::nullopt;
+        if (!prefix) continue;
+        auto block = std::ranges::find(blocks, *prefix, &BatchShapes::prefix);
+        if (block == blocks.end()) block = blocks.insert(block, {.prefix = std::string(*prefix)});
+        block->shapes.push_back(row->whole_shape());
+      }
+    }
+    std::erase_if(blocks, [&](const BatchShapes& block) { return block.shapes.size() != batches.size(); });
+    if (!blocks.empty()) return blocks;
+  }
+  return {};
 }
 
 class JoinedSource final : public TensorSource {
@@ -246,19 +286,7 @@ class JoinedSource final : public TensorSource {
 
 std::vector<Rearranged> join_experts(const model::Model& model, std::span<const TensorInfo> tensors,
                                      std::span<const ForeignTensor> foreign, const std::string& path) {
-  const std::vector<const model::ParamRow*> rows = model.params();
-  std::vector<std::vector<i64>> shapes;
-  for (const auto& [names, batches] : published()) {
-    shapes.clear();
-    for (const Batch& b : batches) {
-      const auto row = std::ranges::find_if(rows, [&](const model::ParamRow* r) {
-        return r->whole_shape().size() == b.dims && without_end(r->name, b.ours).has_value();
-      });
-      if (row != rows.end()) shapes.push_back((*row)->whole_shape());
-    }
-    if (shapes.size() == batches.size()) break;
-    shapes.clear();
-  }
+  const std::vector<BatchShapes> shapes = shapes_in(model);
   if (shapes.empty()) return as_they_are(tensors);
   Joining joining(shapes, tensors);
   joining.check(foreign, path);

@@ -4,12 +4,12 @@
 namespace ds {
 
 extern const FamilySpec kGpt2Family, kLlamaFamily, kQwen2Family, kQwen3Family, kMixtralFamily, kOlmoeFamily,
-    kQwen2MoeFamily, kQwen3MoeFamily, kGlm4MoeFamily, kDeepseekV2Family, kBertFamily;
+    kQwen2MoeFamily, kQwen3MoeFamily, kGlm4MoeFamily, kDeepseekV2Family, kDeepseekV3Family, kBertFamily;
 
 std::span<const FamilySpec* const> families() noexcept {
-  static constexpr const FamilySpec* kAll[] = {&kGpt2Family,    &kLlamaFamily,      &kQwen2Family,    &kQwen3Family,
-                                               &kMixtralFamily, &kOlmoeFamily,      &kQwen2MoeFamily, &kQwen3MoeFamily,
-                                               &kGlm4MoeFamily, &kDeepseekV2Family, &kBertFamily};
+  static constexpr const FamilySpec* kAll[] = {
+      &kGpt2Family,     &kLlamaFamily,    &kQwen2Family,   &kQwen3Family,      &kMixtralFamily,    &kOlmoeFamily,
+      &kQwen2MoeFamily, &kQwen3MoeFamily, &kGlm4MoeFamily, &kDeepseekV2Family, &kDeepseekV3Family, &kBertFamily};
   return kAll;
 }
 

@@ -22,6 +22,7 @@ enum class NoisyGate : u8 { None, Jitter, RSample };
 
 // Keys of DeepSpeed's layer `moe` that are not members of ExpertsConfig themselves.
 struct MoeKeys {
+  std::vector<i64> num_experts;  // one for all layers with experts, or one for each
   NoisyGate noisy_gate_policy = NoisyGate::None;
   bool second_expert_sampling = false;
   bool use_rts = false;

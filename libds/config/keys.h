@@ -31,9 +31,13 @@ struct BetasSlot {  // a JSON array of two
   double *first, *second;
 };
 
+struct CountsSlot {  // an integer, which is stored as an array of one, or an array of integers
+  std::vector<i64>* at;
+};
+
 // The member that a value is stored in, which determines its type. A vector of strings also takes a single string.
 using Slot = std::variant<bool*, i64*, double*, float*, std::string*, EnumSlot, BetasSlot, std::vector<std::string>*,
-                          std::vector<float>*, std::vector<i64>*>;
+                          std::vector<float>*, std::vector<i64>*, CountsSlot>;
 
 inline constexpr i64 kMostBatch = i64{1} << 31;    // samples of a step
 inline constexpr i64 kMostAccumulation = 100'000;  // every micro-batch of a step is planned

@@ -520,7 +520,7 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
     const auto moe = model.find("moe");
     if (moe == model.end() || !moe->is_object()) return model;
     Json kept = Json::object();
-    for (const char* const key : {"num_experts", "k", "expert_interval"})
+    for (const char* const key : {"num_experts", "k", "expert_interval", "use_residual"})
       if (moe->contains(key)) kept[key] = moe->at(key);
     if (kept.empty()) {
       model.erase("moe");

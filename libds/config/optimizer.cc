@@ -207,7 +207,9 @@ void check_router_bias(const Config& c, Reader& r) {
   if (r.broken(kRate)) return;
   if (!c.model.experts.balancing_bias) {
     if (r.given(kRate) && c.model.layers > 0)
-      r.error(kRate, "the model has no router with a balancing bias (those of type \"glm4_moe\" have): remove it");
+      r.error(kRate,
+              "the model has no router with a balancing bias (those of type \"glm4_moe\" and \"deepseek_v3\" have): "
+              "remove it");
     return;
   }
   if (!trains(c.use) || c.optimizer.router_bias_update_rate == 0) return;

@@ -187,19 +187,31 @@ std::string length_problem(const Config& c, i64 length) {
       rows, c.batch.micro, length / s, t, multiples(rows, t));
 }
 
+// The number of experts of a block that n ranks cannot share; 0: they can share all.
+i64 unshared_experts(const ExpertsConfig& x, i64 n) {
+  for (i64 l = 0; l < std::ssize(x.layers); ++l) {
+    if (x.sparse(l) && x.count_of(l) % n != 0) return x.count_of(l);
+  }
+  return 0;
+}
+
+// Whose experts they are.
+std::string_view owner_of(const ExpertsConfig& x) { return x.counts.empty() ? "the model's" : "a layer's"; }
+
 std::string tp_problem(const ModelConfig& m, i64 tp) {
   // Matrices of experts are not cut.
   const bool dense = m.experts.count == 0 || std::ranges::find(m.experts.layers, false) != m.experts.layers.end();
   const i64 inner = dense ? m.intermediate : 0;
   const auto fits = [&](i64 n) {
     return m.heads % n == 0 && share(m.kv_heads, n) && inner % n == 0 && n <= m.vocab_size &&
-           m.experts.count % n == 0 && m.experts.shared % n == 0 && !(m.whole_qk_norm && n > 1);
+           unshared_experts(m.experts, n) == 0 && m.experts.shared % n == 0 && !(m.whole_qk_norm && n > 1);
   };
   if (fits(tp)) return {};
   const std::string what = m.heads % tp != 0        ? fmt::format("the model's {} heads", m.heads)
                            : !share(m.kv_heads, tp) ? fmt::format("the model's {} key/value heads", m.kv_heads)
                            : inner % tp != 0        ? fmt::format("the model's intermediate size of {}", m.intermediate)
-                           : m.experts.count % tp != 0 ? fmt::format("the model's {} experts", m.experts.count)
+                           : unshared_experts(m.experts, tp) != 0
+                               ? fmt::format("{} {} experts", owner_of(m.experts), unshared_experts(m.experts, tp))
                            : m.experts.shared % tp != 0
                                ? fmt::format("the shared expert's size of {}", m.experts.shared)
                            : m.whole_qk_norm ? std::string("the norm over all heads of queries and keys")
@@ -208,13 +220,14 @@ std::string tp_problem(const ModelConfig& m, i64 tp) {
 }
 
 std::string ep_problem(const ModelConfig& model, i64 tp, i64 dp, i64 ep) {
-  const i64 experts = model.experts.count / std::max<i64>(tp, 1);
-  const auto fits = [&](i64 n) { return experts % n == 0 && dp % n == 0; };
+  tp = std::max<i64>(tp, 1);
+  const auto fits = [&](i64 n) { return unshared_experts(model.experts, tp * n) == 0 && dp % n == 0; };
   if (fits(ep)) return {};
+  const i64 experts = unshared_experts(model.experts, tp * ep) / tp;
   const std::string what =
       dp % ep != 0 ? fmt::format("the {} data-parallel ranks are no multiple of it", dp)
       : tp > 1 ? fmt::format("the {} experts of each tensor-parallel rank cannot be shared by {} ranks", experts, ep)
-               : fmt::format("the model's {} experts cannot be shared by {} ranks", experts, ep);
+               : fmt::format("{} {} experts cannot be shared by {} ranks", owner_of(model.experts), experts, ep);
   return fmt::format("{}; {} would do", what, any_of(degrees(dp, fits)));
 }
 

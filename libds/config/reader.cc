@@ -209,6 +209,11 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
                    }
                    *at = std::move(numbers);
                    return std::nullopt;
+                 },
+                 [&](CountsSlot counts) -> std::optional<std::string> {
+                   const Json list = v.is_array() ? v : Json::array({v});
+                   if (list.empty() || assign(counts.at, range, list)) return expected;
+                   return std::nullopt;
                  }},
       slot);
 }
@@ -241,7 +246,8 @@ std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path)
 }  // namespace
 
 std::string type_text(const Slot& slot, const Range& range) {
-  const bool integer = std::holds_alternative<i64*>(slot) || std::holds_alternative<std::vector<i64>*>(slot);
+  const bool integer = std::holds_alternative<i64*>(slot) || std::holds_alternative<std::vector<i64>*>(slot) ||
+                       std::holds_alternative<CountsSlot>(slot);
   const std::string bounds = range_text(integer ? of_integers(range) : range);
   const auto bounded = [&](std::string_view type) {
     return bounds.empty() ? std::string(type) : fmt::format("{}, {}", type, bounds);
@@ -260,7 +266,8 @@ std::string type_text(const Slot& slot, const Range& range) {
                  [&](BetasSlot) { return fmt::format("an array of two numbers, {}", bounds); },
                  [&](std::vector<std::string>*) -> std::string { return "a string or an array of strings"; },
                  [&](std::vector<float>*) { return fmt::format("an array of numbers, {}", bounds); },
-                 [&](std::vector<i64>*) { return fmt::format("an array of integers, {}", bounds); }},
+                 [&](std::vector<i64>*) { return fmt::format("an array of integers, {}", bounds); },
+                 [&](CountsSlot) { return fmt::format("an integer or an array of integers, {}", bounds); }},
       slot);
 }
 
@@ -271,18 +278,20 @@ std::string_view enum_name(std::span<const EnumName> names, u8 value) {
 }
 
 Json slot_json(const Slot& slot) {
-  return std::visit(Overloaded{[](EnumSlot e) -> Json { return enum_name(e.names, *e.value); },
-                               [](BetasSlot b) {
-                                 return Json::array({*b.first, *b.second});
-                               },
-                               [](float* x) -> Json { return shortest_decimal(*x); },
-                               [](std::vector<float>* v) {
-                                 Json out = Json::array();
-                                 for (float x : *v) out.push_back(shortest_decimal(x));
-                                 return out;
-                               },
-                               [](auto* x) -> Json { return *x; }},
-                    slot);
+  return std::visit(
+      Overloaded{[](EnumSlot e) -> Json { return enum_name(e.names, *e.value); },
+                 [](BetasSlot b) {
+                   return Json::array({*b.first, *b.second});
+                 },
+                 [](CountsSlot c) -> Json { return c.at->size() == 1 ? Json(c.at->front()) : Json(*c.at); },
+                 [](float* x) -> Json { return shortest_decimal(*x); },
+                 [](std::vector<float>* v) {
+                   Json out = Json::array();
+                   for (float x : *v) out.push_back(shortest_decimal(x));
+                   return out;
+                 },
+                 [](auto* x) -> Json { return *x; }},
+      slot);
 }
 
 std::variant<std::string, Diagnostic> read_config_text(const std::string& path, bool is_input) {

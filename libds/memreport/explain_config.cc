@@ -50,11 +50,17 @@ namespace {
 i64 params_of_experts(const ModelConfig& m) {
   const ExpertsConfig& x = m.experts;
   if (x.plain) {
-    const i64 more = x.count - 1, of_one = 2 * m.hidden * x.intermediate + x.intermediate + m.hidden;
-    return std::ranges::count(x.layers, true) * (more * of_one + x.count * m.hidden);
+    const i64 of_one = 2 * m.hidden * x.intermediate + x.intermediate + m.hidden, parts = 2 * m.hidden + 2;
+    i64 all = 0;
+    for (i64 l = 0; l < std::ssize(x.layers); ++l) {
+      if (!x.sparse(l)) continue;
+      const i64 n = x.count_of(l);
+      all += (n - 1) * of_one + n * m.hidden + (x.residual ? of_one + parts : 0);
+    }
+    return all;
   }
   const i64 inner = 3 * (x.count * x.intermediate + x.shared - m.intermediate) + x.count + (x.shared_gate ? 1 : 0);
-  return std::ranges::count(x.layers, true) * inner * m.hidden;
+  return std::ranges::count(x.layers, true) * (inner * m.hidden + (x.balancing_bias ? x.count : 0));
 }
 
 // Parameters of all experts that are divided over ranks; shared ones are not.

@@ -551,8 +551,10 @@ Config with_layers(Config c, i64 layers) {
   c.model.layers = layers;
   if (layer_by_layer) c.pipeline.virtual_stages = num_layers(c.model);
   if (c.model.sliding_window > 0) c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
-  if (c.model.experts.count > 0) c.model.experts.layers.resize(static_cast<size_t>(layers), true);
-  if (!c.model.experts.loads.empty()) c.model.experts.loads.resize(static_cast<size_t>(layers));
+  ExpertsConfig& experts = c.model.experts;
+  if (experts.count > 0) experts.layers.resize(static_cast<size_t>(layers), true);
+  if (!experts.counts.empty()) experts.counts.resize(static_cast<size_t>(layers), experts.count);
+  if (!experts.loads.empty()) experts.loads.resize(static_cast<size_t>(layers));
   return c;
 }
 

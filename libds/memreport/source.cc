@@ -104,8 +104,9 @@ void take_expert_loads(Source& source, const std::string& metrics) {
            "{}: counts of experts in {} layers, and the model has {}", file.path, file.expert_loads.size(), sparse);
   for (size_t l = 0; l < loads.size(); ++l) {
     if (!x.layers[l]) continue;
-    DS_CHECK(std::ssize(next->tokens) == x.count, Errc::Config, "{}: {} has {} experts, and the model has {}",
-             file.path, next->layer, next->tokens.size(), x.count);
+    const i64 count = x.count_of(narrow<i64>(l));
+    DS_CHECK(std::ssize(next->tokens) == count, Errc::Config, "{}: {} has {} experts, and the model has {}", file.path,
+             next->layer, next->tokens.size(), count);
     loads[l] = (next++)->tokens;
   }
   source.expert_loads = loads;

@@ -19,7 +19,8 @@ namespace {
 // N = R k places at most on the rank that routes R tokens; M rows that arrive in a round, or N where nothing travels.
 enum Saved : size_t {
   kChosen,      // [R,k] int32
-  kWeights,     // [R,k]
+  kWeights,     // [R,k], by which rows are added
+  kOfRouter,    // [R,k]: the router's weights; with parts
   kAllOffsets,  // of all ranks of ep
   kOffsets,     // [experts + 1] int32: this rank's among them
   kPlaces,      // [R,k] int32
@@ -32,11 +33,6 @@ enum Saved : size_t {
   kPre,         // [M,W]
   kGroups,      // offsets of the rows that arrive; with ep
   kArrivedX,    // [M,C]; with ep
-  kSharedOut,   // stream
-  kSharedLogit,
-  kSharedScore,
-  kSharedWeight,  // [S,1], of each row of the stream
-  kSharedChosen,
 };
 enum Gradient : size_t {
   kDPre,          // [M,W]
@@ -45,8 +41,6 @@ enum Gradient : size_t {
   kDArrived,      // [M,C]: gradients of outputs; with ep
   kSentDPre,      // [N,W], by place; for several rounds
   kSentWeighted,  // [N,F]
-  kDShared,       // stream
-  kDSharedLogit,  // [S,1]
 };
 enum Temporary : size_t {
   kRows,        // [N,C], by place: inputs, then outputs; or gradients of outputs, then of inputs
@@ -65,18 +59,14 @@ enum Temporary : size_t {
   kSumDown,
   kSumUpBias,
   kSumDownBias,
-  kBiasDot,         // [M,1]; with biases
-  kOneLoss,         // [1]
-  kBatchCounts,     // [E]: of all ranks; if the loss compares counts of the global batch
-  kDSharedWeight,   // [S,1]
-  kDSharedLogit32,  // [S,1]
+  kBiasDot,      // [M,1]; with biases
+  kOneLoss,      // [1]
+  kBatchCounts,  // [E]: of all ranks; if the loss compares counts of the global batch
 };
 
 TensorView one_matrix(TensorView m) { return m.reshaped({1, m.dim(0), m.dim(1)}); }
 TensorView one_column(TensorView v) { return v.reshaped({v.numel(), 1}); }
 TensorView flat(TensorView v) { return v ? v.reshaped({v.numel()}) : v; }
-
-constexpr RouterParams kSharedGate{.sigmoid = true};
 
 // The rows of the busiest of so many ranks that divide the experts of a block, as a multiple of their mean.
 double busiest_of(const ExpertsConfig& c, i64 block, i64 ranks) {
@@ -125,11 +115,7 @@ Experts::Experts(std::vector<ParamRow>& rows, const std::string& name, const Mod
     rows.push_back(cut_experts(std::move(row)));
     return rows.size() - 1;
   });
-  if (config_.shared == 0) return;
-  const std::string shared = fmt::format("{}.{}", name, spec_of(c.family).experts.shared);
-  shared_.emplace(Shared{.mlp = GatedMlp(rows, shared, c, config_.shared, shard, 1), .gated = config_.shared_gate});
-  if (shared_->gated)
-    shared_->gate = add(whole_row({.name = name + ".shared_expert_gate.weight", .shape = {1, C_}}, shard));
+  if (config_.shared > 0) shared_.emplace(rows, name, c, shard);
 }
 
 ParamRow Experts::balancing_bias(const std::string& router) const {
@@ -152,16 +138,14 @@ ParamRow Experts::cut_experts(ParamRow row) const {
   return row;
 }
 
-std::vector<Linear*> Experts::linears() { return shared_ ? shared_->mlp.linears() : std::vector<Linear*>{}; }
+std::vector<Linear*> Experts::linears() { return shared_ ? shared_->linears() : std::vector<Linear*>{}; }
 
 std::vector<size_t> Experts::matrices() const { return {}; }
 
 void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pass) const {
-  const i64 R = pass.rows(), S = stream_rows(shard_, pass.mode, R), N = R * k(), M = exchange_.most_rows(R),
-            n = exchange_.own_experts();
+  const i64 R = pass.rows(), N = R * k(), M = exchange_.most_rows(R), n = exchange_.own_experts();
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
-  const bool train = pass.mode == Mode::Train, gated = shared_ && shared_->gated,
-             repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
+  const bool train = pass.mode == Mode::Train, repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
   const i64 sequences = by_sequence() && train ? pass.B : 0;
   const TensorView none{};
   LayerActs a;
@@ -173,15 +157,11 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
     return train ? p.kept(dtype, shape) : p.saved(dtype, shape);
   };
   const TensorView all_offsets = kept(i32, {exchange_.members(), E() / shard_.tp + 1});
-  add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), all_offsets, exchange_.own_offsets(all_offsets),
-                kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}), kept(f32, {R, E()}), kept(f32, {R, E()}),
-                kept(f32, {(1 + sequences) * RouterStats{E()}.size()}),
+  add(a.saved, {kept(i32, {R, k()}), kept(f32, {R, k()}), has_parts() ? kept(f32, {R, k()}) : none, all_offsets,
+                exchange_.own_offsets(all_offsets), kept(i32, {R, k()}), kept(i32, {N}), kept(i32, {N}),
+                kept(f32, {R, E()}), kept(f32, {R, E()}), kept(f32, {(1 + sequences) * RouterStats{E()}.size()}),
                 pools() ? none : kept(f32, {std::max<i64>(sequences, 1) * E()}), p.saved(work, {M, mlp_.width()})});
   add(a.saved, {travels() ? kept(i32, {exchange_.groups() + 1}) : none, travels() ? p.saved(work, {M, C_}) : none});
-  if (gated) {
-    add(a.saved, {p.saved(work, {S, C_}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}), p.saved(f32, {S, 1}),
-                  p.saved(i32, {S, 1})});
-  }
   add(a.temporary,
       {p.temporary(work, {N, C_}), p.temporary(work, {M, F_}), travels() ? p.temporary(work, {M, C_}) : none});
   if (train) {
@@ -206,14 +186,10 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
     }
     add(a.temporary, {biased ? p.temporary(f32, {M, 1}) : none, p.temporary(f32, {1}),
                       over_batch() ? p.temporary(f32, {E()}) : none});
-    if (gated) {
-      add(a.gradients, {p.gradient(work, {S, C_}), p.gradient(work, {S, 1})});
-      add(a.temporary, {p.temporary(f32, {S, 1}), p.temporary(f32, {S, 1})});
-    }
   }
   a.inner.push_back(gating_.plan(p, pass));
   acts.inner.push_back(std::move(a));
-  if (shared_) shared_->mlp.plan(acts, p, pass);
+  if (shared_) shared_->plan(acts, p, pass);
 }
 
 TensorView Experts::offsets(const LayerActs& own) const { return own.saved[travels() ? kGroups : kOffsets]; }
@@ -226,15 +202,19 @@ TensorView Experts::now(const PassContext& ctx, TensorView rows) const {
   return rows.rows(0, std::clamp<i64>(n, 1, rows.dim(0)));
 }
 
-void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const {
+void Experts::route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& acts) const {
+  const LayerActs &own = acts.inner.front(), &gating = own.inner.front();
   const auto& s = own.saved;
-  const LayerActs& gating = own.inner.front();
+  const TensorView weights = s[has_parts() ? kOfRouter : kWeights];
   ctx.ops.grouped_matmul(s[kLogits], gating_.router_input(ctx, all, gating), one_matrix(params.own[router_]), {},
                          /*trans_b=*/true, ctx.stream);
-  gating_.choose(ctx, s[kChosen], s[kWeights], s[kScores], s[kLogits], bias_ ? params.own[*bias_] : TensorView{},
-                 gating);
+  gating_.round(ctx, s[kLogits], gating);
+  gating_.choose(ctx, s[kChosen], weights, s[kScores], s[kLogits], bias_ ? params.own[*bias_] : TensorView{}, gating);
   ctx.ops.sort_choices(s[kOffsets], s[kPlaces], s[kTokens], s[kChoices], gating_.kept(s[kChosen], gating),
                        first_expert(), ctx.stream);
+  if (!has_parts()) return;
+  shared_->weigh_parts(ctx, params, all, acts);
+  ctx.ops.combine_rows(s[kWeights], weights, {}, shared_->experts_weight(acts), {}, ctx.stream);
 }
 
 void Experts::count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const {
@@ -329,7 +309,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   const auto &s = own.saved, &t = own.temporary;
   x = gating_.input(ctx, x, own.inner.front());
   const TensorView all = all_rows(ctx, x), rows = t[kRows];
-  route(ctx, params, all, own);
+  route(ctx, params, all, acts);
   Ticket of_batch = ctx.counts ? count(ctx, own) : Ticket{};
   sort(ctx, rows, all, own);
   if (travels()) {
@@ -342,7 +322,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
     on_their_way = exchange_.start_to_experts(ctx, s[kArrivedX], rows);
   }
   if (shared_) {
-    forward_shared(ctx, params, y, x, residual, acts);
+    shared_->forward(ctx, params, y, x, residual, acts);
     residual = y;
   }
   on_their_way.wait();
@@ -366,11 +346,7 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
   const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &t = own.temporary;
   x = gating_.input(ctx, x, own.inner.front());
-  if (shared_ && shared_->gated) {
-    forward_shared(ctx, params, t[kRouterDx].rows(0, x.dim(0)), x, {}, acts);
-  } else if (shared_) {
-    shared_->mlp.recompute(ctx, params, x, acts);
-  }
+  if (shared_) shared_->recompute(ctx, params, x, acts);
   sort(ctx, t[kRows], all_rows(ctx, x), own);
   if (travels()) {
     exchange_.recall(ctx, s[kAllOffsets]);
@@ -401,7 +377,7 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
     start_gradients(ctx, on_their_way, own);
   }
   if (shared_) {
-    backward_shared(ctx, params, dx, dy, x, residual, acts);
+    shared_->backward_input(ctx, params, dx, dy, x, residual, acts);
     residual = dx;
   }
   for (Ticket& ticket : on_their_way) ticket.wait();
@@ -412,9 +388,10 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
   } else {
     backward_experts(ctx, params, rows, rows, t[kPlaceWeights], t[kDPlaceWeights], own);
   }
-  backward_router(ctx, params, own);
+  backward_router(ctx, params, acts);
 
   const TensorView from_router = stream_part(ctx, t[kRouterDx]);
+  if (has_parts()) shared_->backward_parts(ctx, params, from_router, acts);
   if (residual) ctx.ops.add(from_router, from_router, residual, ctx.stream);
   ctx.ops.combine_rows(partial_sum(ctx, dx), rows, s[kPlaces], {}, first_term(ctx, from_router), ctx.stream);
   sum_partials(ctx, dx, from_router);
@@ -473,7 +450,8 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
 }
 
 // All ranks of tp have the same gradients of logits.
-void Experts::backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const {
+void Experts::backward_router(const PassContext& ctx, RowViews params, const LayerActs& acts) const {
+  const LayerActs& own = acts.inner.front();
   const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
   const TensorView dweights = t[kDWeights], none{};
   ctx.ops.embedding_fwd(one_column(dweights), t[kDPlaceWeights], flat(s[kPlaces]), 0, false, ctx.stream);
@@ -482,6 +460,10 @@ void Experts::backward_router(const PassContext& ctx, RowViews params, const Lay
         .all_reduce(dweights.data, dweights.numel(), DType::F32, ReduceOp::Sum,
                     message_text(Axis::Tp, Collective::AllReduce))
         .wait();
+  }
+  if (has_parts()) {
+    ctx.ops.combine_rows_grad(dweights, shared_->experts_weight_grad(acts), dweights, s[kOfRouter], {},
+                              shared_->experts_weight(acts), ctx.stream);
   }
   const i64 size = RouterStats{E()}.size(), parts = by_sequence() ? ctx.B : 1, n = ctx.B / parts * ctx.T;
   const TensorView stats = adds_loss() ? s[kStats].rows(0, size) : none;
@@ -577,33 +559,7 @@ void Experts::backward_weight(const PassContext& ctx, RowViews grads, TensorView
     linear_backward_weight(ctx, grads.own[router_], {}, g[kDLogits],
                            gating_.router_input(ctx, all_rows(ctx, x), own.inner.front()), Orientation::OutIn);
   }
-  if (!shared_) return;
-  if (shared_->gated)
-    linear_backward_weight(ctx, grads.own[shared_->gate], {}, g[kDSharedLogit], x, Orientation::OutIn);
-  shared_->mlp.backward_weight(ctx, grads, shared_->gated ? g[kDShared] : dy, x, acts);
-}
-
-void Experts::forward_shared(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
-                             const LayerActs& acts) const {
-  if (!shared_->gated) return shared_->mlp.forward(ctx, params, y, x, residual, acts);
-  const auto& s = acts.inner.front().saved;
-  shared_->mlp.forward(ctx, params, s[kSharedOut], x, {}, acts);
-  ctx.ops.grouped_matmul(s[kSharedLogit], x, one_matrix(params.own[shared_->gate]), {}, /*trans_b=*/true, ctx.stream);
-  ctx.ops.route(s[kSharedChosen], s[kSharedWeight], s[kSharedScore], s[kSharedLogit], {}, {}, kSharedGate, ctx.stream);
-  ctx.ops.combine_rows(y, s[kSharedOut], {}, s[kSharedWeight], residual, ctx.stream);
-}
-
-void Experts::backward_shared(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
-                              TensorView residual, const LayerActs& acts) const {
-  if (!shared_->gated) return shared_->mlp.backward_input(ctx, params, dx, dy, x, residual, acts);
-  const LayerActs& own = acts.inner.front();
-  const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
-  ctx.ops.combine_rows_grad(g[kDShared], t[kDSharedWeight], dy, s[kSharedOut], {}, s[kSharedWeight], ctx.stream);
-  ctx.ops.route_grad(t[kDSharedLogit32], t[kDSharedWeight], s[kSharedChosen], s[kSharedScore], s[kSharedLogit], {}, {},
-                     {}, {}, kSharedGate, {}, ctx.stream);
-  ctx.ops.cast(g[kDSharedLogit], t[kDSharedLogit32], ctx.stream);
-  shared_->mlp.backward_input(ctx, params, dx, g[kDShared], x, residual, acts);
-  ctx.ops.matmul(dx, g[kDSharedLogit], params.own[shared_->gate], {}, {}, dx, {}, ctx.stream);
+  if (shared_) shared_->backward_weight(ctx, grads, dy, x, acts);
 }
 
 }  // namespace ds::model

@@ -17,13 +17,14 @@
 #include "model/expert_mlp.h"
 #include "model/feed_forward.h"
 #include "model/gating.h"
+#include "model/shared_expert.h"
 
 namespace ds::model {
 
 class Experts final : public FeedForward {
  public:
-  // Appends rows name.gate, its balancing bias, name.experts.*, and those of the shared expert. layer: see
-  // dropout_site.
+  // Appends rows name.gate, its balancing bias, name.experts.*, and those of the shared expert. c.experts.count: of
+  // this layer. layer: see dropout_site.
   Experts(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 layer, const Shard& shard);
 
   std::vector<Linear*> linears() override;
@@ -44,17 +45,12 @@ class Experts final : public FeedForward {
                        const LayerActs& acts) const override;
 
  private:
-  // A shared expert, and the gate that weighs its output: a router of one expert.
-  struct Shared {
-    GatedMlp mlp;
-    bool gated = false;
-    size_t gate = 0;
-  };
-
   i64 k() const noexcept { return config_.per_token; }
   i64 E() const noexcept { return config_.count; }
   i64 first_expert() const noexcept { return shard_.tp_rank * (E() / shard_.tp); }
   bool travels() const noexcept { return shard_.ep > 1; }
+  // The MLP beside the experts is the other part of a residual layer.
+  bool has_parts() const noexcept { return shared_ && shared_->residual(); }
   // With these coefficients.
   RouterLossParams losses(float balance, float z) const noexcept {
     return {.balance = balance, .z = z, .first_choices = config_.first_choice_loss};
@@ -70,7 +66,7 @@ class Experts final : public FeedForward {
   TensorView offsets(const LayerActs& own) const;
   // The part of rows [M,...] that is computed now, at least one; in a prediction, the part that is expected.
   TensorView now(const PassContext& ctx, TensorView rows) const;
-  void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& own) const;
+  void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& acts) const;
   // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
   void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;
   Ticket count(const PassContext& ctx, const LayerActs& own) const;
@@ -83,17 +79,13 @@ class Experts final : public FeedForward {
                         TensorView dweights, const LayerActs& own) const;
   void start_gradients(const PassContext& ctx, std::span<Ticket, 2> tickets, const LayerActs& own) const;
   void backward_round(const PassContext& ctx, RowViews params, const LayerActs& own) const;
-  void backward_router(const PassContext& ctx, RowViews params, const LayerActs& own) const;
+  void backward_router(const PassContext& ctx, RowViews params, const LayerActs& acts) const;
   void backward_rounds(const PassContext& ctx, RowViews params, const LayerActs& own) const;
   // Whether rows are sorted again in a pass that keeps no sorted ones. Ranks of tp may have different numbers of
   // rounds, and gather rows together.
   bool sorts_again(const PassContext& ctx) const noexcept;
   void expert_grads(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x, const LayerActs& own) const;
   void expert_grads_by_rank(const PassContext& ctx, const ExpertMlp::Rows& wanted, const LayerActs& own) const;
-  void forward_shared(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
-                      const LayerActs& acts) const;
-  void backward_shared(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
-                       TensorView residual, const LayerActs& acts) const;
 
   ExpertsConfig config_;
   Shard shard_;
@@ -105,7 +97,7 @@ class Experts final : public FeedForward {
   Gating gating_;
   ExpertMlp mlp_;
   ExpertExchange exchange_;
-  std::optional<Shared> shared_;
+  std::optional<SharedExpert> shared_;
 };
 
 }  // namespace ds::model

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The second half of a block of Llama's relatives, from the normalised stream to the residual stream: a gated MLP, or
-// experts. Its arrays are in `acts.inner` of the block's activations, from the first element on; those of its linear
-// maps' branches are in the block's own. Streams are as in ds/building_blocks.h: all ranks of tp have them whole, or
-// each has some rows.
+// The second half of a block, from the normalised stream to the residual stream: a gated MLP, a plain one, or experts.
+// Its arrays are in `acts.inner` of the block's activations, from the first element on; those of its linear maps'
+// branches are in the block's own. Streams are as in ds/building_blocks.h: all ranks of tp have them whole, or each has
+// some rows.
 
 #include <memory>
 #include <vector>
@@ -67,6 +67,36 @@ class GatedMlp final : public FeedForward {
   size_t number_;
   LinearGroup gate_up_;
   Linear down_;
+};
+
+// c_proj(activation(c_fc(x))), the MLP of GPT-2, whose matrices are stored [in,out].
+class PlainMlp final : public FeedForward {
+ public:
+  // Appends rows name.{c_fc,c_proj}. number: of its arrays in acts.inner.
+  PlainMlp(std::vector<ParamRow>& rows, const std::string& name, const ModelConfig& c, i64 intermediate,
+           const Shard& shard, size_t number = 0);
+
+  std::vector<Linear*> linears() override { return {&wide_, &narrow_}; }
+  std::vector<size_t> matrices() const override { return {wide_.weight(), narrow_.weight()}; }
+  void plan(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass) const override;
+  void forward(const PassContext& ctx, RowViews params, TensorView y, TensorView x, TensorView residual,
+               const LayerActs& acts) const override;
+  void recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const override;
+  void backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
+                      TensorView residual, const LayerActs& acts) const override;
+  void backward_weight(const PassContext& ctx, RowViews grads, TensorView dy, TensorView x,
+                       const LayerActs& acts) const override;
+
+ private:
+  enum Saved : size_t { kPre, kActivated };
+  enum Gradient : size_t { kDPre };
+
+  void widen(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts) const;
+
+  i64 F_;  // on this rank
+  Activation activation_;
+  size_t number_;
+  Linear wide_, narrow_;
 };
 
 }  // namespace ds::model

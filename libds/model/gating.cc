@@ -20,6 +20,7 @@ enum GatingArray : size_t {
   kAllChosen,
   kAllPriority,
   kAllKept,  // [N,k], in the order of the micro-batch
+  kRounded,  // [R,E]
 };
 
 constexpr float kRouterJitter = 0.01f;
@@ -71,6 +72,7 @@ LayerActs Gating::plan(ActivationPlanner& p, const PlannedPass& pass) const {
   temporary(limited && sp > 1, DType::I32, {N, k});
   temporary(limited && sp > 1 && has_priority, DType::F32, {N, k});
   temporary(limited && sp > 1, DType::I32, {N, k});
+  temporary(config_.router_dtype == RouterDtype::Work && pass.work != DType::F32, pass.work, {R, E});
   return a;
 }
 
@@ -96,6 +98,13 @@ TensorView Gating::router_input(const PassContext& ctx, TensorView all, const La
 }
 void Gating::router_input_grad(const PassContext& ctx, TensorView dall) const {
   if (config_.router_jitter) jitter(ctx, dall, dall, 0, kRouterJitter);
+}
+
+void Gating::round(const PassContext& ctx, TensorView logits, const LayerActs& acts) const {
+  const TensorView rounded = acts.temporary[kRounded];
+  if (!rounded) return;
+  ctx.ops.cast(rounded, logits, ctx.stream);
+  ctx.ops.cast(logits, rounded, ctx.stream);
 }
 
 void Gating::choose(const PassContext& ctx, TensorView chosen, TensorView weights, TensorView scores, TensorView logits,

@@ -29,6 +29,8 @@ class Gating {
   TensorView router_input(const PassContext& ctx, TensorView all, const LayerActs& acts) const;
   void router_input_grad(const PassContext& ctx, TensorView dall) const;
 
+  // Rounds logits [R,E] fp32 to the work dtype, if the router's are of that (ExpertsConfig::router_dtype).
+  void round(const PassContext& ctx, TensorView logits, const LayerActs& acts) const;
   // Chooses experts, and drops choices that exceed their capacity. chosen, weights, scores, logits, bias: as in
   // OpTable::route. weights: of the choices that are kept.
   void choose(const PassContext& ctx, TensorView chosen, TensorView weights, TensorView scores, TensorView logits,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Pre-LayerNorm blocks, learned
 // positions, biases everywhere, weights stored [in,out] as Hugging Face's Conv1D. Some blocks may have experts in place
-// of the MLP, as with DeepSpeed's MoE layer (Rajbhandari et al., "DeepSpeed-MoE", 2022).
+// of the MLP, or beside it, as with DeepSpeed's MoE layer (Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
 #include <cmath>
 #include <memory>
@@ -121,7 +121,9 @@ class Gpt2Block final : public Layer {
     proj_ = row(".attn.c_proj", C_);
     norm2_ = norm(".ln_2");
     if (c.experts.sparse(index)) {
-      experts_ = std::make_unique<Experts>(rows_, name_ + ".mlp", c, index + 1, shard);
+      ModelConfig own = c;
+      own.experts.count = c.experts.count_of(index);
+      experts_ = std::make_unique<Experts>(rows_, name_ + ".mlp", own, index + 1, shard);
     } else {
       wide_ = column(".mlp.c_fc", c.intermediate, 1);
       narrow_ = row(".mlp.c_proj", c.intermediate);
@@ -140,8 +142,10 @@ class Gpt2Block final : public Layer {
   i64 gradient_parts() const noexcept override { return experts_ ? experts_->gradient_parts() : 1; }
   bool reads_tokens() const noexcept override { return experts_ != nullptr; }  // counts those that have a target
   std::vector<Linear*> linears() override {
-    if (experts_) return {&qkv_, &proj_};
-    return {&qkv_, &proj_, &wide_, &narrow_};
+    if (!experts_) return {&qkv_, &proj_, &wide_, &narrow_};
+    std::vector<Linear*> all = experts_->linears();
+    all.insert(all.begin(), {&qkv_, &proj_});
+    return all;
   }
   std::vector<size_t> products(Products which) const override {
     if (experts_) {

@@ -17,10 +17,10 @@ namespace {
 
 // The layers of each family.
 constexpr std::pair<Family, Model (*)(const ModelConfig&, const Shard&)> kMakers[] = {
-    {Family::Gpt2, make_gpt2},        {Family::Llama, make_llama},    {Family::Qwen2, make_llama},
-    {Family::Qwen3, make_llama},      {Family::Mixtral, make_llama},  {Family::Olmoe, make_llama},
-    {Family::Qwen2Moe, make_llama},   {Family::Qwen3Moe, make_llama}, {Family::Glm4Moe, make_llama},
-    {Family::DeepseekV2, make_llama}, {Family::Bert, make_bert}};
+    {Family::Gpt2, make_gpt2},        {Family::Llama, make_llama},      {Family::Qwen2, make_llama},
+    {Family::Qwen3, make_llama},      {Family::Mixtral, make_llama},    {Family::Olmoe, make_llama},
+    {Family::Qwen2Moe, make_llama},   {Family::Qwen3Moe, make_llama},   {Family::Glm4Moe, make_llama},
+    {Family::DeepseekV2, make_llama}, {Family::DeepseekV3, make_llama}, {Family::Bert, make_bert}};
 
 Model make_family(const ModelConfig& config, const Shard& shard) {
   for (const auto& [family, make] : kMakers)

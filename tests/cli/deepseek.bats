@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# DeepSeek-V2 with real processes: one model over ranks of every kind, published files, text from latents, predictions and
-# refusals.
+# DeepSeek-V2 and DeepSeek-V3 with real processes: one model over ranks of every kind, published files, text from latents,
+# predictions and refusals.
 
 bats_require_minimum_version 1.5.0
 load tiny
@@ -39,6 +39,75 @@ JSON
     cmp one.safetensors $run.safetensors
   done
   assert_equal "$(losses two)" "$(losses one)"
+}
+
+as_v3() {
+  sed -i 's/"deepseek_v2"/"deepseek_v3"/; s/"topk_method": "group_limited_greedy", //; s/"router_aux_loss_coef": 0.01,/"rope_interleave": true,/
+          s/"lr": 3e-3}/"lr": 3e-3}, "router_bias_update_rate": 0.01/' cfg.json
+}
+
+@test "DeepSeek-V3 trains with the bits of one rank, and biases of its routers with it" {
+  as_v3
+  run -0 --separate-stderr ds-train cfg.json --check
+  ds-train cfg.json --out one
+  merged one one.safetensors
+  ds-launch -n 2 ds-train cfg.json --out two --set expert_parallel.enabled=true --set expert_parallel.autoep_size=2 \
+    --set expert_parallel.room=8
+  ds-launch -n 2 ds-train cfg.json --out stages --resume two/step-00000004 --set pipeline.stages=2
+  ds-launch -n 2 ds-train cfg.json --out shards --set zero_optimization.stage=3
+  for run in two stages shards; do
+    merged $run $run.safetensors
+    cmp one.safetensors $run.safetensors
+  done
+  assert_equal "$(losses two)" "$(losses one)"
+  run -0 --separate-stderr ds-memreport cfg.json --explain
+  [[ $output == *"keys and values made from a latent"* ]] || fail "$output"
+  refused 4 topk_method --set model.topk_method=greedy
+}
+
+@test "published files of DeepSeek-V3 are read and written, without layers that predict further ahead" {
+  as_v3
+  ds-train cfg.json --out one
+  text=$(ds-train cfg.json --resume one --generate "The " --max-tokens 24)
+  [ ${#text} -gt 4 ]
+  assert_equal "$(ds-launch -n 2 ds-train cfg.json --resume one --generate "The " --max-tokens 24 --set pipeline.stages=2)" "$text"
+  ds-ckpt-merge one -o hf --format hf --quiet
+  for name in self_attn.kv_a_proj_with_mqa.weight mlp.experts.7.up_proj.weight mlp.shared_experts.up_proj.weight \
+    mlp.gate.weight mlp.gate.e_score_correction_bias; do
+    grep -q "model.layers.2.$name" hf/model.safetensors
+  done
+  grep -q '"topk_method": "noaux_tc"' hf/config.json
+  ds-shard hf -o sharded --dp 2 --tp 2 --pp 3 --quiet
+  ds-ckpt-merge sharded -o back --format hf --quiet
+  cmp hf/model.safetensors back/model.safetensors
+  # With the tensors of a fourth layer.
+  cp -r hf mtp
+  python3 - <<'PY'
+import json, struct
+path = "mtp/model.safetensors"
+with open(path, "rb") as f:
+    header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+    data = f.read()
+for name in [n for n in header if n.startswith("model.layers.2.")]:
+    begin, end = header[name]["data_offsets"]
+    header[name.replace("layers.2", "layers.3")] = {**header[name], "data_offsets": [len(data), len(data) + end - begin]}
+    data += data[begin:end]
+text = json.dumps(header).encode()
+with open(path, "wb") as f:
+    f.write(struct.pack("<Q", len(text)) + text + data)
+config = json.load(open("mtp/config.json"))
+config["num_nextn_predict_layers"] = 1
+json.dump(config, open("mtp/config.json", "w"))
+c = json.load(open("cfg.json"))
+for form in ("hf", "mtp"):
+    c["model"] = {"path": form}
+    json.dump(c, open(f"{form}.json", "w"))
+PY
+  assert_equal "$(ds-train hf.json --generate "The " --max-tokens 24)" "$text"
+  run -0 --separate-stderr ds-train mtp.json --generate "The " --max-tokens 24
+  assert_equal "$output" "$text"
+  [[ $stderr == *"left out, for they predict tokens further ahead (num_nextn_predict_layers): "*"model.layers.3."* ]] ||
+    fail "$stderr"
 }
 
 @test "text and published files are those of one rank" {

@@ -229,6 +229,52 @@ PY
   grep -q '"dp.all_reduce":128[,}]' all/metrics.jsonl || fail "$(tail -n 2 all/metrics.jsonl)"
 }
 
+@test "residual layers of experts, and layers with different numbers of them" {
+  python3 - <<'PY'
+import json
+c = json.load(open("cfg.json"))
+c["model"] = {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2,
+              "moe": {"num_experts": [2, 4], "use_residual": True, "router_dtype": "work", "loss_coeff": 0.01}}
+c["bf16"] = {"enabled": True}
+json.dump(c, open("cfg.json", "w"))
+PY
+  ds-train cfg.json --out one
+  # shellcheck disable=SC2046
+  ds-launch -n 2 ds-train cfg.json --out two $(over 2)
+  ds-launch -n 2 ds-train cfg.json --out stages --set pipeline.stages=2
+  merged one one.safetensors
+  for run in two stages; do
+    assert_equal "$(losses $run)" "$(losses one)"
+    merged $run $run.safetensors
+    cmp one.safetensors $run.safetensors
+  done
+  ds-train cfg.json --out other --set model.moe.router_dtype=fp32
+  [[ $(losses other) != "$(losses one)" ]] || fail "logits were not rounded"
+  run -2 --separate-stderr ds-launch -n 4 ds-train cfg.json --out refused --set expert_parallel.enabled=true \
+    --set expert_parallel.autoep_size=4
+  [[ $stderr == *"a layer's 2 experts cannot be shared by 4 ranks"* ]] || fail "$stderr"
+
+  ds-ckpt-merge one -o model --format hf --quiet
+  python3 - <<'PY'
+import json, struct
+config = json.load(open("model/config.json"))
+assert config["moe"]["num_experts"] == [2, 4] and config["moe"]["use_residual"], config
+f = open("model/model.safetensors", "rb")
+names = set(json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))) - {"__metadata__"}
+for layer, experts in ((1, 2), (3, 4)):
+    mlp = f"transformer.h.{layer}.mlp."
+    for end in ("mlp.c_fc.weight", "mlp.c_proj.bias", "coefficient.weight", "coefficient.bias"):
+        assert mlp + end in names, names
+    there = {n.split(".")[7] for n in names if n.startswith(mlp + "deepspeed_moe.experts.")}
+    assert there == {str(e) for e in range(experts)}, there
+PY
+  text=$(ds-train cfg.json --resume one --generate "The " --max-tokens 8)
+  assert_equal "$(ds-train cfg.json --set 'model={"path": "model"}' --generate "The " --max-tokens 8)" "$text"
+  ds-shard model -o sharded --dp 2 --tp 2 --pp 2 --quiet
+  ds-ckpt-merge sharded -o back --format hf --quiet
+  cmp model/model.safetensors back/model.safetensors
+}
+
 @test "more rows than there is room for end a run only if they are to" {
   local set=(--set expert_parallel.enabled=true --set expert_parallel.autoep_size=4 --set expert_parallel.room=1)
   ds-launch -n 4 ds-train cfg.json --out rounds --quiet "${set[@]}"

@@ -49,13 +49,22 @@ std::vector<std::pair<std::string, ModelConfig>> models() {
   second.experts.noisy_choice = true, second.experts.router_jitter = true;
   jitter.experts.input_jitter = 0.1f, jitter.experts.capacity.limited = false;
   dropout.resid_dropout = dropout.embd_dropout = 0.1f;
+  ModelConfig residual = tiny_moe(2), pyramid = tiny_moe(1), rounded = tiny_gated(2, DropPolicy::Position);
+  residual.experts.residual = pyramid.experts.residual = true;
+  residual.experts.shared = pyramid.experts.shared = residual.intermediate;
+  residual.resid_dropout = 0.1f;
+  pyramid.experts.counts = {0, 4, 0, 8};
+  rounded.experts.router_dtype = RouterDtype::Work;
   return {{"position of two", tiny_gated(2, DropPolicy::Position)},
           {"probs of three", tiny_gated(3, DropPolicy::Probs)},
           {"random of one", tiny_gated(1, DropPolicy::Random)},
           {"noisy second", second},
           {"input with jitter", jitter},
           {"layer of DeepSpeed, one", dropout},
-          {"layer of DeepSpeed, two", tiny_moe(2)}};
+          {"layer of DeepSpeed, two", tiny_moe(2)},
+          {"residual layer", residual},
+          {"pyramid of residual layers", pyramid},
+          {"logits in the work dtype", rounded}};
 }
 
 Config config_for(const ModelConfig& model, const Layout& l, int ep, DType work, double room = 8) {

@@ -76,6 +76,52 @@ TEST(Latent, InTilesTrainsToRounding) {
   expect_close(train(c, l), want, "tiles");
 }
 
+// As DeepSeek-V3: experts of some of several groups, chosen with biases, beside a shared one.
+ModelConfig tiny_deepseek() {
+  ModelConfig model = tiny_latent();
+  model.layers = 4;
+  model.experts = {
+      .count = 8,
+      .per_token = 3,
+      .intermediate = 24,
+      .router =
+          {.sigmoid = true, .normalise = true, .scale = 1.5f, .groups = 4, .chosen_groups = 2, .group_by_two = true},
+      .balancing_bias = true,
+      .shared = 24,
+      .layers = {false, true, true, true}};
+  return model;
+}
+
+TEST(Latent, WithExpertsTrainsWithTheSameBitsInEveryLayout) {
+  const ModelConfig model = tiny_deepseek();
+  for (const DType work : {DType::F32, DType::BF16}) {
+    const auto run = [&](const Layout& l, int ep = 1) {
+      Config c = latent_config(model, l, work);
+      c.optimizer.router_bias_update_rate = 0.01f;
+      c.expert_parallel = {.enabled = ep > 1, .size = ep, .room = 8};
+      Hooks hooks{.splits = model::expert_splits(model::shard_of(c, mesh_shape(c, l.ranks()), {}))};
+      hooks.same_logits &= ep == 1;
+      const Trace t = train_threads(c, l.ranks(), kSteps, 1, hooks);
+      if (ep == 1) expect_planned(t, kSteps, l.name());
+      return t;
+    };
+    const Trace want = run({});
+    EXPECT_LT(want.losses.back(), want.losses.front());
+    for (const Layout& l : {Layout{.dp = 2, .stage = 1},
+                            {.dp = 4, .stage = 3},
+                            {.pp = 2},
+                            {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 2},
+                            {.dp = 2, .checkpoints = Granularity::Layer, .stage = 3},
+                            {.dp = 2, .checkpoints = Granularity::Selective, .stage = 2}})
+      expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
+    for (const i64 stage : {1, 3}) expect_same_training(run({.dp = 2, .stage = stage}, 2), want, "ep 2");
+    expect_same_training(run({.dp = 4, .stage = 2}, 4), want, "ep 4");
+    if (work == DType::BF16) continue;
+    for (const Layout& l : {Layout{.tp = 2}, {.tp = 4, .sequence = true}, {.sp = 2}, {.dp = 2, .tp = 2, .stage = 3}})
+      expect_close(run(l), want, l.name());
+  }
+}
+
 // Operations: 2 M N K for the six maps, and attention with its two sizes of heads, written out.
 TEST(Latent, CountsItsParametersAndOperations) {
   for (const bool latent_queries : {true, false}) {

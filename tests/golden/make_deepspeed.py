@@ -15,8 +15,8 @@ Each DIR/<name>/ (default tests/golden/deepspeed) holds
                           param.<name>         the live module's parameters and buffers, as the model holds them
 The universal cases hold what ds_to_universal.py made of the checkpoint of the same run instead.
 
-The model with experts has two layers of four, in which each token chooses one; its states are those that the ranks
-report, under the numbers that experts have among all ranks. The cases "autoep" are a Qwen2-MoE of transformers (needed
+The model with experts has two layers of four, or of two and four beside an MLP (use_residual), in which each token chooses one; its
+states are those that the ranks report, under the numbers that experts have among all ranks. The cases "autoep" are a Qwen2-MoE of transformers (needed
 for them alone) that AutoEP has converted; its names are those of the published model. The other model is of odd sizes and has what real ones have: an embedding tied to the head, a frozen parameter, buffers (one
 of floats, one of integers), two parameter groups.
 """
@@ -44,7 +44,8 @@ def zero(stage, **more):
 
 
 # name: (ranks, configuration, number of parameter groups, convert to universal?), and of models with experts, over how
-# many ranks these are. Names that contain "autoep" are of models that DeepSpeed has converted.
+# many ranks these are, and whether layers are residual ones. Names that contain "autoep" are of models that DeepSpeed has
+# converted.
 CASES = {
     "zero0-fp32": (1, {}, 1, False),
     "zero0-fp16": (2, FP16, 1, False),
@@ -68,6 +69,7 @@ CASES = {
     "autoep-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
     "autoep-zero3-bf16": (4, BF16 | zero(3, stage3_param_persistence_threshold=20, sub_group_size=300), 1, False, 2),
     "universal-autoep-zero3": (2, BF16 | zero(3), 1, True, 2),
+    "experts-residual-zero1-fp32": (2, zero(1), 1, False, 2, True),
     "universal-zero1": (2, BF16 | zero(1), 2, True),
     "universal-zero3": (2, BF16 | zero(3), 2, True),
 }
@@ -106,7 +108,7 @@ def make_model(torch):
     return Model()
 
 
-def make_experts(torch, ep):
+def make_experts(torch, ep, residual):
     from deepspeed.moe.layer import MoE
 
     class Expert(torch.nn.Module):
@@ -123,7 +125,8 @@ def make_experts(torch, ep):
             super().__init__()
             self.embed = torch.nn.Embedding(vocab, width)
             self.blocks = torch.nn.ModuleList([
-                MoE(width, Expert(width), num_experts=4, ep_size=ep, k=1, drop_tokens=False, use_rts=False) for _ in range(2)])
+                MoE(width, Expert(width), num_experts=experts, ep_size=ep, k=1, drop_tokens=False, use_rts=False,
+                    use_residual=residual) for experts in ((2, 4) if residual else (4, 4))])
             self.head = torch.nn.Linear(width, vocab)
 
         def forward(self, tokens):
@@ -162,20 +165,20 @@ def published(name, value, ep_rank):
     return {name: value}
 
 
-def global_name(name, rank, ranks, ep, data_first):
+def global_name(name, rank, ranks, ep, data_first, counts):
     """The name over all ranks of a parameter that this one calls so."""
     before, found, after = name.partition(".deepspeed_experts.")
     if not found:
         return name
     number, rest = after.split(".", 1)
-    return f"{before}{found}{rank_of_ep(rank, ranks, ep, data_first) * (4 // ep) + int(number)}.{rest}"
+    return f"{before}{found}{rank_of_ep(rank, ranks, ep, data_first) * counts[before] + int(number)}.{rest}"
 
 
 def rank_of_ep(rank, ranks, ep, data_first):
     return rank // (ranks // ep) if data_first else rank % ep
 
 
-def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, autoep):
+def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, residual, autoep):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -188,7 +191,7 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = make_autoep() if autoep else make_experts(torch, ep) if ep else make_model(torch)
+    model = make_autoep() if autoep else make_experts(torch, ep, residual) if ep else make_model(torch)
     trained = [p for p in model.parameters() if p.requires_grad]
     if ep:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -249,7 +252,12 @@ def run_rank(rank, ranks, port, config, groups, seed, directory, reference, ep, 
             own = {f"{what}.{other}": part.detach().clone() for key, v in expected.items()
                    for what, _, name in [key.partition(".")] for other, part in published(name, v, ep_rank).items()}
         else:
-            own = {f"{what}.{global_name(name, rank, ranks, ep, data_first)}" if found else what: v.detach().clone()
+            counts = {}  # experts of this rank, by layer
+            for name, _ in engine.module.named_parameters():
+                before, found, after = name.partition(".deepspeed_experts.")
+                if found:
+                    counts[before] = max(counts.get(before, 0), int(after.split(".", 1)[0]) + 1)
+            own = {f"{what}.{global_name(name, rank, ranks, ep, data_first, counts)}" if found else what: v.detach().clone()
                    for key, v in expected.items() for what, found, name in [key.partition(".")]}
         everyone = [None] * ranks
         torch.distributed.all_gather_object(everyone, own)
@@ -289,7 +297,7 @@ def merged(directory):
 def make(name, out, seed):
     from safetensors.torch import load_file, save_file
     ranks, config, groups, universal, *experts = CASES[name]
-    ep = experts[0] if experts else 0
+    ep, residual = (*experts, False)[:2] if experts else (0, False)
     directory = out / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -298,7 +306,8 @@ def make(name, out, seed):
         port = s.getsockname()[1]
     reference = directory / "expected.safetensors"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep, "autoep" in name))
+    workers = [context.Process(target=run_rank, args=(r, ranks, port, config, groups, seed, str(directory), str(reference), ep,
+                                                    residual, "autoep" in name))
                for r in range(ranks)]
     for w in workers:
         w.start()

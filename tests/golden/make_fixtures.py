@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE,
-GLM-4.5, DeepSeek-V2 and BERT models of odd sizes.
+GLM-4.5, DeepSeek-V2, DeepSeek-V3 and BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
     python3 tests/golden/make_fixtures.py --find-seed NAME  # of a model with experts: the seed in SEEDS; minutes
@@ -47,8 +47,8 @@ names of transformers 5, in which the experts of a block are batches. In additio
                                           E / n * sum_e share_e * sum p_e, where share_e is that of all choices of the sequences
                                           so far and n and p are of the sequence
     global.grad.<router>    f64           the gradients of 0.05 * global.balance, of the routers alone
-GLM-4.5 and DeepSeek-V2 have neither loss in transformers, so there is no pooled.*. For balanced.* p of GLM-4.5 is its sigmoids
-divided by their sum. The biases of its routers are numbers that every type has, and nothing moves them.
+GLM-4.5 and DeepSeek have neither loss in transformers, so there is no pooled.*. For balanced.* p of GLM-4.5 and DeepSeek-V3 is
+their sigmoids divided by their sum. The biases of their routers are numbers that every type has, and nothing moves them.
 PyTorch and we, in any dtype, must choose the same experts, or there is nothing to compare. So seeds are those with which each
 expert has tokens, PyTorch chooses the same experts in every dtype and in all steps of training, and each token's last chosen expert
 is ahead of the first that is not chosen: by MARGIN of the spread of its logits at first, with weights rounded to 16 bits too, and
@@ -167,10 +167,16 @@ MODELS = {
     # Queries without a latent, as in DeepSeek-V2-Lite, and biases.
     "deepseek_v2_lite": transformers.DeepseekV2Config(
         **LATENT_SIZES, vocab_size=37, q_lora_rank=None, first_k_dense_replace=0, topk_method="greedy", attention_bias=True),
+    # The first layer is dense; tokens choose two of the three experts of one of two groups.
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **LATENT_SIZES, vocab_size=43, num_key_value_heads=4, q_lora_rank=22, first_k_dense_replace=1, n_group=2, topk_group=1,
+        routed_scaling_factor=1.5, num_mtp_layers=0,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 16}),
 }
 # Those that --find-seed finds, but for seeds with which PyTorch's own errors in 16 bits, our yardstick, are small by luck.
 SEEDS = {"mixtral": 3390, "olmoe": 105640, "qwen2_moe": 610780, "qwen3_moe": 111430, "glm4_moe": 2570,
-         "deepseek_v2": 2820, "deepseek_v2_lite": 26910}
+         "deepseek_v2": 2820, "deepseek_v2_lite": 26910, "deepseek_v3": 2430}
 
 
 @contextlib.contextmanager
@@ -316,7 +322,7 @@ def balance_of(logits, chosen, targets, sigmoid, counts=None):
 
 
 def has_sigmoids(config):
-    return config.model_type == "glm4_moe"
+    return config.model_type in ("glm4_moe", "deepseek_v3")
 
 
 def margin_of(logits, values, groups, k, sigmoid):
@@ -360,7 +366,7 @@ def balanced(config, state, inputs, targets, dtype):
     result = {"balanced.loss": (loss + BALANCE * balance).detach().reshape(1),
               "balanced.balance": balance.detach().reshape(1)}
     result.update({"balanced.grad." + name: p.grad for name, p in model.named_parameters()})
-    if config.model_type in ("glm4_moe", "deepseek_v2"):  # which have no such loss
+    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):  # which have no such loss
         return result
     model = build(config, state).to(dtype)
     output = model(input_ids=inputs, use_cache=False, output_router_logits=True)

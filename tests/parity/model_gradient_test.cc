@@ -90,6 +90,16 @@ ModelConfig gpt2_experts() {
   return c;
 }
 
+// Beside the MLP, which has a part in the output by a softmax. Nothing is dropped: an order of choices that changes
+// with the weights would change the random priorities by which choices are dropped.
+ModelConfig gpt2_residual() {
+  ModelConfig c = gpt2_experts();
+  c.experts.capacity.limited = false;
+  c.experts.residual = true;
+  c.experts.shared = c.intermediate;
+  return c;
+}
+
 // Post-LayerNorm, attention over the whole sequence, a head with a bias of its own.
 ModelConfig bert() {
   ModelConfig c = gpt2();
@@ -250,6 +260,8 @@ std::vector<GradientCase> gradient_cases() {
           {"gpt2_experts", gpt2_experts()},
           {"gpt2_experts_resid", with_dropout(gpt2_experts(), 0, 0.3f, 0)},
           {"gpt2_experts_dropping", gpt2_experts(), 8},
+          {"gpt2_residual", with_dropout(gpt2_residual(), 0, 0.3f, 0)},
+          {"gpt2_residual_branches", gpt2_residual(), 0, 2},
           {"gpt2_all_dropping", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 8},
           {"bert_dropping", bert(), 9},
           {"qwen3_dropping", unwindowed, 9},

@@ -23,12 +23,26 @@
 namespace ds {
 namespace model_test {
 
-constexpr const char* kModels[] = {"gpt2",        "llama",           "llama-tied", "qwen2",        "qwen3",
-                                   "gpt2-untied", "gpt2-unscaled",   "llama-bias", "qwen2-window", "bert",
-                                   "mixtral",     "olmoe",           "qwen2_moe",  "qwen3_moe",    "glm4_moe",
-                                   "deepseek_v2", "deepseek_v2_lite"};
-constexpr const char* kSparseModels[] = {"mixtral",  "olmoe",       "qwen2_moe",       "qwen3_moe",
-                                         "glm4_moe", "deepseek_v2", "deepseek_v2_lite"};
+constexpr const char* kModels[] = {"gpt2",
+                                   "llama",
+                                   "llama-tied",
+                                   "qwen2",
+                                   "qwen3",
+                                   "gpt2-untied",
+                                   "gpt2-unscaled",
+                                   "llama-bias",
+                                   "qwen2-window",
+                                   "bert",
+                                   "mixtral",
+                                   "olmoe",
+                                   "qwen2_moe",
+                                   "qwen3_moe",
+                                   "glm4_moe",
+                                   "deepseek_v2",
+                                   "deepseek_v2_lite",
+                                   "deepseek_v3"};
+constexpr const char* kSparseModels[] = {"mixtral",  "olmoe",       "qwen2_moe",        "qwen3_moe",
+                                         "glm4_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"};
 constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Fixture {

@@ -43,6 +43,11 @@ MODELS = {
                     "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
                     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
                                      "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v3": {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
+                    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                                     "mscale": 1.0, "mscale_all_dim": 1.0}},
     "bert": SIZES,
 }
 MASKS = {"mask_token": 256, "cls_token": 257, "sep_token": 258}

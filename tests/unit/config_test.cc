@@ -405,7 +405,7 @@ const Wrong kWrong[] = {
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.01, "moe": {"loss_over": "global_batch"}})",
      kLater, "cuda.graphs: model.moe.loss_over \"global_batch\" adds up counts", 2},
-    {R"("train_batch_size": 4098, "data": {"train": "x", "seq_length": 4096}, "model": {"type": "mixtral", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    {R"("train_batch_size": 4098, "train_micro_batch_size_per_gpu": 1, "data": {"train": "x", "seq_length": 4096}, "model": {"type": "mixtral", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 8192, "intermediate_size": 64, "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.01, "moe": {"loss_over": "global_batch"}})",

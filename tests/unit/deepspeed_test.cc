@@ -261,10 +261,12 @@ TEST_P(DeepSpeedExperts, WeightsAndStatesOfAllRanksStandUnderNamesOverAllRanks) 
       ++compared[s];
     }
   }
-  // Embedding, head and its bias, two routers, and 2 x 4 experts of three parameters each. AutoEP's model: three
-  // blocks, of which two have as many experts and a shared one with its gate, and a norm that is frozen.
-  const bool autoep = std::string_view(GetParam().name).find("autoep") != std::string_view::npos;
-  const int trained = autoep ? 66 : 29, params = autoep ? 67 : 29;
+  // Embedding, head and its bias, two routers, and experts of three parameters each: 2 x 4, or in residual layers 2 and
+  // 4, beside an MLP and a coefficient with its bias. AutoEP's model: three blocks, of which two have as many experts
+  // and a shared one with its gate, and a norm that is frozen.
+  const std::string_view name = GetParam().name;
+  const bool autoep = name.find("autoep") != name.npos, residual = name.find("residual") != name.npos;
+  const int trained = autoep ? 66 : residual ? 5 + 3 * (2 + 4) + 2 * 5 : 5 + 3 * 2 * 4, params = autoep ? 67 : trained;
   EXPECT_EQ(compared[State::Param], params);
   EXPECT_EQ(compared[State::ExpAvg], trained);
   EXPECT_EQ(compared[State::ExpAvgSq], trained);
@@ -279,6 +281,7 @@ INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedExperts,
                          ::testing::Values(Case{"experts-zero0-fp32", 0, 2, DType::F32, false},
                                            Case{"experts-zero1-bf16", 1, 4, DType::BF16, true},
                                            Case{"experts-zero2-fp32", 2, 4, DType::F32, true},
+                                           Case{"experts-residual-zero1-fp32", 1, 2, DType::F32, true},
                                            Case{"autoep-zero0-fp32", 0, 2, DType::F32, false},
                                            Case{"autoep-zero1-bf16", 1, 4, DType::BF16, true},
                                            Case{"autoep-zero2-fp32", 2, 4, DType::F32, true},

@@ -44,17 +44,22 @@ constexpr Case kCases[] = {
      "mlp", "gate_proj", "up_proj", "down_proj"},
     {"deepseek_v2", R"("n_routed_experts": 3, "moe_intermediate_size": 2, "first_k_dense_replace": 1, "kv_lora_rank": 3,
                        "q_lora_rank": null, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 1)",
+     "mlp", "gate_proj", "up_proj", "down_proj"},
+    {"deepseek_v3", R"("n_routed_experts": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 2,
+                       "first_k_dense_replace": 1, "kv_lora_rank": 3, "q_lora_rank": null, "qk_nope_head_dim": 2,
+                       "qk_rope_head_dim": 2, "v_head_dim": 1)",
      "mlp", "gate_proj", "up_proj", "down_proj"}};
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.family; }
 
 std::string config_of(const Case& c) {
-  const std::string class_name = c.family == std::string("mixtral")     ? "Mixtral"
-                                 : c.family == std::string("olmoe")     ? "Olmoe"
-                                 : c.family == std::string("qwen2_moe") ? "Qwen2Moe"
-                                 : c.family == std::string("glm4_moe")  ? "Glm4Moe"
-                                 : c.family == std::string("qwen3_moe") ? "Qwen3Moe"
-                                                                        : "DeepseekV2";
+  const std::string class_name = c.family == std::string("mixtral")       ? "Mixtral"
+                                 : c.family == std::string("olmoe")       ? "Olmoe"
+                                 : c.family == std::string("qwen2_moe")   ? "Qwen2Moe"
+                                 : c.family == std::string("glm4_moe")    ? "Glm4Moe"
+                                 : c.family == std::string("qwen3_moe")   ? "Qwen3Moe"
+                                 : c.family == std::string("deepseek_v2") ? "DeepseekV2"
+                                                                          : "DeepseekV3";
   return fmt::format(R"({{"model_type": "{}", "architectures": ["{}ForCausalLM"], "vocab_size": 11, "hidden_size": 4,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 6,
     "max_position_embeddings": 8, "num_experts_per_tok": 2, {}}})",

@@ -211,8 +211,8 @@ TEST(ExtendPositions, WhatCannotBeExtendedIsSaid) {
                "wpe.weight has 3 rows, but n_positions of config.json is 4");
   EXPECT_ERROR(extend(R"({"model_type": "gpt2", "max_position_embeddings": "3"})"), Errc::Mismatch,
                "max_position_embeddings of config.json is \"3\"");
-  for (const char* family :
-       {"llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2"}) {
+  for (const char* family : {"llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe",
+                             "deepseek_v2", "deepseek_v3"}) {
     EXPECT_ERROR(extend(fmt::format(R"({{"model_type": "{}"}})", family)), Errc::Config,
                  fmt::format("a model of type \"{}\" has none", family));
   }

@@ -262,6 +262,55 @@ TEST(ModelConfig, ReadsDeepseekV2) {
   EXPECT_TRUE(Json::parse(model_config_json(lite))["q_lora_rank"].is_null());
 }
 
+// As published for DeepSeek-V3, but for the form of its weights, and as transformers 5 writes it.
+TEST(ModelConfig, ReadsDeepseekV3) {
+  constexpr std::string_view kText = R"({{
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1, "q_lora_rank": {}, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "quantization_config": {{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                             "weight_block_size": [128, 128]}},
+    "rope_scaling": {{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"}},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": true, {}
+    "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280}})";
+  const ModelConfig m = load(fmt::format(kText, "1536", ""));
+  EXPECT_EQ(m.head_dim, 192);
+  EXPECT_EQ(m.latent.rank, 512);
+  EXPECT_EQ(m.latent.query_rank, 1536);
+  EXPECT_TRUE(m.latent.interleaved && !m.attention_bias && !m.mlp_bias && !m.qk_norm);
+  EXPECT_EQ(m.experts.count, 256);
+  EXPECT_EQ(m.experts.per_token, 8);
+  EXPECT_EQ(m.experts.shared, 2048);
+  EXPECT_FALSE(m.experts.sparse(2));
+  EXPECT_TRUE(m.experts.sparse(3) && m.experts.sparse(60));
+  const RouterParams& r = m.experts.router;
+  EXPECT_TRUE(r.sigmoid && r.normalise && r.group_by_two && m.experts.balancing_bias && !m.experts.shared_gate);
+  EXPECT_EQ(r.scale, 2.5f);
+  EXPECT_EQ(r.groups, 8);
+  EXPECT_EQ(r.chosen_groups, 4);
+  EXPECT_EQ(m.later_predictors, 1);
+  const Json written = Json::parse(model_config_json(m));
+  EXPECT_EQ(written["topk_method"], "noaux_tc");
+  EXPECT_EQ(written["scoring_func"], "sigmoid");
+  EXPECT_EQ(written["num_nextn_predict_layers"], 0);
+  EXPECT_EQ(written["first_k_dense_replace"], 3);
+  EXPECT_EQ(written["head_dim"], 64);
+  const ModelConfig other = load(fmt::format(kText, "null", R"("rope_interleave": false, "head_dim": 64,
+    "qk_head_dim": 192,)"));
+  EXPECT_EQ(other.latent.query_rank, 0);
+  EXPECT_FALSE(other.latent.interleaved);
+  // Without these keys it has transformers' sizes, which are DeepSeek's.
+  EXPECT_EQ(model_config_json(load(R"({"model_type": "deepseek_v3"})")),
+            model_config_json(load(R"({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4,
+              "n_routed_experts": 256, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3})")));
+}
+
 // As published for GLM-4.5, whose rope_parameters are as transformers 5 writes them.
 TEST(ModelConfig, ReadsGlmWithExperts) {
   constexpr std::string_view kGlm = R"({{
@@ -433,6 +482,20 @@ TEST(ModelConfig, LayersOfExpertsOfDeepSpeed) {
   EXPECT_TRUE(moe(R"("noisy_gate_policy": "RSample")").noisy_choice);
   EXPECT_TRUE(moe(R"("noisy_gate_policy": "Jitter")").router_jitter);
   EXPECT_FALSE(moe(R"("noisy_gate_policy": null)").router_jitter);
+  EXPECT_TRUE(!x.residual && x.shared == 0 && x.router_dtype == RouterDtype::Fp32);
+  const ExpertsConfig residual = moe(R"("use_residual": true, "router_dtype": "work")");
+  EXPECT_TRUE(residual.residual && residual.shared == 4 * 768 && !residual.shared_gate);
+  EXPECT_EQ(residual.router_dtype, RouterDtype::Work);
+
+  // A list has a number for each layer with experts.
+  const ExpertsConfig pyramid = load(R"({"model_type": "gpt2", "moe": {"num_experts": [2, 2, 2, 4, 4, 8]}})").experts;
+  EXPECT_EQ(pyramid.count, 8);
+  EXPECT_EQ(pyramid.counts, (std::vector<i64>{0, 2, 0, 2, 0, 2, 0, 4, 0, 4, 0, 8}));
+  EXPECT_EQ(pyramid.count_of(7), 4);
+  for (const char* same : {"[8]", "[8, 8, 8, 8, 8, 8]"}) {
+    const ModelConfig m = load(fmt::format(R"({{"model_type": "gpt2", "moe": {{"num_experts": {}}}}})", same));
+    EXPECT_EQ(model_config_json(m), model_config_json(one)) << same;
+  }
   EXPECT_EQ(load(R"({"model_type": "gpt2"})").experts.count, 0);
   EXPECT_EQ(load(R"({"model_type": "gpt2", "moe": null})").experts.count, 0);
 
@@ -570,7 +633,15 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "moe_layer_freq": 2})", "moe_layer_freq",
                 Errc::Unavailable},
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "noaux_tc"})",
-                "topk_method: \"noaux_tc\", DeepSeek-V3's, is not supported", Errc::Unavailable},
+                "topk_method: \"noaux_tc\" is the method of models of type \"deepseek_v3\"", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v3", "topk_method": "greedy"})", "topk_method", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v3", "scoring_func": "softmax"})", "scoring_func", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v3", "n_routed_experts": 60})", "n_group: 60 experts cannot be 8 groups"},
+           Case{R"({"model_type": "deepseek_v3", "mlp_bias": true})",
+                "mlp_bias: unknown key: no model of type \"deepseek_v3\" has it"},
+           Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "rope_interleave": false})", "accepted"},
+           Case{R"({"model_type": "glm4_moe", "rope_interleave": true})",
+                "no model of type \"glm4_moe\" has it, but those of type \"deepseek_v3\" do"},
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "best"})",
                 "topk_method: must be \"greedy\" or \"group_limited_greedy\""},
            Case{R"({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "group_limited_greedy"})",
@@ -623,8 +694,18 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_tutel": true}})", "moe.use_tutel",
                 Errc::Unavailable},
            Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "ep_size": 1, "use_tutel": false}})", "accepted"},
-           Case{R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true}})", "moe.use_residual",
-                Errc::Unavailable},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 8, 4]}})",
+                "moe.num_experts: has 3 numbers for 6 layers with experts: give one, or one for each"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 0, 4, 4, 4, 4]}})",
+                "moe.num_experts: must be an integer or an array of integers, 1 to 4096"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": []}})",
+                "moe.num_experts: must be an integer or an array"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 2, 4, 4], "k": 3}})",
+                "moe.k: a token cannot choose 3 of 2 experts"},
+           Case{R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 8, 8, 8], "loss_over": "layers"}})",
+                "moe.loss_over: \"layers\" adds the tokens of experts by their numbers", Errc::Unavailable},
+           Case{R"({"model_type": "mixtral", "moe": {"router_dtype": "bf16"}})",
+                "moe.router_dtype: must be one of \"fp32\", \"work\""},
            Case{R"({"model_type": "llama", "moe": {"num_experts": 4}})",
                 "no model of type \"llama\" has it, but those of type \"gpt2\" and"},
            Case{R"({"model_type": "olmoe", "clip_qkv": 8.0})", "clip_qkv", Errc::Unavailable},
@@ -637,10 +718,10 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "glm4_moe", "head_dim": 6})",
                 "partial_rotary_factor: turns 3 of the 6 dimensions of a head"},
            Case{R"({"model_type": "llama", "num_nextn_predict_layers": 1})",
-                "no model of type \"llama\" has it, but those of type \"glm4_moe\" do"},
+                "no model of type \"llama\" has it, but those of type \"glm4_moe\" and \"deepseek_v3\" do"},
            Case{R"({"model_type": "llama", "num_nextn_predict_layers": 0})", "accepted"},
            Case{R"({"model_type": "gpt_oss"})", "a model of type \"gpt_oss\" (there are \"gpt2\"", Errc::Unavailable},
-           Case{R"({"model_type": "deepseek_v3"})", "a model of type \"deepseek_v3\"", Errc::Unavailable},
+           Case{R"({"model_type": "deepseek_v32"})", "a model of type \"deepseek_v32\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_next"})", "a model of type \"qwen3_next\"", Errc::Unavailable},
            Case{R"({"model_type": "qwen3_5_moe"})", "a model of type \"qwen3_5_moe\"", Errc::Unavailable},
            Case{R"({"model_type": "bert", "position_embedding_type": "relative_key"})", "position_embedding_type",
@@ -897,6 +978,13 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                "n_routed_experts": 24, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
                "n_shared_experts": 3, "q_lora_rank": null, "routed_scaling_factor": 1.5, "head_dim": 64,
                "rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 0.5}})",
+          R"({"model_type": "deepseek_v3", "num_hidden_layers": 4, "first_k_dense_replace": 2, "num_experts_per_tok": 4,
+               "n_routed_experts": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": false, "rope_interleave": false,
+               "n_shared_experts": 3, "q_lora_rank": null, "routed_scaling_factor": 1.5, "head_dim": 64,
+               "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.5, "mscale_all_dim": 0.5}})",
+          R"({"model_type": "mixtral", "moe": {"router_dtype": "work"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": 4, "use_residual": true, "router_dtype": "work"}})",
+          R"({"model_type": "gpt2", "moe": {"num_experts": [4, 4, 4, 8, 8, 16], "k": 2}})",
           R"({"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": [0],
                "head_dim": 128, "router_z_loss_coef": 0.5})",
           R"({"model_type": "glm4_moe", "head_dim": 128, "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_routed_experts": 24,

@@ -58,8 +58,9 @@ std::string config_error(F f) {
 }
 
 TEST(LayerTypes, AreThoseOfTheModels) {
-  for (const Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Mixtral, Family::Olmoe,
-                              Family::Qwen2Moe, Family::Qwen3Moe, Family::Glm4Moe, Family::DeepseekV2, Family::Bert}) {
+  for (const Family family :
+       {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Mixtral, Family::Olmoe, Family::Qwen2Moe,
+        Family::Qwen3Moe, Family::Glm4Moe, Family::DeepseekV2, Family::DeepseekV3, Family::Bert}) {
     ModelConfig c;
     c.family = family;
     c.vocab_size = 16;

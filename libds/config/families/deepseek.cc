@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models with multi-head latent attention: DeepSeek-V2.
+// Models with multi-head latent attention: DeepSeek-V2, DeepSeek-V3.
 
 #include <fmt/format.h>
 
@@ -18,32 +18,36 @@ constexpr Key kLatentKeys[] = {
     effect("qk_nope_head_dim", slot_of<&H::qk_nope_head_dim>, kSize),
     effect("qk_rope_head_dim", slot_of<&H::m, &M::latent, &L::rope_dim>, kSize),
     effect("v_head_dim", slot_of<&H::m, &M::latent, &L::value_dim>, kSize),
-    effect("n_routed_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
-    alias("num_experts", "n_routed_experts"),
-    alias("num_local_experts", "n_routed_experts"),
-    effect("moe_intermediate_size", slot_of<&H::m, &M::experts, &X::intermediate>, kSize),
-    effect("n_shared_experts", slot_of<&H::n_shared_experts>, {0, 64}, kNull),
-    effect("first_k_dense_replace", slot_of<&H::first_k_dense_replace>, {0, 1e5}),
-    effect("routed_scaling_factor", slot_of<&H::m, &M::experts, &X::router, &RouterParams::scale>, kAboveZero),
-    effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}, kNull),
-    effect("topk_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::chosen_groups>, {1, 64}, kNull),
     fixed("moe_layer_freq", "[1]"),
     silent("qk_head_dim"),  // the sum of two, which transformers writes
 };
 constexpr Key kDeepseekV2Own[] = {
+    effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}, kNull),
+    effect("topk_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::chosen_groups>, {1, 64}, kNull),
     effect("topk_method", slot_of<&H::topk_method>),
     fixed("norm_topk_prob", "[false, null]"),
     fixed("scoring_func", R"(["softmax"])"),
 };
+constexpr Key kDeepseekV3Own[] = {
+    effect("rope_interleave", slot_of<&H::m, &M::latent, &L::interleaved>, {}, kNull),
+    fixed("topk_method", R"(["noaux_tc"])"),
+    fixed("scoring_func", R"(["sigmoid"])"),
+};
 // clang-format on
 
-constexpr auto kDeepseekV2Keys = with_own<kLatentKeys, kDeepseekV2Own>();
+constexpr auto kDeepseekV2Keys = with_own<kLatentKeys, kRoutedKeys, kDeepseekV2Own>();
+constexpr auto kDeepseekV3Keys = with_own<kLatentKeys, kRoutedKeys, kBiasedRouterKeys, kDeepseekV3Own>();
 constexpr std::string_view kDeepseekV2Unread[] = {"use_sliding_window", "sliding_window", "max_window_layers",
                                                   "layer_types"};
+constexpr std::string_view kDeepseekV3Unread[] = {"use_sliding_window", "sliding_window", "max_window_layers",
+                                                  "layer_types", "mlp_bias"};
 constexpr KeyValue kDeepseekNeutral[] = {{"decoder_sparse_step", "1"},
                                          {"mlp_only_layers", "[]"},
                                          {"router_jitter_noise", "0"},
-                                         {"shared_expert_intermediate_size", "0"}};
+                                         {"shared_expert_intermediate_size", "0"},
+                                         {"rope_interleave", "true"}};
+// transformers does not read these, and other programs know the router by them.
+constexpr KeyValue kDeepseekV3Constant[] = {{"topk_method", R"("noaux_tc")"}, {"scoring_func", R"("sigmoid")"}};
 constexpr std::string_view kDeepseekRequired[] = {
     "vocab_size",        "hidden_size",      "num_hidden_layers",   "num_attention_heads",
     "intermediate_size", "kv_lora_rank",     "v_head_dim",          "qk_nope_head_dim",
@@ -64,6 +68,28 @@ void set_deepseek_v2_defaults(HfConfig& h, ModelSource source) {
   m.experts.intermediate = 1407;
   h.n_shared_experts = 2;
   h.topk_method = "greedy";
+}
+
+void set_deepseek_v3_defaults(HfConfig& h, ModelSource source) {
+  set_latent_defaults(h, source);
+  ModelConfig& m = h.m;
+  m.vocab_size = 129280;
+  m.hidden = 7168;
+  m.intermediate = 18432;
+  m.layers = 61;
+  m.heads = 128;
+  m.max_positions = 4096;
+  m.experts.count = 256;
+  m.experts.per_token = 8;
+  m.experts.intermediate = 2048;
+  m.experts.router = {.sigmoid = true, .normalise = true, .scale = 2.5f, .group_by_two = true};
+  m.experts.balancing_bias = true;
+  h.n_shared_experts = 1;
+  if (source == ModelSource::Inline) return;
+  m.experts.router.groups = 8;
+  m.experts.router.chosen_groups = 4;
+  m.later_predictors = 1;
+  h.first_k_dense_replace = 3;
 }
 
 // A head of queries and keys has a part that is turned, whose size transformers writes as head_dim, and one that is
@@ -100,7 +126,8 @@ void resolve_deepseek_v2(HfConfig& h, const Json& object, ModelSource source, Re
   if (h.topk_method == "greedy") {
     router.groups = router.chosen_groups = 1;
   } else if (h.topk_method == "noaux_tc") {
-    r.error("topk_method", "\"noaux_tc\", DeepSeek-V3's, is not supported in this type", Errc::Unavailable);
+    r.error("topk_method", "\"noaux_tc\" is the method of models of type \"deepseek_v3\"; this type has none of it",
+            Errc::Unavailable);
   } else if (h.topk_method != "group_limited_greedy") {
     r.error("topk_method", fmt::format("must be \"greedy\" or \"group_limited_greedy\", not \"{}\"", h.topk_method));
   } else if (router.groups <= 1 && (!object.contains("n_group") || is_null(object, "n_group"))) {
@@ -108,6 +135,15 @@ void resolve_deepseek_v2(HfConfig& h, const Json& object, ModelSource source, Re
   }
   resolve_deepseek_experts(h, r);
 }
+
+void resolve_deepseek_v3(HfConfig& h, const Json& object, ModelSource, Reader& r) {
+  resolve_latent(h, object, r);
+  if (is_null(object, "rope_interleave")) h.m.latent.interleaved = false;
+  resolve_deepseek_experts(h, r);
+}
+
+constexpr ExpertNames kDeepseekNames = {
+    .block = "mlp", .gate = "gate_proj", .up = "up_proj", .down = "down_proj", .shared = "shared_experts"};
 
 }  // namespace
 }  // namespace family
@@ -122,6 +158,19 @@ extern constinit const FamilySpec kDeepseekV2Family = family::relative({
     .neutral = family::kDeepseekNeutral,
     .set_defaults = family::set_deepseek_v2_defaults,
     .resolve = family::resolve_deepseek_v2,
-    .experts = {.block = "mlp", .gate = "gate_proj", .up = "up_proj", .down = "down_proj", .shared = "shared_experts"},
+    .experts = family::kDeepseekNames,
+});
+extern constinit const FamilySpec kDeepseekV3Family = family::relative({
+    .family = Family::DeepseekV3,
+    .name = "deepseek_v3",
+    .architecture = "DeepseekV3ForCausalLM",
+    .keys = family::kDeepseekV3Keys,
+    .unread = family::kDeepseekV3Unread,
+    .required = family::kDeepseekRequired,
+    .neutral = family::kDeepseekNeutral,
+    .constant = family::kDeepseekV3Constant,
+    .set_defaults = family::set_deepseek_v3_defaults,
+    .resolve = family::resolve_deepseek_v3,
+    .experts = family::kDeepseekNames,
 });
 }  // namespace ds

@@ -35,28 +35,16 @@ constexpr Key kQwenOwn[] = {
     effect("qkv_bias", slot_of<&H::m, &M::attention_bias>, {}, kNull),
 };
 constexpr Key kGlmOwn[] = {
-    effect("n_routed_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
-    alias("num_experts", "n_routed_experts"),
-    alias("num_local_experts", "n_routed_experts"),
-    effect("moe_intermediate_size", slot_of<&H::m, &M::experts, &X::intermediate>, kSize),
-    effect("n_shared_experts", slot_of<&H::n_shared_experts>, {0, 64}, kNull),
-    effect("first_k_dense_replace", slot_of<&H::first_k_dense_replace>, {0, 1e5}),
-    effect("norm_topk_prob", slot_of<&H::m, &M::experts, &X::router, &RouterParams::normalise>, {}, kNull),
-    effect("routed_scaling_factor", slot_of<&H::m, &M::experts, &X::router, &RouterParams::scale>, kAboveZero),
-    effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}),
-    effect("topk_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::chosen_groups>, {1, 64}),
     effect("use_qk_norm", slot_of<&H::m, &M::qk_norm>, {}, kNull),
     effect("partial_rotary_factor", slot_of<&H::m, &M::rotary_share>, {0, 1, /*open_low=*/true}),
     alias("rope_scaling.partial_rotary_factor", "partial_rotary_factor"),
-    effect("num_nextn_predict_layers", slot_of<&H::m, &M::later_predictors>, {0, 64}, kNull),
-    alias("num_mtp_layers", "num_nextn_predict_layers"),
 };
 // clang-format on
 
 constexpr auto kMixtralKeys = with_own<kMixtralOwn>();
 constexpr auto kOlmoeKeys = with_own<kOlmoeOwn>();
 constexpr auto kQwenMoeKeys = with_own<kQwenOwn>();
-constexpr auto kGlmKeys = with_own<kGlmOwn>();
+constexpr auto kGlmKeys = with_own<kRoutedKeys, kBiasedRouterKeys, kGlmOwn>();
 
 constexpr std::string_view kMixtralUnread[] = {"mlp_bias",           "pretraining_tp",    "attention_bias",
                                                "use_sliding_window", "max_window_layers", "layer_types"};

@@ -23,6 +23,24 @@ inline constexpr Key kSparseKeys[] = {
     effect("router_aux_loss_coef", slot_of<&H::router_aux_loss_coef>, {0, kInfinity}),
     effect("router_z_loss_coef", slot_of<&H::m, &M::experts, &X::z_loss>, {0, kInfinity}),
 };
+// n_routed_experts beside shared ones, after first blocks that are dense: GLM-4.5 and DeepSeek.
+inline constexpr Key kRoutedKeys[] = {
+    effect("n_routed_experts", slot_of<&H::m, &M::experts, &X::count>, kExperts),
+    alias("num_experts", "n_routed_experts"),
+    alias("num_local_experts", "n_routed_experts"),
+    effect("moe_intermediate_size", slot_of<&H::m, &M::experts, &X::intermediate>, kSize),
+    effect("n_shared_experts", slot_of<&H::n_shared_experts>, {0, 64}, kNull),
+    effect("first_k_dense_replace", slot_of<&H::first_k_dense_replace>, {0, 1e5}),
+    effect("routed_scaling_factor", slot_of<&H::m, &M::experts, &X::router, &RouterParams::scale>, kAboveZero),
+};
+// DeepSeek-V3's router, and its layers that predict further ahead.
+inline constexpr Key kBiasedRouterKeys[] = {
+    effect("norm_topk_prob", slot_of<&H::m, &M::experts, &X::router, &RouterParams::normalise>, {}, kNull),
+    effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}),
+    effect("topk_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::chosen_groups>, {1, 64}),
+    effect("num_nextn_predict_layers", slot_of<&H::m, &M::later_predictors>, {0, 64}, kNull),
+    alias("num_mtp_layers", "num_nextn_predict_layers"),
+};
 // clang-format on
 
 constexpr bool has_key(std::span<const Key> keys, std::string_view path) {

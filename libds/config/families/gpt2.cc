@@ -9,6 +9,8 @@ namespace ds {
 namespace family {
 namespace {
 
+Slot counts_slot(void* root) { return CountsSlot{&static_cast<HfConfig*>(root)->moe.num_experts}; }
+
 // clang-format off
 constexpr Key kGpt2Own[] = {
     effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
@@ -33,12 +35,12 @@ constexpr Key kGpt2Own[] = {
     silent("n_ctx"), silent("n_special"), silent("predict_special_tokens"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
     silent("summary_proj_to_labels"), silent("summary_first_dropout"),
     // DeepSpeed's MoE layer in place of MLPs.
-    effect("moe.num_experts", slot_of<&H::m, &M::experts, &ExpertsConfig::count>, {1, 4096}),
+    effect("moe.num_experts", counts_slot, {1, 4096}),
     effect("moe.k", slot_of<&H::m, &M::experts, &ExpertsConfig::per_token>, {1, 4096}),
     effect("moe.expert_interval", slot_of<&H::moe, &MoeKeys::expert_interval>, {1, 1e5}),
     effect("moe.loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::balance_loss>, {0, kInfinity}),
     effect("moe.z_loss_coeff", slot_of<&H::m, &M::experts, &ExpertsConfig::z_loss>, {0, kInfinity}),
-    fixed("moe.use_residual", "[false]"),
+    effect("moe.use_residual", slot_of<&H::m, &M::experts, &ExpertsConfig::residual>),
     fixed("moe.ep_size", "[1]", "expert_parallel.autoep_size of the run divides experts over ranks"),
     fixed("moe.enable_expert_tensor_parallelism", "[false]", "ranks of tensor_parallel always share the experts, whole ones each"),
     fixed("moe.use_tutel", "[false]"),
@@ -69,6 +71,18 @@ void set_gpt2_defaults(HfConfig& h, ModelSource source) {
   h.moe.second_expert_sampling = h.moe.use_rts = true;
 }
 
+// One number of experts for each layer that has any.
+void set_pyramid(HfConfig& h, Reader& r) {
+  ExpertsConfig& x = h.m.experts;
+  auto next = h.moe.num_experts.begin();
+  for (const bool sparse : x.layers) x.counts.push_back(sparse ? *next++ : 0);
+  if (x.balance_over == BalanceOver::Layers)
+    r.error("moe.loss_over",
+            "\"layers\" adds the tokens of experts by their numbers, which all layers must have: take "
+            "\"micro_batch\" or \"sequence\" with a list of moe.num_experts",
+            Errc::Unavailable);
+}
+
 // Defaults are DeepSpeed's: those of its MoE layer, and Megatron-DeepSpeed's for the interval and the loss.
 void resolve_moe(HfConfig& h, const Json& object, Reader& r) {
   ModelConfig& m = h.m;
@@ -80,8 +94,11 @@ void resolve_moe(HfConfig& h, const Json& object, Reader& r) {
   constexpr std::string_view kCount = "moe.num_experts", kPerToken = "moe.k", kInterval = "moe.expert_interval";
   if (!r.given(kCount) && !r.broken(kCount)) return r.error(kCount, "is missing");
   if (r.any_broken({kCount, kPerToken, kInterval, "n_layer"})) return;
-  if (x.per_token > x.count)
-    return r.error(kPerToken, fmt::format("a token cannot choose {} of {} experts", x.per_token, x.count));
+  const std::vector<i64>& counts = h.moe.num_experts;
+  const i64 fewest = std::ranges::min(counts);
+  x.count = std::ranges::max(counts);
+  if (x.per_token > fewest)
+    return r.error(kPerToken, fmt::format("a token cannot choose {} of {} experts", x.per_token, fewest));
   if (h.moe.expert_interval > m.layers) {
     return r.error(kInterval, fmt::format("no layer has experts: the first would be layer {} of {}",
                                           h.moe.expert_interval, m.layers));
@@ -92,9 +109,15 @@ void resolve_moe(HfConfig& h, const Json& object, Reader& r) {
                                        m.intermediate, x.count * m.intermediate, kWidest));
   }
   x.intermediate = m.intermediate;
+  if (x.residual) x.shared = m.intermediate;
   x.router.normalise = x.per_token > 1;
   x.first_choice_loss = x.per_token == 2;
   for (i64 l = 0; l < m.layers; ++l) x.layers.push_back((l + 1) % h.moe.expert_interval == 0);
+  if (const i64 sparse = m.layers / h.moe.expert_interval; counts.size() > 1 && std::ssize(counts) != sparse) {
+    return r.error(kCount, fmt::format("has {} numbers for {} layers with experts: give one, or one for each",
+                                       counts.size(), sparse));
+  }
+  if (fewest != x.count) set_pyramid(h, r);
   resolve_gating(h, kPerToken, r);
 }
 
@@ -125,7 +148,10 @@ extern constinit const FamilySpec kGpt2Family = {
     .prefix = "transformer.",
     .buffers = family::kGpt2Buffers,
     .positions = {"transformer.wpe.weight", family::kGpt2Lengths, ".attn.bias"},
-    .experts = {.block = "mlp.deepspeed_moe", .experts = "experts.deepspeed_experts", .router = "gate.wg.weight"},
+    .experts = {.block = "mlp.deepspeed_moe",
+                .experts = "experts.deepspeed_experts",
+                .router = "gate.wg.weight",
+                .shared = "mlp"},
 };
 
 }  // namespace ds

@@ -23,6 +23,9 @@ inline constexpr std::array kEnumNames<BalanceOver> = {
     EnumName{"micro_batch", u8(BalanceOver::MicroBatch)}, EnumName{"sequence", u8(BalanceOver::Sequence)},
     EnumName{"layers", u8(BalanceOver::Layers)}, EnumName{"global_batch", u8(BalanceOver::GlobalBatch)}};
 template <>
+inline constexpr std::array kEnumNames<RouterDtype> = {EnumName{"fp32", u8(RouterDtype::Fp32)},
+                                                       EnumName{"work", u8(RouterDtype::Work)}};
+template <>
 inline constexpr std::array kEnumNames<DropPolicy> = {EnumName{"position", u8(DropPolicy::Position)},
                                                       EnumName{"probs", u8(DropPolicy::Probs)},
                                                       EnumName{"random", u8(DropPolicy::Random)}};

@@ -3,12 +3,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace ds::family {
 namespace {
 
 constexpr std::string_view kDrop = "moe.drop_tokens", kPolicy = "moe.drop_policy", kRts = "moe.use_rts",
                            kNoise = "moe.noisy_gate_policy", kSecond = "moe.top2_2nd_expert_sampling",
-                           kJitter = "router_jitter_noise", kLossOver = "moe.loss_over";
+                           kJitter = "router_jitter_noise", kLossOver = "moe.loss_over",
+                           kRouterDtype = "moe.router_dtype";
 constexpr std::string_view kOfCapacity[] = {"moe.capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity",
                                             kPolicy, kRts};
 
@@ -58,6 +62,11 @@ void restore_gating(HfConfig& h) {
                             : one && x.noisy_choice ? NoisyGate::RSample
                                                     : NoisyGate::None;
   h.moe.second_expert_sampling = !one && x.noisy_choice;
+  h.moe.num_experts.assign(1, x.count);
+  if (!x.counts.empty()) {
+    h.moe.num_experts.clear();
+    std::ranges::copy_if(x.counts, std::back_inserter(h.moe.num_experts), [](i64 n) { return n > 0; });
+  }
   h.moe.expert_interval = 1;
   for (size_t l = 0; l < x.layers.size() && !x.layers[l]; ++l) ++h.moe.expert_interval;
 }
@@ -70,6 +79,7 @@ bool writes_gating(const HfConfig& h, std::string_view path) {
     if (path == key) return x.capacity.limited;
   if (path == kNoise) return h.moe.noisy_gate_policy != NoisyGate::None;
   if (path == kSecond) return x.plain ? x.per_token == 2 : x.noisy_choice;
+  if (path == kRouterDtype) return x.router_dtype != RouterDtype::Fp32;
   return x.plain || (path == kDrop && x.capacity.limited);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The section `moe` of a model: capacity and noise of its experts, under the names of DeepSpeed's MoE layer.
+// The section `moe` of a model: routers, capacity and noise of its experts, under the names of DeepSpeed's MoE layer.
 
 #include "config/families/keys.h"
 
@@ -11,6 +11,7 @@ inline constexpr Range kLeastCapacity = {0, 1 << 24};
 
 // clang-format off
 inline constexpr Key kGatingKeys[] = {
+    effect("moe.router_dtype", slot_of<&H::m, &M::experts, &ExpertsConfig::router_dtype>),
     effect("moe.loss_over", slot_of<&H::m, &M::experts, &ExpertsConfig::balance_over>),
     effect("moe.drop_tokens", slot_of<&H::m, &M::experts, &ExpertsConfig::capacity, &ExpertCapacity::limited>),
     effect("moe.capacity_factor", slot_of<&H::m, &M::experts, &ExpertsConfig::capacity, &ExpertCapacity::factor>, kFactor),

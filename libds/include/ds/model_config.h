@@ -38,9 +38,22 @@ class DS_API Source {
 
 }  // namespace model
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Glm4Moe, DeepseekV2, Bert };
+enum class Family : u8 {
+  Gpt2,
+  Llama,
+  Qwen2,
+  Qwen3,
+  Mixtral,
+  Olmoe,
+  Qwen2Moe,
+  Qwen3Moe,
+  Glm4Moe,
+  DeepseekV2,
+  DeepseekV3,
+  Bert
+};
 // Returns model_type of config.json: "gpt2", "llama", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-// "glm4_moe", "deepseek_v2", "bert".
+// "glm4_moe", "deepseek_v2", "deepseek_v3", "bert".
 DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
@@ -82,16 +95,28 @@ enum class BalanceOver : u8 {
   // micro-batch of each, the probabilities those of a micro-batch; likewise (Qiu et al., "Demons in the Detail", 2025).
   GlobalBatch,
 };
+// The type of a router's logits.
+enum class RouterDtype : u8 {
+  Fp32,  // sums of products of the hidden state and the router's weights in the work dtype
+  Work,  // these, rounded to the work dtype, as transformers computes them in most families
+};
 // The experts of a model's sparse blocks, in which a router sends each token to some of many MLPs.
 struct ExpertsConfig {
-  i64 count = 0;         // E; 0: the model is dense
+  i64 count = 0;  // E; 0: the model is dense
+  // [ModelConfig::layers]: E of each sparse block, where they differ; `count` is then the largest. Empty: all have
+  // `count` (pyramids: Rajbhandari et al., "DeepSpeed-MoE", 2022, section 4.1).
+  std::vector<i64> counts{};
   i64 per_token = 0;     // k
   i64 intermediate = 0;  // of one expert
   bool plain = false;    // experts are MLPs as GPT-2's, with biases; else gated ones without
   RouterParams router{};
-  bool balancing_bias = false;         // added to scores for the choice alone (DeepSeek-V3)
-  i64 shared = 0;                      // intermediate size of an MLP beside them that sees every token; 0: none
-  bool shared_gate = false;            // its output is multiplied by a sigmoid of a linear map of the token
+  RouterDtype router_dtype = RouterDtype::Fp32;
+  bool balancing_bias = false;  // added to scores for the choice alone (DeepSeek-V3)
+  i64 shared = 0;               // intermediate size of an MLP beside them that sees every token; 0: none
+  bool shared_gate = false;     // its output is multiplied by a sigmoid of a linear map of the token
+  // The output of that MLP and the sum of the experts' are multiplied by the two numbers of a softmax of a linear map
+  // of the token (DeepSpeed-MoE, section 4.1.2). Not together with shared_gate.
+  bool residual = false;
   float balance_loss = 0, z_loss = 0;  // coefficients: RouterLossParams
   bool first_choice_loss = false;      // likewise
   BalanceOver balance_over = BalanceOver::MicroBatch;
@@ -111,11 +136,12 @@ struct ExpertsConfig {
   // loss, and its config.json is written as it was.
   float unused_balance_loss = 0;
   std::vector<bool> layers{};  // [ModelConfig::layers]: true for sparse blocks
-  // [ModelConfig::layers][count], no key: the tokens that chose each expert, of which predictions take the shares of
-  // ranks. Empty, or empty for a layer: all experts alike.
+  // [ModelConfig::layers][count_of(layer)], no key: the tokens that chose each expert, of which predictions take the
+  // shares of ranks. Empty, or empty for a layer: all experts alike.
   std::vector<std::vector<i64>> loads{};
 
   bool sparse(i64 layer) const { return count > 0 && layers[static_cast<size_t>(layer)]; }
+  i64 count_of(i64 layer) const { return counts.empty() ? count : counts[static_cast<size_t>(layer)]; }
 };
 
 // Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): keys and values are made from a latent
