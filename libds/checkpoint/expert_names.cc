@@ -301,6 +301,26 @@ std::unique_ptr<TensorSource> join_experts(const model::Model& model, std::uniqu
   return std::make_unique<JoinedSource>(std::move(source), std::move(list), std::move(tensors));
 }
 
+namespace {
+
+// The published name of a matrix of one expert under the name that most families have; empty: it is none.
+std::string named_as(const ExpertNames& names, std::string_view name) {
+  constexpr std::string_view kExperts = "mlp.experts.";
+  const size_t at = name.rfind(kExperts);
+  if (at == name.npos || names.gate.empty()) return "";
+  const std::string_view after = name.substr(at + kExperts.size());
+  const size_t dot = std::min(after.find('.'), after.size());
+  const std::optional<i64> expert = number_of(after.substr(0, dot));
+  if (!expert) return "";
+  for (const auto& [common, own] :
+       {std::pair{".gate_proj.weight", names.gate}, {".up_proj.weight", names.up}, {".down_proj.weight", names.down}}) {
+    if (after.substr(dot) == common) return name_of(name.substr(0, at), names, *expert, fmt::format("{}.weight", own));
+  }
+  return "";
+}
+
+}  // namespace
+
 std::vector<Rearranged> part_experts(const ExpertNames& names, std::span<const TensorInfo> tensors) {
   const std::vector<Batch> batches = batches_of(names);
   std::vector<Rearranged> result;
@@ -311,7 +331,8 @@ std::vector<Rearranged> part_experts(const ExpertNames& names, std::span<const T
     });
     if (batch == batches.end()) {
       const auto router = without_end(t.name, kRouter);
-      result.push_back({router ? fmt::format("{}{}", *router, router_of(names)) : t.name, t.shape, {{i, 0}}});
+      const std::string own = router ? fmt::format("{}{}", *router, router_of(names)) : named_as(names, t.name);
+      result.push_back({own.empty() ? t.name : own, t.shape, {{i, 0}}});
       continue;
     }
     const std::string_view prefix = *without_end(t.name, batch->ours);

@@ -49,7 +49,8 @@ std::vector<Rearranged> join_experts(const model::Model& model, std::span<const 
 // The same for a source.
 std::unique_ptr<TensorSource> join_experts(const model::Model& model, std::unique_ptr<TensorSource> source);
 
-// The reverse: batches as matrices of single experts, and routers, under published names.
+// The reverse: batches as matrices of single experts, and routers, under published names; matrices that are single ones
+// already get these names, too.
 std::vector<Rearranged> part_experts(const ExpertNames& names, std::span<const TensorInfo> tensors);
 
 }  // namespace ds

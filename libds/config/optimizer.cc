@@ -214,10 +214,12 @@ void check_router_bias(const Config& c, Reader& r) {
   }
   if (!trains(c.use) || c.optimizer.router_bias_update_rate == 0) return;
   if (c.optimizer.diloco.workers > 1)
-    r.error(kRate,
-            "each of diloco.workers counts tokens of its own, by which the biases of routers would move apart: "
-            "set it to 0",
-            Errc::Unavailable);
+    r.error(
+        kRate,
+        fmt::format("{}: each of diloco.workers counts tokens of its own, by which the biases of routers would move "
+                    "apart: set it to 0",
+                    r.given(kRate) ? "is not 0" : "is not 0 by default"),
+        Errc::Unavailable);
   if (c.zero.offload_optimizer.device == OffloadDevice::Server)
     r.error(kRate,
             "a server of states does not keep the biases of routers, which a run that attaches to it would lose: set "

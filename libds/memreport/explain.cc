@@ -148,8 +148,8 @@ std::string experts_of_rank(const Subject& s, const RankParams& psi) {
   const double parts = static_cast<double>(s.tp * s.pp);
   return fmt::format(
       "Of these Ψe = {0} are experts', over E = ep = {1} ranks (DeepSpeed-MoE, arXiv 2201.05596): a rank has\n"
-      "Ψ' = Ψ - Ψe(1 - 1/{1}) = {2}, and {3} ranks have the same experts.\n",
-      count(s.experts / parts), s.ep, count(psi.held), s.dp / s.ep);
+      "Ψ' = Ψ - Ψe(1 - 1/{1}) = {2}, and each expert is on {3} rank{4}.\n",
+      count(s.experts / parts), s.ep, count(psi.held), s.dp / s.ep, s.dp == s.ep ? "" : "s");
 }
 
 std::string rows_to_experts(const Subject& s) {

@@ -61,8 +61,10 @@ class StageModel {
     const AxisGroup group = split != splits_.end() ? group_of(mesh, *split, machine_.ranks_per_node)
                                                    : group_of(mesh, tag.axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
-    DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", text,
-             group.ranks);
+    DS_CHECK(links_ != nullptr, Errc::Config,
+             "links: {} over {} ranks, and nothing is known of links: give --links, or --machine with the rates of as "
+             "many ranks",
+             text, group.ranks);
     return message_seconds(*links_, tag.collective, group, count);
   }
   double sent(std::string_view text, const CommCount& count) {

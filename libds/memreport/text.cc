@@ -171,6 +171,7 @@ std::string json(const Prediction& p) {
                {"groups", groups},
                {"worst_group", p.worst},
                {"fullest_node", {{"node", p.fullest.node}, {"host_bytes", p.fullest.host_bytes}}}});
+  if (p.expert_ranks > 1) fields["mesh"]["ep"] = p.expert_ranks;
   if (p.measured_loads) fields["expert_loads"] = "measured";
   return fields.dump();
 }

@@ -194,11 +194,10 @@ void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pas
 
 TensorView Experts::offsets(const LayerActs& own) const { return own.saved[travels() ? kGroups : kOffsets]; }
 
-TensorView Experts::now(const PassContext& ctx, TensorView rows) const {
-  const bool known = travels() && (ctx.host != nullptr || ctx.predicts);
-  if (!rows || !(known || ctx.predicts)) return rows;
-  const double expected = static_cast<double>(ctx.B * ctx.T * k()) * busiest_ / shard_.tp;
-  const i64 n = known ? exchange_.arriving() : std::lround(expected);
+TensorView Experts::expected(const PassContext& ctx, TensorView rows) const {
+  if (!rows || !ctx.predicts) return rows;
+  const double own = static_cast<double>(ctx.B * ctx.T * k()) * busiest_ / shard_.tp;
+  const i64 n = travels() ? exchange_.arriving() : std::lround(own);
   return rows.rows(0, std::clamp<i64>(n, 1, rows.dim(0)));
 }
 
@@ -314,7 +313,7 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
   sort(ctx, rows, all, own);
   if (travels()) {
     exchange_.agree(ctx, s[kAllOffsets]);
-    if (ctx.mode == Mode::Train && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
+    if (ctx.counts && ctx.host != nullptr) ctx.host->add_rounds(exchange_.rounds() - 1);
   }
   Ticket on_their_way;
   if (travels()) {
@@ -331,9 +330,9 @@ void Experts::forward(const PassContext& ctx, RowViews params, TensorView y, Ten
       exchange_.begin(ctx, s[kGroups], round);
       exchange_.start_to_experts(ctx, s[kArrivedX], rows).wait();
     }
-    const TensorView pre = now(ctx, s[kPre]), out = travels() ? t[kArrivedOut] : rows;
-    mlp_.to_pre(ctx, params, pre, now(ctx, travels() ? s[kArrivedX] : rows), offsets(own));
-    mlp_.from_pre(ctx, params, now(ctx, out), pre, now(ctx, t[kHidden]), offsets(own));
+    const TensorView pre = expected(ctx, s[kPre]), out = travels() ? t[kArrivedOut] : rows;
+    mlp_.to_pre(ctx, params, pre, expected(ctx, travels() ? s[kArrivedX] : rows), offsets(own));
+    mlp_.from_pre(ctx, params, expected(ctx, out), pre, expected(ctx, t[kHidden]), offsets(own));
     if (travels()) exchange_.from_experts(ctx, rows, out);
   }
   ctx.ops.combine_rows(partial_sum(ctx, y), rows, s[kPlaces], s[kWeights], first_term(ctx, residual), ctx.stream);
@@ -353,8 +352,8 @@ void Experts::recompute(const PassContext& ctx, RowViews params, TensorView x, c
     if (exchange_.rounds() > 1) return;  // the backward pass does it, round by round
     exchange_.begin(ctx, s[kGroups], 0);
   }
-  const TensorView x_now = now(ctx, arrive(ctx, s[kArrivedX], t[kRows]));
-  mlp_.to_pre(ctx, params, now(ctx, s[kPre]), x_now, offsets(own));
+  const TensorView arrived = expected(ctx, arrive(ctx, s[kArrivedX], t[kRows]));
+  mlp_.to_pre(ctx, params, expected(ctx, s[kPre]), arrived, offsets(own));
 }
 
 void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy, TensorView x,
@@ -402,7 +401,7 @@ void Experts::backward_input(const PassContext& ctx, RowViews params, TensorView
 void Experts::backward_experts(const PassContext& ctx, RowViews params, TensorView dx, TensorView dy,
                                TensorView weights, TensorView dweights, const LayerActs& own) const {
   const auto &g = own.gradients, &t = own.temporary;
-  const auto part = [&](TensorView rows) { return now(ctx, rows); };
+  const auto part = [&](TensorView rows) { return expected(ctx, rows); };
   mlp_.backward(ctx, params, part(dx), part(dy), part(weights), part(dweights),
                 {.pre = part(own.saved[kPre]),
                  .dpre = part(g[kDPre]),
@@ -438,8 +437,8 @@ void Experts::backward_rounds(const PassContext& ctx, RowViews params, const Lay
   const auto &s = own.saved, &g = own.gradients, &t = own.temporary;
   for (i64 round = 0; round < exchange_.rounds(); ++round) {
     exchange_.begin(ctx, s[kGroups], round);
-    const TensorView x = now(ctx, arrive(ctx, s[kArrivedX], t[kSortedX]));
-    mlp_.to_pre(ctx, params, now(ctx, s[kPre]), x, s[kGroups]);
+    const TensorView x = expected(ctx, arrive(ctx, s[kArrivedX], t[kSortedX]));
+    mlp_.to_pre(ctx, params, expected(ctx, s[kPre]), x, s[kGroups]);
     Ticket tickets[2];
     start_gradients(ctx, tickets, own);
     for (Ticket& ticket : tickets) ticket.wait();
@@ -501,7 +500,7 @@ void Experts::expert_grads(const PassContext& ctx, RowViews grads, TensorView dy
     return t[kRows];
   };
   const auto part = [&](TensorView rows) {
-    const TensorView all = now(ctx, rows);
+    const TensorView all = expected(ctx, rows);
     return all && ctx.predicts && ctx.part >= 0 ? all.rows(0, div_ceil(all.dim(0), exchange_.ranks())) : all;
   };
   if (down) {
@@ -535,9 +534,9 @@ void Experts::expert_grads_by_rank(const PassContext& ctx, const ExpertMlp::Rows
     for (Ticket& ticket : tickets) ticket.wait();
     const TensorView groups = exchange_.of_rank(s[kGroups], q);
     const bool adds = ctx.adds_gradients() || (all && q > 0);
-    mlp_.down_grads(ctx, sums, now(ctx, g[kDArrived]), now(ctx, g[kWeighted]), now(ctx, t[kArrivedWeights]), groups,
-                    adds);
-    mlp_.up_grads(ctx, sums, now(ctx, g[kDPre]), now(ctx, s[kArrivedX]), groups, adds);
+    mlp_.down_grads(ctx, sums, expected(ctx, g[kDArrived]), expected(ctx, g[kWeighted]),
+                    expected(ctx, t[kArrivedWeights]), groups, adds);
+    mlp_.up_grads(ctx, sums, expected(ctx, g[kDPre]), expected(ctx, s[kArrivedX]), groups, adds);
   }
   const auto round = [&](TensorView row, TensorView sum) {
     if (row.data != sum.data) ctx.ops.cast(flat(row), flat(sum), ctx.stream);

@@ -64,8 +64,8 @@ class Experts final : public FeedForward {
   // The offsets, by group, of the rows that this rank's experts compute: its own sorted ones, or those that have
   // arrived in the round at hand.
   TensorView offsets(const LayerActs& own) const;
-  // The part of rows [M,...] that is computed now, at least one; in a prediction, the part that is expected.
-  TensorView now(const PassContext& ctx, TensorView rows) const;
+  // Rows [M,...]; in a prediction the part that is expected, at least one.
+  TensorView expected(const PassContext& ctx, TensorView rows) const;
   void route(const PassContext& ctx, RowViews params, TensorView all, const LayerActs& acts) const;
   // The statistics of a router over sequences [first, first + count); those of the micro-batch come first in kStats.
   void count_rows(const PassContext& ctx, const LayerActs& own, TensorView stats, i64 first, i64 count) const;

@@ -100,6 +100,27 @@ PY
   assert [ ! -e refused ]
 }
 
+@test "rounds are counted once, however much is computed again" {
+  # shellcheck disable=SC2046
+  for interval in 1 2; do
+    ds-launch -n 2 ds-train cfg.json --out every$interval --steps 2 $(over 2) --set expert_parallel.room=1 \
+      --set activation_checkpointing.granularity=layer --set activation_checkpointing.interval=$interval
+  done
+  # shellcheck disable=SC2046
+  ds-launch -n 2 ds-train cfg.json --out kept --steps 2 $(over 2) --set expert_parallel.room=1
+  rounds() { grep -o '"extra_rounds":[0-9]*' "$1/metrics.jsonl"; }
+  [[ $(rounds kept) == *:[1-9]* ]] || fail "no layer went in rounds"
+  assert_equal "$(rounds every1)" "$(rounds kept)"
+  assert_equal "$(rounds every2)" "$(rounds kept)"
+  # What is counted is what was predicted, whatever the rows were.
+  run -0 python3 - <<'PY'
+import json
+memory = [line for line in map(json.loads, open("kept/metrics.jsonl")) if line["type"] == "memory"][-1]
+for rank in memory["ranks"]:
+    assert rank["counted_bytes"] == rank["predicted_bytes"], rank
+PY
+}
+
 @test "times of experts over ranks follow from loads that a run counted" {
   # shellcheck disable=SC2046
   ds-launch -n 2 ds-train cfg.json --out run --steps 2 $(over 2)
@@ -126,6 +147,8 @@ print(report.get("expert_loads"), report["time"]["compute_s"])'
   # shellcheck disable=SC2046
   read -r _ uneven < <(time_of $(over 2) --expert-load uneven.jsonl)
   assert_equal "$how" measured
+  # shellcheck disable=SC2046
+  ds-memreport cfg.json -n 2 --json $(over 2) | grep -q '"ep": 2'
   run python3 -c "assert $even <= $counted < $uneven, ($even, $counted, $uneven)"
   assert_success
   # shellcheck disable=SC2046

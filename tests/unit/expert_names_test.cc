@@ -145,6 +145,30 @@ class Experts : public ::testing::TestWithParam<Case> {
   Tensors batches;  // as the model has them
 };
 
+// States of models that other programs have converted have such matrices.
+TEST(Experts, SingleOnesGetTheNamesOfTheirFamily) {
+  const auto names = [](const char* block, const char* gate, const char* up, const char* down) {
+    std::vector<std::string> all;
+    const std::vector<TensorInfo> tensors = {
+        {.name = "model.layers.2.mlp.experts.11.gate_proj.weight", .dtype = DType::F32, .shape = {6, 4}},
+        {.name = "model.layers.2.mlp.experts.11.up_proj.weight", .dtype = DType::F32, .shape = {6, 4}},
+        {.name = "model.layers.2.mlp.experts.11.down_proj.weight", .dtype = DType::F32, .shape = {4, 6}},
+        {.name = "model.layers.2.mlp.gate.weight", .dtype = DType::F32, .shape = {12, 4}},
+        {.name = "model.layers.2.mlp.experts.x.up_proj.weight", .dtype = DType::F32, .shape = {6, 4}}};
+    for (const Rearranged& r : part_experts({.block = block, .gate = gate, .up = up, .down = down}, tensors))
+      all.push_back(r.name);
+    return all;
+  };
+  const std::string layer = "model.layers.2.", foreign = layer + "mlp.experts.x.up_proj.weight";
+  EXPECT_THAT(names("block_sparse_moe", "w1", "w3", "w2"),
+              ::testing::ElementsAre(
+                  layer + "block_sparse_moe.experts.11.w1.weight", layer + "block_sparse_moe.experts.11.w3.weight",
+                  layer + "block_sparse_moe.experts.11.w2.weight", layer + "block_sparse_moe.gate.weight", foreign));
+  EXPECT_THAT(names("mlp", "gate_proj", "up_proj", "down_proj"),
+              ::testing::ElementsAre(layer + "mlp.experts.11.gate_proj.weight", layer + "mlp.experts.11.up_proj.weight",
+                                     layer + "mlp.experts.11.down_proj.weight", layer + "mlp.gate.weight", foreign));
+}
+
 TEST_P(Experts, AreReadOneByOneAndAsBatches) {
   const Tensors published = one_by_one(batches);
   EXPECT_GT(published.size(), batches.size());

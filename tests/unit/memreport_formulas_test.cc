@@ -475,7 +475,7 @@ TEST(Explain, KnowsExpertsOverRanks) {
   s.ep = 16;
   const std::string text = explain(s);
   EXPECT_THAT(text, HasSubstr("Of these Ψe = 8e9 are experts', over E = ep = 16 ranks"));
-  EXPECT_THAT(text, HasSubstr("Ψ' = Ψ - Ψe(1 - 1/16) = 2.5e9, and 4 ranks have the same experts."));
+  EXPECT_THAT(text, HasSubstr("Ψ' = Ψ - Ψe(1 - 1/16) = 2.5e9, and each expert is on 4 ranks."));
   EXPECT_THAT(text, ContainsRegex("\n  0 +\\(2 \\+ 2 \\+ K\\)Ψ' +16 · 2.5e9 +40.000 "));
   EXPECT_THAT(text, ContainsRegex("\n> 1 +4Ψ' \\+ KΨ/N +4 · 2.5e9 \\+ 12/64 · 10e9 +11.875 "));
   EXPECT_THAT(text, ContainsRegex("\n  2 .*2 · 2.5e9 \\+ 14/64 · 10e9 +7.188 "));
