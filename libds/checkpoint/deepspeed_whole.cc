@@ -88,8 +88,9 @@ void DeepspeedBuilder::place_whole() {
     for (const State s : kStates) has(s) = s == State::Param;
     log_message(
         LogLevel::Warning,
-        fmt::format("{}: optimizer states cannot be told apart, since the file of a rank of experts is missing, or "
-                    "layers are on different numbers of ranks; weights alone are read",
+        fmt::format("{}: optimizer states cannot be told apart, since parameters of the same shape are stored with and "
+                    "without experts, the file of a rank of experts is missing, or layers are on different numbers of "
+                    "ranks; weights alone are read",
                     files_.dir));
   }
 }

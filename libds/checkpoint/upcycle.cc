@@ -96,6 +96,8 @@ ModelConfig named_mixture(const ModelConfig& dense, const Upcycling& to, const s
   DS_CHECK(m.experts.count > 0, Errc::Config, "--upcycle {}: the model has no experts", to.config);
   DS_CHECK(std::ranges::find(m.experts.layers, true) != m.experts.layers.end(), Errc::Config,
            "--upcycle {}: no block of the model has experts", to.config);
+  DS_CHECK(!m.experts.plain, Errc::Unavailable, "--upcycle {}: experts with biases are not made of dense layers yet",
+           to.config);
   ModelConfig without = m;
   without.family = dense.family;
   without.experts = {};

@@ -20,6 +20,10 @@ constexpr Key kLatentKeys[] = {
     effect("v_head_dim", slot_of<&H::m, &M::latent, &L::value_dim>, kSize),
     fixed("moe_layer_freq", "[1]"),
     silent("qk_head_dim"),  // the sum of two, which transformers writes
+    // How the published models were trained.
+    silent("aux_loss_alpha"),
+    silent("seq_aux"),
+    silent("ep_size"),
 };
 constexpr Key kDeepseekV2Own[] = {
     effect("n_group", slot_of<&H::m, &M::experts, &X::router, &RouterParams::groups>, {1, 64}, kNull),

@@ -79,7 +79,7 @@ void set_pyramid(HfConfig& h, Reader& r) {
   if (x.balance_over == BalanceOver::Layers)
     r.error("moe.loss_over",
             "\"layers\" adds the tokens of experts by their numbers, which all layers must have: take "
-            "\"micro_batch\" or \"sequence\" with a list of moe.num_experts",
+            "\"micro_batch\", \"sequence\" or \"global_batch\" with a list of different moe.num_experts",
             Errc::Unavailable);
 }
 
