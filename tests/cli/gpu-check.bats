@@ -564,6 +564,7 @@ END
 }
 
 @test "run-gpu: shares of a test, a total, and all cases but on the simulator" {
+  unset DS_SLOW # run-gpu sets it itself
   program bin/device_test <<'END'
 # DS_TEST_DEVICE
 echo "${DS_SLOW-no} ${GTEST_SHARD_INDEX-0} of ${GTEST_TOTAL_SHARDS-1}"
