@@ -239,7 +239,7 @@ std::vector<Rearranged> as_they_are(std::span<const TensorInfo> tensors) {
   return result;
 }
 
-// Of all blocks that have batches of one published form.
+// The shapes of batches in each block that has them, all of one published form.
 std::vector<BatchShapes> shapes_in(const model::Model& model) {
   const std::vector<const model::ParamRow*> rows = model.params();
   for (const auto& [names, batches] : published()) {

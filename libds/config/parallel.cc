@@ -195,7 +195,7 @@ i64 unshared_experts(const ExpertsConfig& x, i64 n) {
   return 0;
 }
 
-// Whose experts they are.
+// The owner of a number of experts, as messages name it.
 std::string_view owner_of(const ExpertsConfig& x) { return x.counts.empty() ? "the model's" : "a layer's"; }
 
 std::string tp_problem(const ModelConfig& m, i64 tp) {

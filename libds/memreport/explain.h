@@ -18,8 +18,7 @@ struct Subject {
   i64 micro_batch = 1;    // sequences
   i64 micro_batches = 0;  // of a step of one rank
   i64 dp = 1, tp = 1, pp = 1, chunks = 1;
-  // Of the parameters, those of experts, which are divided over so many ranks.
-  double experts = 0;
+  double experts = 0;  // parameters of experts, which are divided over `ep` ranks
   i64 ep = 1, sparse_layers = 0, experts_per_token = 0;
   i64 v_passes = 0;                // PipelineShape::v_passes
   bool sequence_parallel = false;  // Megatron's, of the rows between the matrices

@@ -33,7 +33,7 @@ class Cutter {
     return v;
   }
   TensorView ids() const { return TensorView::of(base_ + kIdsAt, DType::I32, {kRows}); }
-  // Of kGroups groups of so many rows as the size of that number has.
+  // The offsets of kGroups groups that share the rows of this size equally.
   TensorView offsets(size_t size) const {
     return TensorView::of(base_ + kOffsetsAt + narrow<i64>(size) * 256, DType::I32, {kGroups + 1});
   }

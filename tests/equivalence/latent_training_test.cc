@@ -30,6 +30,13 @@ Trace train(const Config& c, const Layout& l) {
   return t;
 }
 
+const std::vector<Layout> kWithTheSameBits = {{.dp = 2, .stage = 1},
+                                              {.dp = 4, .stage = 3},
+                                              {.pp = 2},
+                                              {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 2},
+                                              {.dp = 2, .checkpoints = Granularity::Layer, .stage = 3},
+                                              {.dp = 2, .checkpoints = Granularity::Selective, .stage = 2}};
+
 TEST(Latent, TrainsWithTheSameBitsInEveryLayout) {
   for (const DType work : {DType::F32, DType::BF16}) {
     for (const bool latent_queries : {true, false}) {
@@ -39,12 +46,7 @@ TEST(Latent, TrainsWithTheSameBitsInEveryLayout) {
       const auto run = [&](const Layout& l) { return train(latent_config(model, l, work), l); };
       const Trace want = run({});
       EXPECT_LT(want.losses.back(), want.losses.front());
-      for (const Layout& l : {Layout{.dp = 2, .stage = 1},
-                              {.dp = 4, .stage = 3},
-                              {.pp = 2},
-                              {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 2},
-                              {.dp = 2, .checkpoints = Granularity::Layer, .stage = 3},
-                              {.dp = 2, .checkpoints = Granularity::Selective, .stage = 2}})
+      for (const Layout& l : kWithTheSameBits)
         expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
     }
   }
@@ -107,12 +109,7 @@ TEST(Latent, WithExpertsTrainsWithTheSameBitsInEveryLayout) {
     };
     const Trace want = run({});
     EXPECT_LT(want.losses.back(), want.losses.front());
-    for (const Layout& l : {Layout{.dp = 2, .stage = 1},
-                            {.dp = 4, .stage = 3},
-                            {.pp = 2},
-                            {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 2},
-                            {.dp = 2, .checkpoints = Granularity::Layer, .stage = 3},
-                            {.dp = 2, .checkpoints = Granularity::Selective, .stage = 2}})
+    for (const Layout& l : kWithTheSameBits)
       expect_same_training(run(l), want, fmt::format("{} {}", dtype_name(work), l.name()));
     for (const i64 stage : {1, 3}) expect_same_training(run({.dp = 2, .stage = stage}, 2), want, "ep 2");
     expect_same_training(run({.dp = 4, .stage = 2}, 4), want, "ep 4");

@@ -18,7 +18,7 @@
 namespace ds {
 namespace router_dtype_test {
 
-// Of a router's probabilities.
+// Sums over a router's probabilities.
 struct Numbers {
   double balance = 0, entropy = 0;
 };

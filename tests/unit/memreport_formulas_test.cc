@@ -454,7 +454,7 @@ TEST(Explain, PutsTheNumbersIntoZerosTable) {
   EXPECT_THAT(text, Not(HasSubstr("M_model = 4·")));
 }
 
-// Of experts over E ranks a rank has 1/E, of which N/E ranks have the same: with states cut, 1/N whatever E is.
+// A rank has 1/E of the experts, and N/E ranks have the same: with states cut, 1/N whatever E is.
 TEST(Formulas, ExpertsOverRanksAreHeldOnce) {
   const RankParams over_4(1000, 800, 4), whole(1000, 800, 1);
   EXPECT_EQ(over_4.held, 400);
