@@ -158,7 +158,10 @@ template <class Product, int kRows, class W>
                                                    const W* b) noexcept {
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
+  constexpr i64 kAhead = 64 * kNR, kLine = 64 / sizeof(W);
   for (i64 w = 0; w < words; ++w, a += kRows, b += kNR) {
+    // The hardware prefetches too little where sums leave room for few words in flight.
+    for (i64 i = 0; i < kNR; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(b + kAhead + i), _MM_HINT_T0);
     const Vec b0 = load(b), b1 = load(b + kLanes);
 #pragma GCC unroll 14
     for (int r = 0; r < kRows; ++r) {
