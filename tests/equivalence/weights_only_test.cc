@@ -91,7 +91,7 @@ TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
   }
 }
 
-// A head that notes the logits of generation.
+// A head that notes the logits of generation, from a packed matrix.
 class WatchedHead final : public model::Layer {
  public:
   using Logits = std::vector<std::vector<float>>;
@@ -105,6 +105,7 @@ class WatchedHead final : public model::Layer {
   }
   void forward(const model::PassContext& ctx, model::RowViews params, TensorView x,
                const model::LayerActs& acts) const override {
+    EXPECT_TRUE((params.shared ? params.shared : params.own.back()).panels);
     head_->forward(ctx, params, x, acts);
     const float* const z = ctx.logits.as<float>();
     noted_.emplace_back(z, z + ctx.logits.dim(1));

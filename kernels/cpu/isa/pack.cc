@@ -9,8 +9,9 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-// Elements between the rows of a panel in scratch, which lie in different sets of L1.
-i64 pitch_of(i64 K) noexcept { return K + 128; }
+// Elements between the rows of a panel in scratch: an odd number of lines, or of pairs of lines, so that rows lie in
+// different sets of L1.
+i64 pitch_of(i64 K) noexcept { return ((K + 63) / 64 | 1) * 64; }
 
 size_t panel_bytes(const TensorView& m) noexcept {
   return static_cast<size_t>(std::min(kNR, m.dim(0)) * pitch_of(m.dim(1)) * dtype_bytes(m.dtype));

@@ -69,7 +69,7 @@ struct PanelSource {
   i64 N, K;
 };
 
-// Such panels are read where they are. Scratch is for those that have no whole words of kNR columns.
+// Such panels are read where they are. Scratch is for those without whole words of kNR columns.
 template <class Product, class T>
 class TilePanels<Product, PanelSource<T>> {
  public:
