@@ -84,13 +84,14 @@ std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& pla
   return rows;
 }
 
-// Gives views of a unit's parameters the panels that they have in a run that does not train.
+// Gives views of a unit's parameters the panels that they have in a run that does not train (ParamStore::pack).
 void set_panels(std::span<TensorView> views, const RunPlan& plan, i64 unit, const OpTable& ops) {
-  for (size_t r = 0; r < views.size(); ++r) {
+  for (size_t r = 0; r < views.size() && !plan.trains(); ++r) {
     const model::ParamRow& row = plan.rows[unit][r];
+    const zero::ShardsPlan& shards = plan.shards[row.group];
+    const bool coded = !shards.coded.empty() && shards.coded[static_cast<size_t>(unit)];
     const i64 param = plan.dp().layout.units()[unit].first_param + static_cast<i64>(r);
-    if (!plan.trains() && views[r] && plan.shards[row.group].layout.packs(param, row))
-      views[r].panels = panels_of(ops, plan.work);
+    if (views[r] && !coded && shards.layout.packs(param, row)) views[r].panels = panels_of(ops, plan.work);
   }
 }
 

@@ -113,11 +113,16 @@ void ParamStore::pack() {
   const Panels panels = panels_of(ops, options_.work);
   if (std::exchange(packed_, true) || !panels) return;
   for (size_t u = 0; u < rows_.size(); ++u) {
-    for (size_t r = 0; r < rows_[u].size(); ++r) {
+    for (size_t r = 0; r < rows_[u].size() && !coded(static_cast<i64>(u)); ++r) {
+      const i64 param = layout_.units()[u].first_param + static_cast<i64>(r);
+      if (!layout_.packs(param, rows_[u][r])) continue;
+      const RowPlace& place = layout_.rows()[param];
+      const TierLease there = lease(layout_.segments()[place.segment], place.offset, place.numel, LeaseTo::Write);
       TensorView& view = views_[u][r];
-      if (!layout_.packs(layout_.units()[u].first_param + static_cast<i64>(r), rows_[u][r])) continue;
-      view.panels = {};
-      ops.pack_matrix(view, device_.stream());
+      TensorView matrix = view;
+      matrix.data = there.data();
+      matrix.panels = {};
+      ops.pack_matrix(matrix, device_.stream());
       view.panels = panels;
     }
   }

@@ -58,9 +58,9 @@ class ParamStore final : public PieceMemory {
              Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {},
              Communicator* near = nullptr);
 
-  // Puts the matrices that are always whole in the device's memory into the form that its products read fastest, if it
-  // has one, and gives their views panels: once after each publish(), which follows new values of all pieces. Leases of
-  // pieces see the packed numbers. Only for runs that do not train.
+  // Puts the matrices that this rank stores whole into the form that products of the device read fastest, if it has
+  // one, and gives their views panels: once after each publish(), which follows new values of all pieces. Leases of
+  // pieces then see the packed numbers. Only for runs that do not train.
   void pack();
 
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at

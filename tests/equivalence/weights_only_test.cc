@@ -174,8 +174,8 @@ TEST(WeightsOnly, LogitsOfATextAreThoseOfATrainersPass) {
     const OpTable* const ops = cpu_ops(isa);
     if (ops == nullptr) continue;
     for (const ModelConfig& model : {tiny_gpt2(), untied, tiny_llama(), tied, deep}) {
-      for (const DType work : {DType::F32, DType::BF16, DType::F16}) {
-        Config c = config_of(model, {}, 4);
+      for (const auto& [work, stage] : {std::pair{DType::F32, 0}, {DType::F32, 3}, {DType::BF16, 0}, {DType::F16, 2}}) {
+        Config c = config_of(model, {.stage = stage}, 4);
         c.bf16.enabled = work == DType::BF16;
         c.fp16.enabled = work == DType::F16;
         c.communication_data_type = wire_type_of(work);
