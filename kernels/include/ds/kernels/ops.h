@@ -48,7 +48,7 @@ struct MatmulParams {
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
-  bool rowwise = false;  // each row of c has the bits of a product with only that row; CPU products of our own always do
+  bool rowwise = false;  // each row of c has the bits that it has alone; CPU products of our own always give it
 };
 
 // The blocks of the two operands of an FP8 product: at most one has squares.
