@@ -299,11 +299,12 @@ TEST(PackedMatrix, IsPackedInPlaceAtAnyThreads) {
 TEST(PackedMatrix, ProductsHaveTheBitsOfThoseOfRows) {
   const i64 shapes[][3] = {{1, 1, 1},    {1, 70, 33},     {2, 129, 401}, {3, 16, 0},     {5, 31, 769},
                            {14, 32, 16}, {15, 257, 1801}, {40, 96, 768}, {33, 1030, 65}, {1020, 40, 35}};
+  test::EveryNth tried(3);
   for (const OpTable* ops : backends()) {
     if (!packs(*ops)) continue;
     for (const auto& [M, N, K] : shapes) {
       for_all_kinds([&](DType work, DType out, MatmulParams params) {
-        if (params.trans_a || !params.trans_b) return;
+        if (params.trans_a || !params.trans_b || !tried()) return;
         params.activation = Activation::Silu;
         const Matrix a(work, M, K, 3, 1), residual(out, M, N, 1, 5);
         const Tensor b = Tensor(work, {N, K}).randomize(2), bias = Tensor(work, {N}).randomize(6);
