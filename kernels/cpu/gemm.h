@@ -152,13 +152,16 @@ inline void pack_panels(float* dst, i64 pitch, const S& s, i64 begin, i64 end, i
 }
 
 // A panel times a panel, in registers: every loop over `sum` must be unrolled. One chain of multiply-adds per element,
-// in the order of k.
-template <class Product, int kRows>
+// in the order of k. The words of B are fp32 numbers in 16 bits, too, if its elements are W.
+template <class Product, int kRows, class W>
 [[gnu::always_inline]] inline void multiply_panels(Vec (&sum)[kRows][2], i64 words, const float* a,
-                                                   const float* b) noexcept {
+                                                   const W* b) noexcept {
 #pragma GCC unroll 14
   for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
+  constexpr i64 kAhead = 64 * kNR, kLine = 64 / sizeof(W);
   for (i64 w = 0; w < words; ++w, a += kRows, b += kNR) {
+    // The hardware prefetches too little where sums leave room for few words in flight.
+    for (i64 i = 0; i < kNR; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(b + kAhead + i), _MM_HINT_T0);
     const Vec b0 = load(b), b1 = load(b + kLanes);
 #pragma GCC unroll 14
     for (int r = 0; r < kRows; ++r) {
@@ -170,10 +173,11 @@ template <class Product, int kRows>
 }
 
 // sums[rows][kNR] = or += a panel * b panel.
-using MicroKernel = void (*)(i64 words, const float* a, const float* b, float* sums, bool first);
+template <class W>
+using MicroKernel = void (*)(i64 words, const float* a, const W* b, float* sums, bool first);
 
-template <class Product, int kRows>
-void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool first) noexcept {
+template <class Product, int kRows, class W>
+void micro_kernel(i64 words, const float* a, const W* b, float* sums, bool first) noexcept {
   Vec sum[kRows][2];
   multiply_panels<Product, kRows>(sum, words, a, b);
 #pragma GCC unroll 14
@@ -183,10 +187,10 @@ void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool f
   }
 }
 
-// micro_kernels<Product>[rows - 1].
-template <class Product>
-inline constexpr std::array<MicroKernel, kMR> micro_kernels = []<size_t... r>(std::index_sequence<r...>) {
-  return std::array<MicroKernel, kMR>{micro_kernel<Product, static_cast<int>(r + 1)>...};
+// micro_kernels<Product, W>[rows - 1].
+template <class Product, class W = float>
+inline constexpr std::array<MicroKernel<W>, kMR> micro_kernels = []<size_t... r>(std::index_sequence<r...>) {
+  return std::array<MicroKernel<W>, kMR>{micro_kernel<Product, static_cast<int>(r + 1), W>...};
 }
 (std::make_index_sequence<kMR>{});
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // bf16 products by oneDNN, which uses the AMX tiles of CPUs that have them. C is cut into tiles whose bounds depend
 // only on the shape, and each is computed by one single-threaded oneDNN call, so the bits do not depend on threads.
-// `taken` below is the only place that decides which products oneDNN computes; all other calls, and all other ops, are
-// the AVX-512 ones.
+// `taken` below is the only place that decides which products oneDNN computes, but for matrices in panels; all other
+// calls, and all other ops, are the AVX-512 ones.
 //
 // Every thread keeps its own primitives by shape, with memory objects that are pointed at each tile in turn. oneDNN
 // allocates when a thread meets a new shape, and inside its own calls.
@@ -107,6 +107,26 @@ class Product {
   dnnl::memory a_, b_, c_, scratch_;
 };
 
+// Products of groups and of matrices in panels are ours, since the bits of oneDNN's depend on the number of rows: those
+// of bf16 pairs, which every CPU with AMX has.
+bool has_pairs() noexcept { return __builtin_cpu_supports("avx512bf16") != 0; }
+const OpTable& ours() noexcept { return has_pairs() ? avx512_bf16::table() : avx512::table(); }
+const OpTable& our_scratch() noexcept {
+  static const OpTable ops = [] {
+    OpTable t = no_ops();
+    has_pairs() ? avx512_bf16::set_scratch_ops(t) : avx512::set_scratch_ops(t);
+    return t;
+  }();
+  return ops;
+}
+void take(OpTable& ops, const OpTable& from) noexcept {
+  ops.pack_matrix = from.pack_matrix;
+  ops.panels = from.panels;
+  ops.panels_bf16 = from.panels_bf16;
+  ops.grouped_matmul = from.grouped_matmul;
+  ops.grouped_matmul_grad = from.grouped_matmul_grad;
+}
+
 // oneDNN 2.6 has no fp16 product, and its fp32 product is no faster than ours; below this size calls cost more.
 bool taken(DType work, i64 M, i64 N, i64 K, const MatmulParams& p) noexcept {
   return work == DType::BF16 && std::min({M, N, K}) >= 16 && !p.rowwise;
@@ -177,6 +197,7 @@ size_t scratch_bytes(const Cut& cut) {
 void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
             const MatmulParams& p, Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
+  if (b.panels) return ours().matmul(c, a, b, bias, preact, residual, p, stream);
   if (!taken(a.dtype, M, N, K, p)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
 
   const Cut cut(c, a, b, is_plain(bias, preact, residual, p), p);
@@ -205,6 +226,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
 
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams& p, Stream& stream) noexcept {
+  if (b.panels) return our_scratch().matmul(c, a, b, bias, preact, residual, p, stream);
   if (!taken(a.dtype, c.dim(0), c.dim(1), a.dim(p.trans_a ? 0 : 1), p))
     return avx512::matmul_scratch(c, a, b, bias, preact, residual, p, stream);
   note_scratch(stream, scratch_bytes(Cut(c, a, b, is_plain(bias, preact, residual, p), p)));
@@ -223,14 +245,6 @@ void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView d
                                           p, stream);
 }
 
-// Products of groups are ours, since the bits of oneDNN's depend on the number of rows: those of bf16 pairs, which
-// every CPU with AMX has.
-void take_grouped(OpTable& ops, const OpTable& pairs) noexcept {
-  if (!__builtin_cpu_supports("avx512bf16")) return;
-  ops.grouped_matmul = pairs.grouped_matmul;
-  ops.grouped_matmul_grad = pairs.grouped_matmul_grad;
-}
-
 }  // namespace
 
 // The AVX-512 table with these products, under the given name.
@@ -239,7 +253,7 @@ OpTable table(std::string_view name) noexcept {
   ops.name = name;
   ops.matmul = matmul;
   ops.linear_cross_entropy = linear_cross_entropy;
-  take_grouped(ops, avx512_bf16::table());
+  take(ops, ours());
   return ops;
 }
 
@@ -247,9 +261,7 @@ void set_scratch_ops(OpTable& ops) noexcept {
   avx512::set_scratch_ops(ops);
   ops.matmul = matmul_scratch;
   ops.linear_cross_entropy = linear_cross_entropy_scratch;
-  OpTable pairs = ops;
-  avx512_bf16::set_scratch_ops(pairs);
-  take_grouped(ops, pairs);
+  take(ops, our_scratch());
 }
 
 }  // namespace onednn

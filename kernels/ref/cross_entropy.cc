@@ -25,7 +25,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     double top = -INFINITY, sum = 0;
     for (i64 v = 0; v < V; ++v) {
       z[v] = bias ? get(bias, v) : 0;
-      for (i64 c = 0; c < C; ++c) z[v] += get(h, t * C + c) * get(weight, v * C + c);
+      for (i64 c = 0; c < C; ++c) z[v] += get(h, t * C + c) * get(weight, place(weight, v, c));
       top = std::max(top, z[v]);
     }
     double all = 0;

@@ -40,6 +40,11 @@ inline void put(const TensorView& v, i64 i, double x) noexcept {
   }
 }
 
+// The place of element (r, c) of a matrix, whose rows may be strided, or in panels.
+inline i64 place(const TensorView& v, i64 r, i64 c) noexcept {
+  return v.panels ? v.panels.place(v.dim(0), v.dim(1), r, c) : r * v.stride[0] + c;
+}
+
 // The place of element i, in row-major order, of a tensor whose rows [R,C] may be strided.
 inline i64 place(const TensorView& v, i64 i) noexcept {
   return v.rank == 2 ? i / v.dim(1) * v.stride[0] + i % v.dim(1) : i;

@@ -13,7 +13,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
       double x = 0;
       for (i64 k = 0; k < K; ++k) {
         x += get(a, p.trans_a ? k * a.stride[0] + m : m * a.stride[0] + k) *
-             get(b, p.trans_b ? n * b.stride[0] + k : k * b.stride[0] + n);
+             get(b, p.trans_b ? place(b, n, k) : place(b, k, n));
       }
       if (bias) x += get(bias, n);
       if (preact) put(preact, m * preact.stride[0] + n, x);

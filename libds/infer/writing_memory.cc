@@ -115,8 +115,9 @@ std::set<i64> lengths_of_parts(std::span<const std::vector<i32>> prompts, i64 ma
   return lengths;
 }
 
-// A pass for each prompt length, and one for each number of sequences in progress, at the end of the longest sequence,
-// since the parts of keys that a token sees grow with their number. Layers with caches of one shape are alike.
+// Weights are packed first. Then a pass for each prompt length, and one for each number of sequences in progress, at
+// the end of the longest sequence, since the parts of keys that a token sees grow with their number. Layers with caches
+// of one shape are alike.
 std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPlan& plan, const WritingMemory& writing,
                                    std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
@@ -150,6 +151,7 @@ std::optional<i64> writing_scratch(const model::Model& model, const plan::RunPla
                          return true;
                        });
   };
+  plan::walk_packing(plan, *ops, stream);
   std::set<i64> lengths;
   for (const std::vector<i32>& prompt : prompts) lengths.insert(std::ssize(prompt));
   for (const i64 length : lengths) walk(1, length, 0);

@@ -144,7 +144,8 @@ class Head final : public Layer {
       rows_.push_back(whole_row({.name = norm_name + ".bias", .shape = {C_}, .init = Init::Zeros}, shard));
     if (!tied_)
       rows_.push_back(cut_vocabulary(
-          {.name = std::move(projection_name), .shape = {V_, C_}, .std = init_std, .decay = true}, shard));
+          {.name = std::move(projection_name), .shape = {V_, C_}, .std = init_std, .decay = true, .packs = true},
+          shard));
   }
 
   std::string_view type() const noexcept override { return kHeadType; }

@@ -43,7 +43,8 @@ Linear::Linear(std::vector<ParamRow>& rows, LinearSpec spec, const Shard& shard)
   ParamRow weight{.name = spec_.name + ".weight",
                   .shape = {out_in ? spec_.out : spec_.in, out_in ? spec_.in : spec_.out},
                   .std = spec_.std,
-                  .decay = true};
+                  .decay = true,
+                  .packs = out_in};
   ParamRow bias{.name = spec_.name + ".bias", .shape = {spec_.out}, .init = Init::Zeros};
   switch (spec_.split) {
     case Split::Whole:
@@ -229,7 +230,7 @@ bool LinearGroup::joined() const noexcept {
 }
 
 // Rows in tiles have no data. A layer around this one may have moved rows to other memory. In a dry run all views are
-// of one place.
+// of one place. Matrices in panels are one if none but the last ends within a panel.
 bool LinearGroup::joined(RowViews views) const noexcept {
   if (!joined()) return false;
   const auto lies_after = [&](size_t map, size_t row) {
@@ -237,7 +238,8 @@ bool LinearGroup::joined(RowViews views) const noexcept {
     return v.data == static_cast<char*>(other.data) + other.bytes() || v.data == other.data;
   };
   for (size_t i = 0; i < maps_.size(); ++i) {
-    if (!views.own[maps_[i].weight()]) return false;
+    const TensorView& weight = views.own[maps_[i].weight()];
+    if (!weight || (weight.panels && i + 1 < maps_.size() && out(i) % weight.panels.rows != 0)) return false;
     for (size_t row = 0; row <= (maps_[i].spec().bias ? 1 : 0) && i > 0; ++row) {
       if (!lies_after(i, row)) return false;
     }

@@ -23,8 +23,12 @@ constexpr std::pair<Family, Model (*)(const ModelConfig&, const Shard&)> kMakers
     {Family::DeepseekV2, make_llama}, {Family::DeepseekV3, make_llama}, {Family::Bert, make_bert}};
 
 Model make_family(const ModelConfig& config, const Shard& shard) {
-  for (const auto& [family, make] : kMakers)
-    if (family == config.family) return make(config, shard);
+  for (const auto& [family, make] : kMakers) {
+    if (family != config.family) continue;
+    Model m = make(config, shard);
+    for (ParamRow& row : m.shared) row.packs = true;
+    return m;
+  }
   throw Error(Errc::Internal, "no such family of models");
 }
 

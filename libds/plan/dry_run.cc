@@ -2,6 +2,7 @@
 #include "plan/dry_run.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/message_tag.h"
 #include "model/attention_pattern.h"
@@ -81,6 +82,17 @@ std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& pla
     if (!plan.tiles_of(layer, r).empty() || (gradients && !of_layer[r].trained)) rows[r].data = nullptr;
   }
   return rows;
+}
+
+// Gives views of a unit's parameters the panels that they have in a run that does not train (ParamStore::pack).
+void set_panels(std::span<TensorView> views, const RunPlan& plan, i64 unit, const OpTable& ops) {
+  for (size_t r = 0; r < views.size() && !plan.trains(); ++r) {
+    const model::ParamRow& row = plan.rows[unit][r];
+    const zero::ShardsPlan& shards = plan.shards[row.group];
+    const bool coded = !shards.coded.empty() && shards.coded[static_cast<size_t>(unit)];
+    const i64 param = plan.dp().layout.units()[unit].first_param + static_cast<i64>(r);
+    if (views[r] && !coded && shards.layout.packs(param, row)) views[r].panels = panels_of(ops, plan.work);
+  }
 }
 
 // A matrix that several layers have, in this dtype; or its gradient, if it is trained.
@@ -164,7 +176,9 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
   make_present(memory, model);
   model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, walk.comms);
   const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
-  const TensorView stream = present(plan.work, {stream_rows, model.hidden}), shared = shared_rows(plan, plan.work);
+  const TensorView stream = present(plan.work, {stream_rows, model.hidden});
+  TensorView shared = shared_rows(plan, plan.work);
+  if (shared) set_panels({&shared, 1}, plan, RunPlan::kSharedUnit, walk.ops);
   for (const ChunkPlan& chunk : plan.stage.chunks) {
     model::ActivationPlanner planner;
     auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows});
@@ -172,9 +186,20 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
     for (i64 l = chunk.chunk.begin; l < chunk.chunk.end; ++l) {
       if (!before(l, ctx)) continue;
       std::vector<TensorView> own = whole_rows(model, plan, l, plan.work);
+      set_panels(own, plan, RunPlan::unit_of(l), walk.ops);
       AbsentTiles tiles(plan, l, plan.work);
       const i64 at = l - chunk.chunk.begin;
       model.layers[l]->forward(ctx, {own, shared, &tiles}, at > 0 ? acts[at - 1].output : stream, acts[at]);
+    }
+  }
+}
+
+void walk_packing(const RunPlan& plan, const OpTable& ops, Stream& stream) {
+  for (size_t unit = 0; unit < plan.rows.size(); ++unit) {
+    std::vector<TensorView> views = views_of(plan.rows[unit], plan.work, &there);
+    set_panels(views, plan, static_cast<i64>(unit), ops);
+    for (TensorView& v : views) {
+      if (std::exchange(v.panels, {})) ops.pack_matrix(v, stream);
     }
   }
 }

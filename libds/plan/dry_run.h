@@ -59,6 +59,9 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
 void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
                   const Walk& walk, FunctionRef<bool(i64 layer, model::PassContext&)> before);
 
+// Calls the op that packs matrices for each that a run which does not train packs.
+void walk_packing(const RunPlan& plan, const OpTable& ops, Stream& stream);
+
 // Messages of the layers and the pipeline of one rank in one training step, by "axis.collective". The largest calls are
 // noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);

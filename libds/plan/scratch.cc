@@ -66,6 +66,7 @@ void walk_run(const Config& config, const model::Model& model, const RunPlan& pl
       CountedUpdate(plan, ops, native, {}, host_native).run([](std::optional<size_t>, i64) {}, plan.update_number);
   }
   if (evaluated) return;
+  walk_packing(plan, ops, stream);
   walk_forward(model, plan, plan.activations.pass, {.mode = model::Mode::Eval, .B = plan.B, .T = plan.T}, walk,
                [](i64, model::PassContext&) { return true; });
 }

@@ -646,6 +646,9 @@ void Stage::restore(const model::LayerActs& acts) {
 
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
                           FunctionRef<void(i64)> before) {
+  for (const auto& s : shards_) {
+    if (!plan_->trains()) s->params().pack();
+  }
   begin_pass([c](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers[c]; });
   const pipeline::Chunk& chunk = plan_->stage.chunks[c].chunk;
   for (i64 l = chunk.begin; l < chunk.end; ++l) {

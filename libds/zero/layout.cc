@@ -225,6 +225,14 @@ void Layout::place_shards() {
   }
 }
 
+bool Layout::packs(i64 param, const model::ParamRow& row) const noexcept {
+  const i64 number = rows_[static_cast<size_t>(param)].segment;
+  if (!row.packs || row.fp8 || number < 0) return false;
+  const Segment& s = segments_[static_cast<size_t>(number)];
+  return s.storage == model::Storage::Work && !is_tile(s.unit) &&
+         (!states().shard_params || s.persistent || num_ranks() == 1);
+}
+
 std::span<const MatrixTile> Layout::tiles_of(i64 param) const noexcept {
   const auto found = std::ranges::equal_range(tiles_, param, {}, &MatrixTile::param);
   return {found.begin(), found.end()};

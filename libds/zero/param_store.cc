@@ -24,6 +24,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
                        Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier,
                        Communicator* near)
     : layout_(layout),
+      rows_(rows.begin(), rows.end()),
       comm_(comm),
       gather_tag_(message_text(options.axis, Collective::AllGather)),
       reduce_tag_(message_text(options.axis, Collective::AllReduce)),
@@ -105,6 +106,26 @@ TierLease ParamStore::lease(const Segment& s, i64 first, i64 count, LeaseTo acce
   if (whole(s)) return {nullptr, whole_segment(s) + first * bytes, 0, 0, access};
   const i64 at = segment_offset_[&s - layout_.segments().data()] + first - s.slice * comm_.rank();
   return shards_->lease(at * bytes, count * bytes, access);
+}
+
+void ParamStore::pack() {
+  const OpTable& ops = device_.ops();
+  const Panels panels = panels_of(ops, options_.work);
+  if (std::exchange(packed_, true) || !panels) return;
+  for (size_t u = 0; u < rows_.size(); ++u) {
+    for (size_t r = 0; r < rows_[u].size() && !coded(static_cast<i64>(u)); ++r) {
+      const i64 param = layout_.units()[u].first_param + static_cast<i64>(r);
+      if (!layout_.packs(param, rows_[u][r])) continue;
+      const RowPlace& place = layout_.rows()[param];
+      const TierLease there = lease(layout_.segments()[place.segment], place.offset, place.numel, LeaseTo::Write);
+      TensorView& view = views_[u][r];
+      TensorView matrix = view;
+      matrix.data = there.data();
+      matrix.panels = {};
+      ops.pack_matrix(matrix, device_.stream());
+      view.panels = panels;
+    }
+  }
 }
 
 void ParamStore::begin(const GatherPlan& plan) {
@@ -236,6 +257,7 @@ void ParamStore::end_access() noexcept {
 }
 
 void ParamStore::publish(Changed changed) {
+  packed_ = false;
   for (auto& second : second_) {  // parameters have changed
     if (second) second->invalidate();
   }

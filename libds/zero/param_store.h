@@ -7,7 +7,8 @@
 // are sent as codes, and all ranks, the owner too, use the decoded values, while slices stay exact; with hpZ the first
 // gather after an update leaves a second shard on the ranks of a smaller group, from which they gather until the next
 // update, with the same bits. Neither changes how stored forms are gathered. Matrices of FP8 products may travel as
-// their codes (zero/fp8_gathers), which changes no bit of a product.
+// their codes (zero/fp8_gathers), which changes no bit of a product. A run that does not train may pack matrices
+// (pack).
 
 #include <optional>
 #include <span>
@@ -56,6 +57,11 @@ class ParamStore final : public PieceMemory {
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
              Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {},
              Communicator* near = nullptr);
+
+  // Puts the matrices that this rank stores whole into the form that products of the device read fastest, if it has
+  // one, and gives their views panels: once after each publish(), which follows new values of all pieces. Leases of
+  // pieces then see the packed numbers. Only for runs that do not train.
+  void pack();
 
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at
   // stages 0 to 2, and on a rank that holds everything whole.
@@ -116,6 +122,8 @@ class ParamStore final : public PieceMemory {
   Ticket publish_maxima(Changed changed);
 
   const Layout& layout_;
+  std::vector<std::span<const model::ParamRow>> rows_;  // by unit
+  bool packed_ = false;
   Communicator& comm_;
   std::string gather_tag_, reduce_tag_;
   Device& device_;

@@ -42,7 +42,8 @@ int main(int argc, char** argv) {
         Stream stream{&pool};
         const auto cv = TensorView::of(operands.c.data(), out, {s.M, s.N});
         const auto av = TensorView::of(operands.a.data(), work, {s.trans_a ? s.K : s.M, s.trans_a ? s.M : s.K});
-        const auto bv = TensorView::of(operands.b.data(), work, {s.trans_b ? s.N : s.K, s.trans_b ? s.K : s.N});
+        auto bv = TensorView::of(operands.b.data(), work, {s.trans_b ? s.N : s.K, s.trans_b ? s.K : s.N});
+        if (s.M == 1 && s.trans_b) bv.panels = panels_of(*ops, work);  // as generation has it
         const auto ours = [&] {
           ops->matmul(cv, av, bv, {}, {}, {}, {.trans_a = s.trans_a, .trans_b = s.trans_b}, stream);
         };

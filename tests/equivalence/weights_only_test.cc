@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Evaluation and generation allocate only weights: they have the bits of a trainer and none of its other memory.
 
+#include <memory>
 #include <mutex>
 
 #include "equivalence/layouts.h"
+#include "model/models.h"
 
 namespace ds::testing {
 namespace weights_only_test {
@@ -84,6 +86,112 @@ TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
         EXPECT_EQ(eval.counted[static_cast<size_t>(Tag::Params)], trainer.counted[static_cast<size_t>(Tag::Params)]);
         EXPECT_LT(all[1], all[0]) << what;
         EXPECT_LT(all[2], all[1]) << what;
+      }
+    }
+  }
+}
+
+// A head that notes the logits of generation, from a packed matrix.
+class WatchedHead final : public model::Layer {
+ public:
+  using Logits = std::vector<std::vector<float>>;
+  WatchedHead(std::unique_ptr<model::Layer> head, Logits& noted)
+      : Layer(head->name()), head_(std::move(head)), noted_(noted) {
+    rows_ = head_->rows();
+  }
+  std::string_view type() const noexcept override { return head_->type(); }
+  model::LayerActs plan(model::ActivationPlanner& planner, const model::PlannedPass& pass) const override {
+    return head_->plan(planner, pass);
+  }
+  void forward(const model::PassContext& ctx, model::RowViews params, TensorView x,
+               const model::LayerActs& acts) const override {
+    EXPECT_TRUE((params.shared ? params.shared : params.own.back()).panels);
+    head_->forward(ctx, params, x, acts);
+    const float* const z = ctx.logits.as<float>();
+    noted_.emplace_back(z, z + ctx.logits.dim(1));
+  }
+  void backward_input(const model::PassContext&, model::RowViews, TensorView, TensorView,
+                      const model::LayerActs&) const override {}
+  void backward_weight(const model::PassContext&, model::RowViews, TensorView, TensorView,
+                       const model::LayerActs&) const override {}
+
+ private:
+  std::unique_ptr<model::Layer> head_;
+  Logits& noted_;
+};
+
+// Logits of a text, written token by token from packed weights.
+struct Written {
+  std::vector<i32> tokens;
+  WatchedHead::Logits logits;
+};
+Written write_watched(Config c, const std::vector<i32>& prompt, i64 tokens, const OpTable& ops) {
+  Written w{prompt, {}};
+  engine::EngineParts parts;
+  parts.model = [&](const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
+    model::Model m = model::make_model(config, model::shard_of(config, mesh, coord));
+    m.layers.back() = std::make_unique<WatchedHead>(std::move(m.layers.back()), w.logits);
+    return m;
+  };
+  c.use = ConfigUse::Generate;
+  with_engines(
+      c, 1,
+      [&](engine::Engine& engine) {
+        const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = tokens});
+        w.tokens.insert(w.tokens.end(), text.begin(), text.end());
+      },
+      ops, 2, parts);
+  return w;
+}
+
+// Of all positions of a text, in one pass.
+std::vector<float> logits_in_one_pass(Config c, ConfigUse use, const std::vector<i32>& text, const OpTable& ops) {
+  c.use = use;
+  std::vector<float> logits;
+  with_engines(
+      c, 1,
+      [&](engine::Engine& engine) {
+        engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets, std::span<i32>) {
+          for (size_t i = 0; i < ids.size(); ++i) ids[i] = text[i % text.size()];
+          std::ranges::fill(targets, 1);
+          return true;
+        });
+        engine.read_logits(logits);
+      },
+      ops);
+  return logits;
+}
+
+TEST(WeightsOnly, LogitsOfATextAreThoseOfATrainersPass) {
+  ModelConfig tied = tiny_llama(), untied = tiny_gpt2(), deep = joinable_qwen2();
+  tied.tie_embeddings = true;
+  untied.tie_embeddings = false;
+  deep.hidden = 800;  // several blocks of an inner dimension, whose matrices are joined in panels
+  deep.vocab_size = 97;
+  const std::vector<i32> prompt = {3, 5, 7, 11, 2};
+  constexpr i64 kTokens = 15;
+  for (const char* isa : {"avx2", "avx512", "avx512_bf16"}) {
+    const OpTable* const ops = cpu_ops(isa);
+    if (ops == nullptr) continue;
+    for (const ModelConfig& model : {tiny_gpt2(), untied, tiny_llama(), tied, deep}) {
+      for (const auto& [work, stage] : {std::pair{DType::F32, 0}, {DType::F32, 3}, {DType::BF16, 0}, {DType::F16, 2}}) {
+        Config c = config_of(model, {.stage = stage}, 4);
+        c.bf16.enabled = work == DType::BF16;
+        c.fp16.enabled = work == DType::F16;
+        c.communication_data_type = wire_type_of(work);
+        c.data.seq_length = std::ssize(prompt) + kTokens - 1;
+        const std::string what =
+            fmt::format("{} {} {} {}", isa, family_name(model.family), model.hidden, dtype_name(work));
+        Written w = write_watched(c, prompt, kTokens, *ops);
+        w.tokens.pop_back();
+        for (const ConfigUse use : {ConfigUse::Train, ConfigUse::Evaluate}) {
+          const std::vector<float> all = logits_in_one_pass(c, use, w.tokens, *ops);
+          ASSERT_EQ(std::ssize(w.logits), kTokens) << what;
+          for (size_t i = 0; i < w.logits.size(); ++i) {
+            const auto row = all.begin() + (std::ssize(prompt) - 1 + static_cast<i64>(i)) * model.vocab_size;
+            EXPECT_TRUE(same_bits(w.logits[i], std::vector<float>(row, row + model.vocab_size))) << what << " " << i;
+          }
+        }
       }
     }
   }

@@ -41,8 +41,16 @@ TEST(Embedding, BackendsMatchRef) {
           dy.randomize(3);
           Tensor want = y;
           ref_ops().embedding_fwd(want, table, ids, 0, accumulate, s);
+          const Tensor before = y;
           ops->embedding_fwd(y, table, ids, 0, accumulate, s);
           expect_same_bits(y, want, what + " forward");
+          if (packs(*ops)) {
+            for (const OpTable* by : {ops, &ref_ops()}) {
+              Tensor from_panels = before;
+              by->embedding_fwd(from_panels, InPanels(*ops, table), ids, 0, accumulate, s);
+              expect_same_bits(from_panels, want, what + " from panels");
+            }
+          }
           for (DType grad_dtype : {DType::F32, t}) {
             Tensor got(grad_dtype, {V, C});
             got.randomize(4);

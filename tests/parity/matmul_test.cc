@@ -2,6 +2,8 @@
 // The matrix product and the column sum against the oracle: orientations, dtypes, epilogues, strides, edges, threads;
 // and the gradients of the linear map that is made of them, against finite differences.
 
+#include <fmt/format.h>
+
 #include "ds/building_blocks.h"
 #include "parity/finite_difference.h"
 #include "parity/parity.h"
@@ -247,17 +249,16 @@ TEST(Matmul, RowwiseGivesEachRowTheBitsThatItHasAlone) {
   }
 }
 
-// Our own kernels sum in an order that the number of rows does not change, if k is strided in b.
 TEST(Matmul, RowsHaveTheSameBitsAmongFewAndMany) {
   constexpr i64 kMany = 40, N = 150, K = 1801;  // several blocks of k, the last one uneven
   for (const OpTable* ops : backends()) {
-    const bool ours = ops->name == "cpu.avx2" || ops->name == "cpu.avx512" || ops->name == "cpu.avx512_bf16";
-    if (!ours) continue;
+    if (!has_own_products(*ops)) continue;
     for_all_kinds([&](DType work, DType out, MatmulParams params) {
-      if (params.trans_a || params.trans_b) return;
+      if (params.trans_a) return;
       ThreadPool pool(2);
       Stream stream{&pool};
-      const Matrix a(work, kMany, K, 0, 1), b(work, K, N, 3, 2), residual(out, kMany, N, 0, 5);
+      const Matrix a(work, kMany, K, 0, 1), b(work, params.trans_b ? N : K, params.trans_b ? K : N, 3, 2),
+          residual(out, kMany, N, 0, 5);
       Matrix all(out, kMany, N, 0, 3), some(out, kMany, N, 0, 4);
       ops->matmul(all.view, a.view, b.view, {}, {}, residual.view, params, stream);
       for (const i64 M : {1, 2, 3, 4, 5, 7, 8, 9, 14, 16}) {
@@ -271,6 +272,112 @@ TEST(Matmul, RowsHaveTheSameBitsAmongFewAndMany) {
       }
     });
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST(PackedMatrix, IsPackedInPlaceAtAnyThreads) {
+  for (const OpTable* ops : backends()) {
+    if (!packs(*ops)) continue;
+    for (DType work : kWorkDTypes) {
+      for (const auto& [N, K] :
+           {std::pair<i64, i64>{1, 1}, {1, 70}, {16, 3}, {31, 33}, {32, 64}, {150, 801}, {65, 1}}) {
+        for (int threads : {1, 3}) {
+          ThreadPool pool(threads);
+          Stream stream{&pool};
+          const Tensor m = Tensor(work, {N, K}).randomize(1);
+          Tensor got = m;
+          ops->pack_matrix(got, stream);
+          const std::string what = fmt::format("{} {} {}x{}", ops->name, dtype_name(work), N, K);
+          expect_same_bits(got, InPanels(*ops, m).elements(), what);
+        }
+      }
+    }
+  }
+}
+
+// And agrees with the oracle, which reads panels too.
+TEST(PackedMatrix, ProductsHaveTheBitsOfThoseOfRows) {
+  const i64 shapes[][3] = {{1, 1, 1},    {1, 70, 33},     {2, 129, 401}, {3, 16, 0},     {5, 31, 769},
+                           {14, 32, 16}, {15, 257, 1801}, {40, 96, 768}, {33, 1030, 65}, {1020, 40, 35}};
+  test::EveryNth tried(3);
+  for (const OpTable* ops : backends()) {
+    if (!packs(*ops)) continue;
+    for (const auto& [M, N, K] : shapes) {
+      for_all_kinds([&](DType work, DType out, MatmulParams params) {
+        if (params.trans_a || !params.trans_b || !tried()) return;
+        params.activation = Activation::Silu;
+        const Matrix a(work, M, K, 3, 1), residual(out, M, N, 1, 5);
+        const Tensor b = Tensor(work, {N, K}).randomize(2), bias = Tensor(work, {N}).randomize(6);
+        const InPanels packed(*ops, b);
+        const auto product = [&](const OpTable& by, TensorView of, int threads) {
+          ThreadPool pool(threads);
+          Stream stream{&pool};
+          Matrix c(out, M, N, 2, 3);
+          by.matmul(c.view, a.view, of, bias, {}, residual.view, params, stream);
+          return c.all;
+        };
+        const std::string what =
+            fmt::format("{} {} to {} {}x{}x{}", ops->name, dtype_name(work), dtype_name(out), M, N, K);
+        const Tensor want = product(ref_ops(), b, 1);
+        expect_same_bits(product(ref_ops(), packed, 1), want, what);
+        for (int threads : {1, 2, 5}) {
+          const Tensor got = product(*ops, packed, threads);
+          expect_close(got, want, out == DType::F32 ? 16 + 2 * std::sqrt(static_cast<double>(K)) : 2.1, what);
+          if (has_own_products(*ops)) expect_same_bits(got, product(*ops, b, threads), what);
+        }
+      });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(PackedMatrix, RowsHaveTheSameBitsAmongAnyNumber) {
+  constexpr i64 kMost = 1000, N = 75, K = 811;
+  for (const OpTable* ops : backends()) {
+    if (!packs(*ops)) continue;
+    for (DType work : kWorkDTypes) {
+      ThreadPool pool(2);
+      Stream stream{&pool};
+      const Tensor a = Tensor(work, {kMost, K}).randomize(1);
+      const InPanels b(*ops, Tensor(work, {N, K}).randomize(2));
+      Tensor all(work, {kMost, N}), some(work, {kMost, N});
+      ops->matmul(all, a, b, {}, {}, {}, {.trans_b = true}, stream);
+      test::EveryNth tried(13);
+      for (i64 M = 1; M <= kMost; ++M) {
+        if (M > 40 && !tried()) continue;
+        some.fill(0);
+        // The last rows: their place differs, too.
+        ops->matmul(some.view().rows(0, M), a.view().rows(kMost - M, M), b, {}, {}, {}, {.trans_b = true}, stream);
+        const TensorView last = all.view().rows(kMost - M, M);
+        ASSERT_EQ(std::memcmp(some.view().data, last.data, static_cast<size_t>(last.bytes())), 0)
+            << ops->name << " " << dtype_name(work) << " " << M;
+      }
+    }
+  }
+}
+
+// As layers use them: the matrices of joined maps, and shares of a vocabulary.
+TEST(PackedMatrix, WholePanelsAreAMatrixOfTheirOwn) {
+  constexpr i64 K = 133;
+  for (const OpTable* ops : backends()) {
+    if (!packs(*ops)) continue;
+    for (DType work : kWorkDTypes) {
+      ThreadPool pool(2);
+      Stream stream{&pool};
+      const i64 first = 2 * panels_of(*ops, work).rows, N = first + 21;
+      const Tensor a = Tensor(work, {5, K}).randomize(1);
+      const InPanels packed(*ops, Tensor(work, {N, K}).randomize(2));
+      const TensorView b = packed;
+      Tensor whole(work, {5, N}), parts(work, {5, N});
+      ops->matmul(whole, a, b, {}, {}, {}, {.trans_b = true}, stream);
+      for (const auto& [begin, n] : {std::pair{i64{0}, first}, {first, N - first}}) {
+        TensorView c = parts.view();
+        c.data = c.as<char>() + begin * dtype_bytes(work);
+        c.shape[1] = n;
+        ops->matmul(c, a, b.rows(begin, n), {}, {}, {}, {.trans_b = true}, stream);
+      }
+      expect_same_bits(parts, whole, fmt::format("{} {}", ops->name, dtype_name(work)));
+    }
   }
 }
 

@@ -155,6 +155,27 @@ inline ExactSum sum_squares(const OpTable& ops, TensorView x, u32 max_abs, Strea
   return {sum[0], sum[1]};
 }
 
+// The same matrix in the panels of a backend that packs matrices, by the definition of Panels::place.
+class InPanels {
+ public:
+  InPanels(const OpTable& ops, const Tensor& m) : all_(m), view_(all_.view()) {
+    view_.panels = panels_of(ops, view_.dtype);
+    const i64 N = view_.dim(0), K = view_.dim(1);
+    for (i64 i = 0; i < m.numel(); ++i) all_.set(view_.panels.place(N, K, i / K, i % K), m.at(i));
+  }
+  const Tensor& elements() const noexcept { return all_; }
+  operator TensorView() const noexcept { return view_; }  // NOLINT: as Tensor
+
+ private:
+  Tensor all_;
+  TensorView view_;
+};
+inline bool packs(const OpTable& ops) noexcept { return ops.pack_matrix != nullptr; }
+// Products of our own add in an order that the number of rows does not change; oneDNN's do not promise it.
+inline bool has_own_products(const OpTable& ops) noexcept {
+  return ops.name == "cpu.avx2" || ops.name == "cpu.avx512" || ops.name == "cpu.avx512_bf16";
+}
+
 inline constexpr DType kWorkDTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 }  // namespace ds::testing

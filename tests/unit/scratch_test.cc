@@ -77,6 +77,26 @@ TEST_P(ScratchOps, MeterProducts) {
   }
 }
 
+TEST_P(ScratchOps, MeterPackedMatrices) {
+  const OpTable& ops = *GetParam();
+  const i64 shapes[][3] = {{1, 1, 1}, {1, 100, 900}, {7, 33, 384}, {40, 130, 1801}, {300, 1025, 33}};
+  for (const auto& [M, N, K] : shapes) {
+    for (const DType work : kWorkDTypes) {
+      Tensor a(work, {M, K}), m(work, {N, K}), c(work, {M, N});
+      a.fill(1), m.fill(1);
+      TensorView b = m;
+      b.panels = panels_of(ops, work);
+      for (const int threads : kThreads) {
+        const std::string what = fmt::format("{} {}x{}x{}", dtype_name(work), M, N, K);
+        EXPECT_GT(expect_metered(ops, threads, what, [&](const OpTable& t, Stream& s) { t.pack_matrix(m, s); }), 0);
+        const auto product = [&](const OpTable& t, Stream& s) { t.matmul(c, a, b, {}, {}, {}, {.trans_b = true}, s); };
+        EXPECT_GT(expect_metered(ops, threads, what, product), 0);
+      }
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST_P(ScratchOps, MeterProductsInFp8) {
   const i64 shapes[][3] = {{0, 128, 128}, {1, 128, 128}, {16, 256, 400}, {40, 128, 384}, {130, 384, 1040}};
   for (const auto& [M, N, K] : shapes) {

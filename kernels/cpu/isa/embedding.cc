@@ -1,12 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // Embedding lookup and its gradient.
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+// out[C] = row `id` of a table in panels, or out += it.
+template <class T>
+void look_up_in_panels(T* out, const TensorView& table, i64 id, bool accumulate) noexcept {
+  const i64 V = table.dim(0), C = table.dim(1), first = id - id % table.panels.rows;
+  const i64 width = std::min<i64>(table.panels.rows, V - first), depth = table.panels.depth;
+  const auto take = [=](i64 c, T x) { out[c] = accumulate ? from_float<T>(to_float(out[c]) + to_float(x)) : x; };
+  const T* at = table.as<T>() + table.panels.place(V, C, id, 0);
+  i64 c = 0;
+  for (; c + depth <= C; c += depth, at += width * depth) {
+    for (i64 i = 0; i < depth; ++i) take(c + i, at[i]);
+  }
+  if (c < C) take(c, table.as<T>()[table.panels.place(V, C, id, c)]);
+}
+
+}  // namespace
 
 void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate,
                    Stream& stream) noexcept {
@@ -22,6 +40,8 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id,
             const T* row = table.as<T>() + id * C;
             if (id < 0 || id >= V) {
               if (!accumulate) std::memset(out, 0, static_cast<size_t>(C) * sizeof(T));
+            } else if (table.panels) {
+              look_up_in_panels(out, table, id, accumulate);
             } else if (accumulate) {
               for_vectors(0, C, [=](i64 c, auto n) { store(out + c, load(out + c, n) + load(row + c, n), n); });
             } else {

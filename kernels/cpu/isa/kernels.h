@@ -9,6 +9,7 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
 #include "op_functions.inc"
+void pack_matrix(TensorView m, Stream&) noexcept;
 
 // The parts of matmul and linear_cross_entropy that an engine with its own products shares.
 FinishFn finish_for(DType c, DType work) noexcept;
@@ -17,6 +18,7 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
                              const CrossEntropyParams&, Stream&) noexcept;
 
 // The ops that reserve scratch, as variants that only report the amount.
+void pack_matrix_scratch(TensorView m, Stream&) noexcept;
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams&, Stream&) noexcept;
 void matmul_fp8_scratch(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,

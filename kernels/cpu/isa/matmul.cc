@@ -45,8 +45,9 @@ struct Grid {
 constexpr i64 kTileM = 72 * 14, kTileN = 1024;
 // The grid with the least estimated time. Costs are in micro-kernel calls per unit of k; packing a panel of A or B
 // costs the given fraction of one.
-Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
-  constexpr double kPackA = 0.4, kPackB = 0.8;
+Grid choose_grid(i64 M, i64 N, i64 threads, bool packs_b) noexcept {
+  constexpr double kPackA = 0.4;
+  const double pack_b = packs_b ? 0.8 : 0;
   const i64 tries = threads > 1 ? 16 : 0;  // one thread needs no more tiles than necessary
   const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
   const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
@@ -55,16 +56,17 @@ Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
   for (i64 m = least_m; m <= std::min(panels_m, least_m + tries); ++m) {
     for (i64 n = least_n; n <= std::min(panels_n, least_n + tries); ++n) {
       const double pm = static_cast<double>(ceil_div(panels_m, m)), pn = static_cast<double>(ceil_div(panels_n, n));
-      const double cost = static_cast<double>(ceil_div(m * n, threads)) * (pm * pn + kPackA * pm + kPackB * pn);
+      const double cost = static_cast<double>(ceil_div(m * n, threads)) * (pm * pn + kPackA * pm + pack_b * pn);
       if (best_cost == 0 || cost < best_cost) best = {m, n}, best_cost = cost;
     }
   }
   return best;
 }
 
-// For few rows (generation) the product is one pass over B, which is read in place.
+// For few rows the product is one pass over B, which is read in place. Sums grow in the order of multiply_tile: a row
+// has the same bits among few rows and among many.
 
-// If k is strided in B, sums grow in the order of multiply_tile: a row has the same bits among few rows and among many.
+// If k is strided in B, vectors are columns.
 namespace across {
 
 constexpr i64 kFewRows = 8;  // as many as have sums in registers
@@ -152,77 +154,6 @@ void multiply(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const
 
 }  // namespace across
 
-// If k is contiguous in B, elements are dot products: a transposition to the order of multiply_tile would cost more
-// than the multiplications.
-namespace along {
-
-constexpr i64 kFewRows = 4, kTile = 64;
-
-i64 room(i64 M, i64 K) noexcept { return std::min(M, kFewRows) * (kTile + K) + kLanes; }  // floats of a worker
-
-// [kRows, kColumns] dot products; a [kRows][K] fp32.
-template <int kRows, int kColumns, class T>
-void dot(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
-  constexpr i64 kLine = 64 / sizeof(T);
-  Vec sum[kRows][kColumns];
-  for (auto& row : sum) std::fill_n(row, kColumns, zero());
-  for_vectors(0, K, [&](i64 k, auto n) {
-    Vec x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = load(a + r * K + k, n);
-    if (k % kLine == 0) {  // the columns after the next: too many streams for the hardware to prefetch
-      for (int c = 0; c < kColumns; ++c) {
-        _mm_prefetch(reinterpret_cast<const char*>(b + (c + 2 * kColumns) * ld + k), _MM_HINT_T1);
-      }
-    }
-    for (int c = 0; c < kColumns; ++c) {
-      const Vec y = load(b + c * ld + k, n);
-      for (int r = 0; r < kRows; ++r) sum[r][c] = fma(x[r], y, sum[r][c]);
-    }
-  });
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kColumns; ++c) sums[r * kTile + c] = reduce_add(sum[r][c]);
-  }
-}
-
-// sums [kRows, columns <= kTile] of rows from `row` on and columns from `begin` on; x: room for the rows of A.
-template <int kRows, class T>
-void multiply_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 row, i64 begin, i64 columns, float* sums,
-                   float* x) noexcept {
-  for (i64 r = 0; r < kRows; ++r) {
-    if (a.along) {
-      for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(row + r, k), n), n); });
-    } else {
-      for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(row + r, k));
-    }
-  }
-  i64 c = 0;
-  for (; c + 4 <= columns; c += 4) dot<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
-  for (; c < columns; ++c) dot<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
-}
-
-// A tile is some columns of all rows: with more than kFewRows rows, B is read once from memory and then from the cache.
-template <class T>
-void multiply(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
-              ThreadPool& pool) noexcept {
-  pool.parallel_for(ceil_div(N, kTile), [&](i64 tile, int worker) {
-    const i64 begin = tile * kTile, columns = std::min(kTile, N - begin);
-    float* const sums = static_cast<float*>(pool.scratch(worker));
-    float* const x = sums + std::min(M, kFewRows) * kTile;
-    for (i64 row = 0; row < M; row += kFewRows) {
-      const i64 rows = std::min(kFewRows, M - row);
-      switch (rows) {
-        case 1: multiply_rows<1>(a, b, K, row, begin, columns, sums, x); break;
-        case 2: multiply_rows<2>(a, b, K, row, begin, columns, sums, x); break;
-        case 3: multiply_rows<3>(a, b, K, row, begin, columns, sums, x); break;
-        default: multiply_rows<kFewRows>(a, b, K, row, begin, columns, sums, x);
-      }
-      done(e, sums, kTile, row, begin, rows, columns);
-    }
-  });
-}
-
-}  // namespace along
-
 // The operand of an FP8 product. A code times its scale is one word of fp32.
 struct CodeSource {
   const u8* codes;
@@ -270,30 +201,37 @@ void pack(float* dst, i64 stride, const CodeSource& s, i64 i, i64 count, i64 k0,
   });
 }
 
-// How a product is cut, and a worker's need for its largest tile. Products with few rows have tiles of their own.
+// How a product is cut into tiles, and a worker's need for the largest.
 struct Cut {
   Grid grid;
   size_t scratch_bytes;
 };
-bool few_rows(i64 M, const MatmulParams& p) noexcept {
-  return p.trans_b ? M <= along::kFewRows || p.rowwise : M <= across::kFewRows;
-}
-Cut tiles_of(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
-  Cut cut{choose_grid(M, N, threads), 0};
+Cut tiles_of(DType work, i64 M, i64 N, i64 K, i64 threads, bool packs_b = true) noexcept {
+  Cut cut{choose_grid(M, N, threads, packs_b), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
     using Room = TileRoom<typename ProductOf<T>::type>;
-    cut.scratch_bytes = Room(panels_m, panels_n, K > Room::kDepth).bytes();
+    cut.scratch_bytes = Room(panels_m, panels_n, K > Room::kDepth, packs_b).bytes();
   });
   return cut;
 }
-Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
-  if (few_rows(M, p)) {
-    const size_t bytes =
-        p.trans_b ? static_cast<size_t>(along::room(M, K)) * sizeof(float) : across::Room(M, N, threads).bytes();
-    return {{1, 1}, bytes};
-  }
-  return tiles_of(work, M, N, K, threads);
+
+template <class Product, class A, class B>
+void multiply_tiles(const A& a, const B& b, i64 M, i64 K, i64 N, Grid grid, const Epilogue& e, FinishFn done,
+                    ThreadPool& pool) noexcept {
+  pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
+    multiply_tile<Product>(a, b, InnerBlocks<Product>{K}, part_of(M, kMR, tile % grid.m, grid.m),
+                           part_of(N, kNR, tile / grid.m, grid.n), e, done, static_cast<float*>(pool.scratch(worker)));
+  });
+}
+
+// A product of few rows has tiles of its own, unless B must be transposed, or is in panels.
+bool few_rows(i64 M, const TensorView& b, const MatmulParams& p) noexcept {
+  return M <= across::kFewRows && !p.trans_b && !b.panels;
+}
+Cut cut_of(DType work, i64 M, i64 N, i64 K, const TensorView& b, const MatmulParams& p, i64 threads) noexcept {
+  if (few_rows(M, b, p)) return {{1, 1}, across::Room(M, N, threads).bytes()};
+  return tiles_of(work, M, N, K, threads, !b.panels);
 }
 
 }  // namespace
@@ -311,21 +249,14 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
-  const Cut cut = cut_of(a.dtype, M, N, K, p, pool.num_threads());
+  const Cut cut = cut_of(a.dtype, M, N, K, b, p, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
+    using Product = typename ProductOf<T>::type;
     const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
-    if (few_rows(M, p)) {
-      if (p.trans_b) return along::multiply(sa, sb, M, K, N, e, done, pool);
-      return across::multiply<typename ProductOf<T>::type>(sa, sb, M, K, N, e, done, pool);
-    }
-    const Grid grid = cut.grid;
-    pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-      using Product = typename ProductOf<T>::type;
-      multiply_tile<Product>(sa, sb, InnerBlocks<Product>{K}, part_of(M, kMR, tile % grid.m, grid.m),
-                             part_of(N, kNR, tile / grid.m, grid.n), e, done,
-                             static_cast<float*>(pool.scratch(worker)));
-    });
+    if (b.panels) return multiply_tiles<Product>(sa, PanelSource<T>{sb.data, N, K}, M, K, N, cut.grid, e, done, pool);
+    if (few_rows(M, b, p)) return across::multiply<Product>(sa, sb, M, K, N, e, done, pool);
+    multiply_tiles<Product>(sa, sb, M, K, N, cut.grid, e, done, pool);
   });
 }
 
@@ -340,11 +271,7 @@ void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, T
   const Cut cut = tiles_of(DType::F32, M, N, K, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   const CodeSource sa(a, a_scales, M, p.a), sb(b, b_scales, N, p.b);
-  const Grid grid = cut.grid;
-  pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-    multiply_tile<Single>(sa, sb, InnerBlocks<Single>{K}, part_of(M, kMR, tile % grid.m, grid.m),
-                          part_of(N, kNR, tile / grid.m, grid.n), e, done, static_cast<float*>(pool.scratch(worker)));
-  });
+  multiply_tiles<Single>(sa, sb, M, K, N, cut.grid, e, done, pool);
 }
 
 void matmul_fp8_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorView, TensorView, TensorView,
@@ -354,11 +281,11 @@ void matmul_fp8_scratch(TensorView c, TensorView a, TensorView, TensorView, Tens
   note_scratch(stream, tiles_of(DType::F32, M, N, a.dim(1), metered_threads(stream)).scratch_bytes);
 }
 
-void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorView, TensorView, const MatmulParams& p,
+void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView, TensorView, TensorView, const MatmulParams& p,
                     Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
-  note_scratch(stream, cut_of(a.dtype, M, N, K, p, metered_threads(stream)).scratch_bytes);
+  note_scratch(stream, cut_of(a.dtype, M, N, K, b, p, metered_threads(stream)).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

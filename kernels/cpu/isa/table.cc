@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
 
 #define DS_STRINGIZE_(x) #x
@@ -9,12 +10,18 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 const OpTable& table() noexcept {
   static constexpr OpTable ops = {
       .name = "cpu." DS_STRINGIZE(DS_ISA_NAMESPACE),
+      .pack_matrix = pack_matrix,
+      .panels = {.rows = kNR},
+      .panels_bf16 = {.rows = kNR, .depth = ProductOf<bf16>::type::kDepth},
 #include "op_rows.inc"
   };
   return ops;
 }
 
 void set_scratch_ops(OpTable& ops) noexcept {
+  ops.pack_matrix = pack_matrix_scratch;
+  ops.panels = table().panels;
+  ops.panels_bf16 = table().panels_bf16;
   ops.matmul = matmul_scratch;
   ops.matmul_fp8 = matmul_fp8_scratch;
   ops.layernorm_bwd = layernorm_bwd_scratch;

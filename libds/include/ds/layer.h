@@ -77,8 +77,11 @@ struct ParamRow {
   int also_summed = 1;
   double tokens = 1;   // the share of the tokens that use it: k/E of an expert
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
-  bool fp8 = false;    // a matrix of products in FP8, of whole blocks of 128 x 128: gathers may send its codes
-  i64 room = 0;        // elements of the largest slice, so that all ranks of the group have the same layout
+  // Only products and look-ups read this matrix [out, in], and they take views with panels (ds/kernels/tensor.h): a run
+  // that does not train packs it. Rows of linear maps are so; a layer that reads them otherwise must reset this.
+  bool packs = false;
+  bool fp8 = false;  // a matrix of products in FP8, of whole blocks of 128 x 128: gathers may send its codes
+  i64 room = 0;      // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
   bool counted = true;
   // The number in its layer of the row that it is to lie directly after in memory, so that both are parts of one matrix

@@ -48,7 +48,7 @@ struct MatmulParams {
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
-  bool rowwise = false;  // each row of c has the bits of a product with only that row
+  bool rowwise = false;  // each row of c has the bits that it has alone; CPU products of our own always give it
 };
 
 // The blocks of the two operands of an FP8 product: at most one has squares.
@@ -427,9 +427,15 @@ DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 
 struct OpTable {
   std::string_view name;  // "ref", "cpu.avx512", ...
 
+  // Puts a contiguous matrix [N,K] of the work dtype in place into the form that panels_of() returns for it; its view
+  // then has these panels. Null if the backend multiplies matrices in rows only.
+  void (*pack_matrix)(TensorView m, Stream&) noexcept = nullptr;
+  Panels panels{}, panels_bf16{};  // of fp32 and fp16, and of bf16 matrices
+
   // c[M,N] = activation(op(a) op(b) + bias) + residual.  a, b: strided rows, one work dtype; c: strided rows, fp32 or that
   // dtype. bias [N] work dtype; preact [M,N], with c's dtype and free strides, receives the value before the activation;
-  // residual [M,N], c's dtype, may alias c. bias, preact, residual are optional. Sums over K in fp32 in a fixed order.
+  // residual [M,N], c's dtype, may alias c. bias, preact, residual are optional. Sums over K in fp32 in a fixed order. With
+  // trans_b, and without trans_a, b may be in panels: then no bit differs, in CPU backends with products of their own.
   void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                  const MatmulParams&, Stream&) noexcept;
   // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype (fp32 or x's): the
@@ -465,7 +471,7 @@ struct OpTable {
 
   // y[R,C] = table[ids[r] - first_id] (+ y if accumulate). The table [V,C] contains rows first_id .. first_id + V - 1 of the
   // vocabulary; ids [R] int32. An id outside gives a row of zeros, or does not change y if accumulate, so the results of
-  // all ranks add up to the whole lookup.
+  // all ranks add up to the whole lookup. The table may be in panels.
   void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
   // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable: fp32 or
   // dy's dtype. Rows with an id outside the table are ignored; R may be 0. Deterministic: stable by id, no atomics.
@@ -593,8 +599,9 @@ struct OpTable {
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
   //   workspace [chunk_tokens, V], fp32 or work dtype, to which logits are rounded. dh [T,C] work dtype, dweight [V,C] and
-  //   dbias [V] fp32 (overwritten, but for add_dweight) are optional: without them only losses are computed. Every chunk
-  //   reads the whole weight (and adds to all of dweight), so chunks of less than about 256 tokens cost more than they save.
+  //   dbias [V] fp32 (overwritten, but for add_dweight) are optional: without them only losses are computed, and weight may
+  //   be in panels. Every chunk reads the whole weight (and adds to all of dweight), so chunks of less than about 256 tokens
+  //   cost more than they save.
   void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                                TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                const CrossEntropyParams&, Stream&) noexcept;
@@ -709,6 +716,11 @@ struct OpTable {
 // clang-format on
 
 const OpTable& ref_ops() noexcept;
+
+// The form in which the products of a backend read matrices of this dtype fastest; none if it packs none.
+inline Panels panels_of(const OpTable& ops, DType work) noexcept {
+  return work == DType::BF16 ? ops.panels_bf16 : ops.panels;
+}
 
 // The CPU backend for one instruction set: "avx2", "avx512", "avx512_bf16", "amx", or "auto" (the best that this CPU
 // supports, or the one named by DS_ISA); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU does not

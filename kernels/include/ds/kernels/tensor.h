@@ -10,11 +10,29 @@
 
 namespace ds {
 
+// The form of a matrix [N,K] that some backends multiply fastest, in the memory of the matrix (OpTable::pack_matrix):
+// panels of `rows` of its rows one after the other, the last of fewer if N is no multiple. In a panel k ascends, and
+// for each k all rows of the panel follow each other; with depth 2, for each two k, as pairs, and a last k without a
+// partner by itself. A range of whole panels is a matrix of its own in this form.
+struct Panels {
+  u8 rows = 0;  // 0: the matrix is in rows
+  u8 depth = 1;
+
+  explicit constexpr operator bool() const noexcept { return rows != 0; }
+  // The place of element (n, k) of such a matrix.
+  constexpr i64 place(i64 N, i64 K, i64 n, i64 k) const noexcept {
+    const i64 first = n - n % rows, width = N - first < rows ? N - first : rows, inner = k % depth, outer = k - inner;
+    return first * K + outer * width + (n - first) * (K - outer < depth ? 1 : depth) + inner;
+  }
+};
+
 struct TensorView {
   static constexpr int kMaxRank = 4;
 
   void* data = nullptr;
   DType dtype = DType::F32;
+  Panels
+      panels{};  // of a matrix that ops must take in this form: their contracts say which do; strides are those of rows
   int rank = 0;
   std::array<i64, kMaxRank> shape{};
   std::array<i64, kMaxRank> stride{};
