@@ -15,6 +15,9 @@ setup() {
     cp "$golden/tokenizers/$model/tokenizer.json" $model
     cp "$golden/gguf/text-$model.gguf" $model.gguf
   done
+  # As the published one says: a text begins with this token.
+  echo '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}' \
+    >llama3/tokenizer_config.json
 }
 
 # with MODEL ARGUMENT...: a run of cfg.json with the published model.
@@ -50,8 +53,10 @@ with() {
 
 @test "a merge makes a Hugging Face directory of a GGUF file, with its tokenizer" {
   for model in llama3 qwen2; do
-    ds-ckpt-merge $model.gguf -o out-$model --format hf --quiet
-    for file in tokenizer.json tokenizer_config.json generation_config.json config.json; do assert [ -s out-$model/$file ]; done
+    ds-ckpt-merge $model.gguf -o out-$model --format hf --dtype fp16 --quiet
+    for file in tokenizer.json tokenizer_config.json generation_config.json config.json; do
+      assert [ -s out-$model/$file ]
+    done
     cmp <(ds-ckpt-merge out-$model -o - --dtype fp32 --quiet) <(ds-ckpt-merge $model -o - --dtype fp32 --quiet)
     assert_equal "$(with out-$model --generate "The licence" --temperature 0 --max-tokens 24 2>/dev/null)" \
       "$(with $model --generate "The licence" --temperature 0 --max-tokens 24 2>/dev/null)"

@@ -115,7 +115,7 @@ class GgufTokenizer {
                                                                    {"pad_token", "padding"},
                                                                    {"mask_token", "mask"}};
     for (const auto& [name, role] : kRoles)
-      if (const auto id = id_of(role)) config[name] = token(*id);
+      config[name] = id_of(role) ? Json(token(*id_of(role))) : Json();  // null: not that of the class either
     if (const auto chat = file_.text("tokenizer.chat_template")) config["chat_template"] = *chat;
     return config;
   }
@@ -131,6 +131,16 @@ class GgufTokenizer {
     return generation;
   }
 
+  // Added tokens that follow all others stand beside the vocabulary, as in the files of the models; the reference
+  // numbers them by their list, so that there may be no hole. All others are in the vocabulary, too.
+  i64 first_beside_vocabulary() const {
+    i64 end = count();
+    while (end > 0 && type(end - 1) == kUnusedToken) --end;
+    i64 first = end;
+    while (first > 0 && is_added(first - 1)) --first;
+    return first > 0 && type(first - 1) == kUnusedToken ? end : first;
+  }
+
   std::string tokenizer_json() const {
     const std::string pre = file_.text(key_of("pre")).value_or("");
     const auto* const row = std::ranges::find(kPreRows, pre, &PreRow::name);
@@ -140,12 +150,7 @@ class GgufTokenizer {
       unsupported(fmt::format("'tokenizer.ggml.pre' is {}, and how it cuts texts is not known ({} are)",
                               pre.empty() ? "missing" : fmt::format("\"{}\"", pre), fmt::join(known, ", ")));
     }
-    // Added tokens that follow the others are numbered by their list and stand beside the vocabulary, as in the files
-    // of the models; any other is in it, too.
-    i64 beside = count();
-    while (beside > 0 && (is_added(beside - 1) || type(beside - 1) == kUnusedToken)) --beside;
-    i64 end = beside;
-    while (end < count() && is_added(end)) ++end;
+    const i64 beside = first_beside_vocabulary();
     std::string vocabulary;
     Json added = Json::array();
     for (i64 id = 0; id < count(); ++id) {
@@ -157,8 +162,7 @@ class GgufTokenizer {
                          {"rstrip", false},
                          {"normalized", false},
                          {"special", type(id) == kControlToken}});
-      if (id < beside || (id >= end && is_added(id)))
-        vocabulary += fmt::format("{}{}:{}", vocabulary.empty() ? "" : ",", Json(token(id)).dump(), id);
+      if (id < beside) vocabulary += fmt::format("{}{}:{}", vocabulary.empty() ? "" : ",", Json(token(id)).dump(), id);
     }
     const Json byte_level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}};
     Json cut = byte_level;
