@@ -42,7 +42,7 @@ bool is_gguf(const std::string& path);
 class Gguf {
  public:
   // Opens version 2 or 3, little-endian, and validates it: counts, lengths and offsets that the file's size allows;
-  // unique names; tensors that are aligned, lie in the file and do not overlap. Of a model in several files, `path` is
+  // unique names; tensors that are aligned, lie in the file and do not overlap. If a model has several files, `path` is
   // the first, NAME-00001-of-0000N.gguf, and all must lie beside it. Throws Errc::Corrupt (the file, the name and the
   // contradiction), Errc::Unavailable (another version, big-endian, not the first of several), Errc::Io.
   explicit Gguf(const std::string& path);

@@ -64,7 +64,7 @@ void decode_q5_1(const u8* b, float* out) {
   for (int i = 0; i < 32; ++i) out[i] = d * static_cast<float>(five_bits(high, b + 8, i)) + m;
 }
 
-// Of each eighth of a block of 256, a scale and a minimum of 6 bits; 12 bytes.
+// A scale and a minimum of 6 bits for each eighth of a block of 256; 12 bytes.
 struct SixBits {
   std::array<float, 8> scale, minimum;
 };

@@ -174,7 +174,8 @@ class GgufPublisher {
 class GgufSource final : public TensorSource {
  public:
   GgufSource(Gguf file, GgufPublished published)
-      : TensorSource(file.path(), std::move(published.list), std::move(published.foreign)),
+      // transformers reads a safetensors file that is made of this one only if it states its format.
+      : TensorSource(file.path(), std::move(published.list), std::move(published.foreign), {{"format", "pt"}}),
         file_(std::move(file)),
         places_(std::move(published.places)) {}
 

@@ -61,7 +61,8 @@ with() {
     assert_equal "$(with out-$model --generate "The licence" --temperature 0 --max-tokens 24 2>/dev/null)" \
       "$(with $model --generate "The licence" --temperature 0 --max-tokens 24 2>/dev/null)"
     ds-shard $model.gguf -o step-$model --dp 2 --quiet
-    cmp <(ds-ckpt-merge step-$model -o - --dtype fp32 --quiet) <(ds-ckpt-merge $model -o - --dtype fp32 --quiet)
+    ds-shard $model -o other-$model --dp 2 --quiet
+    cmp <(ds-ckpt-merge step-$model -o - --dtype fp32 --quiet) <(ds-ckpt-merge other-$model -o - --dtype fp32 --quiet)
   done
   ds-ckpt-merge "$golden/gguf/mixtral.gguf" -o mixtral --format hf --quiet 2>err.txt
   grep -q "contains no tokenizer" err.txt

@@ -28,7 +28,7 @@ struct Directory {
   Json added;       // added_tokens.json
   Json model;       // config.json
   Json generation;  // generation_config.json
-  // Of a GGUF file, which is read as a directory: its files by their names, in memory.
+  // The files of a GGUF file, which is read as a directory: their contents by their names.
   std::map<std::string, std::string> inside;
 
   std::string path(std::string_view name) const;
