@@ -22,7 +22,8 @@ enum : i64 {
   kByteToken = 6
 };
 
-constexpr std::string_view kAdvice = "name another with data.tokenizer, such as the model's Hugging Face directory";
+constexpr std::string_view kAdvice =
+    "name another with data.tokenizer or --tokenizer, such as the model's Hugging Face directory";
 
 // How texts are cut before byte-level BPE: tokenizer.ggml.pre, and what the published tokenizer.json of these models
 // states.
