@@ -22,7 +22,8 @@ std::string find_hf_config(const std::string& dir);
 std::string stored_config(const std::string& path);
 
 // The config.json of the model of `state`: the file `named`, or that in the directory `named`; if empty, the one in the
-// state or in the directory of its file. `named` may also be a GGUF file. Throws Errc::Config if there is none, or it is not an object.
+// state or in the directory of its file. `named` may also be a GGUF file. Throws Errc::Config if there is none, or it
+// is not an object.
 std::string model_config_of(const StateSource& state, const std::string& named);
 // The same, but empty if there is none.
 std::string find_model_config(const StateSource& state, const std::string& named);

@@ -255,7 +255,7 @@ def compare_with_transformers():
     except ImportError:
         print("without torch and transformers: not compared")
         return
-    for name in ["text-llama3", "text-qwen2", "llama", "qwen3"]:
+    for name in ["text-llama3", "text-qwen2", "llama"]:
         model = transformers.AutoModelForCausalLM.from_pretrained(OUT, gguf_file=name + ".gguf", dtype=torch.float32)
         folder = os.path.join(OUT, name) if name.startswith("text") else os.path.join(HERE, name)
         own = load_file(os.path.join(folder, "model.safetensors"))
