@@ -2,6 +2,7 @@
 #pragma once
 // GGUF files for tests, also wrong ones: values and tensors are written as they are given.
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "config/gguf_model.h"
 #include "formats/gguf_blocks.h"

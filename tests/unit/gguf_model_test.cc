@@ -2,9 +2,11 @@
 // Models and tokenizers in GGUF files that PyPI's gguf has written (golden/make_gguf.py): elements of every type, names
 // and order of tensors, the configuration, ids of texts; and values that are missing or not known.
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>

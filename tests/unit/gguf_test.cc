@@ -3,8 +3,11 @@
 
 #include "base/gguf.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <filesystem>
 
 #include "expect_error.h"
 #include "gguf_file.h"
