@@ -6,10 +6,14 @@
 
 #include "base/check.h"
 #include "base/file.h"
+#include "base/gguf.h"
 #include "base/json.h"
 #include "checkpoint/state_source.h"
+#include "config/gguf_model.h"
 #include "config/model_config.h"
+#include "data/tokenizer/gguf_files.h"
 #include "ds/checkpoint.h"
+#include "ds/log.h"
 
 namespace ds {
 namespace {
@@ -45,7 +49,8 @@ std::string torch_dtype(DType t) {
 bool is_model_file(const std::string& path) {
   const std::string name = fs::path(path).filename();
   const auto ends = [&](std::string_view end) { return name.ends_with(end); };
-  constexpr std::string_view kEnds[] = {".safetensors", ".h5", ".hdf5", ".bin", ".pt", ".pth", ".model", ".index.json"};
+  constexpr std::string_view kEnds[] = {".safetensors", ".h5",    ".hdf5", ".bin",       ".pt",
+                                        ".pth",         ".model", ".gguf", ".index.json"};
   return name == "config.json" || name == kGeneration || std::ranges::any_of(kEnds, ends) ||
          std::ranges::find(kTokenizerFiles, name) != std::end(kTokenizerFiles);
 }
@@ -67,7 +72,10 @@ std::string find_hf_config(const std::string& dir) {
   return "";
 }
 
+std::string stored_config(const std::string& path) { return is_gguf(path) ? gguf_config(Gguf(path)) : ""; }
+
 std::string find_model_config(const StateSource& state, const std::string& named) {
+  if (std::string stored = stored_config(named); !stored.empty()) return stored;
   if (!named.empty()) {
     std::error_code ignored;
     const std::string path = fs::is_directory(named, ignored) ? named + "/config.json" : named;
@@ -105,10 +113,31 @@ void write_hf_config(const std::string& dir, const std::string& config, std::opt
   if (generation.size() > 1) replace_text_file(fmt::format("{}/{}", dir, kGeneration), generation.dump(2) + "\n");
 }
 
+namespace {
+
+// Writes the tokenizer of a GGUF file as files, or warns that it cannot be read and returns false.
+bool write_stored_tokenizer(const std::string& path, const std::string& dir) {
+  try {
+    for (const auto& [name, content] : tokenizer::gguf_tokenizer_files(path))
+      replace_text_file(fmt::format("{}/{}", dir, name), content);
+    return true;
+  } catch (const Error& e) {
+    if (e.code() != Errc::Unavailable) throw;
+    log_message(LogLevel::Warning, e.what());
+    return false;
+  }
+}
+
+}  // namespace
+
 std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir) {
   for (const std::string& path : from) {
     std::error_code ignored;
     if (!fs::exists(path, ignored)) continue;
+    if (is_gguf(path)) {
+      if (write_stored_tokenizer(path, dir)) return path;
+      continue;
+    }
     const std::string folder = fs::is_directory(path, ignored) ? path : parent_directory(path);
     bool any = false;
     const auto copy = [&](const char* name) {
@@ -126,6 +155,7 @@ std::string copy_tokenizer(const std::vector<std::string>& from, const std::stri
 void copy_generation_config(const std::vector<std::string>& from, const std::string& dir) {
   for (const std::string& path : from) {
     std::error_code ignored;
+    if (is_gguf(path)) continue;  // whose tokenizer brings its own
     const std::string folder = fs::is_directory(path, ignored) ? path : parent_directory(path);
     const std::string file = fmt::format("{}/{}", folder, kGeneration);
     if (!fs::exists(path, ignored) || !fs::is_regular_file(file, ignored)) continue;

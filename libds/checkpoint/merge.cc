@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "base/clock.h"
+#include "base/gguf.h"
 #include "base/json.h"
 #include "checkpoint/deepspeed_files.h"
 #include "checkpoint/extend_positions.h"
@@ -122,7 +123,7 @@ std::string output_target(const std::string& output) {
 // Directories that may contain the files besides weights: the source, and those of its run.
 std::vector<std::string> model_places(const std::string& source, const StateSource& state) {
   std::vector<std::string> places;
-  if (fs::is_directory(source) && !is_checkpoint(source)) places.push_back(source);
+  if (is_gguf(source) || (fs::is_directory(source) && !is_checkpoint(source))) places.push_back(source);
   if (is_deepspeed_tag(state.path())) {  // trainers put the model's files beside it
     const std::string beside = parent_directory(state.path());
     const auto has = [&](const char* name) { return fs::exists(fmt::format("{}/{}", beside, name)); };

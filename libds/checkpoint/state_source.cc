@@ -151,7 +151,7 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   DS_CHECK(is_directory || !is_deepspeed_shard(path), Errc::Unavailable,
            "{}: one rank's part of a DeepSpeed checkpoint; name its directory", path);
   if (is_directory) warn_of_several_weights(path);
-  return make_tensor_state(open_source(path), is_directory ? read_hf_config(path) : "");
+  return make_tensor_state(open_source(path), is_directory ? read_hf_config(path) : stored_config(path));
 }
 
 }  // namespace ds

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "base/gguf.h"
 #include "config/automatic.h"
 #include "config/curriculum.h"
 #include "config/data_format.h"
@@ -232,7 +233,8 @@ void read_model_section(Config& c, const ConfigText& text, const ProgramParts& p
     return;
   }
   if (!path->is_string() || path->get_ref<const std::string&>().empty())
-    return r.error("model.path", "must be the name of a directory with a config.json, or of such a file");
+    return r.error("model.path",
+                   "must be the name of a directory with a config.json, of such a file, or of a GGUF file");
   if (const auto head = it->find("new_head"); head != it->end()) {
     if (!head->is_boolean()) return r.error("model.new_head", "must be true or false");
     c.published.new_head = head->get<bool>();
@@ -360,6 +362,10 @@ void resolve_tokenizer(Config& c, Reader& r) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   const fs::path path = c.published.path;
+  if (is_gguf(path.string())) {  // which contains its tokenizer, or is a model without one
+    d.tokenizer = path.string();
+    return;
+  }
   const fs::path directory = fs::is_directory(path, ignored) ? path : path.has_parent_path() ? path.parent_path() : ".";
   const auto has = [&](const char* name) { return fs::exists(directory / name, ignored); };
   if (has("tokenizer.json") || (has("vocab.json") && has("merges.txt")) || has("vocab.txt") || has("tokenizer.model"))

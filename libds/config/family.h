@@ -76,6 +76,22 @@ struct MixtureOf {
   bool shared = false;         // every block has a shared expert, with a gate
 };
 
+// A tensor's name without its end, ".weight" or ".bias"; {} stands for the number of a layer.
+struct GgufName {
+  std::string_view stored, published;
+};
+
+// The family in GGUF files.
+struct GgufForm {
+  std::string_view architecture{};  // general.architecture; empty: the family is not read from GGUF
+  // Rows of queries and keys are in the order of llama.cpp's rotation, which turns neighbours: 0, D/2, 1, D/2 + 1, ...
+  bool neighbours_turn = false;
+  // Matrices are transposed in published files, and not here.
+  bool transposed = false;
+  std::span<const KeyValue> implied{};  // keys of config.json that follow from the architecture
+  std::span<const GgufName> names{};    // but for those of experts
+};
+
 struct FamilySpec {
   Family family{};
   std::string_view name{};          // model_type of config.json
@@ -103,6 +119,7 @@ struct FamilySpec {
   ExpertNames experts{};
 
   MixtureOf mixture{};
+  GgufForm gguf{};
 };
 
 // Sorted by the enum.

@@ -11,8 +11,10 @@
 #include <set>
 
 #include "base/check.h"
+#include "base/gguf.h"
 #include "config/families/keys.h"
 #include "config/families/moe.h"
+#include "config/gguf_model.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
 
@@ -354,6 +356,21 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   return h.m;
 }
 
+namespace {
+
+// The config.json that describes the model of a GGUF file.
+std::variant<std::string, Diagnostic> read_stored_config(const std::string& path) {
+  try {
+    return gguf_config(Gguf(path));
+  } catch (const Error& e) {
+    std::string_view why = e.what();
+    if (const std::string begin = path + ": "; why.starts_with(begin)) why.remove_prefix(begin.size());
+    return Diagnostic{.code = e.code(), .source = path, .message = std::string(why)};
+  }
+}
+
+}  // namespace
+
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics) {
   std::error_code ignored;
   const std::filesystem::path path(dir_or_file);
@@ -362,7 +379,8 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
     diagnostics.push_back({.source = file, .message = why});
     return {};
   }
-  const std::variant<std::string, Diagnostic> content = read_config_text(file);
+  const bool is_stored = is_gguf(file);
+  const std::variant<std::string, Diagnostic> content = is_stored ? read_stored_config(file) : read_config_text(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);
     diagnostics.back().message += trainer_hint(dir_or_file);
@@ -371,7 +389,10 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   const size_t before = diagnostics.size();
   const ConfigText text(std::get<std::string>(content), file, diagnostics);
   if (diagnostics.size() > before) return {};
-  return read_model(text.root(), ModelSource::File, text, "", diagnostics);
+  ModelConfig model = read_model(text.root(), ModelSource::File, text, "", diagnostics);
+  for (Diagnostic& d : std::span(diagnostics).subspan(before))
+    if (is_stored) d.line = d.column = 0;  // nobody has written this text
+  return model;
 }
 
 std::optional<ModelConfig> known_model(const Json& config, std::string& why) {

@@ -14,7 +14,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
 // The rows of a family. Their root is private to the reader.
 std::vector<Key> model_keys(Family family, ModelSource source);
 
-// Opens config.json, or the one in a directory, and reads it.
+// Opens config.json, the one in a directory, or a GGUF file, and reads it.
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
 
 // The model that a config.json describes, if its `architectures` name a supported one. Nothing if not, or, with the

@@ -10,15 +10,14 @@
 namespace ds {
 namespace {
 
-using T = SchedulerType;
-
 // A set of schedules.
 template <class... Types>
 constexpr u32 of(Types... types) noexcept {
   return (0u | ... | (1u << static_cast<u32>(types)));
 }
-constexpr u32 kWarmup = of(T::WarmupLR, T::WarmupDecayLR);
-constexpr u32 kField = of(T::Linear, T::Cosine, T::CosineRestarts, T::Wsd);  // that end
+constexpr u32 kWarmup = of(SchedulerType::WarmupLR, SchedulerType::WarmupDecayLR);
+constexpr u32 kField =
+    of(SchedulerType::Linear, SchedulerType::Cosine, SchedulerType::CosineRestarts, SchedulerType::Wsd);  // that end
 
 constexpr struct {
   std::string_view param;
@@ -26,32 +25,32 @@ constexpr struct {
 } kParams[] = {
     {"warmup_min_lr", kWarmup},
     {"warmup_max_lr", kWarmup},
-    {"warmup_num_steps", kWarmup | kField | of(T::WarmupCosineLR, T::InverseSqrt)},
-    {"warmup_type", kWarmup | of(T::WarmupCosineLR)},
-    {"total_num_steps", kField | of(T::WarmupDecayLR, T::WarmupCosineLR)},
-    {"warmup_min_ratio", of(T::WarmupCosineLR)},
-    {"cos_min_ratio", of(T::WarmupCosineLR)},
-    {"lr_range_test_min_lr", of(T::LRRangeTest)},
-    {"lr_range_test_step_size", of(T::LRRangeTest)},
-    {"lr_range_test_step_rate", of(T::LRRangeTest)},
-    {"lr_range_test_staircase", of(T::LRRangeTest)},
-    {"cycle_min_lr", of(T::OneCycle)},
-    {"cycle_max_lr", of(T::OneCycle)},
-    {"cycle_first_step_size", of(T::OneCycle)},
-    {"cycle_second_step_size", of(T::OneCycle)},
-    {"cycle_first_stair_count", of(T::OneCycle)},
-    {"cycle_second_stair_count", of(T::OneCycle)},
-    {"decay_lr_rate", of(T::OneCycle)},
-    {"decay_step_size", of(T::OneCycle)},
-    {"cycle_momentum", of(T::OneCycle)},
-    {"cycle_min_mom", of(T::OneCycle)},
-    {"cycle_max_mom", of(T::OneCycle)},
-    {"decay_mom_rate", of(T::OneCycle)},
+    {"warmup_num_steps", kWarmup | kField | of(SchedulerType::WarmupCosineLR, SchedulerType::InverseSqrt)},
+    {"warmup_type", kWarmup | of(SchedulerType::WarmupCosineLR)},
+    {"total_num_steps", kField | of(SchedulerType::WarmupDecayLR, SchedulerType::WarmupCosineLR)},
+    {"warmup_min_ratio", of(SchedulerType::WarmupCosineLR)},
+    {"cos_min_ratio", of(SchedulerType::WarmupCosineLR)},
+    {"lr_range_test_min_lr", of(SchedulerType::LRRangeTest)},
+    {"lr_range_test_step_size", of(SchedulerType::LRRangeTest)},
+    {"lr_range_test_step_rate", of(SchedulerType::LRRangeTest)},
+    {"lr_range_test_staircase", of(SchedulerType::LRRangeTest)},
+    {"cycle_min_lr", of(SchedulerType::OneCycle)},
+    {"cycle_max_lr", of(SchedulerType::OneCycle)},
+    {"cycle_first_step_size", of(SchedulerType::OneCycle)},
+    {"cycle_second_step_size", of(SchedulerType::OneCycle)},
+    {"cycle_first_stair_count", of(SchedulerType::OneCycle)},
+    {"cycle_second_stair_count", of(SchedulerType::OneCycle)},
+    {"decay_lr_rate", of(SchedulerType::OneCycle)},
+    {"decay_step_size", of(SchedulerType::OneCycle)},
+    {"cycle_momentum", of(SchedulerType::OneCycle)},
+    {"cycle_min_mom", of(SchedulerType::OneCycle)},
+    {"cycle_max_mom", of(SchedulerType::OneCycle)},
+    {"decay_mom_rate", of(SchedulerType::OneCycle)},
     {"min_lr_ratio", kField},
-    {"num_cycles", of(T::CosineRestarts)},
-    {"decay_num_steps", of(T::Wsd)},
-    {"decay_type", of(T::Wsd)},
-    {"timescale", of(T::InverseSqrt)},
+    {"num_cycles", of(SchedulerType::CosineRestarts)},
+    {"decay_num_steps", of(SchedulerType::Wsd)},
+    {"decay_type", of(SchedulerType::Wsd)},
+    {"timescale", of(SchedulerType::InverseSqrt)},
 };
 
 std::string path_of(std::string_view param) { return fmt::format("scheduler.params.{}", param); }
@@ -60,7 +59,7 @@ std::string path_of(std::string_view param) { return fmt::format("scheduler.para
 std::string names_of(u32 types) {
   std::vector<std::string_view> names;
   for (u32 t = 0; types >> t != 0; ++t) {
-    if ((types >> t & 1) != 0) names.push_back(scheduler_name(static_cast<T>(t)));
+    if ((types >> t & 1) != 0) names.push_back(scheduler_name(static_cast<SchedulerType>(t)));
   }
   std::string text;
   for (size_t i = 0; i < names.size(); ++i)
@@ -139,7 +138,7 @@ bool scheduler_takes(SchedulerType type, std::string_view param) {
 void resolve_scheduler(Config& c, Reader& r) {
   SchedulerConfig& s = c.scheduler;
   if (!r.given("scheduler.type")) {
-    s.type = T::Constant;
+    s.type = SchedulerType::Constant;
     if (std::ranges::any_of(kParams, [&](const auto& p) { return r.given(path_of(p.param)); }) &&
         !r.broken("scheduler.type"))
       r.error("scheduler.type", fmt::format("is missing: {}", type_text(EnumSlot{nullptr, scheduler_names()}, {})));
@@ -152,15 +151,15 @@ void resolve_scheduler(Config& c, Reader& r) {
   if (!r.given(path_of("warmup_max_lr"))) {
     s.warmup_max_lr = c.optimizer.lr;
     constexpr double kTheirs = 1e-3;
-    if (s.type == T::WarmupDecayLR && s.warmup_max_lr != kTheirs && !r.automatic(path_of("warmup_max_lr")))
+    if (s.type == SchedulerType::WarmupDecayLR && s.warmup_max_lr != kTheirs && !r.automatic(path_of("warmup_max_lr")))
       r.warning("scheduler.type",
                 fmt::format("warmup_max_lr is not given: it is optimizer.params.lr, {:.6g}, where DeepSpeed takes {}",
                             s.warmup_max_lr, kTheirs));
   }
   if (!r.given(path_of("total_num_steps"))) s.total_num_steps = c.steps;
   if ((kWarmup & of(s.type)) != 0) warn_of_rates(c, "warmup_max_lr", s.warmup_max_lr, r);
-  if (s.type == T::LRRangeTest) warn_of_rates(c, "lr_range_test_min_lr", s.lr_range_test_min_lr, r);
-  if (s.type == T::OneCycle) {
+  if (s.type == SchedulerType::LRRangeTest) warn_of_rates(c, "lr_range_test_min_lr", s.lr_range_test_min_lr, r);
+  if (s.type == SchedulerType::OneCycle) {
     warn_of_rates(c, "cycle_max_lr", s.cycle_max_lr, r);
     resolve_cycle(c, r);
   }
@@ -172,7 +171,8 @@ void resolve_scheduler(Config& c, Reader& r) {
       !r.any_broken({"steps", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"}))
     r.warning(path_of("warmup_num_steps"),
               fmt::format("{} warm-up steps do not fit into {} steps", s.warmup_num_steps, s.total_num_steps));
-  else if (s.type == T::Wsd && s.total_num_steps > 0 && s.warmup_num_steps + s.decay_num_steps > s.total_num_steps)
+  else if (s.type == SchedulerType::Wsd && s.total_num_steps > 0 &&
+           s.warmup_num_steps + s.decay_num_steps > s.total_num_steps)
     r.warning(path_of("decay_num_steps"), fmt::format("{} steps of decay begin within {} of warm-up: there are {}",
                                                       s.decay_num_steps, s.warmup_num_steps, s.total_num_steps));
 }

@@ -41,7 +41,8 @@ std::unique_ptr<Tokenizer> open_any(const std::string& path) {
   const bool alone = directory.config.empty() && directory.special.empty() && directory.added.empty() &&
                      tokenizer::class_name(directory).name.empty();
   if (alone && directory.kind == Directory::Kind::SentencePiece)
-    return tokenizer::SentencePieceFile(directory.file).tokenizer(tokenizer::end_tokens(directory));
+    return tokenizer::SentencePieceFile(directory.file, directory.vocabulary())
+        .tokenizer(tokenizer::end_tokens(directory));
   return tokenizer::make_pipeline(tokenizer::define(directory));
 }
 

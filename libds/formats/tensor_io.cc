@@ -10,9 +10,11 @@
 #include <filesystem>
 
 #include "base/content_kind.h"
+#include "base/gguf.h"
 #include "config/trainer_output.h"
 #include "ds/log.h"
 #include "formats/fp8_source.h"
+#include "formats/gguf_source.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
 #include "formats/torch_file.h"
@@ -111,13 +113,14 @@ class FileSource : public TensorSource {
 };
 
 std::unique_ptr<TensorSource> open_single(const std::string& path) {
+  if (is_gguf(path)) return open_gguf(path);
   const std::optional<FileFormat> format = format_of(path);
   if (!format) {
     if (is_torch_name(path) || is_zip(path)) return open_torch(path);
     const std::string kind = kind_of_content(File::open_read(path));
     throw Error(Errc::Unavailable,
                 fmt::format("{}: {}not a supported kind of file (.safetensors, .h5, .hdf5, .pt, .pth, .bin, "
-                            ".ckpt, or a .safetensors.index.json or .bin.index.json)",
+                            ".ckpt, .gguf, or a .safetensors.index.json or .bin.index.json)",
                             path, kind.empty() ? "" : fmt::format("is {}; by its name ", kind)));
   }
   File file = File::open_read(path);

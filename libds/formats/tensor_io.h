@@ -106,11 +106,11 @@ enum class FileFormat : u8 { Safetensors, Hdf5 };
 std::optional<FileFormat> format_of(std::string_view path) noexcept;
 std::string_view format_name(FileFormat) noexcept;
 
-// Opens a file of one of three kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other
-// name if the content is a zip archive). Or an index of several (*.safetensors.index.json, *.bin.index.json). Or a
-// directory that contains one of kPublishedWeights. Matrices in FP8 with scales are decoded (fp8_source.h). All headers
-// are validated here; the tensors' bytes are not read. Throws Errc::Corrupt (file and reason), Errc::Io,
-// Errc::Unavailable (an unsupported kind of file).
+// Opens a file of one of four kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other
+// name if the content is a zip archive); GGUF (.gguf, or any other name with this signature). Or an index of several
+// (*.safetensors.index.json, *.bin.index.json). Or a directory that contains one of kPublishedWeights. Matrices in FP8
+// with scales are decoded (fp8_source.h). All headers are validated here; the tensors' bytes are not read. Throws
+// Errc::Corrupt (file and reason), Errc::Io, Errc::Unavailable (an unsupported kind of file).
 std::unique_ptr<TensorSource> open_source(const std::string& path);
 
 // The names of weights in Hugging Face directories, in the order in which transformers looks for them.

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 
+#include "base/gguf.h"
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
@@ -17,10 +18,10 @@ namespace ds {
 
 namespace {
 
-// The directory of the published model; empty: none.
+// The directory of the published model; empty: none. A GGUF file has its end tokens inside.
 std::string model_folder(const Config& config) {
   const std::string& path = config.published.path;
-  if (path.empty()) return path;
+  if (path.empty() || is_gguf(path)) return "";
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) return path;
   const std::string parent = std::filesystem::path(path).parent_path().string();

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "base/file.h"
+#include "checkpoint/hf_directory.h"
 #include "checkpoint/run_lock.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
@@ -30,7 +31,9 @@ std::string published_config(const Config& config) {
   Json json = Json::object();
   if (const std::string& model = config.published.path; !model.empty()) {
     const std::string path = std::filesystem::is_directory(model) ? model + "/config.json" : model;
-    json = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
+    const std::string stored = stored_config(path);
+    const std::string text = stored.empty() ? read_text_file(path, kMaxConfig, Errc::Config) : stored;
+    json = parse_json(text, path, {.places = false}).root;
   }
   return publish_model(json, config.model).dump();
 }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <set>
 
+#include "base/gguf.h"
 #include "checkpoint/expert_names.h"
 #include "checkpoint/match_weights.h"
 #include "checkpoint/tensor_state.h"
@@ -86,6 +87,7 @@ bool equal_values(const TensorSource& source, const TensorInfo& a, const TensorI
 
 std::string published_weights(const std::string& model_path) {
   if (model_path.empty()) return "";
+  if (is_gguf(model_path)) return model_path;
   const fs::path path(model_path);
   const bool is_dir = fs::is_directory(path);
   if (!is_dir && path.filename() != "config.json") return "";
@@ -102,6 +104,10 @@ std::string published_weights(const std::string& model_path) {
   DS_CHECK(!is_checkpoint(dir.string()), Errc::Unavailable,
            "model.path {}: its weights are in a checkpoint; name {} with --weights, too", model_path, dir.string());
   const std::set<std::string> others = other_weights(dir);
+  const auto stored = std::ranges::find_if(others, [](const std::string& name) { return name.ends_with(".gguf"); });
+  DS_CHECK(stored == others.end(), Errc::Unavailable,
+           "model.path {}: its weights are in a GGUF file; name that, {}, in model.path", model_path,
+           (dir / *stored).string());
   DS_CHECK(
       others.empty(), Errc::Unavailable,
       "model.path {}: there are weights in {}, but only {} are read; convert them, name a file with --weights, or put "

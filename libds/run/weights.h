@@ -9,8 +9,8 @@
 namespace ds::run {
 
 // The Hugging Face directory that holds weights next to its config.json; `model_path` is that directory or that
-// config.json. Empty: there are none, and model.path only describes a model. Throws Errc::Unavailable if the directory
-// holds weights only in formats that are not supported.
+// config.json; a GGUF file is its own weights. Empty: there are none, and model.path only describes a model. Throws
+// Errc::Unavailable if the directory holds weights only in formats that are not supported.
 std::string published_weights(const std::string& model_path);
 
 // Every parameter of the model from `path` (a file or a directory), in fp64, fp32, bf16 or fp16; rounded to fp32 once.

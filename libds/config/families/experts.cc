@@ -66,6 +66,10 @@ constexpr KeyValue kGlmNeutral[] = {{"decoder_sparse_step", "1"},
                                     {"shared_expert_intermediate_size", "0"},
                                     {"router_jitter_noise", "0"}};
 
+// llama.cpp knows by the architecture whether the weights of the chosen experts add up to 1.
+constexpr KeyValue kPlainWeights[] = {{"norm_topk_prob", "false"}};
+constexpr KeyValue kNormalisedWeights[] = {{"norm_topk_prob", "true"}};
+
 constexpr std::string_view kMixtralRequired[] = {"vocab_size",          "hidden_size",       "num_hidden_layers",
                                                  "num_attention_heads", "intermediate_size", "num_local_experts",
                                                  "num_experts_per_tok"};
@@ -284,6 +288,7 @@ extern constinit const FamilySpec kMixtralFamily = family::relative({
     .resolve = family::resolve_mixtral,
     .experts = {"block_sparse_moe", "w1", "w3", "w2"},
     .mixture = {.of = Family::Llama},
+    .gguf = {.architecture = "llama", .neighbours_turn = true},
 });
 extern constinit const FamilySpec kOlmoeFamily = family::relative({
     .family = Family::Olmoe,
@@ -296,6 +301,7 @@ extern constinit const FamilySpec kOlmoeFamily = family::relative({
     .set_defaults = family::set_olmoe_defaults,
     .resolve = family::resolve_olmoe,
     .experts = family::kUsualNames,
+    .gguf = {.architecture = "olmoe", .implied = family::kPlainWeights},
 });
 extern constinit const FamilySpec kQwen2MoeFamily = family::relative({
     .family = Family::Qwen2Moe,
@@ -309,6 +315,7 @@ extern constinit const FamilySpec kQwen2MoeFamily = family::relative({
     .resolve = family::resolve_qwen2_moe,
     .experts = family::kUsualNames,
     .mixture = {.of = Family::Qwen2, .shared = true},
+    .gguf = {.architecture = "qwen2moe", .implied = family::kPlainWeights},
 });
 extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .family = Family::Qwen3Moe,
@@ -322,6 +329,7 @@ extern constinit const FamilySpec kQwen3MoeFamily = family::relative({
     .resolve = family::resolve_qwen3_moe,
     .experts = family::kUsualNames,
     .mixture = {.of = Family::Qwen3},
+    .gguf = {.architecture = "qwen3moe", .implied = family::kNormalisedWeights},
 });
 
 extern constinit const FamilySpec kGlm4MoeFamily = family::relative({

@@ -55,6 +55,18 @@ constexpr auto kGpt2Keys = [] {
 constexpr std::string_view kGpt2Required[] = {"vocab_size", "n_embd", "n_layer", "n_head"};
 constexpr KeyValue kGpt2Neutral[] = {{"position_embedding_type", R"("absolute")"}};
 constexpr std::string_view kGpt2Buffers[] = {".attn.bias", ".attn.masked_bias"};
+constexpr GgufName kGpt2GgufNames[] = {
+    {"token_embd", "transformer.wte"},
+    {"position_embd", "transformer.wpe"},
+    {"output_norm", "transformer.ln_f"},
+    {"output", "lm_head"},
+    {"blk.{}.attn_norm", "transformer.h.{}.ln_1"},
+    {"blk.{}.attn_qkv", "transformer.h.{}.attn.c_attn"},
+    {"blk.{}.attn_output", "transformer.h.{}.attn.c_proj"},
+    {"blk.{}.ffn_norm", "transformer.h.{}.ln_2"},
+    {"blk.{}.ffn_up", "transformer.h.{}.mlp.c_fc"},
+    {"blk.{}.ffn_down", "transformer.h.{}.mlp.c_proj"},
+};
 constexpr std::string_view kGpt2Lengths[] = {"n_positions", "max_position_embeddings"};
 
 void set_gpt2_defaults(HfConfig& h, ModelSource source) {
@@ -152,6 +164,7 @@ extern constinit const FamilySpec kGpt2Family = {
                 .experts = "experts.deepspeed_experts",
                 .router = "gate.wg.weight",
                 .shared = "mlp"},
+    .gguf = {.architecture = "gpt2", .transposed = true, .names = family::kGpt2GgufNames},
 };
 
 }  // namespace ds

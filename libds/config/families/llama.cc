@@ -64,6 +64,7 @@ extern constinit const FamilySpec kLlamaFamily = family::relative({
     .unread = family::kLlamaUnread,
     .set_defaults = family::set_llama_defaults,
     .resolve = family::resolve_llama,
+    .gguf = {.architecture = "llama", .neighbours_turn = true},
 });
 extern constinit const FamilySpec kQwen2Family = family::relative({
     .family = Family::Qwen2,
@@ -73,6 +74,7 @@ extern constinit const FamilySpec kQwen2Family = family::relative({
     .neutral = family::kQwen2Neutral,
     .set_defaults = family::set_qwen2_defaults,
     .resolve = family::resolve_qwen2,
+    .gguf = {.architecture = "qwen2"},
 });
 extern constinit const FamilySpec kQwen3Family = family::relative({
     .family = Family::Qwen3,
@@ -81,6 +83,7 @@ extern constinit const FamilySpec kQwen3Family = family::relative({
     .unread = family::kQwen3Unread,
     .set_defaults = family::set_qwen3_defaults,
     .resolve = family::resolve_qwen3,
+    .gguf = {.architecture = "qwen3"},
 });
 
 }  // namespace ds

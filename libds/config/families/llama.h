@@ -56,6 +56,22 @@ inline constexpr Key kLlamaKeys[] = {
 inline constexpr std::string_view kLlamaRequired[] = {"vocab_size", "hidden_size", "num_hidden_layers",
                                                       "num_attention_heads", "intermediate_size"};
 inline constexpr std::string_view kLlamaBuffers[] = {".rotary_emb.inv_freq"};
+inline constexpr GgufName kLlamaGgufNames[] = {
+    {"token_embd", "model.embed_tokens"},
+    {"output_norm", "model.norm"},
+    {"output", "lm_head"},
+    {"blk.{}.attn_norm", "model.layers.{}.input_layernorm"},
+    {"blk.{}.attn_q", "model.layers.{}.self_attn.q_proj"},
+    {"blk.{}.attn_k", "model.layers.{}.self_attn.k_proj"},
+    {"blk.{}.attn_v", "model.layers.{}.self_attn.v_proj"},
+    {"blk.{}.attn_output", "model.layers.{}.self_attn.o_proj"},
+    {"blk.{}.attn_q_norm", "model.layers.{}.self_attn.q_norm"},
+    {"blk.{}.attn_k_norm", "model.layers.{}.self_attn.k_norm"},
+    {"blk.{}.ffn_norm", "model.layers.{}.post_attention_layernorm"},
+    {"blk.{}.ffn_gate", "model.layers.{}.mlp.gate_proj"},
+    {"blk.{}.ffn_up", "model.layers.{}.mlp.up_proj"},
+    {"blk.{}.ffn_down", "model.layers.{}.mlp.down_proj"},
+};
 
 void set_llama_defaults(HfConfig& h, ModelSource source);
 
@@ -70,6 +86,7 @@ constexpr FamilySpec relative(FamilySpec spec) {
   if (spec.required.empty()) spec.required = kLlamaRequired;
   spec.prefix = "model.";
   spec.buffers = kLlamaBuffers;
+  spec.gguf.names = kLlamaGgufNames;
   return spec;
 }
 

@@ -107,7 +107,7 @@ class Definer {
   }
 
   void read_tokenizer_json() {
-    const std::string text = read_text_file(d_.file, kMostFileBytes);
+    const std::string text = d_.vocabulary();
     made_.file = parse_sorted_json(text, d_.file, {.error = Errc::Corrupt, .comments = false});
     const Place place{d_.file, ""};
     if (!made_.file.is_object()) place.corrupt("must be an object");
@@ -132,7 +132,7 @@ class Definer {
 
   void read_sentence_piece() {
     shape_ = check_class({Shape::Llama, Shape::CodeLlama, Shape::Gemma}, Shape::Unknown);
-    const SentencePieceFile file(d_.file);
+    const SentencePieceFile file(d_.file, d_.vocabulary());
     const bool as_is = shape_ == Shape::Unknown;
     made_.model = file.model(as_is);
     made_.own_content = file.content_identity() + by_sentence_piece();

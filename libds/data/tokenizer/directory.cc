@@ -7,8 +7,10 @@
 
 #include "base/content_kind.h"
 #include "base/file.h"
+#include "base/gguf.h"
 #include "base/json.h"
 #include "data/tokenizer/classes.h"
+#include "data/tokenizer/gguf_files.h"
 
 namespace ds::tokenizer {
 namespace {
@@ -36,10 +38,7 @@ std::vector<std::string> names_in_order(const std::string& text, std::string_vie
   return names;
 }
 
-// {} if the file is missing.
-Json read_settings(const std::string& path) {
-  if (!exists(path)) return Json::object();
-  const std::string text = read_text_file(path, kMostSettingsBytes);
+Json parse_settings(const std::string& text, const std::string& path) {
   Json json = parse_sorted_json(text, path, {.error = Errc::Corrupt, .comments = false});
   if (!json.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path));
   // The names of these tokens do not matter, and their order does: an object becomes a list.
@@ -51,12 +50,19 @@ Json read_settings(const std::string& path) {
   return json;
 }
 
+// {} if the file is missing.
+Json read_settings(const Directory& d, std::string_view name) {
+  const std::string path = d.path(name);
+  if (const auto it = d.inside.find(std::string(name)); it != d.inside.end()) return parse_settings(it->second, path);
+  return exists(path) ? parse_settings(read_text_file(path, kMostSettingsBytes), path) : Json::object();
+}
+
 void read_neighbours(Directory& d) {
-  d.config = read_settings(d.path("tokenizer_config.json"));
-  d.special = read_settings(d.path("special_tokens_map.json"));
-  d.added = read_settings(d.path("added_tokens.json"));
-  d.model = read_settings(d.path("config.json"));
-  d.generation = read_settings(d.path("generation_config.json"));
+  d.config = read_settings(d, "tokenizer_config.json");
+  d.special = read_settings(d, "special_tokens_map.json");
+  d.added = read_settings(d, "added_tokens.json");
+  d.model = read_settings(d, "config.json");
+  d.generation = read_settings(d, "generation_config.json");
 }
 
 void add_ends(const Json& file, const Place& place, std::vector<EndToken>& ends) {
@@ -75,7 +81,12 @@ void add_ends(const Json& file, const Place& place, std::vector<EndToken>& ends)
 }  // namespace
 
 std::string Directory::path(std::string_view name) const { return (fs::path(folder) / name).string(); }
-bool Directory::has(std::string_view name) const { return exists(path(name)); }
+bool Directory::has(std::string_view name) const { return inside.contains(std::string(name)) || exists(path(name)); }
+
+std::string Directory::vocabulary() const {
+  const auto it = inside.find(fs::path(file).filename().string());
+  return it != inside.end() ? it->second : read_text_file(file, kMostFileBytes);
+}
 
 const Json* Directory::setting(const std::string& key) const { return find_member(config, key); }
 
@@ -107,7 +118,8 @@ Directory read_directory(const std::string& path) {
   const fs::file_status status = fs::status(path, failed);
   DS_CHECK(fs::exists(status), Errc::Config, "tokenizer '{}': no such file or directory", path);
   Directory d;
-  if (fs::is_directory(status)) {
+  if (is_gguf(path)) d.inside = gguf_tokenizer_files(path);
+  if (fs::is_directory(status) || !d.inside.empty()) {
     d.folder = path;
     read_neighbours(d);
     const Shape shape = shape_of(class_name(d).name).shape;
@@ -147,7 +159,7 @@ Directory read_directory(const std::string& path) {
     throw Error(
         Errc::Unavailable,
         fmt::format("tokenizer '{}': this kind of file is not supported (tokenizer.json, vocab.json + merges.txt, "
-                    "vocab.txt and tokenizer.model are)",
+                    "vocab.txt, tokenizer.model and *.gguf are)",
                     path));
   }
   read_neighbours(d);
@@ -164,8 +176,8 @@ std::vector<EndToken> end_tokens(const Directory& d) {
 std::vector<EndToken> read_end_tokens(const std::string& folder) {
   Directory d;
   d.folder = folder;
-  d.model = read_settings(d.path("config.json"));
-  d.generation = read_settings(d.path("generation_config.json"));
+  d.model = read_settings(d, "config.json");
+  d.generation = read_settings(d, "generation_config.json");
   return end_tokens(d);
 }
 

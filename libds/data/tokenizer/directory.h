@@ -3,6 +3,7 @@
 // The files of a tokenizer's directory, read once: the one that holds the vocabulary, and those beside it that say how
 // it is used. definition.h states which of them counts where they disagree.
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -27,9 +28,12 @@ struct Directory {
   Json added;       // added_tokens.json
   Json model;       // config.json
   Json generation;  // generation_config.json
+  // The files of a GGUF file, which is read as a directory: their contents by their names.
+  std::map<std::string, std::string> inside;
 
   std::string path(std::string_view name) const;
   bool has(std::string_view name) const;
+  std::string vocabulary() const;  // the content of `file`
   Place place(std::string_view name, const std::string& key) const { return {path(name), key}; }
   // A member of tokenizer_config.json; null where it is missing or null. Throws Errc::Corrupt for another type.
   const Json* setting(const std::string& key) const;
@@ -46,7 +50,8 @@ struct ClassName {
 ClassName class_name(const Directory& directory);
 
 // `path` is a directory, whose vocabulary is the first of tokenizer.json, vocab.json + merges.txt, vocab.txt and
-// tokenizer.model, where the class does not ask for another; or one of these files. Throws as open_tokenizer().
+// tokenizer.model, where the class does not ask for another; or one of these files, or a GGUF file. Throws as
+// open_tokenizer().
 Directory read_directory(const std::string& path);
 
 // The tokens that end a text that is generated: eos_token_id of generation_config.json and of config.json, a number or

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "base/file.h"
+#include "base/gguf.h"
 #include "base/json.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer/directory.h"
@@ -28,6 +29,7 @@ Json parse(const std::string& text, const std::string& path) {
 std::optional<std::string> read_chat_template(const std::string& path) {
   std::error_code ignored;
   if (path == "bytes") return std::nullopt;
+  if (is_gguf(path)) return Gguf(path).text("tokenizer.chat_template");
   const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
   if (const std::string jinja = beside(any, "chat_template.jinja"); fs::is_regular_file(jinja, ignored))
     return read_text_file(jinja, kMostSettingsBytes);

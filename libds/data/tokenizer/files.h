@@ -21,8 +21,9 @@ Json word_piece_model(const std::string& path, std::string& identity);
 void check_from_slow(const Directory& directory, Shape shape, const Json& file);
 
 // The chat template (Jinja) that AutoTokenizer finds: chat_template.jinja, else the member "chat_template" of
-// tokenizer_config.json, of several the one named "default". (chat_template.json is another program's, of a processor.)
-// `path` as of open_tokenizer. Throws as it does, and Errc::Unavailable if none of several is the default.
+// tokenizer_config.json, of several the one named "default"; of a GGUF file, tokenizer.chat_template.
+// (chat_template.json is another program's, of a processor.) `path` as of open_tokenizer. Throws as it does, and
+// Errc::Unavailable if none of several is the default.
 std::optional<std::string> read_chat_template(const std::string& path);
 
 }  // namespace ds::tokenizer

@@ -207,13 +207,13 @@ class SentencePieceModel : public Model {
 
 }  // namespace
 
-SentencePieceFile::SentencePieceFile(const std::string& path)
-    : path_(path), bytes_(read_text_file(path, kMostFileBytes)) {
+SentencePieceFile::SentencePieceFile(std::string path, std::string bytes)
+    : path_(std::move(path)), bytes_(std::move(bytes)) {
   if (is_tiktoken(bytes_))
     throw Error(Errc::Unavailable, fmt::format("{}: a tiktoken file, not a SentencePiece model, is not supported; the "
                                                "model's tokenizer.json is",
-                                               path));
-  load(bytes_, path);
+                                               path_));
+  load(bytes_, path_);
 }
 
 std::string SentencePieceFile::content_identity() const {

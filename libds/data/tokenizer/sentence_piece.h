@@ -15,7 +15,7 @@ namespace ds::tokenizer {
 class SentencePieceFile {
  public:
   // Throws Errc::Corrupt, or Errc::Unavailable for a tiktoken file.
-  explicit SentencePieceFile(const std::string& path);
+  SentencePieceFile(std::string path, std::string bytes);
 
   struct Piece {
     std::string text;
