@@ -184,8 +184,8 @@ void DeepspeedBuilder::read_autoep() {
           ep);
     check(experts % ep == 0 && are_divided_in_order(entry->find("expert_placement"), experts / ep), Errc::Unavailable,
           f, "the experts '{}experts.*' are not divided over ranks evenly and in order, which is not supported", block);
-    check(autoep_.empty() || autoep_[0].ep == ep, Errc::Corrupt, f, "layers have their experts on {} and on {} ranks",
-          autoep_[0].ep, ep);
+    const i64 before = autoep_.empty() ? ep : autoep_[0].ep;
+    check(before == ep, Errc::Corrupt, f, "layers have their experts on {} and on {} ranks", before, ep);
     const bool gate = module.contains(fmt::format("{}{}weight", block, kAutoepSharedGate));
     autoep_.push_back({std::move(block), number("moe_layer_id"), experts, ep, gate});
   }
