@@ -26,31 +26,55 @@ Json parse(const std::string& text, const std::string& path) {
 
 }  // namespace
 
-std::optional<std::string> read_chat_template(const std::string& path) {
+ChatTemplates read_chat_templates(const std::string& path) {
   std::error_code ignored;
-  if (path == "bytes") return std::nullopt;
-  if (is_gguf(path)) return Gguf(path).text("tokenizer.chat_template");
+  if (path == "bytes") return {};
   const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
-  if (const std::string jinja = beside(any, "chat_template.jinja"); fs::is_regular_file(jinja, ignored))
-    return read_text_file(jinja, kMostSettingsBytes);
+  ChatTemplates found{.sources = {}, .place = beside(any, "chat_template.jinja")};
+  if (fs::is_regular_file(found.place, ignored))
+    found.sources["default"] = read_text_file(found.place, kMostSettingsBytes);
+  for (const auto& entry : fs::directory_iterator(beside(any, "additional_chat_templates"), ignored))
+    if (entry.path().extension() == ".jinja" && entry.is_regular_file(ignored))
+      found.sources[entry.path().stem().string()] = read_text_file(entry.path().string(), kMostSettingsBytes);
+  if (!found.sources.empty()) return found;
   const std::string path_of = beside(any, "tokenizer_config.json");
-  if (!fs::exists(path_of, ignored)) return std::nullopt;
+  found.place = path_of + ": chat_template";
+  if (!fs::exists(path_of, ignored)) return found;
   const Json file = parse(read_text_file(path_of, kMostSettingsBytes), path_of);
   if (!file.is_object()) throw Error(Errc::Corrupt, fmt::format("{}: must be an object", path_of));
   const Json* const value = find_member(file, "chat_template");
-  if (value == nullptr) return std::nullopt;
-  if (value->is_string()) return value->get<std::string>();
+  if (value == nullptr) return found;
   const Place place{path_of, "chat_template"};
-  if (!value->is_array() && !value->is_object()) place.corrupt("must be a template, or several with names");
-  const Json* chosen = value->is_object() ? find_member(*value, "default") : nullptr;
-  if (value->is_array()) {
-    for (const Json& named : *value)
-      if (named.is_object() && named.value("name", Json()) == "default") chosen = find_member(named, "template");
+  const auto add = [&](const std::string& name, const Json& source) {
+    if (!source.is_string()) place.corrupt(fmt::format("the template \"{}\" must be a string", name));
+    found.sources[name] = source.get<std::string>();
+  };
+  if (value->is_string()) {
+    add("default", *value);
+  } else if (value->is_object()) {
+    for (const auto& [name, source] : value->items()) add(name, source);
+  } else if (value->is_array()) {
+    for (const Json& named : *value) {
+      const Json* const name = named.is_object() ? find_member(named, "name") : nullptr;
+      if (name == nullptr || !name->is_string()) place.corrupt("each of several templates must have a name");
+      add(name->get<std::string>(), named.value("template", Json()));
+    }
+  } else {
+    place.corrupt("must be a template, or several with names");
   }
-  if (chosen == nullptr)
-    place.unsupported("none of its templates is \"default\": data.chat_template writes a form of messages out");
-  if (!chosen->is_string()) place.corrupt("the template \"default\" must be a string");
-  return chosen->get<std::string>();
+  return found;
+}
+
+std::optional<std::string> read_chat_template(const std::string& path) {
+  const ChatTemplates found = read_chat_templates(path);
+  if (found.sources.empty()) return std::nullopt;
+  const auto chosen = found.sources.find("default");
+  if (chosen == found.sources.end())
+    throw Error(Errc::Unavailable,
+                fmt::format("{}: none of its templates is \"default\": data.chat_template writes a form of "
+                            "messages out",
+                            found.place));
+  return chosen->second;
 }
 
 Json byte_level_model(const std::string& vocab_path, const std::string& merges_path, std::string& identity) {

@@ -2,6 +2,7 @@
 #pragma once
 // Vocabularies that are no tokenizer.json, in its form; the chat template of a directory.
 
+#include <map>
 #include <optional>
 #include <string>
 
@@ -20,10 +21,16 @@ Json word_piece_model(const std::string& path, std::string& identity);
 // and of tokenizer.json the added tokens. Throws Errc::Unavailable unless that is the same.
 void check_from_slow(const Directory& directory, Shape shape, const Json& file);
 
-// The chat template (Jinja) that AutoTokenizer finds: chat_template.jinja, else the member "chat_template" of
-// tokenizer_config.json, of several the one named "default"; of a GGUF file, tokenizer.chat_template.
-// (chat_template.json is another program's, of a processor.) `path` as of open_tokenizer. Throws as it does, and
-// Errc::Unavailable if none of several is the default.
+// The chat templates (Jinja) that AutoTokenizer finds, by name: chat_template.jinja is "default", and each file of
+// additional_chat_templates has its own name; if there are none, the member "chat_template" of tokenizer_config.json,
+// one template ("default") or several with names. (chat_template.json is another program's, of a processor.) `path` as
+// of open_tokenizer. Throws as it does.
+struct ChatTemplates {
+  std::map<std::string, std::string> sources;  // empty: the tokenizer has none
+  std::string place;                           // the file, and the member in it
+};
+ChatTemplates read_chat_templates(const std::string& path);
+// The one named "default"; nothing if there are none. Throws Errc::Unavailable if none of several is the default.
 std::optional<std::string> read_chat_template(const std::string& path);
 
 }  // namespace ds::tokenizer
