@@ -150,10 +150,9 @@ int run(Options& o, const CLI::App& app, Output& out) {
     if (ranks.rank == 0 || !ds::has_failed_within(ranks, 0, 3)) throw;
     return ds::exit_code(e.code());
   }
-  const ds::EncodedPrompts* const writing = o.writing ? &encoded : nullptr;
   ds::RunOptions options{o.out, o.resume, o.weights, o.trace, o.config == "-" ? "" : o.config};
   options.read_only = o.eval || o.writing;
-  options.writing = writing;
+  if (o.writing) options.session = ds::session_sizes(encoded);
   // Compared with every file that the configuration names, even if this run does not read it.
   if (ranks.rank == 0) o.pictures.check(out, loaded.config, options);
   if (o.check) {
@@ -166,7 +165,7 @@ int run(Options& o, const CLI::App& app, Output& out) {
     } catch (const ds::Error&) {
       failed = std::current_exception();
     }
-    ds::tools::print_prediction(config, ranks, out, writing, tokenized ? &*tokenized : nullptr, documents);
+    ds::tools::print_prediction(config, ranks, out, options.session, tokenized ? &*tokenized : nullptr, documents);
     // Those of the run's own texts have been said.
     if (tokenized && ranks.rank == 0) {
       for (const std::string& warning : tokenized->warnings) ds::tools::report_new_warning(warning);

@@ -44,49 +44,55 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
   return x;
 }
 
-// Writes keys or values [1,T,G,D] of the positions from cache.length on to their pages, if they are kept.
-void keep(const PassContext& ctx, TensorView to, const KvCache& cache, TensorView fresh) {
-  const i64 T = fresh.dim(1);
-  if (cache.page == 0) return ctx.ops.copy_heads(some_tokens(to, cache.length, T), fresh, ctx.stream);
-  for (i64 t = 0; t < T;) {
-    const i64 at = cache.length + t, n = std::min(T - t, cache.page - at % cache.page);
-    if (const i64 place = cache.places[at / cache.page]; place >= 0) {
-      ctx.ops.copy_heads(some_tokens(to, place * cache.page + at % cache.page, n), some_tokens(fresh, t, n),
-                         ctx.stream);
-    }
+// Calls f(t, row, n) for positions [first + t, first + t + n) of a sequence, which are rows [row, row + n) of the
+// arrays of its cache: block by block.
+template <class F>
+void for_blocks(const KvCache& cache, i64 first, i64 count, F&& f) {
+  for (i64 t = 0; t < count;) {
+    const i64 at = first + t, in = at % cache.block, n = std::min(count - t, cache.block - in);
+    f(t, std::max<i64>(0, cache.blocks[at / cache.block]) * cache.block + in, n);
     t += n;
   }
 }
 
-// Parameters for one sequence, whose cache has `length` positions before its new ones.
-AttentionParams of_sequence(const PassContext& ctx, const AttentionParams& p, i64 heads, i64 length) {
-  AttentionParams params = of_heads(ctx, p, heads, 0);
-  params.dropout = 0;
-  params.grid.row0 = length;
-  return params;
+// Appends an array [1,T,heads,dim] of new positions.
+void keep(const PassContext& ctx, const KvCache& cache, size_t array, const TensorView& fresh) {
+  for_blocks(cache, cache.length, fresh.dim(1), [&](i64 t, i64 row, i64 n) {
+    ctx.ops.copy_heads(some_tokens(cache.arrays[array], row, n), some_tokens(fresh, t, n), ctx.stream);
+  });
 }
 
-// One sequence after the other, since they differ in length and each must have the bits that it has alone. The first
-// tokens attend to each other; later ones, one by one, to the cache.
-void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
-  const i64 T = h.k.dim(1);
-  for (i64 b = 0; b < ctx.B; ++b) {
-    KvCache& cache = *ctx.caches[b];
-    const bool first = cache.length == 0;
-    DS_ASSERT(first || T == 1);
-    const TensorView k = cache.arrays[0], v = cache.arrays[1];
-    keep(ctx, k, cache, h.k.rows(b, 1));
-    keep(ctx, v, cache, h.v.rows(b, 1));
-    params = of_sequence(ctx, params, h.q.dim(2), cache.length);
-    params.pages = first ? nullptr : cache.pages;
-    params.page = cache.page;
-    cache.length += T;
-    const auto so_far = [&](TensorView kept, TensorView fresh) {
-      return first ? fresh.rows(b, 1) : some_tokens(kept, 0, cache.length);
-    };
-    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), so_far(k, h.k), so_far(v, h.v), params,
-                          ctx.stream);
+// Calls f(cache, first row, rows) for each sequence of a pass.
+template <class F>
+void for_sequences(const PassContext& ctx, F&& f) {
+  i64 first = 0;
+  for (size_t s = 0; s < ctx.caches.size(); ++s) {
+    f(*ctx.caches[s], first, ctx.fresh[s]);
+    first += ctx.fresh[s];
   }
+}
+
+// The last T positions of a sequence of as many positions as cache.length attend to all of them, by keys and values as
+// they are cached. One call for each sequence, since they differ in length.
+void attend_one(const PassContext& ctx, const TensorView& o, const TensorView& lse, const TensorView& q, i64 first,
+                i64 T, const KvCache& cache, TensorView k, TensorView v, bool in_blocks, const AttentionParams& p) {
+  AttentionParams params = of_heads(ctx, p, q.dim(2), 0);
+  params.dropout = 0;
+  params.grid.row0 = cache.length - T;
+  if (in_blocks) params.pages = cache.pages, params.page = cache.block;
+  k.shape[1] = v.shape[1] = cache.length;
+  ctx.ops.attention_fwd(some_tokens(o, first, T), TensorView::of(lse.data, DType::F32, {1, q.dim(2), T}),
+                        some_tokens(q, first, T), k, v, params, ctx.stream);
+}
+
+void attend_cached(const PassContext& ctx, const TensorView& o, const TensorView& lse, const Heads& h,
+                   const AttentionParams& params) {
+  for_sequences(ctx, [&](KvCache& cache, i64 first, i64 T) {
+    keep(ctx, cache, 0, some_tokens(h.k, first, T));
+    keep(ctx, cache, 1, some_tokens(h.v, first, T));
+    cache.length += T;
+    attend_one(ctx, o, lse, h.q, first, T, cache, cache.arrays[0], cache.arrays[1], true, params);
+  });
 }
 
 // Slice `slice` of a message to or from each rank: several tensors, one after the other.
@@ -340,67 +346,22 @@ struct Ring {
   }
 };
 
-// The memory of attend_made, in LayerActs::exchange.
-enum Made : size_t { kMadePart, kMadePartLse, kMadeSum, kMadeSumLse };
-
-// One token of sequence b attends to all positions so far, a part of them at a time.
-void attend_parts(const PassContext& ctx, TensorView o, const TensorView& q, i64 b, i64 made, AttentionParams params,
-                  const LayerActs& acts, FunctionRef<Heads(i64 b, i64 first, i64 n)> make) {
-  const TensorView part = acts.exchange[kMadePart], part_lse = acts.exchange[kMadePartLse],
-                   sum = acts.exchange[kMadeSum], sum_lse = acts.exchange[kMadeSumLse];
-  const i64 length = ctx.caches[b]->length;
-  for (i64 first = 0; first < length; first += made) {
-    const Heads h = make(b, first, std::min(made, length - first));
-    params.grid.col0 = first;
-    ctx.ops.attention_fwd(part, part_lse, q.rows(b, 1), h.k, h.v, params, ctx.stream);
-    ctx.ops.attention_merge(sum, sum_lse, part, part_lse, first == 0, ctx.stream);
-  }
-  ctx.ops.cast(part, sum, ctx.stream);
-  ctx.ops.copy_heads(o.rows(b, 1), part, ctx.stream);
-}
-
 }  // namespace
 
-void plan_attend_made(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass, i64 heads, i64 value_dim) {
-  if (pass.mode != Mode::Generate) return;
-  for (const DType dtype : {pass.work, DType::F32}) {
-    acts.exchange.push_back(planner.temporary(dtype, {1, 1, heads, value_dim}));
-    acts.exchange.push_back(planner.temporary(DType::F32, {1, heads, 1}));
-  }
-}
-
-void attend_made(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads,
-                 std::span<const TensorView> fresh, i64 made, const AttentionParams& params, const LayerActs& acts,
-                 FunctionRef<Heads(i64 b, i64 first, i64 n)> make) {
-  const i64 T = heads.q.dim(1);
-  for (i64 b = 0; b < ctx.B; ++b) {
-    KvCache& cache = *ctx.caches[b];
-    DS_ASSERT(cache.length == 0 || T == 1);
-    for (size_t i = 0; i < fresh.size(); ++i) keep(ctx, cache.arrays[i], cache, fresh[i].rows(b, 1));
-    const AttentionParams p = of_sequence(ctx, params, heads.q.dim(2), cache.length);
+void attend_made(const PassContext& ctx, TensorView o, TensorView lse, TensorView q, std::span<const TensorView> fresh,
+                 const AttentionParams& params, FunctionRef<Heads(const KvCache&)> make) {
+  for_sequences(ctx, [&](KvCache& cache, i64 first, i64 T) {
+    for (size_t i = 0; i < fresh.size(); ++i) keep(ctx, cache, i, some_tokens(fresh[i], first, T));
     cache.length += T;
-    if (T == 1) {
-      attend_parts(ctx, o, heads.q, b, made, p, acts, make);
-    } else {
-      ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), heads.q.rows(b, 1), heads.k.rows(b, 1), heads.v.rows(b, 1), p,
-                            ctx.stream);
-    }
-  }
+    const Heads made = make(cache);
+    attend_one(ctx, o, lse, q, first, T, cache, made.k, made.v, false, params);
+  });
 }
 
-TensorView cached_positions(const PassContext& ctx, i64 b, size_t array, i64 first, i64 n, TensorView copy) {
-  const KvCache& cache = *ctx.caches[b];
-  const TensorView all = cache.arrays[array];
-  if (cache.page == 0) return some_tokens(all, first, n);
-  const TensorView to = copy.rows(0, n).reshaped({1, n, all.dim(2), all.dim(3)});
-  for (i64 t = 0; t < n;) {
-    const i64 at = first + t, some = std::min(n - t, cache.page - at % cache.page),
-              place = std::max<i64>(0, cache.places[at / cache.page]);
-    ctx.ops.copy_heads(some_tokens(to, t, some), some_tokens(all, place * cache.page + at % cache.page, some),
-                       ctx.stream);
-    t += some;
-  }
-  return to;
+void copy_cached(const PassContext& ctx, const KvCache& cache, size_t array, TensorView to) {
+  for_blocks(cache, 0, cache.length, [&](i64 t, i64 row, i64 n) {
+    ctx.ops.copy_heads(some_tokens(to, t, n), some_tokens(cache.arrays[array], row, n), ctx.stream);
+  });
 }
 
 void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, const RopeParams& params) {

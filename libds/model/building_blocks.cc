@@ -160,8 +160,9 @@ class Head final : public Layer {
     if (pass.mode == Mode::Train) {
       for (size_t n = 0; n < rows_.size() && rows_[n].shape.size() == 1; ++n)
         a.gradients.push_back(planner.gradient(DType::F32, {C_}));
-      a.temporary = {planner.temporary(work, {R, C_})};
     }
+    // The gradient of the normalised stream, or the rows whose logits are wanted.
+    if (pass.mode != Mode::Eval) a.temporary = {planner.temporary(work, {R, C_})};
     return a;
   }
 
@@ -173,7 +174,7 @@ class Head final : public Layer {
     } else {
       ctx.ops.rmsnorm_fwd(normed, acts.saved[kRstd], x, params.own[0], eps_, ctx.stream);
     }
-    if (ctx.mode == Mode::Generate) last_logits(ctx, normed, projection(params), V_);
+    if (ctx.mode == Mode::Generate) wanted_logits(ctx, normed, acts.temporary[0], projection(params), V_);
     if (ctx.mode == Mode::Eval) projection_loss(ctx, normed, {.weight = projection(params), .vocab = V_});
   }
 
@@ -470,16 +471,16 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
   if (o.dh) sum_partials(ctx, o.dh);
 }
 
-void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab) {
+void wanted_logits(const PassContext& ctx, TensorView h, TensorView rows, TensorView weight, i64 vocab) {
   const Groups& g = ctx.groups;
-  TensorView last = h;
-  last.data = static_cast<char*>(h.data) + (ctx.T - 1) * h.dim(1) * dtype_bytes(h.dtype);
-  last.shape[0] = ctx.B;
-  last.stride[0] = ctx.T * h.dim(1);
+  const i64 n = ctx.logit_rows.dim(0);
+  if (n == 0) return;
+  const TensorView wanted = rows.rows(0, n);
+  ctx.ops.combine_rows(wanted, h, ctx.logit_rows.reshaped({n, 1}), {}, {}, ctx.stream);
   TensorView own = ctx.logits;
   own.data = ctx.logits.as<float>() + vocab_begin(vocab, g.shard, g.shard.tp_rank);
   own.shape[1] = weight.dim(0);
-  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
+  ctx.ops.matmul(own, wanted, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
   if (g.shard.tp > 1)
     g[Axis::Tp]
         .all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum,

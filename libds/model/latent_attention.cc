@@ -7,7 +7,7 @@
 // of the gradient that its heads give: everything from there to the stream is linear in it, so parts are added where
 // tensor parallelism adds anyway, and gradients of these rows over ranks (ParamRow::also_summed).
 //
-// Generation caches c, normalised, and r, turned, and makes keys and values of some positions at a time from them.
+// Generation caches c, normalised, and r, turned, and makes the keys and values of a sequence from them.
 
 #include <algorithm>
 #include <cmath>
@@ -21,8 +21,6 @@ namespace {
 
 // The epsilon of the norms of latents, whatever that of the model's norms is: transformers and DeepSeek's own code.
 constexpr float kLatentEps = 1e-6f;
-// Positions of which keys and values are made at a time: long enough to read the matrix seldom.
-constexpr i64 kMade = 256;
 
 // Rows as heads of one dim: [B, T, 1, columns].
 TensorView one_head(TensorView rows, i64 B, i64 T) { return heads_view(rows, B, T, 1, rows.dim(1), rows.stride[0], 0); }
@@ -87,10 +85,11 @@ class LatentAttention final : public SelfAttention {
     std::ranges::reverse(rows);
     return rows;
   }
-  CacheShape cache() const override { return {0, {{1, rank_}, {1, Dr_}}, kMade}; }
+  CacheShape cache() const override { return {0, {{1, rank_}, {1, Dr_}}, true}; }
 
   void plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pass) const override {
-    const i64 B = pass.B, T = pass.T, R = pass.rows(), M = makes_parts(pass.mode, T) ? kMade : R, Q = H_ * D();
+    const bool generates = pass.mode == Mode::Generate;
+    const i64 B = pass.B, T = pass.T, R = pass.rows(), M = generates ? pass.context : R, Q = H_ * D();
     const auto work = pass.work, f32 = DType::F32;
     LayerActs a;
     // In the order of enum Saved, Gradient, Temporary.
@@ -103,10 +102,10 @@ class LatentAttention final : public SelfAttention {
         a.saved.push_back(view);
     }
     a.temporary = {p.temporary(work, {R, rank_ + Dr_})};
-    if (makes_parts(pass.mode, T)) a.temporary.push_back(p.temporary(work, {kMade, rank_ + Dr_}));
+    if (generates)
+      for (const i64 dim : {rank_, Dr_}) a.temporary.push_back(p.temporary(work, {M, dim}));
     if (pass.mode == Mode::Train) plan_gradients(a, p, R, work);
     plan_attention(a, p, shard_, pass, {H_, H_, D(), Dv_});
-    plan_attend_made(a, p, pass, H_, Dv_);
     if (query_rank_ > 0) q_latent_.map.plan(acts, p, work, R, pass.mode, /*attention=*/true);
     for (const Linear* map : {&q_, &latent_.map}) map->plan(acts, p, work, R, pass.mode, /*attention=*/true);
     kv_.plan(acts, p, work, M, pass.mode, /*attention=*/true);
@@ -191,7 +190,7 @@ class LatentAttention final : public SelfAttention {
   // kQRaw and later: with a latent of queries.
   enum Saved : size_t { kQ, kRaw, kRstd, kLatent, kKv, kK, kAttn, kLse, kQRaw, kQRstd, kQLatent };
   enum Gradient : size_t { kDQ, kDKv, kDKvA, kDNorm, kDQRaw, kDQNorm };
-  enum Temporary : size_t { kKvA, kDAttn, kDK, kDLatent, kCopies = kDAttn };  // kCopies: of pages, when generating
+  enum Temporary : size_t { kKvA, kDAttn, kDK, kDLatent, kLatents = kDAttn, kKeys };  // when generating
 
   // With YaRN, scores are scaled by the square of its factor for all dims.
   static float softmax_scale(const ModelConfig& c) {
@@ -217,9 +216,6 @@ class LatentAttention final : public SelfAttention {
 
   i64 D() const noexcept { return Dn_ + Dr_; }
   i64 kv() const noexcept { return Dn_ + Dv_; }  // of a head: the part of its key that has no rotation, and its value
-  // Whether a pass makes keys and values of what is cached, kMade positions at a time.
-  static bool makes_parts(Mode mode, i64 T) noexcept { return mode == Mode::Generate && T == 1; }
-
   TensorView heads(TensorView rows, i64 B, i64 T, i64 dim) const {
     return heads_view(rows, B, T, H_, dim, rows.stride[0], 0);
   }
@@ -253,26 +249,18 @@ class LatentAttention final : public SelfAttention {
   void generate(const PassContext& ctx, RowViews p, TensorView q, TensorView key, TensorView o,
                 const LayerActs& acts) const {
     const LayerActs& a = acts.inner.back();
-    const TensorView latents = one_head(a.saved[kLatent], ctx.B, ctx.T), keys = one_head(key, ctx.B, ctx.T);
-    Heads h{q, {}, {}};
-    if (!makes_parts(ctx.mode, ctx.T)) {
-      const Heads made = make(ctx, p, a.saved[kLatent], keys, acts);
-      h = {q, made.k, made.v};
-    }
-    const TensorView fresh[] = {latents, keys};
-    attend_made(ctx, o, a.saved[kLse], h, fresh, kMade, attention_, a, [&](i64 b, i64 first, i64 n) {
-      const TensorView copies = a.temporary[kCopies].reshaped({kMade * (rank_ + Dr_), 1});
-      const auto cached = [&](size_t array, i64 dim, i64 before) {
-        return cached_positions(ctx, b, array, first, n, copies.rows(before, kMade * dim).reshaped({kMade, dim}));
-      };
-      const TensorView of_latents = cached(0, rank_, 0), of_keys = cached(1, Dr_, kMade * rank_);
-      const TensorView rows = of_latents.reshaped({n, rank_});
-      if (!kv_.has_branch()) return make(ctx.over(1, n), p, rows, of_keys, acts);
+    const TensorView fresh[] = {one_head(a.saved[kLatent], 1, ctx.T), one_head(key, 1, ctx.T)};
+    attend_made(ctx, o, a.saved[kLse], q, fresh, attention_, [&](const model::KvCache& cache) {
+      const i64 n = cache.length;
+      const TensorView latents = a.temporary[kLatents].rows(0, n), keys = one_head(a.temporary[kKeys].rows(0, n), 1, n);
+      copy_cached(ctx, cache, 0, one_head(latents, 1, n));
+      copy_cached(ctx, cache, 1, keys);
+      if (!kv_.has_branch()) return make(ctx.over(1, n), p, latents, keys, acts);
       LayerActs some = acts;  // a branch has as many rows as its map
       for (BranchActs& branch : some.branches) {
         for (TensorView* view : {&branch.inner, &branch.product}) view->shape[0] = std::min(view->shape[0], n);
       }
-      return make(ctx.over(1, n), p, rows, of_keys, some);
+      return make(ctx.over(1, n), p, latents, keys, some);
     });
   }
 

@@ -27,9 +27,11 @@ Groups Groups::over(i64 R) const {
 PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   const i64 R = s.B * s.T, C = model.hidden, tp = model.shard.tp;
   sizes.product_rows = model.product_rows(R);
+  if (std::ranges::any_of(model.layers, [](const auto& layer) { return layer->cache().makes; }))
+    sizes.product_rows = std::max(sizes.product_rows, s.context);
   const auto view = [](DType dtype, std::initializer_list<i64> shape) { return TensorView::of(nullptr, dtype, shape); };
   ids = view(DType::I32, {s.micro_batches * R});
-  positions = view(DType::I32, {s.losses ? s.T : R});
+  positions = view(DType::I32, {s.T});
   row_positions = view(DType::I32, {R});
   if (s.documents) {
     row_positions = ids;
@@ -39,6 +41,10 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     targets = ids;
     if (model.token_types > 0) token_types = view(DType::I32, {R});
     losses = view(DType::F32, {R});
+  } else {
+    logit_rows = targets = view(DType::I32, {s.logits_rows});
+    losses = view(DType::F32, {s.logits_rows});
+    stats = view(DType::F32, {3, s.logits_rows});
   }
   if (s.gradients && model.num_aux_losses() > 0) aux_loss = aux_grad = view(DType::F32, {1});
   if (s.gradients) {
@@ -109,7 +115,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   const bool asks = pass.mode == Mode::Generate;
   PassContext ctx{.ops = ops, .stream = stream, .mode = pass.mode, .B = pass.B, .T = pass.T};
   ctx.ids = m.ids.rows(pass.micro * R, R);
-  ctx.positions = m.positions.rows(0, asks ? R : pass.T);
+  ctx.positions = m.positions.rows(0, pass.T);
   ctx.row_positions = m.row_positions.rows(0, R);
   if (m.documents) {
     ctx.positions = ctx.row_positions = m.row_positions.rows(pass.micro * R, R);
@@ -126,7 +132,8 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
                   .keys = layout_words(m.layout_keys),
                   .queries = layout_words(m.layout_queries)};
   }
-  ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
+  ctx.logits = asks ? first_rows(m.logits, pass.logit_rows) : m.logits;
+  if (asks) ctx.logit_rows = m.logit_rows.rows(0, pass.logit_rows);
   Groups& g = ctx.groups;
   g.shard = model.shard;
   // Generation has all positions on each rank, so it ignores sequence parallelism.

@@ -19,6 +19,7 @@ struct PassSizes {
   bool gradients = false;   // and computes its gradient, if it is trained
   bool fused = false;       // to which sums of micro-batches have memory elsewhere
   i64 logits_rows = 0;      // rows of logits in memory at once
+  i64 context = 0;          // without losses: the most positions of a sequence
   DType logits = DType::F32;
   i64 tile_cols = 0;       // columns of the widest tiled matrix
   i64 product_rows = 0;    // rows of the largest product: at least R (Layer::product_rows)
@@ -31,15 +32,15 @@ struct PassMemory {
   // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rope_rows, dim / 2] for each of Model::rotations. With
   // documents, row_positions is for all micro-batches, and documents is [micro-batches, 2, B, sequence length], in the
   // format of AttentionParams. The bits of a layout and their transpose are in 32-bit words.
-  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, layout_keys{}, layout_queries{},
-      documents{};
+  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, logit_rows{}, layout_keys{},
+      layout_queries{}, documents{};
   std::vector<RopeViews> rotations{};
   TensorView aux_loss{}, aux_grad{};   // Tag::Data, [1] fp32 each: PassContext
   TensorView counts{}, step_counts{};  // Tag::Data, likewise; [Model::num_step_counts] fp32
   // Tag::Logits: [rows, V of this rank, or of all ranks if next tokens are computed], fp32 or work dtype.
   TensorView logits{};
   // Tag::Workspace: [V, C] fp32; [product rows, tile_cols] fp32; Model::fp8_bytes; Groups::partial, gathered, sum,
-  // stats.
+  // stats. If next tokens are computed, logit_rows, targets and losses have an entry for each row of logits, as stats.
   TensorView head_weight_grad{}, tile_sum{}, fp8{}, partial{}, gathered{}, sum{}, stats{};
 
   // The views without memory; those that a pass does not need have rank 0.
@@ -50,8 +51,8 @@ struct PassMemory {
   // requires aligned words.
   template <class F>
   void for_each(F&& visit) {
-    for (TensorView* v :
-         {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types, &losses})
+    for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,
+                          &losses, &logit_rows})
       visit(Tag::Data, *v);
     for (RopeViews& rotation : rotations) {
       visit(Tag::Data, rotation.cos);
@@ -69,6 +70,7 @@ struct PassMemory {
 struct Pass {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0, micro = 0;
+  i64 logit_rows = 0;  // Generate: whose logits are wanted; B is 1
 };
 // Writes a layout to its views.
 void upload_layout(const PassMemory& memory, const Model& model, Device& device);

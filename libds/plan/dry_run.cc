@@ -181,7 +181,7 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
   if (shared) set_panels({&shared, 1}, plan, RunPlan::kSharedUnit, walk.ops);
   for (const ChunkPlan& chunk : plan.stage.chunks) {
     model::ActivationPlanner planner;
-    auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows});
+    auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows, memory.sizes.context});
     make_present(acts);
     for (i64 l = chunk.chunk.begin; l < chunk.chunk.end; ++l) {
       if (!before(l, ctx)) continue;

@@ -7,7 +7,7 @@
 #include "chart/pattern_chart.h"
 #include "chart/plan_chart.h"
 #include "checkpoint/step_writer.h"
-#include "infer/writing_memory.h"
+#include "infer/session_plan.h"
 #include "mesh/from_config.h"
 #include "pipeline/partition.h"
 #include "pipeline/simulate.h"
@@ -131,15 +131,14 @@ ProcessBytes process_bytes(const Config& config, const plan::RunPlan& plan, cons
 
 namespace {
 
-// Memory for generating text, and the scratch of the kernels that do it.
+// Memory of inference, and the scratch of its kernels.
 plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, int ranks_per_node,
-                           const EncodedPrompts& writing) {
-  const infer::WritingMemory memory = infer::plan_writing(planned.model, planned.plan, writing.ids,
-                                                          writing.sampling.max_tokens, writing.sampling.at_once);
-  plan::TagBytes bytes = memory.bytes();
+                           const SessionSizes& sizes) {
+  const infer::SessionPlan session = infer::plan_session(planned.model, planned.plan, sizes);
+  plan::TagBytes bytes = session.bytes();
   if (planned.plan.device == DeviceKind::Cpu) {
     bytes[static_cast<size_t>(Tag::Scratch)] =
-        infer::writing_scratch(planned.model, planned.plan, memory, writing.ids, probe::cpu_backend(),
+        infer::session_scratch(planned.model, planned.plan, session, probe::cpu_backend(),
                                thread_count(config, {.local_world_size = ranks_per_node}))
             .value_or(0);
   }
@@ -149,16 +148,16 @@ plan::TagBytes text_memory(const Config& config, const plan::Planned& planned, i
 }  // namespace
 
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
-                     const GpuKernels& gpu, const EncodedPrompts* writing)
+                     const GpuKernels& gpu, const std::optional<SessionSizes>& session)
     : Planned(config, mesh, rank, device),
       own(own_memory(config, model, plan, ranks_per_node, gpu)),
       bounds(own_bounds(config, plan, ranks_per_node)),
-      text(writing == nullptr ? plan::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
+      text(!session ? plan::TagBytes{} : text_memory(config, *this, ranks_per_node, *session)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {
   std::shared_ptr<const WholePlan>& plan = plans_[rank];
-  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, gpu_, writing_);
+  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, gpu_, session_);
   return plan;
 }
 

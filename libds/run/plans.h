@@ -37,7 +37,7 @@ SaveSizes save_sizes(const plan::RunPlan& plan);
 // A rank's plan with all that.
 struct WholePlan : plan::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
-            const GpuKernels& gpu, const EncodedPrompts* writing = nullptr);
+            const GpuKernels& gpu, const std::optional<SessionSizes>& session = {});
   plan::TagBytes own;      // of kernels and communicators
   plan::TagBounds bounds;  // of `own`, of a run that takes all of its steps
   plan::TagBytes text;     // of what is written
@@ -49,11 +49,11 @@ struct WholePlan : plan::Planned {
 // The plans of a run's ranks, each made at its first use and then shared.
 class Plans {
  public:
-  // `config` outlives it and does not change; likewise `writing`, the prompts to be continued, or null. gpu: of the
+  // `config` outlives it and does not change; session: of inference, if any. gpu: of the
   // device, if it is one.
   Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node, const GpuKernels& gpu,
-        const EncodedPrompts* writing = nullptr)
-      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), gpu_(gpu), writing_(writing) {}
+        const std::optional<SessionSizes>& session = {})
+      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), gpu_(gpu), session_(session) {}
   const Config& config() const noexcept { return config_; }
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
@@ -68,7 +68,7 @@ class Plans {
   DeviceKind device_;
   int ranks_per_node_;
   GpuKernels gpu_;
-  const EncodedPrompts* writing_;
+  std::optional<SessionSizes> session_;
   std::map<int, std::shared_ptr<const WholePlan>> plans_;
 };
 

@@ -71,14 +71,14 @@ void check_memory(const Device& device, Plans& plans, const RankInfo& ranks) {
 
 }  // namespace run
 
-RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
+RunPrediction predict_run(const Config& config, const RankInfo& ranks, const std::optional<SessionSizes>& session) {
   const std::unique_ptr<Device> device = run::open_device(config, ranks);
   if (!device->is_host()) {
     const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, device->kind());
     run::choose_attention(config, planned.model, planned.plan, *device, *make_self_communicator({}), ranks.rank == 0);
   }
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   device->gpu_kernels(), writing);
+                   device->gpu_kernels(), session);
   return run::predict_on(*device, plans, ranks);
 }
 

@@ -58,7 +58,7 @@ void TrainingRun::State::open() {
   const auto& [config, ranks, options] = request;
   device = run::open_device(config, ranks);
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   device->gpu_kernels(), options.writing);
+                   device->gpu_kernels(), options.session);
   run::check_memory(*device, plans, ranks);
   const plan::RunPlan& own = plans.of(ranks.rank)->plan;
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,

@@ -384,8 +384,8 @@ END
   assert_output "ds-launch: error: the limit of file size (ulimit -f) is 10 KiB, and starting 2 ranks needs 16 KiB: raise it"
   run -0 bash -c 'ulimit -f 16; "$1" -n 2 true' bash "$launch"
   if ! grep -q '^DS_SANITIZE:[A-Z]*=.' "${DS_BIN%/bin}/CMakeCache.txt"; then # which take terabytes of addresses
-    run -4 bash -c 'ulimit -v 85000; "$1" -n 2 true' bash "$launch"
-    assert_output --partial "ds-launch: error: the limit of address space (ulimit -v) is 85000 KiB, and starting 2 ranks needs "
+    run -4 bash -c 'ulimit -v 90000; "$1" -n 2 true' bash "$launch"
+    assert_output --partial "ds-launch: error: the limit of address space (ulimit -v) is 90000 KiB, and starting 2 ranks needs "
   fi
   mkdir bin
   printf '#!/bin/sh\necho "no, never" >&2\nexit 9\n' >bin/mpirun

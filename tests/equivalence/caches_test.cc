@@ -7,8 +7,7 @@
 
 #include "ds/linear.h"
 #include "equivalence/layouts.h"
-#include "infer/writer.h"
-#include "infer/writing_memory.h"
+#include "infer/session_plan.h"
 #include "model/models.h"
 
 namespace ds::testing {
@@ -118,19 +117,13 @@ Config config(const Layout& l, DType work) {
   return c;
 }
 
-using Texts = std::vector<std::vector<i32>>;
 const Texts kPrompts = {std::vector<i32>(150, 5), {7, 7, 2, 9, 30}, {1, 2, 3}};
 constexpr i64 kTokens = 120;
 
 Texts write(engine::Engine& engine, const Texts& given, i64 at_once, i64 tokens) {
-  Texts texts(given.size());
-  const infer::WriteOptions options{
-      .max_tokens = tokens, .sampling = {.temperature = 0.9, .seed = 5}, .at_once = at_once};
-  infer::write(engine.stage(), given, options, [&](size_t p, i32 id) {
-    texts[p].push_back(id);
-    return true;
-  });
-  return texts;
+  return texts_of(
+      engine, given,
+      {.max_tokens = tokens, .sampling = {.temperature = 0.9, .seed = 5}, .sizes = {.at_once = at_once, .chunk = 40}});
 }
 
 TEST(Caches, TextIsThatOfWholePasses) {
@@ -176,22 +169,23 @@ TEST(Caches, AreOfTheLayersShapesAndPredicted) {
   for (const bool by_length : {false, true}) {
     const auto body = [&](engine::Engine& engine) {
       write(engine, kPrompts, 2, kTokens);
-      const infer::WritingMemory memory = infer::plan_writing(engine.model(), engine.plan(), kPrompts, kTokens, 2);
-      const auto caches = memory.plan_caches(150);
-      ASSERT_EQ(caches.size(), 2u);
-      EXPECT_EQ(caches[0].layers, std::vector<i64>{1});
-      EXPECT_EQ(caches[0].keys.rows(), 270);
-      EXPECT_EQ(memory.array_bytes(caches[0]), 2 * align_up(270 * 2 * 12 * 4, 64));
-      EXPECT_EQ(caches[1].layers, std::vector<i64>{3});
-      EXPECT_EQ(caches[1].keys.rows(), 2 * 64);
-      EXPECT_EQ(memory.array_bytes(caches[1]), 2 * align_up(128 * 6 * 20 * 4, 64));
+      const infer::SessionPlan memory =
+          infer::plan_session(engine.model(), engine.plan(), {.at_once = 2, .context = 270, .chunk = 40});
+      ASSERT_EQ(memory.spaces.size(), 2u);
+      // Two sequences of 270 positions, in blocks of 64.
+      EXPECT_EQ(memory.spaces[0].layers, std::vector<i64>{1});
+      EXPECT_EQ(memory.spaces[0].blocks, 2 * 5);
+      // The 20 of a window and 40 of a pass meet two blocks, or three.
+      EXPECT_EQ(memory.spaces[1].layers, std::vector<i64>{3});
+      EXPECT_EQ(memory.spaces[1].blocks, 2 * 2);
+      EXPECT_EQ(memory.cache_bytes, 2 * (10 * 64 * 2 * 12 + 4 * 64 * 6 * 20) * dtype_bytes(engine.plan().work));
       EXPECT_EQ(memory.pass.rotations.size(), 3u);
       EXPECT_EQ(memory.pass.rotations[1].cos.bytes(), (by_length ? 2 : 1) * 270 * 10 * 4);
       const plan::TagBytes said = memory.bytes();
       for (size_t t = 0; t < said.size(); ++t)
         EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory.by_tag[t] + said[t])
             << tag_name(static_cast<Tag>(t));
-      const auto scratch = infer::writing_scratch(engine.model(), engine.plan(), memory, kPrompts, *cpu_ops(), 1);
+      const auto scratch = infer::session_scratch(engine.model(), engine.plan(), memory, *cpu_ops(), 1);
       ASSERT_TRUE(scratch.has_value());
       EXPECT_LE(engine.device().scratch_bytes(), *scratch);
     };

@@ -332,13 +332,8 @@ TEST(Fp8Training, TextIsThatOfItsPromptAlone) {
     Config c = fp8_config(model, {});
     c.use = ConfigUse::Generate;
     with_engines(c, 1, [&](engine::Engine& engine) {
-      const std::vector<std::vector<i32>> prompts = {{1, 2, 3}, {7, 8, 9, 10, 11}, {5}, {20, 21}, {30, 31, 32}};
-      std::vector<std::vector<i32>> together(prompts.size());
-      infer::write(engine.stage(), prompts, {.max_tokens = 8, .sampling = {.temperature = 0}, .at_once = 4},
-                   [&](size_t p, i32 id) {
-                     together[p].push_back(id);
-                     return true;
-                   });
+      const Texts prompts = {{1, 2, 3}, {7, 8, 9, 10, 11}, {5}, {20, 21}, {30, 31, 32}};
+      const Texts together = texts_of(engine, prompts, {.sizes = {.at_once = 4}});
       for (size_t p = 0; p < prompts.size(); ++p)
         EXPECT_EQ(text_of(engine, prompts[p], {}), together[p]) << family_name(model.family) << " prompt " << p;
     });

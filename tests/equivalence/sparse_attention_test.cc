@@ -5,7 +5,7 @@
 
 #include "config/sparse_attention.h"
 #include "equivalence/layouts.h"
-#include "infer/writing_memory.h"
+#include "infer/session_plan.h"
 #include "slow_set.h"
 
 namespace ds::testing {
@@ -115,14 +115,15 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
       with_engines(c, tp, [&](engine::Engine& engine) {
         std::vector<i32> prompt(20), unused(20);
         fill_sample(3, model.vocab_size, prompt, unused);
-        const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = 60});
+        const SessionSizes sizes{.at_once = 1, .context = 80, .chunk = 16};
+        const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = 60, .sizes = sizes});
         // Not all of its 80 tokens are kept, unless some head meets each; the memory of those that are is as predicted.
-        const std::vector<std::vector<i32>> prompts = {prompt};
-        const auto memory = infer::plan_writing(engine.model(), engine.plan(), prompts, 60, 1);
+        const auto session = infer::plan_session(engine.model(), engine.plan(), sizes);
         const auto activations = static_cast<size_t>(Tag::Activations);
-        EXPECT_EQ(memory.plan_caches(20)[0].keys.rows() < 80, mode != Mode::Fixed) << sparse_attention_name(mode);
+        EXPECT_EQ(session.spaces[0].blocks * session.spaces[0].lives.block() < 80, mode != Mode::Fixed)
+            << sparse_attention_name(mode);
         EXPECT_EQ(engine.ledger().peak(Tag::Activations),
-                  engine.plan().memory.by_tag[activations] + memory.bytes()[activations]);
+                  engine.plan().memory.by_tag[activations] + session.bytes()[activations]);
         for (const size_t n : {size_t{1}, size_t{11}, size_t{30}, size_t{59}}) {
           std::vector<i32> longer = prompt;
           longer.insert(longer.end(), text.begin(), text.begin() + static_cast<std::ptrdiff_t>(n));

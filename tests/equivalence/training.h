@@ -7,7 +7,9 @@
 
 #include <bit>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "comm/make_communicator.h"
@@ -16,7 +18,7 @@
 #include "engine/host_state.h"
 #include "engine/param_table.h"
 #include "formats/tensor_io.h"
-#include "infer/writer.h"
+#include "infer/session.h"
 #include "mesh/from_config.h"
 #include "plan/planned.h"
 #include "run/connect.h"
@@ -322,15 +324,49 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
 struct Writing {
   i64 max_tokens = 8;
   infer::Sampling sampling{.temperature = 0};
+  SessionSizes sizes{.at_once = 1, .context = 0};  // context 0: as much as is needed
 };
-// The completion that a model writes for a prompt.
+using Texts = std::vector<std::vector<i32>>;
+
+// Collects the tokens of each sequence, which ends at the token `last`, too.
+struct TokenCollector : infer::Session::Listener {
+  explicit TokenCollector(i32 end = -1) : last(end) {}
+  bool token(infer::Session::Id id, i32 token, const infer::Row& row) override {
+    texts[id].push_back(token);
+    logprobs[id].push_back(row.logprob);
+    return token != last;
+  }
+  void scored(infer::Session::Id id, i64 at, const infer::Row& row) override {
+    EXPECT_TRUE(scores[id].emplace(at, row.logprob).second);
+  }
+  void ended(infer::Session::Id id) override { EXPECT_TRUE(has_ended.insert(id).second); }
+
+  i32 last;
+  std::map<infer::Session::Id, std::vector<i32>> texts;
+  std::map<infer::Session::Id, std::vector<float>> logprobs;
+  std::map<infer::Session::Id, std::map<i64, float>> scores;
+  std::set<infer::Session::Id> has_ended;
+};
+
+inline SessionSizes sizes_for(const Texts& prompts, const Writing& w) {
+  SessionSizes sizes = w.sizes;
+  for (const auto& prompt : prompts) sizes.context = std::max(sizes.context, std::ssize(prompt) + w.max_tokens);
+  return sizes;
+}
+// The completions that a model writes for prompts.
+inline Texts texts_of(engine::Engine& engine, const Texts& prompts, const Writing& w, i32 last = -1) {
+  infer::Session session(engine.stage(), sizes_for(prompts, w));
+  TokenCollector collector(last);
+  for (const auto& prompt : prompts)
+    session.add({.tokens = prompt, .max_tokens = w.max_tokens, .sampling = w.sampling});
+  while (!session.idle()) session.step(collector);
+  EXPECT_EQ(collector.has_ended.size(), prompts.size());
+  Texts texts;
+  for (size_t i = 0; i < prompts.size(); ++i) texts.push_back(collector.texts[i]);
+  return texts;
+}
 inline std::vector<i32> text_of(engine::Engine& engine, std::vector<i32> prompt, const Writing& w) {
-  std::vector<i32> text;
-  infer::write(engine.stage(), {&prompt, 1}, {.max_tokens = w.max_tokens, .sampling = w.sampling}, [&](size_t, i32 id) {
-    text.push_back(id);
-    return true;
-  });
-  return text;
+  return texts_of(engine, {std::move(prompt)}, w)[0];
 }
 
 template <class T>

@@ -323,6 +323,46 @@ TEST(Attention, AgreesWithRefWhenKeysAreSplitForDecoding) {
   }
 }
 
+// The rows of a text in calls of a few rows, over the keys so far, are those of one call over all of it: prompts may be
+// cut anywhere, and a token that is generated sees what it sees in training.
+TEST(Attention, ARowDependsOnItsKeysAlone) {
+  if (test_device() != nullptr) GTEST_SKIP() << "promised on CPUs alone";
+  for (const DType dtype : kWorkDTypes) {
+    for (const i64 window : {0, 300}) {
+      const Case c{.T = 1300, .S = 1300, .H = 4, .G = 2, .D = 32, .window = window, .dtype = dtype};
+      const Inputs in(c);
+      for (const OpTable* ops : backends()) {
+        if (ops->name == "ref") continue;
+        const Forward all = forward(*ops, c, in);
+        ThreadPool pool(2);
+        Stream stream{.pool = &pool};
+        for (const auto& [first, n] : {std::pair{0, 1},
+                                       {0, 513},
+                                       {511, 1},
+                                       {512, 1},
+                                       {513, 7},
+                                       {600, 300},
+                                       {1023, 2},
+                                       {1024, 70},
+                                       {1299, 1},
+                                       {900, 400}}) {
+          const auto tokens = [](TensorView v, i64 begin, i64 count) {
+            v.data = v.as<char>() + begin * v.stride[1] * dtype_bytes(v.dtype);
+            v.shape[1] = count;
+            return v;
+          };
+          Tensor o(dtype, {1, n, c.H, c.D}), lse(DType::F32, {1, c.H, n});
+          ops->attention_fwd(o, lse, tokens(in.q.view(), first, n), tokens(in.k.view(), 0, first + n),
+                             tokens(in.v.view(), 0, first + n), c.params(), stream);
+          const i64 row = c.H * c.D;
+          for (i64 i = 0; i < n * row; ++i)
+            ASSERT_EQ(o.at(i), all.o.at(first * row + i)) << ops->name << " " << c.name() << " " << first << " " << n;
+        }
+      }
+    }
+  }
+}
+
 TEST(Attention, SaturatedSoftmaxStaysFinite) {
   expect_agrees_with_ref({.T = 70, .S = 71, .D = 32, .spread = 30});
   expect_agrees_with_ref({.T = 70, .S = 71, .D = 32, .dtype = DType::BF16, .spread = 30});

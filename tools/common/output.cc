@@ -265,15 +265,26 @@ void Output::data(std::string_view bytes) {
   }
 }
 
+namespace {
+
+std::string dump(const nlohmann::ordered_json& json, bool compact = true) {
+  return json.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+}  // namespace
+
+std::string Output::line(const nlohmann::ordered_json& fields) const {
+  nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
+  whole.update(fields);
+  return printable_json(dump(whole)) + "\n";
+}
+
 void Output::document(const nlohmann::ordered_json& fields, bool compact, std::string_view members) {
   nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
-  const auto dump = [compact](const nlohmann::ordered_json& json) {
-    return json.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
-  };
   std::string text;
   if (members.empty()) {
     whole.update(fields);
-    text = dump(whole);
+    text = dump(whole, compact);
   } else {
     const std::string begin = dump(whole), end = dump(fields);
     text = fmt::format("{},{},{}", std::string_view(begin).substr(0, begin.size() - 1), members,

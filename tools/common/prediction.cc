@@ -4,6 +4,9 @@
 #include "ds/units.h"
 
 namespace ds::tools {
+namespace {
+using Json = nlohmann::ordered_json;
+}  // namespace
 
 nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::object();
@@ -17,7 +20,6 @@ nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory) {
 namespace {
 
 nlohmann::ordered_json tokens_json(const TokenizedText& t) {
-  using Json = nlohmann::ordered_json;
   Json tokens = Json::array(), named = Json::array();
   for (const auto& token : t.tokens) tokens.push_back({{"id", token.id}, {"piece", token.piece}});
   for (const auto& token : t.named)
@@ -49,15 +51,15 @@ void print_tokens(const TokenizedText& t, Output& out) {
 
 }  // namespace
 
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing,
-                      const TokenizedText* tokenized, const RunDocuments& documents) {
-  const RunPrediction p = predict_run(config, ranks, writing);
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out,
+                      const std::optional<SessionSizes>& session, const TokenizedText* tokenized,
+                      const RunDocuments& documents) {
+  const RunPrediction p = predict_run(config, ranks, session);
   if (p.needed_bytes > p.available_bytes &&
       (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
     report_warning(fmt::format("a run here would be refused: rank {} needs {}, but {} are available ({})", ranks.rank,
                                bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
   if (out.json()) {
-    using Json = nlohmann::ordered_json;
     Json tags = Json::object();
     Json bounds = Json::object();
     for (const auto& m : p.memory) {

@@ -9,10 +9,11 @@
 namespace ds::tools {
 
 // Prints the complete configuration, the memory of each rank by tag and the bytes that it sends per step, as text or as
-// one document. `writing`: prompts whose memory is included, or null; `tokenized`: a text to show, or null;
+// one document. `session`: of inference, whose memory is included; `tokenized`: a text to show, or null;
 // `documents`: those of the data, which notes have described, for the document.
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing,
-                      const TokenizedText* tokenized, const RunDocuments& documents);
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out,
+                      const std::optional<SessionSizes>& session, const TokenizedText* tokenized,
+                      const RunDocuments& documents);
 
 // Memory by tag: predicted and counted.
 nlohmann::ordered_json memory_json(const std::vector<TagMemory>& memory);

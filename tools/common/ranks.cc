@@ -14,7 +14,7 @@
 namespace ds::tools {
 namespace {
 
-int environment_number(const char* name, int fallback) {
+int number_of_variable(const char* name, int fallback) {
   const char* text = std::getenv(name);
   if (text == nullptr) return fallback;
   int value = 0;
@@ -45,10 +45,10 @@ RankInfo ranks_of_environment() {
                             "intended, set WORLD_SIZE=1",
                             other->name, copies, other->variable, other->processes > 0 ? copies : "N"));
   }
-  r.world_size = environment_number("WORLD_SIZE", 1);
-  r.rank = environment_number("RANK", 0);
-  r.local_rank = environment_number("LOCAL_RANK", 0);
-  r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);
+  r.world_size = number_of_variable("WORLD_SIZE", 1);
+  r.rank = number_of_variable("RANK", 0);
+  r.local_rank = number_of_variable("LOCAL_RANK", 0);
+  r.local_world_size = number_of_variable("LOCAL_WORLD_SIZE", r.world_size);
   if (const char* job = std::getenv("DS_JOB")) r.job = job;
   if (r.world_size < 1 || r.rank >= r.world_size) {
     throw Error(Errc::Config, fmt::format("environment: RANK {} is not below WORLD_SIZE {}", r.rank, r.world_size));

@@ -89,6 +89,8 @@ class Output {
   // One JSON document: `fields` with "schema" put first. Compact: on one line, for JSON Lines.
   // members: JSON text of members to write first, "" or `"a": 1, "b": 2`.
   void document(const nlohmann::ordered_json& fields, bool compact = false, std::string_view members = {});
+  // The text of such a document on one line, with its end.
+  std::string line(const nlohmann::ordered_json& fields) const;
   void commit();  // called by run_main
 
  private:

@@ -5,7 +5,8 @@
 // rounded to bf16, as in other flash attention kernels.
 //
 // A tile is (batch, group, range of rows). Keys are the outer loop, so a converted block serves all rows of the tile.
-// With few rows (decoding) the keys are also split into parts, whose results are merged in order.
+// Parts of kPart keys, counted from the first key, have a softmax of their own, and are merged in order: a row's bits
+// depend only on its keys. With few rows (decoding) several workers share the parts of a tile.
 
 #include <cmath>
 
@@ -58,7 +59,7 @@ float softmax_step(float* score, i64 n, Vec scale, bool whole, const Seen& seen,
 template <class E>
 struct Forward {
   static constexpr i64 kKeys = 128, kRows = 48;  // block of scores
-  static constexpr i64 kMinPartKeys = 512;       // minimum size of a part of the keys
+  static constexpr i64 kPart = 512;
   // Rows that share the converted keys, with their sums: at most half of an L2 cache.
   static constexpr i64 kTileBytes = 320 * 1024;
 
@@ -133,71 +134,109 @@ struct Forward {
     });
   }
 
-  // Merges the parts in order into the first one, and stores the rows.
-  void finish(float* memory, i64 parts, i64 b, i64 g, Range rows) const noexcept {
-    const Partial total(memory, value.ld, rows.size());
-    for (i64 r = 0; r < rows.size(); ++r) {
+  // Adds the result of a later part of the keys.
+  void merge(const Partial& total, const Partial& part, i64 rows) const noexcept {
+    for (i64 r = 0; r < rows; ++r) {
       float* const out = total.out + r * value.ld;
-      for (i64 i = 1; i < parts; ++i) {
-        const Partial part(memory + i * Partial::floats(value.ld, rows.size()), value.ld, rows.size());
-        const float top = std::max(total.top[r], part.top[r]);
-        const auto weight = [top](float x) { return x == -kInfinity ? 0.0f : std::exp(x - top); };
-        const float mine = weight(total.top[r]), other = weight(part.top[r]);
-        for (i64 d = 0; d < value.width; d += Vec::kLanes) {
-          store(out + d, fma(broadcast(other), load(part.out + r * value.ld + d), broadcast(mine) * load(out + d)));
-        }
-        total.sum[r] = total.sum[r] * mine + part.sum[r] * other;
-        total.top[r] = top;
+      const float top = std::max(total.top[r], part.top[r]);
+      const auto weight = [top](float x) { return x == -kInfinity ? 0.0f : std::exp(x - top); };
+      const float mine = weight(total.top[r]), other = weight(part.top[r]);
+      for (i64 d = 0; d < value.width; d += Vec::kLanes) {
+        store(out + d, fma(broadcast(other), load(part.out + r * value.ld + d), broadcast(mine) * load(out + d)));
       }
+      total.sum[r] = total.sum[r] * mine + part.sum[r] * other;
+      total.top[r] = top;
+    }
+  }
+
+  void store_rows(const Partial& total, i64 b, i64 g, Range rows) const noexcept {
+    for (i64 r = 0; r < rows.size(); ++r) {
       const i64 row = rows.begin + r;
       const float sum = total.sum[r];
-      store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.Dv, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      store_row(o.as<E>() + a.row_offset(o, b, g, row), total.out + r * value.ld, a.Dv,
+                broadcast(sum == 0 ? 0.0f : 1.0f / sum));
       lse.as<float>()[a.lse_offset(lse, b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
     }
   }
 
-  // How the rows of a problem are cut, and its keys if rows are few.
+  // How the rows of a problem are cut, and the parts of its keys; `shared`: workers share the parts of a tile.
   struct Cut {
     i64 tile_rows, row_tiles, tiles, parts, floats;
+    bool shared;
     CallScratch::Size scratch;
   };
   static Cut cut_of(const Problem& a) noexcept {
     const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
-    const i64 groups = a.B * a.G;
-    const i64 max_rows = std::max(kRows, kTileBytes / ((op.ld + value.ld) * i64{sizeof(float)}) / kRows * kRows);
+    const i64 groups = a.B * a.G, parts = std::max(i64{1}, ceil_div(a.S, kPart)), sums = parts > 1 ? 2 : 1;
+    const i64 max_rows = std::max(kRows, kTileBytes / ((op.ld + sums * value.ld) * i64{sizeof(float)}) / kRows * kRows);
     const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
     const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
     if (tiles == 0) return {};
-    const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
+    const bool shared = parts > 1 && tiles < kTargetTiles && row_tiles == 1;
     const i64 floats = Partial::floats(value.ld, std::min(tile_rows, a.rows()));
-    Arena own(nullptr), shared(nullptr);
+    Arena own(nullptr), all(nullptr);
     carve(own, a, tile_rows);
-    (parts > 1 ? shared : own).take(parts > 1 ? tiles * parts * floats : floats);
-    return {tile_rows, row_tiles, tiles, parts, floats, {shared.bytes(), own.bytes()}};
+    if (shared) {
+      all.take(tiles * parts * floats);
+    } else {
+      own.take(sums * floats);
+    }
+    return {tile_rows, row_tiles, tiles, parts, floats, shared, {all.bytes(), own.bytes()}};
   }
 
   void run(ThreadPool& pool) const noexcept {
     const Cut cut = cut_of(a);
     if (cut.tiles == 0) return;
-    const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, tiles = cut.tiles, parts = cut.parts, floats = cut.floats;
+    const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, parts = cut.parts, floats = cut.floats;
     // If causal, late rows see more keys, so they start first.
     const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
+    const auto keys_of = [&](i64 part) { return Range{part * kPart, std::min(a.S, (part + 1) * kPart)}; };
     const CallScratch scratch(pool, cut.scratch);
-    pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
-      const i64 tile = t / parts, b = tile % groups / a.G, g = tile % a.G;
-      const Range rows = rows_of(tile);
+    const auto work = [&](i64 tile, int worker, auto&& body) {
+      const i64 b = tile % groups / a.G, g = tile % a.G;
       Arena arena = scratch.own(worker);
       const Tiles buffers = carve(arena, a, cut.tile_rows);
-      float* const memory =
-          parts > 1 ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(value.ld, rows.size())
-                    : arena.take(floats);
-      accumulate(Partial(memory, value.ld, rows.size()), buffers, b, g, rows, part_of(a.S, kKeys, t % parts, parts));
-      if (parts == 1) finish(memory, 1, b, g, rows);
+      body(arena, buffers, b, g, rows_of(tile));
+    };
+    if (!cut.shared) {
+      pool.parallel_for(cut.tiles, [&](i64 tile, int worker) {
+        work(tile, worker, [&](Arena& arena, const Tiles& buffers, i64 b, i64 g, Range rows) {
+          float* const memory = arena.take((parts > 1 ? 2 : 1) * floats);
+          const Partial total(memory, value.ld, rows.size()), next(memory + floats, value.ld, rows.size());
+          const Range seen = keys_seen(b, rows);
+          const i64 first = seen.begin / kPart;
+          accumulate(total, buffers, b, g, rows, keys_of(std::min(first, parts - 1)));
+          for (i64 part = first + 1; part < parts && part * kPart < seen.end; ++part) {
+            accumulate(next, buffers, b, g, rows, keys_of(part));
+            merge(total, next, rows.size());
+          }
+          store_rows(total, b, g, rows);
+        });
+      });
+      return;
+    }
+    const auto part_of_tile = [&](i64 tile, i64 part, Range rows) {
+      return Partial(scratch.shared() + (tile * parts + part) * floats, value.ld, rows.size());
+    };
+    pool.parallel_for(cut.tiles * parts, [&](i64 t, int worker) {
+      const i64 tile = t / parts, part = t % parts;
+      work(tile, worker, [&](Arena&, const Tiles& buffers, i64 b, i64 g, Range rows) {
+        accumulate(part_of_tile(tile, part, rows), buffers, b, g, rows, keys_of(part));
+      });
     });
-    if (parts == 1) return;
-    pool.parallel_for(tiles, [&](i64 tile, int) {
-      finish(scratch.shared() + tile * parts * floats, parts, tile % groups / a.G, tile % a.G, rows_of(tile));
+    pool.parallel_for(cut.tiles, [&](i64 tile, int) {
+      const Range rows = rows_of(tile);
+      const Partial total = part_of_tile(tile, 0, rows);
+      for (i64 part = 1; part < parts; ++part) merge(total, part_of_tile(tile, part, rows), rows.size());
+      store_rows(total, tile % groups / a.G, tile % a.G, rows);
     });
+  }
+
+  // Keys outside are seen by none of the rows. A part of them would add zeros.
+  Range keys_seen(i64 b, Range rows) const noexcept {
+    Range seen = a.keys_of(b, rows);
+    if (const Range sinks = a.sinks_of(b, rows); !sinks.empty()) seen.begin = std::min(seen.begin, sinks.begin);
+    return {std::clamp(seen.begin, i64{0}, a.S), std::clamp(seen.end, i64{0}, a.S)};
   }
 };
 

@@ -29,6 +29,12 @@ Json parse(const std::string& text, const std::string& path) {
 ChatTemplates read_chat_templates(const std::string& path) {
   std::error_code ignored;
   if (path == "bytes") return {};
+  if (is_gguf(path)) {
+    ChatTemplates inside{.sources = {}, .place = path + ": tokenizer.chat_template"};
+    if (std::optional<std::string> source = Gguf(path).text("tokenizer.chat_template"))
+      inside.sources["default"] = std::move(*source);
+    return inside;
+  }
   const std::string any = fs::is_directory(path, ignored) ? (fs::path(path) / "any").string() : path;
   ChatTemplates found{.sources = {}, .place = beside(any, "chat_template.jinja")};
   if (fs::is_regular_file(found.place, ignored))

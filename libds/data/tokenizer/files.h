@@ -23,8 +23,8 @@ void check_from_slow(const Directory& directory, Shape shape, const Json& file);
 
 // The chat templates (Jinja) that AutoTokenizer finds, by name: chat_template.jinja is "default", and each file of
 // additional_chat_templates has its own name; if there are none, the member "chat_template" of tokenizer_config.json,
-// one template ("default") or several with names. (chat_template.json is another program's, of a processor.) `path` as
-// of open_tokenizer. Throws as it does.
+// one template ("default") or several with names; of a GGUF file, tokenizer.chat_template. (chat_template.json is
+// another program's, of a processor.) `path` as of open_tokenizer. Throws as it does.
 struct ChatTemplates {
   std::map<std::string, std::string> sources;  // empty: the tokenizer has none
   std::string place;                           // the file, and the member in it

@@ -130,27 +130,21 @@ inline CacheShape attention_cache(i64 window, i64 heads, i64 dim) { return {wind
 // temporaries.
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, const PlannedPass& pass,
                     const HeadCounts& heads);
-// Attention for the T new positions; when generating, over all positions so far, which each sequence keeps in an
-// attention_cache.
+// Attention for the T new positions; when generating, of each sequence over all of its positions so far, whose keys and
+// values are in an attention_cache.
 // Works over the tokens of all ranks of sp (Shard::mode). o [B,T,H,Dv]; lse [B,H,T] fp32 is only for attend_backward.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,
             const LayerActs& acts);
 void attend_backward(const PassContext& ctx, const Heads& gradients, TensorView dout, const Heads& heads, TensorView o,
                      TensorView lse, const AttentionParams& params, const LayerActs& acts);
 
-// Generation by a layer that caches something smaller than keys and values, from which it makes them.
-// Declares the memory of attend_made for `heads` heads of queries, after the layer's own temporaries.
-void plan_attend_made(LayerActs& acts, ActivationPlanner& planner, const PlannedPass& pass, i64 heads, i64 value_dim);
-// Writes `fresh` [B,T,heads,dim] of each array of the cache. Then each of the sequences attends: the first tokens, if
-// there are several, to each other, by `heads`; a single token by heads.q to all positions so far, `made` at a time
-// (CacheShape::made): make(b, first, n) returns the keys and values of n positions of sequence b from `first` on, valid
-// until the next call. Parts are merged in fp32 in the order of positions. o is contiguous but for its rows.
-void attend_made(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads,
-                 std::span<const TensorView> fresh, i64 made, const AttentionParams& params, const LayerActs& acts,
-                 FunctionRef<Heads(i64 b, i64 first, i64 n)> make);
-// Positions [first, first + n) of an array of the cache of sequence b: [1,n,heads,dim], in the cache, or, where that is
-// in pages, copied to `copy`. A page that is not kept may be any other: none of its keys are seen.
-TensorView cached_positions(const PassContext& ctx, i64 b, size_t array, i64 first, i64 n, TensorView copy);
+// Generation by a layer that caches something smaller than keys and values, from which it makes them
+// (CacheShape::makes). Appends `fresh` [1,T,heads,dim] to each array of the cache; then each sequence attends by the
+// keys and values that make(cache) returns for all of its cache.length positions, valid until the next call.
+void attend_made(const PassContext& ctx, TensorView o, TensorView lse, TensorView q, std::span<const TensorView> fresh,
+                 const AttentionParams& params, FunctionRef<Heads(const KvCache&)> make);
+// Copies all positions of an array of a sequence's cache, in order, to `to` [1,length,heads,dim], strided.
+void copy_cached(const PassContext& ctx, const KvCache& cache, size_t array, TensorView to);
 
 // The random stream of one use of dropout; layers number their uses.
 inline RngKey dropout_site(const PassContext& ctx, i64 layer, u32 use) {
@@ -206,8 +200,8 @@ struct ProjectionLoss {
   i64 vocab = 0;  // over all ranks
 };
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o);
-// Generation: ctx.logits = logits of the last position of each sequence, over the whole vocabulary.
-void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab);
+// Generation: ctx.logits = the logits of ctx.logit_rows of h, over the whole vocabulary. rows: memory for those rows.
+void wanted_logits(const PassContext& ctx, TensorView h, TensorView rows, TensorView weight, i64 vocab);
 
 // The last layer of every family: final norm, output projection, loss. Families differ only in the norm.
 enum class NormKind : u8 { LayerNorm, RmsNorm };

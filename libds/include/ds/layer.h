@@ -247,21 +247,20 @@ struct CachedArray {
 struct CacheShape {
   i64 window = 0;                     // a token sees itself and those before it, so many together; 0: all
   std::vector<CachedArray> arrays{};  // none: later tokens need nothing of the layer
-  // The most positions of whose arrays it makes keys and values at a time: rows of its products, for which a pass that
-  // generates has memory; 0: none.
-  i64 made = 0;
+  // It makes keys and values from its arrays, for all positions of a sequence at once: rows of its products.
+  bool makes = false;
   auto operator<=>(const CacheShape&) const = default;
 };
 
-// A layer's arrays for one sequence's positions so far: [1, rows, heads, dim] each, by CacheShape. Without pages, row t
-// is position t. With pages, only positions needed later are kept: page i of `page` positions starts at row
-// places[i] * page, or is not kept (-1); pages may reuse the rows of earlier ones.
+// A layer's arrays for one sequence's positions so far, by CacheShape: [1, rows, heads, dim] each, which sequences
+// share in blocks of `block` positions. Block i of the sequence starts at row blocks[i] * block; of a block without a
+// place (-1) no later token sees a key.
 struct KvCache {
   std::vector<TensorView> arrays{};
   i64 length = 0;  // number of positions so far
-  i64 page = 0;
-  std::span<const i32> places{};
-  const i32* pages = nullptr;  // the same on the device; see AttentionParams::pages
+  i64 block = 0;
+  std::span<const i32> blocks{};
+  const i32* pages = nullptr;  // the same on the device, with 0 for -1; see AttentionParams::pages
 };
 
 enum class Mode : u8 { Train, Eval, Generate };
@@ -270,16 +269,18 @@ enum class Mode : u8 { Train, Eval, Generate };
 // of a step, which the first one overwrites and later ones add to.
 enum class GradTerm : u8 { Alone, First, Later };
 
-// A pass for which a layer plans its activations: B sequences of T tokens.
+// A pass for which a layer plans its activations: B sequences of T tokens. When generating, B is 1, and T the number of
+// tokens of all sequences together.
 struct PlannedPass {
   DType work = DType::F32;
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;
+  i64 context = 0;  // Generate: the most positions of a sequence
 
   i64 rows() const noexcept { return B * T; }
   // The same pass over other sequences, for a layer inside another one: of fewer tokens if some are dropped, or of as
   // many as an expert has room for, which may be more. PassContext::over() is its counterpart.
-  PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t}; }
+  PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t, context}; }
 };
 
 // A rotary embedding of the model, by which layers turn queries and keys: pair k of `dim` turns by
@@ -320,15 +321,15 @@ struct PassContext {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;            // T: this rank's part of the sequences
   TensorView ids{};            // [R] int32
-  TensorView positions{};      // [T] int32: rows of the rope tables; [R] when generating, and of documents
+  TensorView positions{};      // [T] int32: rows of the rope tables; [R] of documents
   TensorView row_positions{};  // [R] int32: each row's position in its sequence
   TensorView token_types{};    // [R] int32: segments, for models with Model::token_types
   // The tables of Model::rotations, by number, for the sequences of this pass; memory of PassMemory.
   std::span<const RopeViews> rotations{};
-  TensorView targets{};  // [R] int32; not when generating
-  TensorView losses{};   // [R] fp32, written by the head; not when generating
-  TensorView logits{};   // Generate: [B,V] fp32, logits of the last position, written by the head; otherwise the head's
-                         // workspace [chunk,V] fp32 or work dtype
+  TensorView targets{};   // [R] int32; not when generating
+  TensorView losses{};    // [R] fp32, written by the head; not when generating
+  TensorView logits{};    // Generate: [n,V] fp32, the logits of logit_rows, written by the head; otherwise the head's
+                          // workspace [chunk,V] fp32 or work dtype
   TensorView tile_sum{};  // [R, most columns] fp32: for products over tiles, if any
   TensorView fp8{};       // [bytes] uint8: for the operands of one product in FP8, if any
   // Train: [V,C] fp32, the gradient of the output projection, none if the projection is not trained: memory for this
@@ -341,8 +342,12 @@ struct PassContext {
   RngKey dropout_key{};                   // each use sets its own site
   AttentionBlocks blocks{};               // of Model::layout, for whole sequences from their start
   TensorView documents{};                 // [2, B, sequence length] int32: AttentionParams::documents; or none
-  std::span<KvCache* const> caches{};     // Generate: of the current layer, by sequence
-  Groups groups{};                        // the ranks that share matrices and tokens
+  // Generate: B is 1, and the T rows are the new tokens of several sequences, one sequence after the other.
+  std::span<KvCache* const> caches{};  // of the current layer, by sequence
+  std::span<const i64> fresh{};        // new tokens, by sequence
+  TensorView logit_rows{};             // [n] int32: the rows whose logits are wanted
+  bool alone = false;                  // products must give each row the bits that it has alone
+  Groups groups{};                     // the ranks that share matrices and tokens
   // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
   // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
   TensorView aux_loss{}, aux_grad{};
@@ -367,8 +372,7 @@ struct PassContext {
     ctx.groups = groups.over(b * t);
     return ctx;
   }
-  // True if each row must have the bits that it has alone: the next tokens of several sequences.
-  bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
+  bool rowwise() const noexcept { return alone; }
   // True if gradients are added to rows, which are fp32.
   bool adds_gradients() const noexcept { return term == GradTerm::Later; }
   // True where calls are counted, and values not known: layers then take the rows that they expect. In other dry runs

@@ -13,6 +13,7 @@
 
 #include "ds/config.h"
 #include "ds/document_survey.h"
+#include "ds/infer.h"
 #include "ds/prompts.h"
 #include "ds/ranks.h"
 #include "ds/step_record.h"
@@ -50,6 +51,8 @@ struct EncodedPrompts {
 // Tokenizes prompts. Throws Errc::Unavailable for a model that cannot generate. Invalid prompts are Errc::Config
 // (empty, too long) or Errc::Mismatch (a token outside the model's vocabulary), with a line for each of the first ones.
 DS_API EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o);
+// The sizes of a session that continues them.
+DS_API SessionSizes session_sizes(const EncodedPrompts& prompts);
 
 // The needs of a run, known before it starts.
 struct RunPrediction {
@@ -78,8 +81,9 @@ struct RunPrediction {
   std::string limited_by;   // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws the errors of a run whose model or batch cannot be built. Reads no file except the model's configuration.
-// `writing`: includes the largest memory for generating from these prompts.
-DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing = nullptr);
+// `session`: includes the memory of inference.
+DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks,
+                                 const std::optional<SessionSizes>& session = {});
 
 // The pipeline plan for people: the layers and ranks of each stage, and the timeline of the schedule. Text has `width`
 // columns (at least 40) and ANSI escapes if `colour`; the picture is a self-contained SVG.
@@ -99,7 +103,7 @@ struct RunOptions {
   std::string trace = {};   // for training: file for a trace of the first steps; empty: none
   std::string config = {};  // the configuration's own file, which reports must not overwrite; empty: none
   bool read_only = false;   // for evaluation and generation: out_dir is only read, and there must be weights
-  const EncodedPrompts* writing = nullptr;  // prompts to continue, for the memory check; must outlive the run
+  std::optional<SessionSizes> session = {};  // of inference, for the memory check
 };
 
 // Throws Errc::Config, naming `option`, if a report written to `file` would replace a file of this run: an input named
@@ -167,6 +171,9 @@ class DS_API TrainingRun {
   double evaluate();
   // Continues prompts. The completion of each prompt does not depend on the other prompts.
   void generate(const EncodedPrompts& prompts, const GenerateHooks& hooks);
+  // Continues and scores texts until hooks.next has no more. Each result depends only on its request. Requests must be
+  // valid. Throws Errc::Numeric if logits are not finite.
+  InferCounts infer(const SessionSizes& sizes, const InferHooks& hooks);
 
   i64 step() const noexcept;
   std::string_view backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"

@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "infer/session.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "comm/message_tag.h"
+#include "model/models.h"
+#include "plan/stage.h"
+
+namespace ds::infer {
+
+using model::Mode;
+
+// A request, and its progress.
+struct Session::Sequence {
+  Id id = 0;
+  Request request;
+  std::vector<i32> tokens;  // the prompt, and what has been generated
+  i64 prompt = 0;
+  i64 seen = 0;                          // tokens whose keys are in the cache
+  i64 next_scored = 0;                   // the first token of the prompt whose score is still wanted
+  i64 closed = 0;                        // blocks that other sequences may share
+  i64 place = -1;                        // its tables of blocks, among those under way; -1: none
+  std::vector<std::vector<i32>> blocks;  // by space: -1 for a block that is not needed
+  std::vector<i32*> tables;              // the same on the device
+  bool stale = true;                     // they differ from it
+  std::vector<model::KvCache> caches;    // by layer
+
+  i64 size() const noexcept { return std::ssize(tokens); }
+  // Tokens whose keys are not in the cache. The last token of a prompt that is only scored needs none.
+  i64 fresh() const noexcept { return size() - (generates() ? 0 : 1) - seen; }
+  bool generates() const noexcept { return request.max_tokens > 0; }
+  i64 first_wanted() const noexcept { return size() == prompt ? next_scored : size(); }
+  // The tokens [begin, end) whose logits are wanted from a pass over the next n tokens, each by the row of the token
+  // before it. Token size() is sampled.
+  std::pair<i64, i64> wanted(i64 n) const noexcept {
+    const i64 end = std::min(seen + n + 1, size() + (generates() ? 1 : 0));
+    return {std::min(std::max(first_wanted(), seen + 1), end), end};
+  }
+};
+
+Session::Session(stage::Stage& stage, const SessionSizes& sizes)
+    : stage_(stage),
+      model_(stage.model()),
+      plan_(stage.plan()),
+      device_(stage.device()),
+      planned_(plan_session(model_, plan_, sizes)) {
+  take_memory();
+}
+
+Session::~Session() = default;
+
+void Session::take_memory() {
+  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, stage_.ledger(), tag, bytes); };
+  const SessionPlan& p = planned_;
+  working_ = buffer(Tag::Activations, p.working_bytes);
+  temporary_ = buffer(Tag::Workspace, p.temporary_bytes);
+  message_ = buffer(Tag::Workspace, p.message_bytes);
+  tables_ = buffer(Tag::Activations, p.table_bytes);
+  cache_ = buffer(Tag::Activations, p.cache_bytes);
+  memory_ = p.pass;
+  memory_.for_each([&](Tag tag, TensorView& v) {
+    if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
+  });
+  model::upload_layout(memory_, model_, device_);
+  if (!p.rope_apart) model::upload_rotations(memory_, model_, 0, p.sizes.context, device_);
+  logits_.resize(static_cast<size_t>(p.logit_rows * model_.vocab));
+  places_.resize(static_cast<size_t>(p.sizes.at_once));
+  arrays_.resize(model_.layers.size());
+  char* at = static_cast<char*>(cache_.data());
+  for (const CacheSpace& space : p.spaces) {
+    blocks_.emplace_back(space.blocks);
+    for (const i64 l : space.layers) {
+      arrays_[l] = SessionPlan::arrays_of(*model_.layers[l], space, plan_.work);
+      for (TensorView& array : arrays_[l])
+        array.data = std::exchange(at, at + align_up(array.bytes(), SessionPlan::kAlign));
+    }
+  }
+}
+
+Session::Id Session::add(Request request) {
+  const i64 size = std::ssize(request.tokens);
+  DS_ASSERT(size > 0 && request.scored_from != 0);
+  DS_ASSERT(request.max_tokens > 0
+                ? size + request.max_tokens <= planned_.sizes.context
+                : request.scored_from > 0 && request.scored_from < size && size <= planned_.sizes.context + 1);
+  auto s = std::make_unique<Sequence>();
+  s->id = next_++;
+  s->prompt = std::ssize(request.tokens);
+  s->tokens = request.tokens;
+  s->tokens.reserve(static_cast<size_t>(s->prompt + request.max_tokens));
+  s->next_scored = request.scored_from > 0 ? request.scored_from : s->prompt;
+  s->request = std::move(request);
+  waiting_.push_back(std::move(s));
+  return waiting_.back()->id;
+}
+
+void Session::cancel(Id id) {
+  const auto is_it = [&](const std::unique_ptr<Sequence>& s) { return s->id == id; };
+  std::erase_if(waiting_, is_it);
+  const auto found = std::ranges::find_if(under_way_, is_it);
+  if (found == under_way_.end()) return;
+  give_back_blocks(**found);
+  under_way_.erase(found);
+}
+
+// Whether there are blocks for its tokens so far, or, if it cannot be put off later, for all that it may come to have
+// beside all that others may come to have.
+bool Session::fits(const Sequence& s) const {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    const CacheSpace& space = planned_.spaces[i];
+    if (!space.all) continue;  // each sequence has room there
+    const auto blocks_for = [&](i64 tokens) { return align_up(tokens, space.lives.block()) / space.lives.block(); };
+    const auto in_all = [&](const Sequence& one) { return blocks_for(one.prompt + one.request.max_tokens); };
+    i64 needed = planned_.mixes ? blocks_for(s.size()) : in_all(s);
+    for (const auto& other : under_way_)
+      if (!planned_.mixes)
+        needed += in_all(*other) - std::ranges::count_if(other->blocks[i], [](i32 b) { return b >= 0; });
+    if (blocks_[i].available() < needed) return false;
+  }
+  return true;
+}
+
+void Session::begin_waiting() {
+  while (!waiting_.empty() && std::ssize(under_way_) < planned_.sizes.at_once &&
+         (under_way_.empty() || fits(*waiting_.front()))) {
+    std::unique_ptr<Sequence> s = std::move(waiting_.front());
+    waiting_.pop_front();
+    begin(std::move(s));
+  }
+}
+
+void Session::begin(std::unique_ptr<Sequence> sequence) {
+  Sequence& s = *sequence;
+  s.place = std::ranges::find(places_, false) - places_.begin();
+  places_[s.place] = true;
+  s.seen = s.closed = 0;
+  s.stale = true;
+  s.blocks.clear();
+  s.tables.clear();
+  s.caches.assign(model_.layers.size(), {});
+  char* table = static_cast<char*>(tables_.data());
+  for (const CacheSpace& space : planned_.spaces) {
+    const std::vector<i32>& blocks = s.blocks.emplace_back(static_cast<size_t>(space.lives.count()), -1);
+    const i64 bytes = align_up(space.lives.count() * i64{sizeof(i32)}, SessionPlan::kAlign);
+    s.tables.push_back(reinterpret_cast<i32*>(table + s.place * bytes));
+    for (const i64 l : space.layers)
+      s.caches[l] = {.arrays = arrays_[l], .block = space.lives.block(), .blocks = blocks, .pages = s.tables.back()};
+    table += planned_.sizes.at_once * bytes;
+  }
+  if (planned_.rope_apart) {
+    const i64 context = planned_.sizes.context, length = std::min(context, s.prompt + s.request.max_tokens);
+    model::upload_rotations(memory_, model_, s.place * context, length, device_);
+  }
+  under_way_.push_back(std::move(sequence));
+  reuse_blocks(s);
+}
+
+bool Session::shares_blocks() const noexcept {
+  return planned_.mixes && !planned_.rope_apart && blocks_.size() == 1 && planned_.spaces[0].all;
+}
+
+Blocks::Prefix Session::prefix_of(const Sequence& s, i64 b) const {
+  const i64 block = planned_.spaces[0].lives.block();
+  return {b > 0 ? s.blocks[0][b - 1] : -1, {s.tokens.begin() + b * block, s.tokens.begin() + (b + 1) * block}};
+}
+
+// Finds blocks of the tokens with which it begins, but for those whose rows of logits are wanted.
+void Session::reuse_blocks(Sequence& s) {
+  if (!shares_blocks()) return;
+  const i64 block = planned_.spaces[0].lives.block();
+  for (i64 b = 0; (b + 1) * block < s.first_wanted(); ++b) {
+    const i32 found = blocks_[0].find(prefix_of(s, b));
+    if (found < 0) break;
+    s.blocks[0][b] = found;
+    s.seen += block;
+    ++s.closed;
+  }
+  counts_.reused += s.seen;
+  for (model::KvCache& cache : s.caches) cache.length = s.seen;
+}
+
+// Lets others share the blocks that it has filled.
+void Session::close_blocks(Sequence& s) {
+  if (!shares_blocks()) return;
+  const i64 block = planned_.spaces[0].lives.block();
+  for (i64& b = s.closed; (b + 1) * block <= s.seen; ++b) {
+    const i32 mine = s.blocks[0][b], shared = blocks_[0].remember(mine, prefix_of(s, b));
+    s.stale |= shared != mine;
+    s.blocks[0][b] = shared;
+  }
+}
+
+// The tokens of the next pass: one of each sequence that generates, and then prompts in the order of sequences.
+std::vector<Session::Part> Session::choose_parts() {
+  std::vector<Part> parts;
+  i64 rows = planned_.rows, logits = planned_.logit_rows;
+  const auto count = [&](const Part& part, i64 sign) {
+    const auto [begin, end] = part.sequence->wanted(part.tokens);
+    rows -= sign * part.tokens;
+    logits -= sign * (end - begin);
+  };
+  const auto num_wanted = [](const Sequence& s, i64 n) {
+    const auto [begin, end] = s.wanted(n);
+    return end - begin;
+  };
+  const bool has_prompts = std::ranges::any_of(under_way_, [](const auto& s) { return s->fresh() > 1; });
+  for (const bool prompts : {false, true}) {
+    if (!planned_.mixes && prompts != has_prompts) continue;  // a prompt has a pass of its own, and comes first
+    for (size_t i = 0; i < under_way_.size() && (planned_.mixes || !prompts || parts.empty()); ++i) {
+      Sequence& s = *under_way_[i];
+      if ((s.fresh() > 1) != prompts) continue;
+      i64 n = std::min(s.fresh(), rows);
+      while (n > 0 && num_wanted(s, n) > logits) --n;
+      if (n == 0) continue;
+      // If no block is left, the last sequence gives up its own. The last one itself waits.
+      bool has_blocks = take_blocks(s, n);
+      for (; !has_blocks && i + 1 < under_way_.size(); has_blocks = take_blocks(s, n)) {
+        const auto last = std::ranges::find(parts, under_way_.back().get(), &Part::sequence);
+        if (last != parts.end()) {
+          count(*last, -1);
+          parts.erase(last);
+        }
+        put_off_last();
+      }
+      if (has_blocks) count(parts.emplace_back(&s, n), 1);
+    }
+  }
+  return parts;
+}
+
+// Gives it blocks for its next tokens, and takes away those that they no longer see. False: there are not enough.
+bool Session::take_blocks(Sequence& s, i64 tokens) {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    const BlockLives& lives = planned_.spaces[i].lives;
+    std::vector<i32>& blocks = s.blocks[i];
+    for (i64 b = 0; b * lives.block() < s.seen; ++b) {
+      if (blocks[b] < 0 || lives.needed(b, s.seen)) continue;
+      blocks_[i].give_back(std::exchange(blocks[b], -1));
+      s.stale = true;
+    }
+    for (i64 b = s.seen / lives.block(); b * lives.block() < s.seen + tokens; ++b) {
+      if (blocks[b] >= 0 || !lives.needed(b, s.seen)) continue;
+      blocks[b] = blocks_[i].take();
+      if (blocks[b] < 0) return false;
+      s.stale = true;
+    }
+  }
+  for (size_t i = 0; s.stale && i < blocks_.size(); ++i) {
+    std::vector<i32> table = s.blocks[i];
+    std::ranges::replace(table, -1, 0);
+    device_.upload(s.tables[i], table.data(), std::ssize(table) * i64{sizeof(i32)});
+  }
+  s.stale = false;
+  return true;
+}
+
+void Session::give_back_blocks(Sequence& s) {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    for (i64 b = std::ssize(s.blocks[i]); b-- > 0;) {
+      if (i32& block = s.blocks[i][b]; block >= 0) blocks_[i].give_back(std::exchange(block, -1));
+    }
+  }
+  places_[s.place] = false;
+}
+
+// It waits, as the first, to be computed again.
+void Session::put_off_last() {
+  give_back_blocks(*under_way_.back());
+  waiting_.push_front(std::move(under_way_.back()));
+  under_way_.pop_back();
+  ++counts_.put_off;
+}
+
+void Session::step(Listener& listener) {
+  begin_waiting();
+  const std::vector<Part> parts = choose_parts();
+  if (parts.empty()) return;
+  upload(parts);
+  run_layers(parts);
+  for (const Part& part : parts) part.sequence->seen += part.tokens;
+  ++counts_.passes;
+  counts_.rows += std::ssize(ids_);
+  take_logits();
+  deliver(parts, listener);
+}
+
+void Session::upload(std::span<const Part> parts) {
+  ids_.clear(), positions_.clear(), rotations_.clear(), wanted_.clear(), logit_rows_.clear();
+  for (const auto& [s, n] : parts) {
+    const i64 rope = planned_.rope_apart ? s->place * planned_.sizes.context : 0, before = std::ssize(ids_) - s->seen;
+    const auto [begin, end] = s->wanted(n);
+    for (i64 t = begin; t < end; ++t) {
+      wanted_.push_back({s, t});
+      logit_rows_.push_back(narrow<i32>(before + t - 1));
+    }
+    for (i64 t = s->seen; t < s->seen + n; ++t) {
+      ids_.push_back(s->tokens[t]);
+      positions_.push_back(narrow<i32>(t));
+      rotations_.push_back(narrow<i32>(rope + t));
+    }
+  }
+  const auto send = [&](const TensorView& to, const std::vector<i32>& from) {
+    device_.upload(to.data, from.data(), std::ssize(from) * i64{sizeof(i32)});
+  };
+  send(memory_.ids, ids_);
+  send(memory_.row_positions, positions_);
+  send(memory_.positions, rotations_);
+  send(memory_.logit_rows, logit_rows_);
+}
+
+void Session::run_layers(std::span<const Part> parts) {
+  const i64 R = std::ssize(ids_), n = std::ssize(logit_rows_);
+  const TensorView logits = memory_.logits.rows(0, n);
+  if (model_.shard.tp > 1) device_.zero(logits.data, logits.bytes());  // the ranks' parts are added
+  model::PassContext ctx = stage_.context(memory_, {.mode = Mode::Generate, .B = 1, .T = R, .logit_rows = n});
+  std::vector<model::KvCache*> caches(parts.size());
+  std::vector<i64> fresh;
+  for (const Part& part : parts) fresh.push_back(part.tokens);
+  ctx.caches = caches;
+  ctx.fresh = fresh;
+  ctx.alone = planned_.alone(*std::ranges::max_element(fresh));
+  TensorView x{};
+  for (size_t c = 0; c < plan_.stage.chunks.size(); ++c) {
+    const plan::ChunkPlan& chunk = plan_.stage.chunks[c];
+    model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
+    const auto acts = plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {1, R, R, planned_.sizes.context});
+    DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
+              planner.temporary_bytes() <= planned_.temporary_bytes);
+    if (chunk.receives()) {
+      x = TensorView::of(message_.data(), plan_.work, {R, model_.hidden});
+      stage_.receive(pipeline::Op::RecvActivation, static_cast<i64>(c), x).wait();
+    }
+    x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
+      for (size_t i = 0; i < parts.size(); ++i) caches[i] = &parts[i].sequence->caches[l];
+    });
+    if (!chunk.last && !plan_.stage.stays(c)) stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
+  }
+  if (n == 0) return;
+  stage_.mesh()
+      .pp()
+      .broadcast(logits.data, logits.bytes(), plan_.last_stage, message_text(Axis::Pp, Collective::Broadcast))
+      .wait();
+  device_.download(logits_.data(), logits.data, logits.bytes());
+}
+
+// Samples the tokens that the rows of logits ask for, and computes the logarithms of their probabilities.
+void Session::take_logits() {
+  targets_.clear();
+  bool logprobs = false;
+  for (const auto& [s, at] : wanted_) {
+    const std::span<const float> z = logits_of(targets_.size());
+    u32 infinite = 0;
+    for (const float x : z) infinite |= static_cast<u32>((std::bit_cast<u32>(x) & 0x7f800000u) == 0x7f800000u);
+    DS_CHECK(infinite == 0, Errc::Numeric,
+             "the logits of token {} are not finite: weights or activations exceed the range of {}", at,
+             dtype_name(plan_.work));
+    const bool samples = at == s->size();
+    logprobs |= !samples || s->request.logprobs;
+    targets_.push_back(samples ? sampler_.sample(z, s->request.sampling, s->tokens, s->prompt) : s->tokens[at]);
+  }
+  losses_.assign(targets_.size(), 0);
+  if (logprobs) compute_losses();
+}
+
+void Session::deliver(std::span<const Part> parts, Listener& listener) {
+  size_t row = 0;
+  for (const Part& part : parts) {
+    Sequence& s = *part.sequence;
+    close_blocks(s);
+    bool goes_on = s.fresh() > 0 || s.generates();
+    for (; row < wanted_.size() && wanted_[row].sequence == &s; ++row) {
+      const bool given = wanted_[row].at < s.size();
+      const Row here{logits_of(row), given || s.request.logprobs ? -losses_[row] : 0};
+      if (const i64 at = wanted_[row].at; at < s.size()) {
+        listener.scored(s.id, at, here);
+        s.next_scored = at + 1;
+      } else {
+        s.tokens.push_back(targets_[row]);
+        goes_on = listener.token(s.id, targets_[row], here) && s.size() < s.prompt + s.request.max_tokens;
+      }
+    }
+    if (goes_on) continue;
+    listener.ended(s.id);
+    give_back_blocks(s);
+    std::erase_if(under_way_, [&](const std::unique_ptr<Sequence>& other) { return other.get() == &s; });
+  }
+}
+
+std::span<const float> Session::logits_of(size_t row) const noexcept {
+  const auto V = static_cast<size_t>(model_.vocab);
+  return {logits_.data() + row * V, V};
+}
+
+// losses_[i] = the loss of targets_[i], as training computes it.
+void Session::compute_losses() {
+  const OpTable& ops = device_.ops();
+  Stream& stream = device_.stream();
+  const i64 n = std::ssize(targets_);
+  device_.upload(memory_.targets.data, targets_.data(), n * i64{sizeof(i32)});
+  const TensorView z = memory_.logits.rows(0, n), targets = memory_.targets.rows(0, n),
+                   losses = memory_.losses.rows(0, n);
+  const auto stat = [&](i64 i) { return TensorView::of(memory_.stats.as<float>() + i * n, DType::F32, {n}); };
+  const CrossEntropyParams params{.chunk_tokens = n, .vocab = model_.vocab};
+  ops.vocab_max(stat(0), z, stream);
+  ops.vocab_sums(stat(1), stat(2), z, stat(0), targets, 0, params, stream);
+  ops.vocab_grad(losses, {}, z, stat(1), stat(2), stat(0), targets, 0, params, stream);
+  device_.download(losses_.data(), losses.data, losses.bytes());
+}
+
+}  // namespace ds::infer

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Continues many sequences at once with the weights of a stage: continuous batching (Yu et al., "Orca", 2022) with
+// prompts in chunks (Agrawal et al., "Sarathi", 2023), and caches in blocks (Kwon et al., "PagedAttention", 2023).
+//
+// The results of a sequence depend only on its own tokens and options: not on other sequences, on the order in which
+// they were added, on the size of passes, or on the room in the caches.
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "infer/blocks.h"
+#include "infer/sampler.h"
+#include "infer/session_plan.h"
+#include "stage/stage.h"
+
+namespace ds::infer {
+
+struct Request {
+  std::vector<i32> tokens;  // the prompt: at least one
+  i64 max_tokens = 1;       // new ones; 0: the prompt is only scored, from a token before its end
+  Sampling sampling{};
+  // Listener::scored is called for tokens[i] with i >= scored_from >= 1; -1: for none.
+  i64 scored_from = -1;
+  bool logprobs = false;  // Row::logprob of new tokens is wanted
+};
+
+// A row of logits, valid during the call.
+struct Row {
+  std::span<const float> logits;  // before temperature and penalties
+  float logprob = 0;              // natural logarithm of the probability of the token after it, by these logits
+};
+
+class Session {
+ public:
+  using Id = u64;  // of a request; they count up
+
+  struct Listener {
+    virtual ~Listener() = default;
+    // A new token. False: the sequence ends with it.
+    virtual bool token(Id id, i32 token, const Row& row) = 0;
+    // Token `at` of a prompt.
+    virtual void scored(Id id, i64 at, const Row& row) = 0;
+    // The sequence has ended, and its id is not used again.
+    virtual void ended(Id id) = 0;
+  };
+
+  // Takes all memory. `stage` outlives it. Throws Errc::OutOfMemory.
+  Session(stage::Stage& stage, const SessionSizes& sizes);
+  ~Session();
+
+  // All ranks call these functions in the same order with the same arguments, and listeners answer alike.
+
+  // A sequence takes its turn after those added before. Its tokens and max_tokens must fit the context.
+  Id add(Request request);
+  // Ends it without a call of `ended`; nothing happens if it has ended.
+  void cancel(Id id);
+  // One pass. Throws Errc::Numeric if logits are not finite.
+  void step(Listener& listener);
+  bool idle() const noexcept { return waiting_.empty() && under_way_.empty(); }
+  i64 num_waiting() const noexcept { return std::ssize(waiting_); }
+  i64 num_under_way() const noexcept { return std::ssize(under_way_); }
+
+  // Totals so far.
+  struct Counts {
+    i64 passes = 0, rows = 0;  // rows: tokens that layers have processed
+    i64 reused = 0;            // tokens whose keys were found in blocks of other sequences
+    i64 put_off = 0;           // sequences that gave up their blocks and were computed again
+  };
+  const Counts& counts() const noexcept { return counts_; }
+
+ private:
+  struct Sequence;
+  struct Part {  // of a pass
+    Sequence* sequence;
+    i64 tokens;
+  };
+
+  void take_memory();
+  bool fits(const Sequence& s) const;
+  void begin_waiting();
+  void begin(std::unique_ptr<Sequence> sequence);
+  bool shares_blocks() const noexcept;
+  Blocks::Prefix prefix_of(const Sequence& s, i64 block) const;
+  void reuse_blocks(Sequence& s);
+  void close_blocks(Sequence& s);
+  bool take_blocks(Sequence& s, i64 tokens);
+  void give_back_blocks(Sequence& s);
+  void put_off_last();
+  std::vector<Part> choose_parts();
+  void upload(std::span<const Part> parts);
+  void run_layers(std::span<const Part> parts);
+  void take_logits();
+  void compute_losses();
+  void deliver(std::span<const Part> parts, Listener& listener);
+  std::span<const float> logits_of(size_t row) const noexcept;
+
+  stage::Stage& stage_;
+  const model::Model& model_;
+  const plan::RunPlan& plan_;
+  Device& device_;
+  SessionPlan planned_;
+  model::PassMemory memory_;
+  std::vector<Buffer> buffers_;
+  Buffer working_, temporary_, message_, tables_, cache_;
+  std::vector<Blocks> blocks_;                   // of SessionPlan::spaces
+  std::vector<std::vector<TensorView>> arrays_;  // by layer
+  std::deque<std::unique_ptr<Sequence>> waiting_;
+  std::vector<std::unique_ptr<Sequence>> under_way_;  // in the order in which they were added
+  std::vector<bool> places_;                          // taken
+  Id next_ = 0;
+  Counts counts_;
+  // Of the pass in progress: its rows; the tokens whose logits are wanted, and their rows; those tokens.
+  struct Wanted {
+    Sequence* sequence;
+    i64 at;
+  };
+  std::vector<Wanted> wanted_;
+  std::vector<i32> ids_, positions_, rotations_, logit_rows_, targets_;
+  std::vector<float> logits_, losses_;
+  Sampler sampler_;
+};
+
+}  // namespace ds::infer

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "infer/session_plan.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+#include "model/models.h"
+#include "plan/dry_run.h"
+#include "plan/stage.h"
+
+namespace ds::infer {
+
+namespace {
+
+// More rows of logits than sequences, for those of which all tokens are scored.
+constexpr i64 kLogitRows = 32;
+
+CacheSpace& space_of(SessionPlan& p, const model::Model& model, i64 window) {
+  const auto found = std::ranges::find(p.spaces, window, &CacheSpace::window);
+  if (found != p.spaces.end()) return *found;
+  const i64 heads = model.num_heads / model.shard.tp;
+  CacheSpace space{.lives = BlockLives(model.layout.get(), heads * model.shard.tp_rank, heads, window, p.sizes.context),
+                   .window = window};
+  space.all = model.layout == nullptr && space.lives.all();
+  const i64 each = space.lives.most(p.rows);
+  const i64 most = p.sizes.at_once * each,
+            together = align_up(p.sizes.cached, space.lives.block()) / space.lives.block();
+  space.blocks = space.all && p.sizes.cached > 0 ? std::clamp(together, each, most) : most;
+  return p.spaces.emplace_back(std::move(space));
+}
+
+}  // namespace
+
+std::vector<TensorView> SessionPlan::arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) {
+  std::vector<TensorView> arrays;
+  for (const auto& [heads, dim] : layer.cache().arrays)
+    arrays.push_back(TensorView::of(nullptr, work, {1, space.blocks * space.lives.block(), heads, dim}));
+  return arrays;
+}
+
+plan::TagBytes SessionPlan::bytes() const {
+  plan::TagBytes sum{};
+  const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
+  for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
+  tag(Tag::Activations) = working_bytes + table_bytes + cache_bytes;
+  tag(Tag::Workspace) += temporary_bytes + message_bytes;
+  return sum;
+}
+
+SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, const SessionSizes& sizes) {
+  SessionPlan p{.sizes = sizes};
+  p.mixes = plan.device == DeviceKind::Cpu;
+  p.rows = std::max(sizes.chunk, sizes.at_once);
+  p.logit_rows = std::max(sizes.at_once, std::min(p.rows, kLogitRows));
+  // Of all layers, those of other stages too, so that all ranks decide alike.
+  for (const auto& layer : model.layers) {
+    if (const model::CacheShape shape = layer->cache(); !shape.arrays.empty()) space_of(p, model, shape.window);
+  }
+  for (const plan::ChunkPlan& c : plan.stage.chunks) {
+    model::ActivationPlanner planner;
+    plan::plan_acts(model, c, plan, planner, model::Mode::Generate, {1, p.rows, p.rows, sizes.context});
+    p.working_bytes = std::max(p.working_bytes, planner.working_bytes());
+    p.temporary_bytes = std::max(p.temporary_bytes, planner.temporary_bytes());
+    for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
+      const model::Layer& layer = *model.layers[l];
+      const model::CacheShape shape = layer.cache();
+      if (shape.arrays.empty()) continue;
+      CacheSpace& space = space_of(p, model, shape.window);
+      space.layers.push_back(l);
+      for (const TensorView& array : SessionPlan::arrays_of(layer, space, plan.work))
+        p.cache_bytes += align_up(array.bytes(), SessionPlan::kAlign);
+    }
+  }
+  for (const CacheSpace& space : p.spaces)
+    p.table_bytes += sizes.at_once * align_up(space.lives.count() * i64{sizeof(i32)}, SessionPlan::kAlign);
+  // Rotations are those of the whole sequence, so the output depends neither on the training length nor on other
+  // sequences. (Hugging Face uses the length so far, and keeps keys with the rotations that applied when they were
+  // new.)
+  p.rope_apart = std::ranges::any_of(model.rotations, &model::Rotation::by_length);
+  p.pass = model::PassMemory(model, {.B = 1,
+                                     .T = p.rows,
+                                     .rope_rows = sizes.context * (p.rope_apart ? sizes.at_once : 1),
+                                     .losses = false,
+                                     .logits_rows = p.logit_rows,
+                                     .context = sizes.context,
+                                     .tile_cols = plan.tile_cols(),
+                                     .work = plan.work});
+  if (plan.mesh.pp > 1) p.message_bytes = p.rows * model.hidden * dtype_bytes(plan.work);
+  return p;
+}
+
+namespace {
+
+// Layers of one kind, with rows and caches of equal shapes, reserve the same.
+std::string kind_of(const model::Layer& layer) {
+  std::string kind(layer.type());
+  for (const auto& [heads, dim] : layer.cache().arrays) kind += fmt::format(" {}x{}", heads, dim);
+  kind += fmt::format(" {}", layer.cache().window);
+  for (const model::ParamRow& row : layer.rows()) kind += fmt::format(" {}", fmt::join(row.shape, "x"));
+  return kind;
+}
+
+}  // namespace
+
+// Weights are packed first. Then passes over each number of rows, by sequences at the end of their context, where there
+// is most to attend to. Where keys and values are made, each length of a sequence has products of its own.
+std::optional<i64> session_scratch(const model::Model& model, const plan::RunPlan& plan, const SessionPlan& session,
+                                   const OpTable& backend, int threads) {
+  const OpTable* const ops = scratch_ops(backend.name);
+  if (ops == nullptr) return std::nullopt;
+  const plan::CountingAxes axes(model.shard);
+  ScratchMeter meter{.threads = threads};
+  Stream stream{.native = &meter};
+
+  plan::walk_packing(plan, *ops, stream);
+  std::set<std::string> kinds;
+  std::vector<bool> first_of_kind(model.layers.size());
+  for (const plan::ChunkPlan& c : plan.stage.chunks) {
+    for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) first_of_kind[l] = kinds.insert(kind_of(*model.layers[l])).second;
+  }
+  std::vector<const CacheSpace*> spaces(model.layers.size());
+  for (const CacheSpace& space : session.spaces) {
+    for (const i64 l : space.layers) spaces[l] = &space;
+  }
+  std::byte there{};  // never read
+  const std::vector<i32> blocks(static_cast<size_t>(session.sizes.context));
+  const auto walk = [&](i64 rows, i64 length) {
+    std::vector<i64> fresh;
+    for (i64 left = rows; left > 0; left -= fresh.back()) fresh.push_back(std::min(left, length));
+    std::vector<model::KvCache> caches(fresh.size());
+    std::vector<model::KvCache*> pointers;
+    for (model::KvCache& cache : caches) pointers.push_back(&cache);
+    const model::Pass pass{
+        .mode = model::Mode::Generate, .B = 1, .T = rows, .logit_rows = std::min(rows, session.logit_rows)};
+    plan::walk_forward(
+        model, plan, session.pass, pass, {*ops, stream, axes.comms()}, [&](i64 l, model::PassContext& ctx) {
+          if (!first_of_kind[l]) return false;
+          if (spaces[l] == nullptr) return true;
+          std::vector<TensorView> arrays = SessionPlan::arrays_of(*model.layers[l], *spaces[l], plan.work);
+          for (TensorView& array : arrays) array.data = &there;
+          for (size_t i = 0; i < caches.size(); ++i)
+            caches[i] = {.arrays = arrays,
+                         .length = length - fresh[i],
+                         .block = spaces[l]->lives.block(),
+                         .blocks = blocks,
+                         .pages = blocks.data()};
+          ctx.caches = pointers;
+          ctx.fresh = fresh;
+          ctx.alone = session.alone(rows);
+          return true;
+        });
+  };
+  const i64 context = session.sizes.context;
+  for (i64 rows = 1; rows <= session.rows; ++rows) walk(rows, context);
+  for (i64 length = 1;
+       std::ranges::any_of(model.layers, [](const auto& layer) { return layer->cache().makes; }) && length < context;
+       ++length)
+    walk(1, length);
+  return threads * meter.most;
+}
+
+}  // namespace ds::infer

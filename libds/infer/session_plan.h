@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The plan of a session: its memory besides the weights: the caches, and the activations of its largest pass. The
+// session allocates by this plan, and --check prints it.
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ds/session_sizes.h"
+#include "infer/block_lives.h"
+#include "plan/run_plan.h"
+
+namespace ds::infer {
+
+// Layers whose caches need the same blocks of a sequence: a number of blocks, and arrays for as many in each layer.
+struct CacheSpace {
+  BlockLives lives;
+  i64 window = 0;
+  i64 blocks = 0;
+  std::vector<i64> layers{};  // of this rank
+  bool all = true;            // each block is needed until the end of its sequence
+};
+
+struct SessionPlan {
+  SessionSizes sizes;
+  i64 rows = 0, logit_rows = 0;  // of a pass, at most
+  bool rope_apart = false;       // rotations depend on the length of a sequence, so each has tables of its own
+  // A row has the same bits in every pass. Then passes mix sequences, sequences share blocks of equal prefixes, and one
+  // that finds no block waits and is computed again. Else prompts have passes of their own, and blocks are reserved.
+  bool mixes = false;
+  // Whether the products of a pass over new tokens of several sequences are asked for the bits of each row alone.
+  bool alone(i64 tokens_of_each) const noexcept { return mixes || tokens_of_each == 1; }
+  std::vector<CacheSpace> spaces{};
+  i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
+  i64 table_bytes = 0, cache_bytes = 0;  // of all spaces: where blocks are, and the blocks
+  model::PassMemory pass{};
+
+  // The arrays of a layer: [1, rows, heads, dim] each, without memory.
+  static std::vector<TensorView> arrays_of(const model::Layer& layer, const CacheSpace& space, DType work);
+  static constexpr i64 kAlign = 64;  // bytes: each array, and each table
+  plan::TagBytes bytes() const;
+};
+
+SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, const SessionSizes& sizes);
+
+// Worker scratch of a session, like plan::scratch_bytes: an upper bound for a device that has done nothing else.
+std::optional<i64> session_scratch(const model::Model& model, const plan::RunPlan& plan, const SessionPlan& session,
+                                   const OpTable& backend, int threads);
+
+}  // namespace ds::infer

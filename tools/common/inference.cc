@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/inference.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace ds::tools {
+namespace {
+
+std::string quoted(const std::string& text) { return nlohmann::json(text).dump(); }
+
+}  // namespace
+
+void Inference::add_options(CLI::App& app) {
+  app.add_option("MODEL", model,
+                 "a model directory, a run or step of ds-train, a GGUF file, or a file beside a config.json")
+      ->type_name("DIR");
+  app.add_option("--tokenizer", tokenizer, "the tokenizer (default: the model's own)")->type_name("DIR");
+  app.add_option("--dtype", dtype, "numbers of the computation (default: as the model was published or trained)")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+  app.add_option("--set", set, "set a key of ds-config(5): a.b=value; may be given again")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  const auto size = [&](const char* name, i64& value, const char* text) {
+    add_number(app, name, value, 1, std::numeric_limits<i32>::max(), text)->type_name("N")->group("Sizes");
+  };
+  size("--batch", batch, "texts in progress at one time (default 64)");
+  size("--context", context, "most tokens of a text with its prompt (default: the model's, at most 4096)");
+  size("--chunk", chunk, "tokens of a pass (default 512)");
+  size("--cache", cached, "tokens in the caches of all texts (default: a quarter of --batch times --context)");
+}
+
+OpenModel Inference::open(const RankInfo& ranks) const {
+  if (model.empty()) throw Error(Errc::Config, "MODEL is missing: --help shows the usage");
+  const InferenceModel found = find_model(model);
+  std::vector<std::string> keys;
+  if (!tokenizer.empty()) keys.push_back("data.tokenizer=" + quoted(tokenizer));
+  if (!dtype.empty()) {
+    keys.push_back(fmt::format("bf16.enabled={}", dtype == "bf16"));
+    keys.push_back(fmt::format("fp16.enabled={}", dtype == "fp16"));
+  }
+  keys.insert(keys.end(), set.begin(), set.end());
+  const ConfigResult loaded = parse_config(found.config, found.name, keys, ranks.world_size, ConfigUse::Generate);
+  for (const Diagnostic& d : loaded.diagnostics) {
+    if (ranks.rank > 0) break;
+    const bool error = d.severity == Severity::Error;
+    (error ? report_error : report_warning)(to_string(d));
+  }
+  if (!loaded.ok()) throw Error(loaded.code(), "the configuration of the model has mistakes");
+  OpenModel open{.config = loaded.config, .options = {.resume = found.resume, .weights = found.weights}};
+  open.config.data.train.clear();
+  open.options.read_only = true;
+  const i64 positions = loaded.config.model.any_length() ? kMostCount : loaded.config.model.max_positions;
+  constexpr i64 kContext = 4096, kShare = 4;
+  if (context > positions)
+    throw Error(Errc::Config, fmt::format("--context {} exceeds the {} positions of the model", context, positions));
+  open.sizes = {.at_once = batch, .chunk = chunk, .cached = cached};
+  open.sizes.context = context > 0 ? context : std::min(positions, kContext);
+  if (cached > 0 && cached < open.sizes.context)
+    throw Error(Errc::Config, fmt::format("--cache {} is less than --context, {}", cached, open.sizes.context));
+  // Most texts are much shorter than the context.
+  if (cached == 0) open.sizes.cached = std::max(open.sizes.context, open.sizes.context * batch / kShare);
+  open.options.session = open.sizes;
+  open.identity = fmt::format("{}; {}; {}", found.identity, found.config, fmt::join(keys, " "));
+  return open;
+}
+
+}  // namespace ds::tools

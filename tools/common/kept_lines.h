@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A file to which a run appends lines, and from which another one goes on where it was stopped. Beside FILE stands
+// FILE.progress until the last line is written: a line that identifies the run, and one for each line of FILE, with the
+// number and the digest of the line of input that it answers.
+
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "ds/integers.h"
+
+namespace ds::tools {
+
+class KeptLines {
+ public:
+  // `identity`: everything on which results depend, in words. Without `resumes` the file must be new or empty. With it,
+  // a torn last line is dropped, and a missing file begins. Throws Errc::Config, Errc::Io, Errc::Mismatch for another
+  // identity.
+  KeptLines(std::string file, const std::string& identity, bool resumes);
+  ~KeptLines();
+  KeptLines(const KeptLines&) = delete;
+  KeptLines& operator=(const KeptLines&) = delete;
+
+  // Whether line `number` of the input has its answer. Throws Errc::Mismatch if that was another line.
+  bool has(i64 number, std::string_view input) const;
+  i64 count() const noexcept { return std::ssize(done_); }
+  void append(i64 number, std::string_view input, std::string_view line);
+  // The work is complete.
+  void finish();
+
+ private:
+  void open(bool resumes, const std::string& header);
+
+  std::string file_, progress_;
+  int fd_ = -1, progress_fd_ = -1;
+  std::map<i64, std::string> done_;  // digests
+};
+
+}  // namespace ds::tools

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/text_job.h"
+
+#include <utility>
+
+#include "common/stopping.h"
+#include "ds/error.h"
+
+namespace ds::tools {
+
+void TextJobOptions::add_options(CLI::App& app) {
+  app.add_option("FILE", input, "JSON Lines; - reads standard input (default)")->type_name("FILE");
+  app.add_option("-o,--out", out, "append the result to this file, from which --resume goes on")->type_name("FILE");
+  app.add_flag("--resume", resume, "go on with the file of --out where a run was stopped");
+  app.add_flag("--unordered", unordered, "write lines as they are complete, not in the order of the input");
+}
+
+TextJob::TextJob(const TextJobOptions& options, const LineFormat& format, const std::string& identity, Output& out)
+    : options_(options), format_(format), out_(out), reader_(options.input) {
+  if (options.resume && options.out.empty()) throw Error(Errc::Config, "--resume needs --out, the file to go on with");
+  if (options.out.empty()) return;
+  kept_.emplace(options.out, identity, options.resume);
+  if (kept_->count() > 0) report_note(fmt::format("{} lines of {} are complete", kept_->count(), options.out));
+}
+
+// False: there is no line, or none yet.
+bool TextJob::read_line(bool waits) {
+  constexpr int kWaitMs = 200;  // so that signals are obeyed
+  std::optional<std::string> text;
+  do {
+    text = reader_.next(waits ? kWaitMs : 0);
+  } while (!text && waits && !reader_.at_end() && stop_signal() == 0);
+  if (!text) return false;
+  if (text->find_first_not_of(" \t") == std::string::npos) return true;
+  const i64 number = reader_.number();
+  if (kept_ && kept_->has(number, *text)) return true;
+  Line& line = under_way_[number];
+  line.text = std::move(*text);
+  if (reader_.too_long()) {
+    line.parsed.number = number;
+    line.parsed.error = fmt::format("is longer than {} bytes", LineReader::kMostBytes);
+  } else {
+    line.parsed = format_.parse(line.text, number);
+  }
+  line.left = line.parsed.requests.size();
+  line.results.resize(line.left);
+  for (size_t i = 0; i < line.left; ++i) queued_.push_back({number, i});
+  if (line.parsed.error.empty()) return true;
+  ++errors_;
+  report_error(fmt::format("{}:{}: {}", reader_.name(), number, line.parsed.error));
+  write_complete(number);
+  return true;
+}
+
+std::optional<TextRequest> TextJob::next(bool waits) {
+  while (queued_.empty()) {
+    if (!read_line(waits)) return std::nullopt;
+  }
+  const Place place = queued_.front();
+  queued_.pop_front();
+  requested_.emplace(requests_++, place);
+  return under_way_.at(place.line).parsed.requests[place.index];
+}
+
+void TextJob::done(u64 number, TextResult result) {
+  const Place place = requested_.at(number);
+  requested_.erase(number);
+  Line& line = under_way_.at(place.line);
+  new_tokens_ += std::ssize(result.tokens);
+  line.results[place.index] = std::move(result);
+  if (--line.left == 0) write_complete(place.line);
+  if (progress_.is_due()) progress_.show(fmt::format("{} lines  {} tokens", written_, new_tokens_));
+}
+
+void TextJob::write_complete(i64 number) {
+  if (options_.unordered) return write(under_way_.find(number));
+  while (!under_way_.empty() && under_way_.begin()->second.left == 0) write(under_way_.begin());
+}
+
+void TextJob::write(std::map<i64, Line>::iterator at) {
+  const Line& line = at->second;
+  const std::string text = out_.line(format_.result(line.parsed, line.results));
+  if (kept_) {
+    kept_->append(at->first, line.text, text);
+  } else {
+    out_.data(text);
+  }
+  ++written_;
+  under_way_.erase(at);
+}
+
+void TextJob::finish() {
+  if (kept_) kept_->finish();
+}
+
+}  // namespace ds::tools

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Lines of JSON that ask for texts, as requests, and their results as lines of JSON. ds-infer(1) describes both.
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ds/infer.h"
+
+namespace ds::tools {
+
+using LineJson = nlohmann::ordered_json;
+
+// A request for one text, or for several of one prompt.
+struct TextLine {
+  i64 number = 0;
+  LineJson object = LineJson::object();  // the line's members, if they can be read
+  bool is_batch = false;                 // OpenAI's batch format: custom_id and body
+  bool is_chat = false;                  // messages instead of a prompt
+  std::vector<TextRequest> requests{};
+  std::string error{};  // why the line cannot be honoured; then there are no requests
+};
+
+// A format of lines of input and output.
+class LineFormat {
+ public:
+  virtual ~LineFormat() = default;
+  // Never throws for what is in a line: mistakes are TextLine::error.
+  virtual TextLine parse(std::string_view text, i64 number) const = 0;
+  // The line with the results of its requests, in their order, or with its error.
+  virtual LineJson result(const TextLine& line, const std::vector<TextResult>& results) const = 0;
+};
+
+// For readers of lines: the line cannot be honoured.
+[[noreturn]] void refuse_line(const std::string& why);
+// A line whose object `read` turns into requests, or refuses.
+TextLine parse_text_line(std::string_view text, i64 number, const std::function<void(TextLine&)>& read);
+
+// Texts to continue.
+class TextLines final : public LineFormat {
+ public:
+  // `defaults`: of members that a line does not have. `codec` outlives it.
+  TextLines(const TextCodec& codec, TextRequest defaults, i64 context)
+      : codec_(codec), defaults_(std::move(defaults)), context_(context) {}
+
+  TextLine parse(std::string_view text, i64 number) const override;
+  LineJson result(const TextLine& line, const std::vector<TextResult>& results) const override;
+
+ private:
+  void read(TextLine& line, const LineJson& body) const;
+  LineJson choice(const TextLine& line, size_t number, const TextResult& result) const;
+  LineJson logprobs(const std::vector<TokenScore>& scores) const;
+
+  const TextCodec& codec_;
+  TextRequest defaults_;
+  i64 context_;
+};
+
+}  // namespace ds::tools
