@@ -64,6 +64,15 @@ class DeepspeedBuilder {
   struct Candidate {
     std::vector<std::string> names;
     std::vector<i64> shape;
+    bool expert = false;
+  };
+  // The states of a group of such an optimizer: master and moments of each parameter that it has updated, in order.
+  struct WholeGroup {
+    std::string label;  // for messages
+    bool moe = false;   // its parameters are experts
+    i64 ep = 0;         // on so many ranks, by the name that DeepSpeed has given the group; 0: not stated
+    std::vector<std::array<const PickleTensor*, 3>> states;
+    std::string problem;  // why these are not read; usually empty
   };
   // A parameter's state at stage 0, as a part of the tensors.
   struct WholeState {
@@ -72,6 +81,11 @@ class DeepspeedBuilder {
     std::vector<i64> shape;  // that they need
     i64 first;               // element of the parameter
     bool operator==(const WholeState&) const = default;
+  };
+  // The states of an optimizer by parameter, or the reason why they cannot be told apart.
+  struct Attribution {
+    std::map<std::string, WholeState> states;
+    std::string problem;
   };
   // The tensor of all ranks that a parameter is in, and its first element there.
   struct Whole {
@@ -212,12 +226,17 @@ class DeepspeedBuilder {
   void list_unread();
   void place_whole();
   size_t open_expert_optim(i64 q);
+  // The group of this number without its states.
+  WholeGroup describe_group(const Value& group, size_t number, size_t f) const;
+  // The groups of an optimizer, up to the first that has a problem.
+  std::vector<WholeGroup> read_whole_groups(const Value& inner, const Value* masters, size_t f) const;
+  void add_whole_state(WholeGroup& group, const Value* master, const Value& state, size_t f) const;
   // Assigns each optimizer state to the only candidate to which it can belong: for each group the first and the last
   // assignment that keeps the order and fits the shapes must be the same, or nothing is assigned.
-  std::map<std::string, WholeState> attribute(const std::vector<Candidate>& candidates, const Value& inner,
-                                              const Value* masters, size_t f) const;
-  // The states that the optimizer of this file has for these.
-  void attribute(const std::vector<Candidate>& candidates, size_t f);
+  Attribution attribute(const std::vector<Candidate>& candidates, const std::vector<WholeGroup>& groups,
+                        size_t f) const;
+  // Takes the states that the optimizer of this file keeps for these; returns why not.
+  std::string attribute(const std::vector<Candidate>& candidates, size_t f);
   // Ties names of the module that are views of the same elements.
   void find_shared_storage();
 

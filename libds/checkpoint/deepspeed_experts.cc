@@ -160,7 +160,8 @@ std::vector<DeepspeedBuilder::Candidate> DeepspeedBuilder::with_experts_of(std::
       const ExpertName e = parse_expert(name);
       if (e.number < 0) continue;  // AutoEP's
       const i64 each = experts_of_.find(e.before)->second / ep;
-      if (e.number / std::max<i64>(each, 1) == q) candidates.push_back({{name}, weight_of(name).value->tensor->shape});
+      if (e.number / std::max<i64>(each, 1) == q)
+        candidates.push_back({{name}, weight_of(name).value->tensor->shape, true});
     }
   }
   add_autoep_candidates(candidates, q, ep);
@@ -232,6 +233,7 @@ void DeepspeedBuilder::add_autoep_candidates(std::vector<Candidate>& candidates,
     const i64 each = layer.experts / ep;
     for (const auto& [batch, published] : kAutoepMatrices) {
       Candidate c;
+      c.expert = true;
       for (i64 e = q * each; e < (q + 1) * each; ++e)
         c.names.push_back(autoep_name(layer, fmt::format("{}{}.{}", layer.block, kAutoepExperts, batch), e));
       const Weight weight = c.names.empty() ? Weight{} : weight_of(c.names[0]);

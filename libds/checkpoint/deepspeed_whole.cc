@@ -2,6 +2,7 @@
 // The optimizer's state in whole tensors: with names in the universal format, without them at stage 0.
 
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
 #include <tuple>
 
@@ -9,6 +10,11 @@
 #include "ds/log.h"
 
 namespace ds {
+namespace {
+
+constexpr std::string_view kExpertRanks = "ep_size_";  // DeepSpeed's name for a group of experts on so many ranks
+
+}  // namespace
 
 void DeepspeedBuilder::place_universal() {
   table_.has = state_set({State::Param, State::Master, State::ExpAvg, State::ExpAvgSq});
@@ -77,21 +83,22 @@ void DeepspeedBuilder::place_whole() {
     if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name) || is_second_router(name)) continue;
     candidates.push_back({{name}, v.tensor->shape});
   }
-  attribute(candidates, f);
   const i64 ep = narrow<i64>(files_.expert_optim.size());
-  for (i64 q = 0; q < ep; ++q) attribute(with_experts_of(candidates, q, ep), open_expert_optim(q));
-  const auto has_states = [&](const std::vector<std::string>& names) {
-    return std::ranges::all_of(names, [&](const std::string& n) { return whole_states_.contains(n); });
-  };
-  if (ep > 0 && !std::ranges::all_of(expert_names_, has_states)) {
+  std::string problem = ep > 0 ? "" : attribute(candidates, f);  // those of experts have the states of all parameters
+  for (i64 q = 0; q < ep; ++q) {
+    const std::string why = attribute(with_experts_of(candidates, q, ep), open_expert_optim(q));
+    if (problem.empty()) problem = why;
+  }
+  const auto without = [&](const std::string& name) { return !whole_states_.contains(name); };
+  for (const std::vector<std::string>& names : expert_names_) {
+    const auto missing = std::ranges::find_if(names, without);
+    if (missing == names.end()) continue;
     whole_states_.clear();  // all or none
     for (const State s : kStates) has(s) = s == State::Param;
-    log_message(
-        LogLevel::Warning,
-        fmt::format("{}: optimizer states cannot be told apart, since parameters of the same shape are stored with and "
-                    "without experts, the file of a rank of experts is missing, or layers are on different numbers of "
-                    "ranks; weights alone are read",
-                    files_.dir));
+    log_message(LogLevel::Warning,
+                fmt::format("{}: weights are read without optimizer states: {}", files_.dir,
+                            problem.empty() ? fmt::format("there are none of '{}'", *missing) : problem));
+    return;
   }
 }
 
@@ -104,77 +111,138 @@ size_t DeepspeedBuilder::open_expert_optim(i64 q) {
   return f;
 }
 
-void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {
+std::string DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, size_t f) {
   const Value* optimizer = file(f).root().find("optimizer");
-  if (optimizer == nullptr || !optimizer->is(Kind::Dict)) return;
+  if (optimizer == nullptr || !optimizer->is(Kind::Dict)) return "";
   read_scaler(*optimizer);
   const Value* inner = optimizer->find("optimizer_state_dict");
   if (inner == nullptr) inner = optimizer;
   if (const auto step = adam_step(*optimizer, inner, f)) table_.meta.optimizer_step = *step;
   const Value* masters = optimizer->find("fp32_groups");
-  std::map<std::string, WholeState> found = attribute(candidates, *inner, masters, f);
+  const std::vector<WholeGroup> groups = read_whole_groups(*inner, masters, f);
+  Attribution found = attribute(candidates, groups, f);
   if (!autoep_.empty()) {
-    const std::map<std::string, WholeState> other = attribute(with_routers_last(candidates), *inner, masters, f);
-    if (found.empty()) {
-      found = other;
-    } else if (!other.empty() && other != found) {
-      found.clear();
+    Attribution other = attribute(with_routers_last(candidates), groups, f);
+    if (found.states.empty()) {
+      found = std::move(other);
+    } else if (!other.states.empty() && other.states != found.states) {
+      return fmt::format("{}: the states of routers and of other parameters may be in either order", file(f).path());
     }
   }
-  if (found.empty()) return;
+  if (found.states.empty()) return found.problem;
   for (const State s : kMoments) has(s) = true;
   has(State::Master) = masters != nullptr;
-  whole_states_.merge(found);
+  whole_states_.merge(found.states);
+  return "";
 }
 
-// Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
-// assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
-std::map<std::string, DeepspeedBuilder::WholeState> DeepspeedBuilder::attribute(
-    const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f) const {
+DeepspeedBuilder::WholeGroup DeepspeedBuilder::describe_group(const Value& group, size_t number, size_t f) const {
+  WholeGroup result;
+  const Value* name = group.find("name");
+  const bool is_named = name != nullptr && name->is(Kind::String) && name->text.size() <= 64;
+  result.label = fmt::format("{}: group {} of the optimizer{}", file(f).path(), number,
+                             is_named ? fmt::format(" ('{}')", name->text) : "");
+  const Value* moe = group.find("moe");
+  if (moe == nullptr) return result;
+  check(moe->is(Kind::Bool), Errc::Corrupt, f, "'moe' of group {} of the optimizer is a {}, not a {}", number,
+        kind_name(moe->kind), kind_name(Kind::Bool));
+  result.moe = moe->integer != 0;
+  if (!result.moe || !is_named || !name->text.starts_with(kExpertRanks)) return result;
+  const std::string_view digits = std::string_view(name->text).substr(kExpertRanks.size());
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), result.ep);
+  check(error == std::errc() && end == digits.data() + digits.size() && result.ep > 0, Errc::Corrupt, f,
+        "group {} of the optimizer is of '{}', which is no number of ranks", number, name->text);
+  return result;
+}
+
+std::vector<DeepspeedBuilder::WholeGroup> DeepspeedBuilder::read_whole_groups(const Value& inner, const Value* masters,
+                                                                              size_t f) const {
   const Value *states = inner.find("state"), *groups = inner.find("param_groups");
   if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return {};
   const NumberIndex by_number = index_numbers(*states);
-  std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate: master, moments
+  std::set<i64> seen;
+  std::vector<WholeGroup> result;
   for (size_t g = 0; g < groups->items.size(); ++g) {
+    WholeGroup& group = result.emplace_back(describe_group(*groups->items[g], g, f));
     const Value* ids = groups->items[g]->find("params");
-    if (ids == nullptr) return {};
     const Value* own = masters != nullptr && g < masters->items.size() ? masters->items[g] : nullptr;
-    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return {};
-    std::vector<std::array<const PickleTensor*, 3>> wanted;
-    for (size_t i = 0; i < ids->items.size(); ++i) {
-      const auto stepped = by_number.find(ids->items[i]->integer);
-      if (stepped == by_number.end()) continue;
-      const Value* const state = stepped->second;
-      std::array<const PickleTensor*, 3> tensors{};
-      const Value* values[] = {own == nullptr ? nullptr : own->items[i], state->find("exp_avg"),
-                               state->find("exp_avg_sq")};
-      for (size_t k = 0; k < 3; ++k) {
-        if (values[k] != nullptr && values[k]->is(Kind::Tensor)) tensors[k] = &state_of(*values[k], "a state", f);
-      }
-      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return {};
-      wanted.push_back(tensors);
+    if (ids == nullptr || (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size()))) {
+      group.problem = "lists no parameters, or not a master for each";
+      return result;
     }
+    for (size_t i = 0; i < ids->items.size() && group.problem.empty(); ++i) {
+      const i64 id = ids->items[i]->integer;
+      if (!seen.insert(id).second) {  // few bytes may stand for many groups of the same list
+        group.problem = fmt::format("has parameter {} a second time", id);
+      } else if (const auto state = by_number.find(id); state != by_number.end()) {
+        add_whole_state(group, own == nullptr ? nullptr : own->items[i], *state->second, f);
+      }
+    }
+    if (!group.problem.empty()) return result;
+  }
+  return result;
+}
+
+void DeepspeedBuilder::add_whole_state(WholeGroup& group, const Value* master, const Value& state, size_t f) const {
+  const Value* values[] = {master, state.find("exp_avg"), state.find("exp_avg_sq")};
+  auto& tensors = group.states.emplace_back();
+  for (size_t k = 0; k < 3; ++k) {
+    if (values[k] != nullptr && values[k]->is(Kind::Tensor)) tensors[k] = &state_of(*values[k], "a state", f);
+  }
+  if (tensors[1] == nullptr || tensors[2] == nullptr || (master != nullptr && tensors[0] == nullptr))
+    group.problem = "has no two moments of Adam for each parameter";
+}
+
+// Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
+// assignment that keeps the order and fits the shapes are the same, or nothing is attributed. Experts are in groups of
+// their own if any group says so (`split_params_into_different_moe_groups_for_optimizer`).
+DeepspeedBuilder::Attribution DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates,
+                                                          const std::vector<WholeGroup>& groups, size_t f) const {
+  const bool are_told = std::ranges::any_of(groups, &WholeGroup::moe);
+  const i64 ep = narrow<i64>(files_.expert_optim.size());
+  std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate
+  for (const WholeGroup& group : groups) {
+    const auto problem = [&](const std::string& why) {
+      return Attribution{{}, fmt::format("{} {}", group.label, why)};
+    };
+    if (!group.problem.empty()) return problem(group.problem);
+    if (group.ep > ep)
+      return problem(
+          fmt::format("has experts of ep_size {}, and there are files 'expp_rank_*' of {} ranks", group.ep, ep));
+    if (group.ep != 0 && group.ep < ep)
+      return problem(fmt::format(
+          "has experts of ep_size {}, and others have ep_size {}: nothing states which layers do", group.ep, ep));
+    const auto& wanted = group.states;
     const auto assign = [&](bool backwards) {
       std::vector<size_t> places;
       for (size_t k = 0; k < candidates.size() && places.size() < wanted.size(); ++k) {
         const size_t c = backwards ? candidates.size() - 1 - k : k;
         const auto& next = wanted[backwards ? wanted.size() - 1 - places.size() : places.size()];
-        if (candidates[c].shape == next[1]->shape) places.push_back(c);
+        if ((!are_told || candidates[c].expert == group.moe) && candidates[c].shape == next[1]->shape)
+          places.push_back(c);
       }
-      if (backwards) std::reverse(places.begin(), places.end());
       return places;
     };
     const std::vector<size_t> places = assign(false);
-    if (places.size() != wanted.size() || places != assign(true)) return {};
+    std::vector<size_t> last = assign(true);
+    std::ranges::reverse(last);
+    if (places.size() != wanted.size())
+      return problem(fmt::format("has a state of shape [{}] that fits no {} after those before it",
+                                 fmt::join(wanted[places.size()][1]->shape, ","), group.moe ? "expert" : "parameter"));
     for (size_t i = 0; i < places.size(); ++i) {
-      if (!found.emplace(places[i], wanted[i]).second) return {};
+      const std::string &name = candidates[places[i]].names[0], &other = candidates[last[i]].names[0];
+      if (places[i] != last[i])
+        return problem(fmt::format("has a state of shape [{}] that may be that of '{}' or of '{}'",
+                                   fmt::join(wanted[i][1]->shape, ","), name, other));
+      if (!found.emplace(places[i], wanted[i]).second) return problem(fmt::format("has a second state of '{}'", name));
     }
   }
-  std::map<std::string, WholeState> result;
+  Attribution result;
   for (const auto& [c, tensors] : found) {
-    const auto& [names, shape] = candidates[c];
-    const i64 each = *checked_product(shape) / std::ssize(names);
-    for (size_t i = 0; i < names.size(); ++i) result.try_emplace(names[i], tensors, f, shape, narrow<i64>(i) * each);
+    const Candidate& candidate = candidates[c];
+    const i64 each = *checked_product(candidate.shape) / std::ssize(candidate.names);
+    for (size_t i = 0; i < candidate.names.size(); ++i)
+      result.states.try_emplace(candidate.names[i], tensors, f, candidate.shape, narrow<i64>(i) * each);
   }
   return result;
 }

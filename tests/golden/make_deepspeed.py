@@ -69,6 +69,7 @@ CASES = {
     "autoep-zero2-fp32": (4, zero(2) | {"use_data_before_expert_parallelism": True}, 1, False, 2),
     "autoep-zero3-bf16": (4, BF16 | zero(3, stage3_param_persistence_threshold=20, sub_group_size=300), 1, False, 2),
     "universal-autoep-zero3": (2, BF16 | zero(3), 1, True, 2),
+    "experts-residual-zero0-fp16": (2, FP16, 1, False, 2, True),
     "experts-residual-zero1-fp32": (2, zero(1), 1, False, 2, True),
     "universal-zero1": (2, BF16 | zero(1), 2, True),
     "universal-zero3": (2, BF16 | zero(3), 2, True),
