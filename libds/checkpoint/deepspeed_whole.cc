@@ -160,11 +160,12 @@ std::vector<DeepspeedBuilder::WholeGroup> DeepspeedBuilder::read_whole_groups(co
   const Value *states = inner.find("state"), *groups = inner.find("param_groups");
   if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return {};
   const NumberIndex by_number = index_numbers(*states);
-  std::set<i64> seen;
+  std::set<i64> seen;  // ends the reading of groups that are the same list many times
   std::vector<WholeGroup> result;
   for (size_t g = 0; g < groups->items.size(); ++g) {
-    WholeGroup& group = result.emplace_back(describe_group(*groups->items[g], g, f));
     const Value* ids = groups->items[g]->find("params");
+    if (ids != nullptr && ids->items.empty()) continue;
+    WholeGroup& group = result.emplace_back(describe_group(*groups->items[g], g, f));
     const Value* own = masters != nullptr && g < masters->items.size() ? masters->items[g] : nullptr;
     if (ids == nullptr || (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size()))) {
       group.problem = "lists no parameters, or not a master for each";
@@ -172,7 +173,7 @@ std::vector<DeepspeedBuilder::WholeGroup> DeepspeedBuilder::read_whole_groups(co
     }
     for (size_t i = 0; i < ids->items.size() && group.problem.empty(); ++i) {
       const i64 id = ids->items[i]->integer;
-      if (!seen.insert(id).second) {  // few bytes may stand for many groups of the same list
+      if (!seen.insert(id).second) {
         group.problem = fmt::format("has parameter {} a second time", id);
       } else if (const auto state = by_number.find(id); state != by_number.end()) {
         add_whole_state(group, own == nullptr ? nullptr : own->items[i], *state->second, f);

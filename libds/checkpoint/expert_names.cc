@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "checkpoint/state_source.h"
+#include "formats/fp8_source.h"
 
 namespace ds {
 namespace {
@@ -197,9 +198,12 @@ class Joining {
           if (t.shape != wanted)
             problems.push_back(fmt::format("{} has shape [{}], the model needs [{}]", name, fmt::join(t.shape, ","),
                                            fmt::join(wanted, ",")));
-          if (t.dtype != first.dtype)
+          if (t.dtype == DType::F8E4M3) {  // later messages would name the batch
+            problems.push_back(fmt::format("{} is {}{}", name, dtype_name(t.dtype), missing_scales(name, t.dtype)));
+          } else if (t.dtype != first.dtype) {
             problems.push_back(fmt::format("{} is {}, but {} is {}: the experts of a block need one type", name,
                                            dtype_name(t.dtype), first.name, dtype_name(first.dtype)));
+          }
         }
       }
     }

@@ -8,6 +8,7 @@
 
 #include "checkpoint/state_source.h"
 #include "config/family.h"
+#include "formats/fp8_source.h"
 
 namespace ds {
 namespace {
@@ -199,7 +200,8 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
   std::set<std::string_view> used;
   const auto check_type = [&](const TensorInfo& t) {
     if (!can_convert(DType::F32, t.dtype))
-      match.unreadable.push_back(fmt::format("{} is of type {}", t.name, dtype_name(t.dtype)));
+      match.unreadable.push_back(
+          fmt::format("{} is of type {}{}", t.name, dtype_name(t.dtype), missing_scales(t.name, t.dtype)));
   };
   const std::vector<const model::ParamRow*> rows = model.params();
   const size_t head = rows.size() - model.layers.back()->rows().size();

@@ -9,6 +9,7 @@
 
 #include "config/family.h"
 #include "ds/log.h"
+#include "formats/fp8_source.h"
 
 namespace ds {
 namespace {
@@ -188,8 +189,8 @@ std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view)
       if (s == State::Param) {
         const bool converts = is_float(stored) && !p.name.ends_with(kBalancingBias);
         const DType shown = converts ? view.dtype.value_or(stored) : stored;
-        DS_CHECK(can_convert(shown, stored), Errc::Unavailable, "{}: '{}' is {}, and cannot be shown as {}",
-                 state.path(), p.name, dtype_name(stored), dtype_name(shown));
+        DS_CHECK(can_convert(shown, stored), Errc::Unavailable, "{}: '{}' is {}, and cannot be shown as {}{}",
+                 state.path(), p.name, dtype_name(stored), dtype_name(shown), missing_scales(p.name, stored));
         tensors.push_back({p.name, shown, p.shape});
       } else if (state.stores(s, narrow<i64>(i))) {
         tensors.push_back({state_tensor_name(s, p.name), DType::F32, p.shape});

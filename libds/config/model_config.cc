@@ -214,11 +214,20 @@ void check_fp8(const Json& section, Reader& r) {
   };
   static const Taken kTaken[] = {{"fmt", Json::array({"e4m3"})},
                                  {"weight_block_size", Json::array({Json::array({128, 128})})},
-                                 {"activation_scheme", Json::array({"dynamic", nullptr})}};
+                                 {"activation_scheme", Json::array({"dynamic", nullptr})},
+                                 {"scale_fmt", Json::array({"float", nullptr})},
+                                 {"expert_dtype", Json::array({"fp8", nullptr})},
+                                 {"dequantize", Json::array({false, true})}};
   constexpr std::string_view kSection = "quantization_config";
   if (!section.contains("weight_block_size"))
     r.not_yet(kSection, "\"quant_method\" \"fp8\" without a weight_block_size (it is [128, 128])");
   for (const auto& [name, value] : section.items()) {
+    if (name == "scale_fmt" && value == "ue8m0") {
+      r.not_yet(kSection,
+                "\"scale_fmt\" \"ue8m0\" of weights in \"fp8\": scales of type E8M0 are not read; if the file has its "
+                "weight_scale_inv in fp32, remove the key, else convert the weights to bf16");
+      continue;
+    }
     if (name == "quant_method" || name == "modules_to_not_convert" || name == "ignored_layers") continue;
     const auto* const taken = std::ranges::find(kTaken, name, &Taken::key);
     if (taken == std::end(kTaken)) {

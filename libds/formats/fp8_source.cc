@@ -70,12 +70,32 @@ class DecodedSource final : public TensorSource {
   mutable std::vector<float> scales_;
 };
 
+// Codes need scales: a file that has those of other matrices lacks these, or has them in a type that is not read.
+void check_scales(const TensorSource& source, const TensorInfo& codes) {
+  if (codes.dtype != DType::F8E4M3 || codes.shape.size() != 2) return;
+  const std::string scales = codes.name + std::string(kScaleInv);
+  const auto it = std::ranges::find(source.foreign(), scales, &ForeignTensor::name);
+  DS_CHECK(
+      it == source.foreign().end(), Errc::Unavailable,
+      "{}: '{}', the scales of '{}', are of type {}, which is not read: store them in fp32, or convert the weights "
+      "to bf16",
+      source.path(), scales, codes.name, it->type);
+  throw Error(Errc::Mismatch, fmt::format("{}: '{}' is {}{}", source.path(), codes.name, dtype_name(codes.dtype),
+                                          missing_scales(codes.name, codes.dtype)));
+}
+
 }  // namespace
+
+std::string missing_scales(std::string_view name, DType dtype) {
+  if (dtype != DType::F8E4M3) return "";
+  return fmt::format(", and its scales, '{}{}', are missing: add them to the file, or convert the weights to bf16",
+                     name, kScaleInv);
+}
 
 std::unique_ptr<TensorSource> decode_fp8(std::unique_ptr<TensorSource> source) {
   const std::vector<TensorInfo>& all = source->list();
-  const auto is_scales = [](const TensorInfo& t) { return t.name.ends_with(kScaleInv); };
-  if (std::ranges::none_of(all, is_scales)) return source;
+  const auto is_scales = [](const auto& t) { return t.name.ends_with(kScaleInv); };
+  if (std::ranges::none_of(all, is_scales) && std::ranges::none_of(source->foreign(), is_scales)) return source;
   std::vector<TensorInfo> list;
   std::vector<size_t> tensors;
   std::vector<std::optional<CodedMatrix>> coded;
@@ -87,7 +107,10 @@ std::unique_ptr<TensorSource> decode_fp8(std::unique_ptr<TensorSource> source) {
     tensors.push_back(i);
     std::optional<CodedMatrix>& matrix = coded.emplace_back();
     const TensorInfo* const scales = source->find(t.name + std::string(kScaleInv));
-    if (scales == nullptr) continue;
+    if (scales == nullptr) {
+      check_scales(*source, t);
+      continue;
+    }
     ++used;
     DS_CHECK(t.dtype == DType::F8E4M3 && t.shape.size() == 2 && scales->shape == shape_of_scales(t.shape) &&
                  can_convert(DType::F32, scales->dtype),

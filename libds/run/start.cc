@@ -107,6 +107,21 @@ void warn_of_fp8(const Config& now, const CheckpointMeta& meta, const std::strin
                           bits ? "losses differ by roundings from those of an unchanged run" : "no loss changes"));
 }
 
+// Warns if the loss that balances experts is formed over other tokens than before.
+void warn_of_balance_loss(const Config& now, const CheckpointMeta& meta, const std::string& source) {
+  constexpr const char* kKey = "gradient_accumulation_steps";
+  if (!now.model.experts.balances_over(BalanceOver::GlobalBatch)) return;
+  if (meta.step == 0 || meta.config_json.empty()) return;
+  const Json saved = Json::parse(meta.config_json);
+  const auto before = saved.find(kKey);
+  if (before == saved.end() || !before->is_number_integer() || *before == now.batch.accumulation) return;
+  log_message(
+      LogLevel::Warning,
+      fmt::format("{} was trained with {} {}, and this run has {}: model.moe.loss_over \"global_batch\" counts "
+                  "tokens over the micro-batches of a step so far, so another loss is minimised; {} {} keeps it",
+                  source, kKey, before->dump(), now.batch.accumulation, kKey, before->dump()));
+}
+
 // The values of keys that an attention_identity() states.
 std::map<std::string, std::string> attention_keys(const std::string& identity) {
   constexpr const char *kSparse = "sparse_attention", *kToken = "data.document_token",
@@ -168,6 +183,7 @@ void check_same_run(const Request& request, const RunData& data, const Checkpoin
            "{} was made with seed {}, this run has {}", source, *meta.seed, config.seed);
   if (request.is_root()) warn_of_schedule(config, meta, source);
   if (request.is_root()) warn_of_fp8(config, meta, source);
+  if (request.is_root()) warn_of_balance_loss(config, meta, source);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && request.is_root())
     log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
                                                "going on with those of this configuration",

@@ -246,6 +246,15 @@ PY
   cmp all.safetensors stages.safetensors
   ds-train cfg.json --out alone "${over[@]}"
   [[ $(losses alone) != "$(losses all)" ]] || fail "four micro-batches in a row are as two"
+  # Another number of micro-batches in a row is another loss; the loss over a micro-batch does not depend on it.
+  local step=all/step-00000006
+  run --separate-stderr -0 ds-train cfg.json --out again --resume $step "${over[@]}" --steps 7
+  [[ $stderr == *"$step was trained with gradient_accumulation_steps 2, and this run has 4: "*"another loss is minimised; \
+gradient_accumulation_steps 2 keeps it"* ]] || fail "$stderr"
+  run --separate-stderr -0 ds-train cfg.json --out kept --resume $step "${over[@]}" --steps 7 --set train_batch_size=4
+  [[ $stderr != *"another loss is minimised"* ]] || fail "$stderr"
+  run --separate-stderr -0 ds-train cfg.json --out micro --resume $step --steps 7
+  [[ $stderr != *"another loss is minimised"* ]] || fail "$stderr"
   run --separate-stderr ds-memreport cfg.json -n 2 "${over[@]}"
   [[ $output == *"dp.all_reduce"* ]] || fail "$output"
   # 2 sparse blocks, 2 micro-batches, 4 bytes for each of 8 experts.

@@ -523,13 +523,24 @@ TEST_F(DeepSpeedDirectory, ExpertsThatNoGroupTellsFromDenseMlpsAreReadWithoutSta
   };
   using ::testing::HasSubstr;
   EXPECT_THAT(open_changed("moe", "mox"),
-              HasSubstr("expp_rank_0_mp_rank_00_optim_states.pt: group 0 of the optimizer ('all') has a state of shape "
-                        "[9,7] that may be that of 'blocks.0.mlp.up.weight' or of "));
+              HasSubstr("expp_rank_0_mp_rank_00_optim_states.pt: group 1 of the optimizer ('ep_size_2') has a state of "
+                        "shape [9,7] that may be that of 'blocks.0.mlp.up.weight' or of "
+                        "'blocks.0.deepspeed_moe.experts.deepspeed_experts.0.up.weight'"));
   EXPECT_THAT(open_changed("ep_size_2", "ep_size_4"),
               HasSubstr("group 1 of the optimizer ('ep_size_4') has experts of ep_size 4, and there are files "
                         "'expp_rank_*' of 2 ranks"));
   EXPECT_THAT(open_changed("ep_size_2", "ep_size_1"), HasSubstr("has experts of ep_size 1, and others have ep_size 2"));
   EXPECT_THAT(open_changed("exp_avg_sq", "exp_avg_xx"), HasSubstr("has no two moments of Adam for each parameter"));
+  const std::string tag = copy("experts-residual-zero0-fp16") + "/expp_rank_";
+  for (const char* rank : {"1", "0"}) {
+    ASSERT_TRUE(fs::remove(tag + rank + "_mp_rank_00_optim_states.pt"));
+    std::string log;
+    set_log_sink([&](LogLevel, std::string_view line) { log += line; });
+    EXPECT_FALSE(open_deepspeed(dir_.path())->has(State::ExpAvg));
+    set_log_sink({});
+    EXPECT_THAT(
+        log, HasSubstr(fmt::format("has experts of ep_size 2, and there are files 'expp_rank_*' of {} ranks", rank)));
+  }
 }
 
 TEST_F(DeepSpeedDirectory, GroupsOfExpertsThatAreDamagedAreNamed) {

@@ -246,6 +246,9 @@ TEST_P(Experts, OfABlockHaveOneTypeThatIsRead) {
   const auto at = std::ranges::find(list, matrix(1, c.gate), &TensorInfo::name);
   at->dtype = DType::BF16;
   EXPECT_ERROR(join_experts(model, list, {}, "file"), Errc::Mismatch, matrix(1, c.gate) + " is bf16, but ");
+  at->dtype = DType::F8E4M3;
+  EXPECT_ERROR(join_experts(model, list, {}, "file"), Errc::Mismatch,
+               fmt::format("{0} is fp8_e4m3, and its scales, '{0}_scale_inv', are missing", matrix(1, c.gate)));
   list.erase(at);
   const std::vector<ForeignTensor> foreign = {{matrix(1, c.gate), "F8_E8M0"}};
   EXPECT_ERROR(join_experts(model, list, foreign, "file"), Errc::Unavailable,

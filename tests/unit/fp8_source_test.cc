@@ -96,8 +96,34 @@ TEST(Fp8Source, NamesWhatDoesNotAgree) {
   EXPECT_ERROR(open({"a.weight", DType::F32, {300, 260}}, {3, 3}), Errc::Mismatch, "'a.weight' is fp32 [300,260]");
   EXPECT_ERROR(open({"a.weight", DType::F8E5M2, {300, 260}}, {3, 3}), Errc::Mismatch, "'a.weight' is fp8_e5m2");
   EXPECT_ERROR(open({"b.weight", DType::F32, {2}}, {3, 3}), Errc::Mismatch, "scales of a matrix that is not there");
-  // Codes without scales stay codes, which nothing takes for weights.
+  // Codes without scales stay codes, which nothing takes for weights, unless other matrices have scales.
   EXPECT_EQ(open(weight, {})->at("a.weight").dtype, DType::F8E4M3);
+}
+
+TEST(Fp8Source, NamesScalesThatAreMissingOrOfATypeThatIsNotRead) {
+  const TempDirectory dir;
+  const Matrix m(300, 260);
+  const auto file = [&](const std::string& name, std::vector<Named> tensors) {
+    write(dir / name, tensors);
+    return dir / name;
+  };
+  const Named a{{"a.weight", DType::F8E4M3, {300, 260}}, m.codes.data()},
+      b{{"b.weight", DType::F8E4M3, {300, 260}}, m.codes.data()},
+      scales{{"a.weight_scale_inv", DType::F32, {3, 3}}, m.scales.data()};
+  EXPECT_ERROR(
+      open_source(file("one.safetensors", {a, b, scales})), Errc::Mismatch,
+      "one.safetensors: 'b.weight' is fp8_e4m3, and its scales, 'b.weight_scale_inv', are missing: add them to "
+      "the file, or convert the weights to bf16");
+  // Scales of one byte are written as another type of one byte, under whose name the header then has theirs.
+  const Named bytes{{"a.weight_scale_inv", DType::F8E5M2, {3, 3}}, m.codes.data()};
+  const std::string path = file("bytes.safetensors", {a, bytes});
+  std::string text = testing::read_file(path);
+  const size_t at = text.find("F8_E5M2");
+  ASSERT_NE(at, text.npos);
+  testing::write_file(path, text.replace(at, 7, "F8_E8M0"));
+  EXPECT_ERROR(open_source(path), Errc::Unavailable,
+               "'a.weight_scale_inv', the scales of 'a.weight', are of type F8_E8M0, which is not read: store them in "
+               "fp32, or convert the weights to bf16");
 }
 
 }  // namespace fp8_source_test

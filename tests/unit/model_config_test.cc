@@ -353,7 +353,8 @@ TEST(ModelConfig, Fp8OfPublishedWeights) {
   };
   constexpr std::string_view kBlocks = R"(, "weight_block_size": [128, 128])";
   for (const std::string_view more :
-       {"", R"(, "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"])"})
+       {"", R"(, "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"])",
+        R"(, "scale_fmt": "float", "expert_dtype": "fp8", "dequantize": false, "modules_to_convert": null)"})
     EXPECT_EQ(load(with(fmt::format("{}{}", kBlocks, more))).layers, 32);
   for (const auto& [members, why] :
        {std::pair{"", "without a weight_block_size"},
@@ -361,7 +362,11 @@ TEST(ModelConfig, Fp8OfPublishedWeights) {
         {R"(, "weight_block_size": [1, 128])", "\"weight_block_size\" [1,128]"},
         {R"(, "weight_block_size": [128, 128], "fmt": "e5m2")", "\"fmt\" \"e5m2\""},
         {R"(, "weight_block_size": [128, 128], "activation_scheme": "static")", "\"activation_scheme\" \"static\""},
-        {R"(, "weight_block_size": [128, 128], "scale_fmt": "ue8m0")", "\"scale_fmt\""}}) {
+        {R"(, "weight_block_size": [128, 128], "expert_dtype": "fp4")", "\"expert_dtype\" \"fp4\""},
+        {R"(, "weight_block_size": [128, 128], "scale_fmt": "e4m3")", "\"scale_fmt\" \"e4m3\""},
+        {R"(, "weight_block_size": [128, 128], "scale_fmt": "ue8m0")",
+         "\"scale_fmt\" \"ue8m0\" of weights in \"fp8\": scales of type E8M0 are not read; if the file has its "
+         "weight_scale_inv in fp32, remove the key"}}) {
     try {
       load(with(members));
       ADD_FAILURE() << members;

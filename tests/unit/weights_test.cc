@@ -199,6 +199,7 @@ TEST_P(Weights, UnreadableTypesAreNamedAndNotMissing) {
   t.type = "F8_E4M3";
   t.data.resize(t.data.size() / 4);
   EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type fp8_e4m3");
+  EXPECT_ERROR(load(file), Errc::Unavailable, "its scales, '" + names[0] + "_scale_inv', are missing: add them");
   EXPECT_ERROR(load(file), Errc::Unavailable, dir / "w.safetensors");
   t.type = "I64";
   t.data.resize(t.data.size() * 8);
