@@ -101,7 +101,7 @@ ordinary() { # optimizer where
       local job=$!
       until_true 30 some_rank_here
       sleep "0.$((RANDOM % 6))"
-      [[ $victim == server ]] || ranks_here | xargs -r kill -9
+      [[ $victim == server ]] || ranks_here | xargs -r kill -9 || true # some have ended in the meantime
       if [[ $victim != ranks ]]; then
         kill -9 "$server"
         wait "$server" || true
@@ -143,7 +143,7 @@ ordinary() { # optimizer where
       train 2 "${more[@]}" &
       local job=$!
       until_true 60 steps_at_least away $((before + 4))
-      [[ $victim == server ]] || ranks_here | xargs -r kill -9
+      [[ $victim == server ]] || ranks_here | xargs -r kill -9 || true # some have ended in the meantime
       if [[ $victim != ranks ]]; then
         kill -9 "$server"
         wait "$server" || true
