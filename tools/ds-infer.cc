@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-infer: continues and scores texts, many at a time, from lines of JSON to lines of JSON.
 
+#include <algorithm>
 #include <concepts>
 #include <limits>
 #include <memory>
@@ -63,6 +64,7 @@ int run_job(const ds::tools::TextJobOptions& o, const ds::tools::OpenModel& mode
   ds::tools::stop_after_a_step();
   const ds::InferCounts counts = run.infer(
       model.sizes, {.next = [&](bool waits) { return job->next(waits); },
+                    .ended = [&] { return job->ended(); },
                     .done = [&](ds::u64 number, ds::TextResult result) { job->done(number, std::move(result)); },
                     .stop_signal = ds::tools::stop_signal});
   if (!job) return 0;
@@ -73,9 +75,9 @@ int run_job(const ds::tools::TextJobOptions& o, const ds::tools::OpenModel& mode
   }
   job->finish();
   if (ds::tools::verbose())
-    ds::tools::report_note(fmt::format("{} texts, {} new tokens; {} passes over {} tokens; {} reused, {} texts put off",
-                                       counts.texts, counts.new_tokens, counts.passes, counts.tokens, counts.reused,
-                                       counts.put_off));
+    ds::tools::report_note(fmt::format(
+        "{} texts, {} new tokens in {:.3f} s; {} passes over {} tokens; {} reused, {} texts put off", counts.texts,
+        counts.new_tokens, counts.seconds, counts.passes, counts.tokens, counts.reused, counts.put_off));
   return job->errors() > 0 ? 1 : 0;
 }
 
@@ -83,7 +85,7 @@ int run(const Options& o, Output& out) {
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
   const ds::tools::OpenModel model = o.inference.open(ranks);
   if (o.check) {
-    ds::tools::print_prediction(model.config, ranks, out, model.sizes, nullptr, {});
+    ds::tools::print_session(model.config, ranks, out, model.sizes);
     return 0;
   }
   const auto identity = [&](const ds::TextCodec& codec) {
@@ -110,6 +112,18 @@ int score(const Options& o, Output& out) {
       [&](const ds::TextCodec&) { return fmt::format("scores {}", o.cuts); }, out);
 }
 
+// Options of the tool itself that stand before or after a subcommand would have no effect.
+void check_options(const CLI::App& app, const CLI::App& command) {
+  for (const CLI::Option* option : app.get_options()) {
+    constexpr std::string_view kOfAll[] = {"json", "output", "quiet", "verbose", "help", "version", "completion"};
+    const bool of_all =
+        !option->get_lnames().empty() && std::ranges::find(kOfAll, option->get_lnames().front()) != std::end(kOfAll);
+    if (option->count() > 0 && !of_all)
+      throw ds::Error(ds::Errc::Config,
+                      fmt::format("{} has no effect with {}", option->get_name(), command.get_name()));
+  }
+}
+
 void add_sampling(CLI::App& app, Options& o) {
   constexpr i64 kMost = std::numeric_limits<ds::i32>::max();
   const auto number = [&]<class T>(const char* name, const char* type, std::optional<T>& value, T low, T high,
@@ -127,7 +141,7 @@ void add_sampling(CLI::App& app, Options& o) {
          "most new tokens of a line without max_tokens (default 200)");
   number("--temperature", "T", o.temperature, 0.0, 1e6, "0 takes the most likely token");
   number("--top-k", "K", o.top_k, i64{0}, kMost, "sample among the K most likely tokens; 0: among all");
-  number("--top-p", "P", o.top_p, 1e-9, 1.0, "sample among the most likely tokens of together this probability");
+  number("--top-p", "P", o.top_p, 0.0, 1.0, "sample among the most likely tokens of together this probability");
   number("--min-p", "P", o.min_p, 0.0, 1.0, "sample among tokens of at least this share of the largest probability");
   add_number(app, "--seed", o.seed, 0, std::numeric_limits<ds::u32>::max(), "seed of lines without one (default 0)")
       ->type_name("N")
@@ -159,7 +173,10 @@ int main(int argc, char** argv) {
         scores->add_flag("--cut", o.cuts, "leave out the beginning of a context that is too long");
         CLI::App* const bench = app.add_subcommand("bench", "measure the rates of prompts and of new tokens");
         o.bench.add_options(*bench);
-        return [&o, scores, bench](Output& out) {
+        scores->excludes(bench);
+        return [&o, &app, scores, bench](Output& out) {
+          for (const CLI::App* command : {scores, bench})
+            if (command->parsed()) check_options(app, *command);
           if (scores->parsed()) return score(o, out);
           return bench->parsed() ? o.bench.run(out) : run(o, out);
         };

@@ -76,7 +76,7 @@ i32 Sampler::sample(std::span<const float> given, const Sampling& o, std::span<c
   std::make_heap(order_.begin(), end, after);
   const bool filtered = o.top_p < 1 || o.min_p > 0;
   double kept = filtered ? 0 : total;
-  while (filtered && kept < o.top_p * total && end != order_.begin()) {
+  while (filtered && (kept == 0 || kept < o.top_p * total) && end != order_.begin()) {
     const double w = weight(next());
     if (kept > 0 && w < o.min_p) {  // the largest weight is 1
       ++end;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <utility>
 
 #include "comm/message_tag.h"
@@ -66,7 +67,7 @@ void Session::take_memory() {
   });
   model::upload_layout(memory_, model_, device_);
   if (!p.rope_apart) model::upload_rotations(memory_, model_, 0, p.sizes.context, device_);
-  logits_.resize(static_cast<size_t>(p.logit_rows * model_.vocab));
+  if (!device_.is_host()) logits_.resize(static_cast<size_t>(p.logit_rows * model_.vocab));
   places_.resize(static_cast<size_t>(p.sizes.at_once));
   arrays_.resize(model_.layers.size());
   char* at = static_cast<char*>(cache_.data());
@@ -343,7 +344,7 @@ void Session::run_layers(std::span<const Part> parts) {
       .pp()
       .broadcast(logits.data, logits.bytes(), plan_.last_stage, message_text(Axis::Pp, Collective::Broadcast))
       .wait();
-  device_.download(logits_.data(), logits.data, logits.bytes());
+  if (!device_.is_host()) device_.download(logits_.data(), logits.data, logits.bytes());
 }
 
 // Samples the tokens that the rows of logits ask for, and computes the logarithms of their probabilities.
@@ -361,7 +362,6 @@ void Session::take_logits() {
     logprobs |= !samples || s->request.logprobs;
     targets_.push_back(samples ? sampler_.sample(z, s->request.sampling, s->tokens, s->prompt) : s->tokens[at]);
   }
-  losses_.assign(targets_.size(), 0);
   if (logprobs) compute_losses();
 }
 
@@ -373,7 +373,9 @@ void Session::deliver(std::span<const Part> parts, Listener& listener) {
     bool goes_on = s.fresh() > 0 || s.generates();
     for (; row < wanted_.size() && wanted_[row].sequence == &s; ++row) {
       const bool given = wanted_[row].at < s.size();
-      const Row here{logits_of(row), given || s.request.logprobs ? -losses_[row] : 0};
+      Row here{logits_of(row)};
+      if (given || s.request.logprobs)
+        here.logprob = 0 - losses_[row], here.top = tops_[row], here.log_sum = std::log(sums_[row]);
       if (const i64 at = wanted_[row].at; at < s.size()) {
         listener.scored(s.id, at, here);
         s.next_scored = at + 1;
@@ -391,7 +393,7 @@ void Session::deliver(std::span<const Part> parts, Listener& listener) {
 
 std::span<const float> Session::logits_of(size_t row) const noexcept {
   const auto V = static_cast<size_t>(model_.vocab);
-  return {logits_.data() + row * V, V};
+  return {(device_.is_host() ? memory_.logits.as<float>() : logits_.data()) + row * V, V};
 }
 
 // losses_[i] = the loss of targets_[i], as training computes it.
@@ -407,7 +409,10 @@ void Session::compute_losses() {
   ops.vocab_max(stat(0), z, stream);
   ops.vocab_sums(stat(1), stat(2), z, stat(0), targets, 0, params, stream);
   ops.vocab_grad(losses, {}, z, stat(1), stat(2), stat(0), targets, 0, params, stream);
-  device_.download(losses_.data(), losses.data, losses.bytes());
+  for (const auto& [to, from] : {std::pair{&losses_, losses}, {&tops_, stat(0)}, {&sums_, stat(1)}}) {
+    to->resize(targets_.size());
+    device_.download(to->data(), from.data, from.bytes());
+  }
 }
 
 }  // namespace ds::infer

@@ -31,6 +31,10 @@ struct Request {
 struct Row {
   std::span<const float> logits;  // before temperature and penalties
   float logprob = 0;              // natural logarithm of the probability of the token after it, by these logits
+  float top = 0, log_sum = 0;     // the largest logit; the logarithm of the sum of e^(logit - top)
+
+  // The same for any token, if logarithms were asked for.
+  float logprob_of(i32 id) const noexcept { return 0 - (log_sum - (logits[static_cast<size_t>(id)] - top)); }
 };
 
 class Session {
@@ -119,7 +123,8 @@ class Session {
   };
   std::vector<Wanted> wanted_;
   std::vector<i32> ids_, positions_, rotations_, logit_rows_, targets_;
-  std::vector<float> logits_, losses_;
+  std::vector<float> logits_;  // unless the host reads those of the device
+  std::vector<float> losses_, tops_, sums_;
   Sampler sampler_;
 };
 

@@ -154,7 +154,10 @@ std::optional<i64> session_scratch(const model::Model& model, const plan::RunPla
         });
   };
   const i64 context = session.sizes.context;
-  for (i64 rows = 1; rows <= session.rows; ++rows) walk(rows, context);
+  // From some thousand rows on, tiles have their largest sizes.
+  constexpr i64 kEach = 2048, kStep = 512;
+  for (i64 rows = 1; rows < session.rows; rows += rows < kEach ? 1 : kStep) walk(rows, context);
+  walk(session.rows, context);
   for (i64 length = 1;
        std::ranges::any_of(model.layers, [](const auto& layer) { return layer->cache().makes; }) && length < context;
        ++length)

@@ -22,7 +22,6 @@ using infer::Row;
 using infer::Session;
 
 TokenScore score_of(const Row& row, i32 id, i64 most) {
-  const float at = row.logits[static_cast<size_t>(id)];
   TokenScore score{.id = id, .logprob = row.logprob};
   const auto before = [&](i32 a, i32 b) {
     const float x = row.logits[static_cast<size_t>(a)], y = row.logits[static_cast<size_t>(b)];
@@ -33,8 +32,7 @@ TokenScore score_of(const Row& row, i32 id, i64 most) {
   score.most_likely = *std::ranges::min_element(order, before) == id;
   const auto top = order.begin() + std::min(most, std::ssize(order));
   std::partial_sort(order.begin(), top, order.end(), before);
-  for (auto i = order.begin(); i != top; ++i)
-    score.top.emplace_back(*i, *i == id ? row.logprob : row.logprob + (row.logits[static_cast<size_t>(*i)] - at));
+  for (auto i = order.begin(); i != top; ++i) score.top.emplace_back(*i, *i == id ? row.logprob : row.logprob_of(*i));
   return score;
 }
 
@@ -276,7 +274,7 @@ class Sessions {
       const bool waits = *std::ranges::max_element(open_) == 0 && m.requests.empty();
       std::optional<TextRequest> request = hooks_.next(waits);
       if (!request) {
-        m.over = waits;
+        m.over = hooks_.ended();
         break;
       }
       const int group = static_cast<int>(least - open_.begin());

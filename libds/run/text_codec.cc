@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -53,14 +54,17 @@ void read_generation_config(const std::string& folder, TextRequest& r, std::vect
       warnings.push_back(fmt::format("{}: {} {} is not honoured", path, key, found->dump()));
   }
   number("repetition_penalty", r.repetition_penalty, 1e-6, 1e6);
+  number("max_new_tokens", r.max_tokens, 1, 1e9);
   const auto samples = config.find("do_sample");
+  DS_CHECK(samples == config.end() || samples->is_null() || samples->is_boolean(), Errc::Corrupt,
+           "{}: do_sample must be true or false", path);
   if (samples == config.end() || *samples != Json(true)) {
     r.temperature = 0;
     return;
   }
   number("temperature", r.temperature, 0, 1e6);
   number("top_k", r.top_k, 0, 1e9);
-  number("top_p", r.top_p, 1e-9, 1);
+  number("top_p", r.top_p, 0, 1);
   number("min_p", r.min_p, 0, 1);
 }
 
@@ -114,12 +118,24 @@ std::vector<i32> TextCodec::encode_chat(std::string_view conversation) const {
     DS_CHECK(variables->is_object(), Errc::Config, "chat_template_kwargs must be an object");
     o.variables = *variables;
   }
+  const std::string text = s.chat->render(object.at("messages"), o).text;
+  for (const auto& [name, value] : {std::pair{"tools", &ChatOptions::tools}, {"documents", &ChatOptions::documents}}) {
+    ChatOptions without = o;
+    without.*value = nullptr;
+    DS_CHECK(o.*value == nullptr || (o.*value)->empty() || s.chat->render(object.at("messages"), without).text != text,
+             Errc::Unavailable, "the chat template does not use {}", name);
+  }
   std::vector<i32> ids;
-  s.tokenizer->encode(s.chat->render(object.at("messages"), o).text, ids);
+  s.tokenizer->encode(text, ids);
   return ids;
 }
 std::string TextCodec::decode(const std::vector<i32>& tokens) const { return state_->tokenizer->decode(tokens); }
-std::string TextCodec::piece(i32 id) const { return state_->tokenizer->piece(id); }
+// Tokenizers may drop a blank before the first token of a text.
+std::string TextCodec::token_text(i32 id) const {
+  const i32 twice[] = {id, id};
+  const std::string one = state_->tokenizer->decode(std::span(twice).first(1)), two = state_->tokenizer->decode(twice);
+  return two.size() >= one.size() ? two.substr(one.size()) : one;
+}
 bool TextCodec::ends(i32 id) const { return std::ranges::find(state_->ends, id) != state_->ends.end(); }
 i64 TextCodec::model_vocab() const noexcept { return state_->vocab; }
 const std::vector<std::string>& TextCodec::warnings() const noexcept { return state_->warnings; }

@@ -125,8 +125,10 @@ struct Match : WeightMatch {
 Match match(const model::Model& model, const std::string& path, bool new_head) {
   std::unique_ptr<TensorSource> source = join_experts(model, open_weights(path));
   WeightMatch found = match_weights(model, *source, new_head);
-  DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:\n  {}",
-           source->path(), first_lines(found.unreadable, "\n  "));
+  const char* const types =
+      is_gguf(path) ? "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K" : "fp64, fp32, bf16 and fp16";
+  DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only {} are read:\n  {}", source->path(), types,
+           first_lines(found.unreadable, "\n  "));
   DS_CHECK(found.unfit.empty() && found.extra.empty(), Errc::Mismatch, "{} does not fit the model:\n  {}",
            source->path(), found.misfits(true));
   // transformers unties such a model: to drop the tied name would train another one.

@@ -134,6 +134,30 @@ JSON
   assert_output --partial "is nested more than 64 deep"
   : | infer >empty
   assert [ ! -s empty ]
+  # Nothing to score is no reason to end the run, and requests do not stay in results.
+  run -1 --separate-stderr infer <<<'{"prompt": [3], "max_tokens": 0, "prompt_logprobs": true}
+{"prompt": [3], "max_tokens": 1, "prompt_logprobs": true}
+{"prompt": [3, 4], "max_tokens": 1, "n": 2, "logprobs": true, "prompt_logprobs": true}
+{"prompt": [3], "top_logprobs": 2}
+{"prompt": [3], "logprobs": 2, "top_logprobs": 2}
+{"prompt": [3], "n": 1000, "max_tokens": 60, "logprobs": 90}'
+  printf '%s\n' "${lines[@]}" >out.jsonl
+  assert_equal "$(each '"error" in d, d.get("prompt_logprobs"), "logprobs" in d' <out.jsonl | tr '\n' ' ')" \
+    '[true, null, false] [false, [], false] [false, null, false] [true, null, false] [true, null, false] [true, null, false] '
+  assert_equal "$(sed -n 3p out.jsonl | each '[len(c.get("prompt_logprobs", [])) for c in d["choices"]]')" "[1, 0]"
+  # Bytes of tokens that are no text by themselves.
+  infer <<<'{"prompt": "a", "max_tokens": 40, "seed": 2, "logprobs": 1}' |
+    each 'all(t["bytes"] == [t["id"]] if t["id"] > 127 else t["token"] == chr(t["id"]) for t in d["logprobs"])' | grep -qx true
+}
+
+@test "members of a line come back as they stood there" {
+  trained
+  echo ' {"id": 12345678901234567890123, "f": 1.50e10, "s": "a\"}{,", "step": [1,{"need": 2}], "prompt": "a" , "text": 3, "max_tokens": 2} ' |
+    infer >out.jsonl
+  assert_regex "$(cat out.jsonl)" '^\{"schema":"ds-infer/[0-9]+","id": 12345678901234567890123,"f": 1.50e10,"s": "a\\"\}\{,","step": \[1,\{"need": 2\}\],"prompt": "a","max_tokens": 2,"text":"'
+  each 'len(d["tokens"])' <out.jsonl | grep -qx 2
+  run -1 --separate-stderr infer <<<'{"prompt": "a", "max_new_tokens": 1}'
+  [[ $stderr == *"max_new_tokens is not honoured"* ]]
 }
 
 @test "OpenAI's batch format" {
@@ -183,8 +207,34 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   assert [ ! -e out.jsonl.progress ]
   run -2 infer in.jsonl -o out.jsonl --resume
   assert_output --partial "out.jsonl.progress is missing"
+  # Lines that were errors count in the status of the run that goes on; an input that ends early is no success.
+  printf '{"prompt": ""}\n{"prompt": "a", "max_tokens": 2}\n{"prompt": "b", "max_tokens": 2}\n' >some.jsonl
+  (head -2 some.jsonl; sleep 20) | ds-infer run - -o some.out 2>/dev/null &
+  until_true 60 grep -q max_tokens some.out
+  kill -9 $!
+  wait $! || true
+  cp some.out torn.out
+  cp some.out.progress torn.out.progress
+  run -3 ds-infer run <(head -1 some.jsonl) -o torn.out --resume
+  assert_output --partial "answers 1 lines that it did not have"
+  assert [ -e torn.out.progress ]
+  run -1 infer some.jsonl -o some.out --resume
+  assert_equal "$(wc -l <some.out)" 3
   run -2 infer in.jsonl --resume
   assert_output --partial -- "--resume needs --out"
+}
+
+@test "answers that wait for a slow line are bounded" {
+  trained
+  # The first line is slow; the others are short and have 100 kB each.
+  python3 -c 'import json
+print(json.dumps({"prompt": "a", "max_tokens": 60, "n": 900, "seed": 1}))
+for i in range(1200): print(json.dumps({"prompt": "b", "max_tokens": 1, "blob": "x" * 100000}))' >in.jsonl
+  python3 -c 'import resource, subprocess
+subprocess.run(["ds-infer", "run", "in.jsonl", "--batch", "2"], stdout=open("out.jsonl", "w"), check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)' >kib
+  assert_equal "$(wc -l <out.jsonl)" 1201
+  assert [ "$(cat kib)" -lt 200000 ]
 }
 
 @test "lines come from a pipe as they are written" {
@@ -200,6 +250,10 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   assert_equal "$(each 'd["id"]' <<<"$line")" 2
   exec 5>&-
   wait $!
+  # Several ranks wait as long as the pipe does.
+  (lines | head -1; sleep 5; lines | sed -n 2p) |
+    ds-launch -n 2 ds-infer run --set pipeline.stages=2 --set communication.timeout_s=3 >slow.jsonl
+  cmp slow.jsonl <(lines | head -2 | infer)
 }
 
 @test "score: continuations, whole texts in windows" {
@@ -212,6 +266,8 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   ds-infer score run in.jsonl >scored.jsonl
   assert_equal "$(each 'd["scores"][0]["is_greedy"]' <scored.jsonl)" true
   cmp <(each '[t["logprob"] for t in d["scores"][0]["tokens"]]' <scored.jsonl) <(each '[t["logprob"] for t in d["logprobs"]]' <written.jsonl)
+  # A blank of any kind at the end of a context belongs to the continuation.
+  ds-infer score run <<<'{"context": "a\u3000", "continuations": ["b"]}' | each 'len(d["scores"][0]["tokens"])' | grep -qx 4
   run -1 --separate-stderr ds-infer score run <<<'{"context": "", "continuations": ["a"]}'
   [[ $stderr == *"nothing is before the text"* ]]
   python3 -c 'print("{\"context\": \"" + "x" * 80 + "\", \"continuations\": [\"abc\"]}")' >long.jsonl
@@ -228,6 +284,14 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   run -0 ds-infer bench run -p 16 -n 0 -r 1 --json
   assert_output --partial '"test":"pp16"'
   run -2 ds-infer bench run -p 0 -n 0
+  run -0 ds-infer bench run -r 1 # no more than the model has positions for
+  assert_output --partial "pp63"
+  run -2 ds-infer bench run -o x
+  assert_output --partial -- "--out has no effect with bench"
+  run -2 ds-infer score run --seed 3
+  assert_output --partial -- "--seed has no effect with score"
+  run -2 ds-infer --dtype bf16 score run
+  assert_output --partial -- "--dtype has no effect with score"
 }
 
 @test "what cannot be run is said before anything is read" {
@@ -249,6 +313,15 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   cmp <(lines | ds-infer hf --tokenizer bytes) <(lines | infer)
   run -0 infer --check
   assert_output --partial "activations"
+  run -2 infer --set steps=3
+  assert_output --partial "--set steps: this key has no effect on inference"
+  run -2 infer --set model.n_layer=1
+  assert_output --partial "the model is MODEL's"
+  run -2 infer --dtype fp32 --set bf16.enabled=true
+  assert_output --partial "--dtype says it already"
+  run -2 infer --set tensor_parallel.tp_sise=2
+  assert_output --partial "tp_size"
+  refute_output --partial "has mistakes"
 }
 
 @test "conversations by the tokenizer's template; GGUF files as their directories" {
@@ -279,6 +352,10 @@ JSON
   rm llama3/chat_template.jinja
   run -1 --separate-stderr ds-infer llama3 chat.jsonl
   [[ $stderr == *"the tokenizer has no chat template"* ]]
+  printf '%s' '{{ messages[0].content }}{% if tools %}{{ tools | tojson }}{% endif %}' >llama3/chat_template.jinja
+  ds-infer llama3 <<<'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "max_tokens": 2}' | each '"text" in d' | grep -qx true
+  run -1 --separate-stderr ds-infer llama3 <<<'{"messages": [{"role": "user", "content": "a"}], "documents": [{"title": "f"}], "max_tokens": 2}'
+  [[ $stderr == *"the chat template does not use documents"* ]]
   run -1 --separate-stderr ds-infer llama3 <<<'{"prompt": "a", "tools": []}'
   [[ $stderr == *"tools needs messages"* ]]
 }

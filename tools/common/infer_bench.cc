@@ -38,18 +38,19 @@ InferHooks hooks_of(const Test& test, i64 vocab) {
     ++given;
     return r;
   };
-  return {.next = next, .done = [](u64, TextResult) {}};
+  return {.next = next, .ended = [] { return true; }, .done = [](u64, TextResult) {}};
 }
 
 }  // namespace
 
 void InferBench::add_options(CLI::App& app) {
-  inference.add_options(app);
+  inference.add_options(app, /*with_sizes=*/false);
   constexpr i64 kMost = std::numeric_limits<i32>::max();
   const auto list = [&](const char* name, std::vector<i64>& values, const char* text) {
     app.add_option_function<std::vector<std::string>>(
            name,
-           [&values, name = main_name(name)](const std::vector<std::string>& given) {
+           [this, &values, name = main_name(name)](const std::vector<std::string>& given) {
+             names_tests |= &values != &parallel;
              values.clear();
              for (const std::string& one : given)
                if (const i64 n = parse_integer(name, one, 0, kMost); n > 0) values.push_back(n);
@@ -76,11 +77,16 @@ int InferBench::run(Output& out) {
   }
   if (tests.empty()) throw Error(Errc::Config, "neither --prompt nor --generate names a test");
   Inference wanted = inference;
+  if (!names_tests) {
+    // As much of the default as the model has positions for.
+    const i64 positions = inference.open(ranks).config.model.max_positions;
+    for (Test& test : tests) test.tokens = std::min(test.tokens, positions - 1);
+  }
   wanted.batch = *std::ranges::max_element(parallel);
   wanted.context = 2;
   for (const Test& test : tests) wanted.context = std::max(wanted.context, test.tokens + 1);
   wanted.cached = wanted.context * wanted.batch;
-  const OpenModel model = wanted.open(ranks);
+  OpenModel model = wanted.open(ranks);
   TrainingRun run(model.config, ranks, model.options);
   ProgressLine progress;
   for (const Test& test : tests) {

@@ -12,6 +12,7 @@ namespace ds::tools {
 struct InferBench {
   Inference inference;
   std::vector<i64> prompts = {512}, generated = {128}, parallel = {1};
+  bool names_tests = false;  // by options
   i64 repetitions = 5;
 
   void add_options(CLI::App& app);

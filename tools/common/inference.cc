@@ -11,9 +11,40 @@ namespace {
 
 std::string quoted(const std::string& text) { return nlohmann::json(text).dump(); }
 
+// Sections and keys that change what inference computes, or where.
+constexpr std::string_view kOfInference[] = {"tensor_parallel",
+                                             "pipeline",
+                                             "zero_optimization",
+                                             "sequence_parallel_size",
+                                             "sequence_parallel_mode",
+                                             "expert_parallel",
+                                             "communication",
+                                             "device",
+                                             "cuda",
+                                             "threads",
+                                             "bf16",
+                                             "fp16",
+                                             "fp8",
+                                             "sparse_attention"};
+
+void check_key(const std::string& set, bool names_dtype, bool names_tokenizer) {
+  const std::string key = set.substr(0, set.find('='));
+  const auto is_in = [&](std::string_view section) {
+    return key == section || (key.starts_with(section) && key[section.size()] == '.');
+  };
+  const auto refuse = [&](std::string_view why) { throw Error(Errc::Config, fmt::format("--set {}: {}", key, why)); };
+  if (key == "data.tokenizer") {
+    if (names_tokenizer) refuse("--tokenizer says it already");
+    return;
+  }
+  if (is_in("model")) refuse("the model is MODEL's");
+  if (names_dtype && (is_in("bf16") || is_in("fp16"))) refuse("--dtype says it already");
+  if (std::ranges::none_of(kOfInference, is_in)) refuse("this key has no effect on inference");
+}
+
 }  // namespace
 
-void Inference::add_options(CLI::App& app) {
+void Inference::add_options(CLI::App& app, bool with_sizes) {
   app.add_option("MODEL", model,
                  "a model directory, a run or step of ds-train, a GGUF file, or a file beside a config.json")
       ->type_name("DIR");
@@ -23,17 +54,21 @@ void Inference::add_options(CLI::App& app) {
   app.add_option("--set", set, "set a key of ds-config(5): a.b=value; may be given again")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  const auto size = [&](const char* name, i64& value, const char* text) {
-    add_number(app, name, value, 1, std::numeric_limits<i32>::max(), text)->type_name("N")->group("Sizes");
+  constexpr i64 kMostRows = 65536, kMostTokens = std::numeric_limits<i32>::max();
+  const auto size = [&](const char* name, i64& value, i64 most, const char* text) {
+    add_number(app, name, value, 1, most, text)->type_name("N")->group("Sizes");
   };
-  size("--batch", batch, "texts in progress at one time (default 64)");
-  size("--context", context, "most tokens of a text with its prompt (default: the model's, at most 4096)");
-  size("--chunk", chunk, "tokens of a pass (default 512)");
-  size("--cache", cached, "tokens in the caches of all texts (default: a quarter of --batch times --context)");
+  size("--chunk", chunk, kMostRows, "tokens of a pass (default 512)");
+  if (!with_sizes) return;
+  size("--batch", batch, kMostRows, "texts in progress at one time (default 64)");
+  size("--context", context, kMostTokens, "most tokens of a text with its prompt (default: the model's, at most 4096)");
+  size("--cache", cached, kMostTokens,
+       "tokens in the caches of all texts (default: a quarter of --batch times --context)");
 }
 
 OpenModel Inference::open(const RankInfo& ranks) const {
   if (model.empty()) throw Error(Errc::Config, "MODEL is missing: --help shows the usage");
+  for (const std::string& key : set) check_key(key, !dtype.empty(), !tokenizer.empty());
   const InferenceModel found = find_model(model);
   std::vector<std::string> keys;
   if (!tokenizer.empty()) keys.push_back("data.tokenizer=" + quoted(tokenizer));
@@ -43,18 +78,23 @@ OpenModel Inference::open(const RankInfo& ranks) const {
   }
   keys.insert(keys.end(), set.begin(), set.end());
   const ConfigResult loaded = parse_config(found.config, found.name, keys, ranks.world_size, ConfigUse::Generate);
+  std::string error;  // the last is thrown
   for (const Diagnostic& d : loaded.diagnostics) {
     if (ranks.rank > 0) break;
-    const bool error = d.severity == Severity::Error;
-    (error ? report_error : report_warning)(to_string(d));
+    if (d.severity != Severity::Error) {
+      report_warning(to_string(d));
+      continue;
+    }
+    if (!error.empty()) report_error(error);
+    error = to_string(d);
   }
-  if (!loaded.ok()) throw Error(loaded.code(), "the configuration of the model has mistakes");
+  if (!loaded.ok()) throw Error(loaded.code(), error);
   OpenModel open{.config = loaded.config, .options = {.resume = found.resume, .weights = found.weights}};
   open.config.data.train.clear();
   open.options.read_only = true;
-  const i64 positions = loaded.config.model.any_length() ? kMostCount : loaded.config.model.max_positions;
+  const i64 positions = loaded.config.model.max_positions;
   constexpr i64 kContext = 4096, kShare = 4;
-  if (context > positions)
+  if (context > positions && !loaded.config.model.any_length())
     throw Error(Errc::Config, fmt::format("--context {} exceeds the {} positions of the model", context, positions));
   open.sizes = {.at_once = batch, .chunk = chunk, .cached = cached};
   open.sizes.context = context > 0 ? context : std::min(positions, kContext);

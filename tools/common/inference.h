@@ -25,7 +25,7 @@ struct Inference {
   std::vector<std::string> set;
   i64 batch = 64, context = 0, chunk = 512, cached = 0;
 
-  void add_options(CLI::App& app);
+  void add_options(CLI::App& app, bool with_sizes = true);
   // Reports mistakes of the configuration. Throws Errc::Config and the errors of find_model().
   OpenModel open(const RankInfo& ranks) const;
 };

@@ -89,11 +89,17 @@ void KeptLines::open(bool resumes, const std::string& header) {
     throw Error(Errc::Config, fmt::format("--resume: {} is missing, so {} is complete or not a result of ds-infer",
                                           progress_, file_));
   progress_fd_ = open_file(progress_, O_RDWR | O_CREAT | O_APPEND | (begins ? O_TRUNC : 0));
-  if (begins) return write_all(progress_fd_, header, progress_);
+  if (begins) {
+    write_all(progress_fd_, header, progress_);
+    if (::fsync(progress_fd_) != 0) throw failed("sync", progress_);
+    return;
+  }
 
   const std::string text = contents(progress_fd_, progress_);
   if (!text.starts_with(kMark))
-    throw Error(Errc::Corrupt, fmt::format("{}: is not the progress of ds-infer", progress_));
+    throw Error(Errc::Corrupt,
+                fmt::format("{}: is damaged, or not the progress of ds-infer; remove it and {} to begin again",
+                            progress_, file_));
   if (!text.starts_with(header))
     throw Error(Errc::Mismatch,
                 fmt::format("--resume: {} was begun with another model, other options or another version", file_));
@@ -105,7 +111,7 @@ void KeptLines::open(bool resumes, const std::string& header) {
     i64 number = 0;
     if (blank < end) number = std::strtoll(text.c_str() + at, nullptr, 10);
     if (number <= 0) throw Error(Errc::Corrupt, fmt::format("{}: line {} is damaged", progress_, lines.size() + 2));
-    lines.emplace_back(number, text.substr(blank + 1, end - blank - 1));
+    lines.emplace_back(number, text.substr(blank + 1, end - blank - 1));  // the digest, and "error"
     at = end + 1;
     ends.push_back(at);
   }
@@ -114,7 +120,11 @@ void KeptLines::open(bool resumes, const std::string& header) {
   cut(fd_, size, file_);
   cut(progress_fd_, static_cast<off_t>(ends[static_cast<size_t>(whole)]), progress_);
   lines.resize(static_cast<size_t>(whole));
-  done_.insert(lines.begin(), lines.end());
+  for (auto& [number, digest] : lines) {
+    const size_t blank = digest.find(' ');
+    errors_ += blank != std::string::npos;
+    done_.emplace(number, digest.substr(0, blank));
+  }
 }
 
 KeptLines::~KeptLines() {
@@ -122,22 +132,27 @@ KeptLines::~KeptLines() {
   if (progress_fd_ >= 0) ::close(progress_fd_);
 }
 
-bool KeptLines::has(i64 number, std::string_view input) const {
+bool KeptLines::has(i64 number, std::string_view input) {
   const auto found = done_.find(number);
   if (found == done_.end()) return false;
   if (found->second != text_digest(input))
     throw Error(Errc::Mismatch,
                 fmt::format("--resume: line {} of the input is not the one that {} answers", number, file_));
+  ++seen_;
   return true;
 }
 
 // The answer comes first, so that progress never names one that is not there.
-void KeptLines::append(i64 number, std::string_view input, std::string_view line) {
+void KeptLines::append(i64 number, std::string_view input, std::string_view line, bool is_error) {
   write_all(fd_, line, file_);
-  write_all(progress_fd_, fmt::format("{} {}\n", number, text_digest(input)), progress_);
+  write_all(progress_fd_, fmt::format("{} {}{}\n", number, text_digest(input), is_error ? " error" : ""), progress_);
 }
 
 void KeptLines::finish() {
+  if (seen_ < count())
+    throw Error(Errc::Mismatch,
+                fmt::format("--resume: the input has ended, and {} answers {} lines that it did not have", file_,
+                            count() - seen_));
   if (::fsync(fd_) != 0) throw failed("sync", file_);
   if (::unlink(progress_.c_str()) != 0) throw failed("remove", progress_);
 }

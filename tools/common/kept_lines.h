@@ -23,10 +23,11 @@ class KeptLines {
   KeptLines& operator=(const KeptLines&) = delete;
 
   // Whether line `number` of the input has its answer. Throws Errc::Mismatch if that was another line.
-  bool has(i64 number, std::string_view input) const;
+  bool has(i64 number, std::string_view input);
   i64 count() const noexcept { return std::ssize(done_); }
-  void append(i64 number, std::string_view input, std::string_view line);
-  // The work is complete.
+  i64 errors() const noexcept { return errors_; }  // lines whose answer is an error, of earlier runs
+  void append(i64 number, std::string_view input, std::string_view line, bool is_error);
+  // The input has ended. Throws Errc::Mismatch if it did not have all lines that are answered.
   void finish();
 
  private:
@@ -34,7 +35,8 @@ class KeptLines {
 
   std::string file_, progress_;
   int fd_ = -1, progress_fd_ = -1;
-  std::map<i64, std::string> done_;  // digests
+  std::map<i64, std::string> done_;  // digests, of earlier runs
+  i64 seen_ = 0, errors_ = 0;        // of done_: those that the input has had again, those that are errors
 };
 
 }  // namespace ds::tools

@@ -273,24 +273,24 @@ std::string dump(const nlohmann::ordered_json& json, bool compact = true) {
 
 }  // namespace
 
-std::string Output::line(const nlohmann::ordered_json& fields) const {
+std::string Output::text_of(const nlohmann::ordered_json& fields, bool compact, std::string_view members) const {
   nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
-  whole.update(fields);
-  return printable_json(dump(whole)) + "\n";
+  if (members.empty()) {
+    whole.update(fields);
+    return printable_json(dump(whole, compact)) + "\n";
+  }
+  const std::string begin = dump(whole), end = dump(fields);
+  return printable_json(fmt::format("{},{}{}{}", std::string_view(begin).substr(0, begin.size() - 1), members,
+                                    fields.empty() ? "" : ",", std::string_view(end).substr(1))) +
+         "\n";
+}
+
+std::string Output::line(const nlohmann::ordered_json& fields, std::string_view members) const {
+  return text_of(fields, true, members);
 }
 
 void Output::document(const nlohmann::ordered_json& fields, bool compact, std::string_view members) {
-  nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
-  std::string text;
-  if (members.empty()) {
-    whole.update(fields);
-    text = dump(whole, compact);
-  } else {
-    const std::string begin = dump(whole), end = dump(fields);
-    text = fmt::format("{},{},{}", std::string_view(begin).substr(0, begin.size() - 1), members,
-                       std::string_view(end).substr(1));
-  }
-  data(printable_json(text) + "\n");
+  data(text_of(fields, compact, members));
 }
 
 void Output::commit() {

@@ -49,16 +49,20 @@ void print_tokens(const TokenizedText& t, Output& out) {
   if (t.adds_eos) out.print("  transformers puts eos_token after a text; libds does not put it after a prompt\n");
 }
 
+void warn_of_too_much(const RunPrediction& p, const RankInfo& ranks) {
+  if (p.needed_bytes > p.available_bytes &&
+      (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
+    report_warning(fmt::format("a run here would be refused: rank {} needs {}, but {} are available ({})", ranks.rank,
+                               bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
+}
+
 }  // namespace
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out,
                       const std::optional<SessionSizes>& session, const TokenizedText* tokenized,
                       const RunDocuments& documents) {
   const RunPrediction p = predict_run(config, ranks, session);
-  if (p.needed_bytes > p.available_bytes &&
-      (ranks.rank == 0 || p.device == "cuda"))  // ranks may have GPUs of their own
-    report_warning(fmt::format("a run here would be refused: rank {} needs {}, but {} are available ({})", ranks.rank,
-                               bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
+  warn_of_too_much(p, ranks);
   if (out.json()) {
     Json tags = Json::object();
     Json bounds = Json::object();
@@ -139,6 +143,30 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out,
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
   if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
   if (tokenized != nullptr) print_tokens(*tokenized, out);
+}
+
+void print_session(const Config& config, const RankInfo& ranks, Output& out, const SessionSizes& sizes) {
+  const RunPrediction p = predict_run(config, ranks, sizes);
+  warn_of_too_much(p, ranks);
+  if (out.json()) {
+    out.document({{"num_params", p.num_params},
+                  {"batch", sizes.at_once},
+                  {"context", sizes.context},
+                  {"chunk", sizes.chunk},
+                  {"cache", sizes.cached},
+                  {"memory", memory_json(p.memory)},
+                  {"total_bytes", p.total_bytes},
+                  {"process_bytes", p.process_bytes},
+                  {"available_bytes", p.available_bytes}});
+    return;
+  }
+  out.print("{} parameters; batch {}, context {}, chunk {}, cache {} tokens\n\nmemory of rank 0\n", p.num_params,
+            sizes.at_once, sizes.context, sizes.chunk, sizes.cached);
+  for (const TagMemory& m : p.memory)
+    out.print("  {:<14} {:>15}{}{}\n", m.tag, bytes_text(m.predicted), m.bound == Bound::Exact ? "" : " ",
+              bound_text(m.bound));
+  out.print("  {:<14} {:>15}; {} are available ({})\n", "together", bytes_text(p.total_bytes),
+            bytes_text(p.available_bytes), p.limited_by);
 }
 
 }  // namespace ds::tools

@@ -29,11 +29,50 @@ i32 ScoreLines::prefix() const {
   return *id;
 }
 
-// As lm-evaluation-harness does: blanks at the end of the context belong to the continuation, both are encoded
-// together, and cut where the tokens of the context alone end.
+// The end of a text without the blanks that Python's rstrip() removes.
+size_t end_without_blanks(std::string_view text) {
+  constexpr std::string_view kBlanks[] = {" ",
+                                          "\t",
+                                          "\n",
+                                          "\v",
+                                          "\f",
+                                          "\r",
+                                          "\x1c",
+                                          "\x1d",
+                                          "\x1e",
+                                          "\x1f",
+                                          "\xc2\x85",
+                                          "\xc2\xa0",
+                                          "\xe1\x9a\x80",
+                                          "\xe2\x80\x80",
+                                          "\xe2\x80\x81",
+                                          "\xe2\x80\x82",
+                                          "\xe2\x80\x83",
+                                          "\xe2\x80\x84",
+                                          "\xe2\x80\x85",
+                                          "\xe2\x80\x86",
+                                          "\xe2\x80\x87",
+                                          "\xe2\x80\x88",
+                                          "\xe2\x80\x89",
+                                          "\xe2\x80\x8a",
+                                          "\xe2\x80\xa8",
+                                          "\xe2\x80\xa9",
+                                          "\xe2\x80\xaf",
+                                          "\xe2\x81\x9f",
+                                          "\xe3\x80\x80"};
+  for (;;) {
+    const auto blank = std::ranges::find_if(kBlanks, [&](std::string_view b) { return text.ends_with(b); });
+    if (blank == std::end(kBlanks)) return text.size();
+    text.remove_suffix(blank->size());
+  }
+}
+
+// As lm-evaluation-harness does: blanks at the end of the context belong to the continuation; both are encoded
+// together, and the tokens after as many as the context alone has are those of the continuation, behind the context's
+// own.
 TextRequest ScoreLines::continuation(std::string context, std::string text) const {
   if (text.empty()) refuse_line("a continuation is empty");
-  const size_t end = context.find_last_not_of(" \t\n\r\f\v") + 1;
+  const size_t end = end_without_blanks(context);
   text.insert(0, context, end);
   context.resize(end);
   TextRequest r;
@@ -45,11 +84,13 @@ TextRequest ScoreLines::continuation(std::string context, std::string text) cons
     r.tokens.insert(r.tokens.end(), ids.begin() + (has_prefix ? 1 : 0), ids.end());
     r.scored_from = 1;
   } else {
-    r.tokens = codec_.encode(context + text);
-    r.scored_from = std::min(std::ssize(codec_.encode(context)), std::ssize(r.tokens) - 1);
+    const std::vector<i32> whole = codec_.encode(context + text);
+    r.tokens = codec_.encode(context);
+    r.scored_from = std::ssize(r.tokens);
+    if (r.scored_from < std::ssize(whole)) r.tokens.insert(r.tokens.end(), whole.begin() + r.scored_from, whole.end());
   }
   const i64 size = std::ssize(r.tokens), over = size - (context_ + 1);
-  if (size < 2) refuse_line("the continuation has no tokens");
+  if (r.scored_from >= size) refuse_line("the continuation has no tokens of its own");
   if (over <= 0) return r;
   if (!cuts_ || over >= r.scored_from)
     refuse_line(fmt::format("{} tokens exceed the context of {}{}", size - 1, context_,
@@ -100,19 +141,14 @@ TextLine ScoreLines::parse(std::string_view text, i64 number) const {
 }
 
 LineJson ScoreLines::result(const TextLine& line, const std::vector<TextResult>& results) const {
-  LineJson all = line.object;
-  for (const char* ours : {"schema", "scores", "logprob", "tokens", "bits_per_byte", "perplexity", "error", "line"})
-    all.erase(ours);
-  if (!line.error.empty()) {
-    all["line"] = line.number, all["error"] = line.error;
-    return all;
-  }
+  if (!line.error.empty()) return {{"line", line.number}, {"error", line.error}};
+  LineJson all = LineJson::object();
   const auto sum = [](const TextResult& r) {
     double total = 0;
     for (const TokenScore& s : r.prompt_scores) total += static_cast<double>(s.logprob);
     return total;
   };
-  if (all.contains("text")) {
+  if (line.object.contains("text")) {
     double total = 0;
     i64 tokens = 0;
     for (const TextResult& r : results) total += sum(r), tokens += std::ssize(r.prompt_scores);
@@ -125,11 +161,18 @@ LineJson ScoreLines::result(const TextLine& line, const std::vector<TextResult>&
     bool greedy = true;
     for (const TokenScore& s : r.prompt_scores) {
       greedy &= s.most_likely;
-      tokens.push_back({{"token", codec_.piece(s.id)}, {"id", s.id}, {"logprob", s.logprob}});
+      LineJson token = token_json(codec_, s.id, false);
+      token["id"] = s.id, token["logprob"] = s.logprob;
+      tokens.push_back(std::move(token));
     }
     all["scores"].push_back({{"logprob", sum(r)}, {"is_greedy", greedy}, {"tokens", std::move(tokens)}});
   }
   return all;
+}
+
+std::string ScoreLines::members(const TextLine& line, std::string_view text) const {
+  constexpr std::string_view kOurs[] = {"schema", "scores", "logprob", "tokens", "perplexity", "error", "line"};
+  return line.object.empty() ? "" : members_of(text, kOurs);
 }
 
 }  // namespace ds::tools

@@ -18,6 +18,7 @@ class ScoreLines final : public LineFormat {
 
   TextLine parse(std::string_view text, i64 number) const override;
   LineJson result(const TextLine& line, const std::vector<TextResult>& results) const override;
+  std::string members(const TextLine& line, std::string_view text) const override;
 
  private:
   void read(TextLine& line) const;

@@ -17,19 +17,22 @@ void TextJobOptions::add_options(CLI::App& app) {
 
 TextJob::TextJob(const TextJobOptions& options, const LineFormat& format, const std::string& identity, Output& out)
     : options_(options), format_(format), out_(out), reader_(options.input) {
+  if (!options.out.empty() && out.to_file())
+    throw Error(Errc::Config, fmt::format("--out {} takes the result: leave out {}", options.out, out.option()));
   if (options.resume && options.out.empty()) throw Error(Errc::Config, "--resume needs --out, the file to go on with");
   if (options.out.empty()) return;
-  kept_.emplace(options.out, identity, options.resume);
+  kept_.emplace(options.out, identity + (options.unordered ? "; unordered" : ""), options.resume);
+  errors_ = kept_->errors();
   if (kept_->count() > 0) report_note(fmt::format("{} lines of {} are complete", kept_->count(), options.out));
 }
 
 // False: there is no line, or none yet.
 bool TextJob::read_line(bool waits) {
-  constexpr int kWaitMs = 200;  // so that signals are obeyed
+  // Several ranks hear from rank 0 every second, and signals are obeyed.
+  constexpr int kWaitMs = 200, kTries = 5;
   std::optional<std::string> text;
-  do {
+  for (int i = 0; !text && i < (waits ? kTries : 1) && !reader_.at_end() && stop_signal() == 0; ++i)
     text = reader_.next(waits ? kWaitMs : 0);
-  } while (!text && waits && !reader_.at_end() && stop_signal() == 0);
   if (!text) return false;
   if (text->find_first_not_of(" \t") == std::string::npos) return true;
   const i64 number = reader_.number();
@@ -48,13 +51,15 @@ bool TextJob::read_line(bool waits) {
   if (line.parsed.error.empty()) return true;
   ++errors_;
   report_error(fmt::format("{}:{}: {}", reader_.name(), number, line.parsed.error));
-  write_complete(number);
+  complete(number);
   return true;
 }
 
 std::optional<TextRequest> TextJob::next(bool waits) {
+  // One slow line may hold up the answers of many.
+  constexpr size_t kMostHeld = size_t{64} << 20;
   while (queued_.empty()) {
-    if (!read_line(waits)) return std::nullopt;
+    if ((!waits && held_ > kMostHeld) || !read_line(waits)) return std::nullopt;
   }
   const Place place = queued_.front();
   queued_.pop_front();
@@ -68,23 +73,30 @@ void TextJob::done(u64 number, TextResult result) {
   Line& line = under_way_.at(place.line);
   new_tokens_ += std::ssize(result.tokens);
   line.results[place.index] = std::move(result);
-  if (--line.left == 0) write_complete(place.line);
+  if (--line.left == 0) complete(place.line);
   if (progress_.is_due()) progress_.show(fmt::format("{} lines  {} tokens", written_, new_tokens_));
 }
 
-void TextJob::write_complete(i64 number) {
-  if (options_.unordered) return write(under_way_.find(number));
-  while (!under_way_.empty() && under_way_.begin()->second.left == 0) write(under_way_.begin());
+void TextJob::complete(i64 number) {
+  const auto found = under_way_.find(number);
+  Line& line = found->second;
+  line.is_error = !line.parsed.error.empty();
+  line.out = out_.line(format_.result(line.parsed, line.results), format_.members(line.parsed, line.text));
+  line.parsed = {};
+  line.results = {};
+  held_ += line.out.size();
+  if (options_.unordered) return write(found);
+  while (!under_way_.empty() && !under_way_.begin()->second.out.empty()) write(under_way_.begin());
 }
 
 void TextJob::write(std::map<i64, Line>::iterator at) {
   const Line& line = at->second;
-  const std::string text = out_.line(format_.result(line.parsed, line.results));
   if (kept_) {
-    kept_->append(at->first, line.text, text);
+    kept_->append(at->first, line.text, line.out, line.is_error);
   } else {
-    out_.data(text);
+    out_.data(line.out);
   }
+  held_ -= line.out.size();
   ++written_;
   under_way_.erase(at);
 }

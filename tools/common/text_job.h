@@ -32,6 +32,7 @@ class TextJob {
   // A line that cannot be honoured is reported, and has its answer at once.
   std::optional<TextRequest> next(bool waits);
   void done(u64 number, TextResult result);
+  bool ended() const noexcept { return queued_.empty() && reader_.at_end(); }
   void finish();  // all lines are written
 
   i64 errors() const noexcept { return errors_; }  // lines that could not be honoured
@@ -42,7 +43,9 @@ class TextJob {
     std::string text;
     TextLine parsed{};
     std::vector<TextResult> results{};
-    size_t left = 0;  // results that are missing
+    size_t left = 0;    // results that are missing
+    std::string out{};  // the answer, once it is complete
+    bool is_error = false;
   };
   struct Place {
     i64 line;
@@ -50,7 +53,7 @@ class TextJob {
   };
 
   bool read_line(bool waits);
-  void write_complete(i64 number);
+  void complete(i64 number);
   void write(std::map<i64, Line>::iterator at);
 
   const TextJobOptions& options_;
@@ -63,6 +66,7 @@ class TextJob {
   std::deque<Place> queued_;
   std::map<u64, Place> requested_;  // by number of the request
   u64 requests_ = 0;
+  size_t held_ = 0;  // bytes of answers that wait for those before them
   i64 errors_ = 0, written_ = 0, new_tokens_ = 0;
 };
 

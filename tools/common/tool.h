@@ -90,10 +90,11 @@ class Output {
   // members: JSON text of members to write first, "" or `"a": 1, "b": 2`.
   void document(const nlohmann::ordered_json& fields, bool compact = false, std::string_view members = {});
   // The text of such a document on one line, with its end.
-  std::string line(const nlohmann::ordered_json& fields) const;
+  std::string line(const nlohmann::ordered_json& fields, std::string_view members = {}) const;
   void commit();  // called by run_main
 
  private:
+  std::string text_of(const nlohmann::ordered_json& fields, bool compact, std::string_view members) const;
   template <class T>
   static decltype(auto) in_line(T&& value) {
     if constexpr (std::convertible_to<T, std::string_view>) {

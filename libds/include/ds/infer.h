@@ -71,8 +71,9 @@ struct TextResult {
 };
 
 struct InferHooks {
-  // Rank 0: the next request, or none: at the end if `waits`, else if none is there now.
+  // Rank 0: the next request; none if none has come, after a while if it `waits`.
   std::function<std::optional<TextRequest>(bool waits)> next;
+  std::function<bool()> ended;  // rank 0: `next` will have no more
   // Rank 0: request number `number`, counted from 0 in the order of `next`, has ended.
   std::function<void(u64 number, TextResult)> done;
   std::function<int()> stop_signal = {};  // rank 0, optional, before each pass: not 0: stop because of this signal
@@ -100,7 +101,8 @@ class DS_API TextCodec {
   // refuses.
   std::vector<i32> encode_chat(std::string_view conversation) const;
   std::string decode(const std::vector<i32>& tokens) const;
-  std::string piece(i32 id) const;
+  // The bytes of a token within a text, where it may be part of a character.
+  std::string token_text(i32 id) const;
   bool ends(i32 id) const;                  // an end token of the model
   std::optional<i32> begin_or_end() const;  // the token that begins texts, or else the one that ends them
   // A request without a prompt: as the generation_config.json of a published model asks for, or plain sampling.
