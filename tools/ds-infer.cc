@@ -29,7 +29,7 @@ struct Options {
   ds::tools::TextJobOptions job, score_job;
   ds::tools::InferBench bench;
   bool check = false, cuts = false;
-  // Of lines without them, instead of those of the model.
+  // Defaults of lines, instead of those of the model.
   std::optional<i64> max_tokens, top_k;
   std::optional<double> temperature, top_p, min_p;
   ds::u32 seed = 0;

@@ -116,7 +116,7 @@ class Session {
   std::vector<bool> places_;                          // taken
   Id next_ = 0;
   Counts counts_;
-  // Of the pass in progress: its rows; the tokens whose logits are wanted, and their rows; those tokens.
+  // The pass in progress: its rows; the tokens whose logits are wanted, and their rows; those tokens.
   struct Wanted {
     Sequence* sequence;
     i64 at;

@@ -55,7 +55,7 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
   p.mixes = plan.device == DeviceKind::Cpu;
   p.rows = std::max(sizes.chunk, sizes.at_once);
   p.logit_rows = std::max(sizes.at_once, std::min(p.rows, kLogitRows));
-  // Of all layers, those of other stages too, so that all ranks decide alike.
+  // Layers of other stages count, too, so that all ranks decide alike.
   for (const auto& layer : model.layers) {
     if (const model::CacheShape shape = layer->cache(); !shape.arrays.empty()) space_of(p, model, shape.window);
   }

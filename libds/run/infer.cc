@@ -141,7 +141,7 @@ std::string text_of(const Json& bytes) {
   return {b.begin(), b.end()};
 }
 
-// What rank 0 has for the next pass, on every rank: requests, and the groups of ranks that take them.
+// The news of rank 0 before a pass, on every rank: requests, and the groups of ranks that take them.
 struct Message {
   struct Given {
     u64 number = 0;

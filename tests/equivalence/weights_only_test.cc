@@ -144,7 +144,7 @@ Written write_watched(Config c, const std::vector<i32>& prompt, i64 tokens, cons
   return w;
 }
 
-// Of all positions of a text, in one pass.
+// The logits of all positions of a text, in one pass.
 std::vector<float> logits_in_one_pass(Config c, ConfigUse use, const std::vector<i32>& text, const OpTable& ops) {
   c.use = use;
   std::vector<float> logits;

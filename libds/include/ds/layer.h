@@ -253,8 +253,8 @@ struct CacheShape {
 };
 
 // A layer's arrays for one sequence's positions so far, by CacheShape: [1, rows, heads, dim] each, which sequences
-// share in blocks of `block` positions. Block i of the sequence starts at row blocks[i] * block; of a block without a
-// place (-1) no later token sees a key.
+// share in blocks of `block` positions. Block i of the sequence starts at row blocks[i] * block. No later token sees a
+// key of a block without a place (-1).
 struct KvCache {
   std::vector<TensorView> arrays{};
   i64 length = 0;  // number of positions so far
