@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 
 // The keys of a run's configuration that decide what its model computes. The others are about training, and about ranks
 // that need not be there.
-constexpr std::string_view kOfRuns[] = {"model", "bf16", "fp16", "fp8", "sparse_attention", "lora"};
+constexpr std::string_view kOfRuns[] = {"model", "bf16", "fp16", "fp8", "sparse_attention"};
 
 // The files of a model, by name and size, and the text of those that are small.
 std::string identity_of(const std::string& path) {
@@ -59,7 +59,7 @@ InferenceModel of_run(const std::string& path) {
   for (const char* key : {"tokenizer", "seq_length"}) {
     if (run.contains("data") && run["data"].contains(key)) config["data"][key] = run["data"][key];
   }
-  return {.config = config.dump(), .name = name, .resume = path, .identity = identity_of(step)};
+  return {.config = config.dump(), .name = name, .resume = step, .identity = identity_of(step)};
 }
 
 // A model directory or its config.json. Its numbers are computed in the dtype in which they are published, fp32 if that
