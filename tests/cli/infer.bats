@@ -202,7 +202,9 @@ for i in range(300): print(json.dumps({"id": i, "prompt": "The words " + str(i),
   wait $tool || status=$?
   assert_equal $status 75
   grep -q "go on with --resume" err.txt
-  infer in.jsonl -o out.jsonl --resume
+  run -3 infer in.jsonl -o out.jsonl --resume --dtype bf16
+  # Sizes, threads and the way to the model decide no result.
+  (cd run && ds-infer . ../in.jsonl -o ../out.jsonl --resume --batch 5 --set threads=1)
   cmp out.jsonl whole.jsonl
   assert [ ! -e out.jsonl.progress ]
   run -2 infer in.jsonl -o out.jsonl --resume

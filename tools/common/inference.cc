@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/inference.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <limits>
 
@@ -103,7 +101,13 @@ OpenModel Inference::open(const RankInfo& ranks) const {
   // Most texts are much shorter than the context.
   if (cached == 0) open.sizes.cached = std::max(open.sizes.context, open.sizes.context * batch / kShare);
   open.options.session = open.sizes;
-  open.identity = fmt::format("{}; {}; {}", found.identity, found.config, fmt::join(keys, " "));
+  // Everything that may change a bit; of parallelism, the parts into which tensor parallelism cuts sums.
+  open.identity =
+      fmt::format("{}; bf16 {} fp16 {} fp8 {}; tokenizer {}; tp {}; {}", found.identity, open.config.bf16.enabled,
+                  open.config.fp16.enabled, open.config.fp8.enabled, tokenizer, open.config.tensor_parallel.tp_size,
+                  open.config.device == DeviceKind::Cpu ? "cpu" : "cuda");
+  for (const std::string& key : set)
+    if (key.starts_with("sparse_attention")) open.identity += "; " + key;
   return open;
 }
 
