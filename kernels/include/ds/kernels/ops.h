@@ -427,8 +427,8 @@ DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 
 struct OpTable {
   std::string_view name;  // "ref", "cpu.avx512", ...
 
-  // Puts a contiguous matrix [N,K] of the work dtype in place into the form that panels_of() returns for it; its view
-  // then has these panels. Null if the backend multiplies matrices in rows only.
+  // Puts a contiguous matrix [N,K] of the work dtype, or of codes in rows, in place into the form that panels_of() returns
+  // for it; its view then has these panels. Null if the backend multiplies matrices in rows only.
   void (*pack_matrix)(TensorView m, Stream&) noexcept = nullptr;
   Panels panels{}, panels_bf16{};  // of fp32 and fp16, and of bf16 matrices
 
@@ -436,6 +436,10 @@ struct OpTable {
   // dtype. bias [N] work dtype; preact [M,N], with c's dtype and free strides, receives the value before the activation;
   // residual [M,N], c's dtype, may alias c. bias, preact, residual are optional. Sums over K in fp32 in a fixed order. With
   // trans_b, and without trans_a, b may be in panels: then no bit differs, in CPU backends with products of their own.
+  // Likewise b may be of codes (codes.h), in panels if the backend has them: its elements are decoded to a's dtype. If its
+  // form asks for integers, a is a row x of codes, too: s = block_scale(largest |x|), q = rint(x / s), and c is
+  // activation(float(sum of the products of codes) * (s * scale of b's row) + bias) + residual, rounded once; the sum is
+  // exact for K <= 131072, and all backends agree bit for bit before the activation.
   void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                  const MatmulParams&, Stream&) noexcept;
   // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype (fp32 or x's): the
@@ -471,7 +475,7 @@ struct OpTable {
 
   // y[R,C] = table[ids[r] - first_id] (+ y if accumulate). The table [V,C] contains rows first_id .. first_id + V - 1 of the
   // vocabulary; ids [R] int32. An id outside gives a row of zeros, or does not change y if accumulate, so the results of
-  // all ranks add up to the whole lookup. The table may be in panels.
+  // all ranks add up to the whole lookup. The table may be in panels, or of codes.
   void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
   // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable: fp32 or
   // dy's dtype. Rows with an id outside the table are ignored; R may be 0. Deterministic: stable by id, no atomics.
@@ -718,7 +722,8 @@ struct OpTable {
 const OpTable& ref_ops() noexcept;
 
 // The form in which the products of a backend read matrices of this dtype fastest; none if it packs none.
-inline Panels panels_of(const OpTable& ops, DType work) noexcept {
+inline Panels panels_of(const OpTable& ops, DType work, const CodedForm& codes = {}) noexcept {
+  if (codes && ops.panels && codes.integer) return {ops.panels.rows, 4};
   return work == DType::BF16 ? ops.panels_bf16 : ops.panels;
 }
 
