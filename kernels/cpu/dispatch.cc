@@ -35,7 +35,10 @@ bool has_avx512() noexcept {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() noexcept { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+// Every CPU with the first has the second.
+bool has_avx512_bf16() noexcept {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 bool has_amx() noexcept {
   return has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
 }

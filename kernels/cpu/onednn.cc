@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // bf16 products by oneDNN, which uses the AMX tiles of CPUs that have them. C is cut into tiles whose bounds depend
 // only on the shape, and each is computed by one single-threaded oneDNN call, so the bits do not depend on threads.
-// `taken` below is the only place that decides which products oneDNN computes, but for matrices in panels; all other
-// calls, and all other ops, are the AVX-512 ones.
+// `taken` below is the only place that decides which products oneDNN computes, but for matrices in panels or of codes;
+// all other calls, and all other ops, are the AVX-512 ones.
 //
 // Every thread keeps its own primitives by shape, with memory objects that are pointed at each tile in turn. oneDNN
 // allocates when a thread meets a new shape, and inside its own calls.
@@ -107,9 +107,9 @@ class Product {
   dnnl::memory a_, b_, c_, scratch_;
 };
 
-// Products of groups and of matrices in panels are ours, since the bits of oneDNN's depend on the number of rows: those
-// of bf16 pairs, which every CPU with AMX has.
-bool has_pairs() noexcept { return __builtin_cpu_supports("avx512bf16") != 0; }
+// Products of groups and of matrices in panels or of codes are ours, since the bits of oneDNN's depend on the number of
+// rows: those of bf16 pairs, which every CPU with AMX has.
+bool has_pairs() noexcept { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); }
 const OpTable& ours() noexcept { return has_pairs() ? avx512_bf16::table() : avx512::table(); }
 const OpTable& our_scratch() noexcept {
   static const OpTable ops = [] {
@@ -197,7 +197,7 @@ size_t scratch_bytes(const Cut& cut) {
 void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
             const MatmulParams& p, Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
-  if (b.panels) return ours().matmul(c, a, b, bias, preact, residual, p, stream);
+  if (b.panels || b.codes) return ours().matmul(c, a, b, bias, preact, residual, p, stream);
   if (!taken(a.dtype, M, N, K, p)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
 
   const Cut cut(c, a, b, is_plain(bias, preact, residual, p), p);
@@ -226,7 +226,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
 
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams& p, Stream& stream) noexcept {
-  if (b.panels) return our_scratch().matmul(c, a, b, bias, preact, residual, p, stream);
+  if (b.panels || b.codes) return our_scratch().matmul(c, a, b, bias, preact, residual, p, stream);
   if (!taken(a.dtype, c.dim(0), c.dim(1), a.dim(p.trans_a ? 0 : 1), p))
     return avx512::matmul_scratch(c, a, b, bias, preact, residual, p, stream);
   note_scratch(stream, scratch_bytes(Cut(c, a, b, is_plain(bias, preact, residual, p), p)));

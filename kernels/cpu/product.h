@@ -64,6 +64,10 @@ struct Pairs {
     const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd.v));
     return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)))};
   }
+  // The words of 32 numbers, rounded.
+  static Vec join_halves(Vec low, Vec high) noexcept {
+    return {_mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high.v, low.v))};
+  }
   // Words of n numbers, rounded; n is a multiple of the lanes. They may overwrite the numbers.
   static void round_to(float* words, const float* from, i64 n) noexcept {
     for (i64 i = 0; i < n; i += Vec::kLanes) {

@@ -28,6 +28,14 @@ double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexce
   return sum;
 }
 
+// Element i of keys or values, which may be codes, decoded to the work dtype.
+double cached(const TensorView& x, i64 i, DType work) noexcept {
+  if (x.dtype != DType::I8) return get(x, i);
+  const float value = static_cast<float>(x.as<std::int8_t>()[i]) * x.scale[i / x.dim(3)];
+  if (work == DType::BF16) return static_cast<double>(to_float(to_bf16(value)));
+  return static_cast<double>(work == DType::F16 ? to_float(to_f16(value)) : value);
+}
+
 // One attention call: which keys its rows see, and how products become scores.
 struct Scores {
   const AttentionParams& p;
@@ -84,8 +92,10 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
     double top = -kInfinity, sum = 0;
     for (i64 j = 0; j < S; ++j) {
       const bool seen = scores.visible(b, h, i, j);
-      const double score =
-          seen ? scores.of(dot(q, at(q, b, i, h), k, at(k, b, p.key_row(j), g), D), h, i, j).value : -kInfinity;
+      double product = 0;
+      for (i64 d = 0; d < D && seen; ++d)
+        product += get(q, at(q, b, i, h) + d) * cached(k, at(k, b, p.key_row(j), g) + d, q.dtype);
+      const double score = seen ? scores.of(product, h, i, j).value : -kInfinity;
       weight[j] = score;
       top = std::max(top, score);
     }
@@ -96,7 +106,7 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
       if (e == 0) continue;
       sum += e;
       const double w = e * keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-      for (i64 d = 0; d < Dv; ++d) out[d] += w * get(v, at(v, b, p.key_row(j), g) + d);
+      for (i64 d = 0; d < Dv; ++d) out[d] += w * cached(v, at(v, b, p.key_row(j), g) + d, q.dtype);
     }
     for (i64 d = 0; d < Dv; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[d] / sum);
     put(lse, at_row(lse, b, h, i), sum == 0 ? kInfinity : top + std::log(sum));

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "ref/element.h"
+#include "ref/product.h"
 #include "ref/ref.h"
 
 namespace ds::ref {
@@ -24,8 +25,8 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     const bool ignored = target == p.ignore_index;
     double top = -INFINITY, sum = 0;
     for (i64 v = 0; v < V; ++v) {
-      z[v] = bias ? get(bias, v) : 0;
-      for (i64 c = 0; c < C; ++c) z[v] += get(h, t * C + c) * get(weight, place(weight, v, c));
+      z[v] = product_of_rows(h, t, weight, v);
+      if (bias) z[v] = with_bias(z[v], weight, get(bias, v));
       top = std::max(top, z[v]);
     }
     double all = 0;

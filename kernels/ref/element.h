@@ -45,6 +45,15 @@ inline i64 place(const TensorView& v, i64 r, i64 c) noexcept {
   return v.panels ? v.panels.place(v.dim(0), v.dim(1), r, c) : r * v.stride[0] + c;
 }
 
+// Element (r, c) of a matrix, which may be of codes.
+inline double element(const TensorView& v, i64 r, i64 c) noexcept {
+  if (!v.codes) return get(v, place(v, r, c));
+  const float x = v.codes.element(v.data, v.panels, v.dim(0), v.dim(1), r, c);
+  if (v.dtype == DType::BF16) return static_cast<double>(to_float(to_bf16(x)));
+  if (v.dtype == DType::F16) return static_cast<double>(to_float(to_f16(x)));
+  return static_cast<double>(x);
+}
+
 // The place of element i, in row-major order, of a tensor whose rows [R,C] may be strided.
 inline i64 place(const TensorView& v, i64 i) noexcept {
   return v.rank == 2 ? i / v.dim(1) * v.stride[0] + i % v.dim(1) : i;

@@ -11,7 +11,7 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id,
     const bool here = id >= 0 && id < V;
     if (!here && accumulate) continue;
     for (i64 c = 0; c < C; ++c) {
-      put(y, r * C + c, (here ? get(table, place(table, id, c)) : 0) + (accumulate ? get(y, r * C + c) : 0));
+      put(y, r * C + c, (here ? element(table, id, c) : 0) + (accumulate ? get(y, r * C + c) : 0));
     }
   }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ref/activation.h"
 #include "ref/element.h"
+#include "ref/product.h"
 #include "ref/ref.h"
 
 namespace ds::ref {
@@ -11,11 +12,15 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   for (i64 m = 0; m < M; ++m) {
     for (i64 n = 0; n < N; ++n) {
       double x = 0;
-      for (i64 k = 0; k < K; ++k) {
-        x += get(a, p.trans_a ? k * a.stride[0] + m : m * a.stride[0] + k) *
-             get(b, p.trans_b ? place(b, n, k) : place(b, k, n));
+      if (b.codes) {
+        x = product_of_rows(a, m, b, n);
+      } else {
+        for (i64 k = 0; k < K; ++k) {
+          x += get(a, p.trans_a ? k * a.stride[0] + m : m * a.stride[0] + k) *
+               get(b, p.trans_b ? place(b, n, k) : place(b, k, n));
+        }
       }
-      if (bias) x += get(bias, n);
+      if (bias) x = with_bias(x, b, get(bias, n));
       if (preact) put(preact, m * preact.stride[0] + n, x);
       x = activate(p.activation, x);
       if (residual) x += get(residual, m * residual.stride[0] + n);

@@ -18,6 +18,7 @@ struct Nothing {
 
 constexpr Nothing kNothing;
 constexpr OpTable kNoOps = {.name = "none",
+                            .codes = true,
                             .matmul = kNothing,
                             .column_sum = kNothing,
                             .layernorm_fwd = kNothing,

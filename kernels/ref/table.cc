@@ -7,6 +7,7 @@ const OpTable& ref_ops() noexcept {
   using namespace ref;
   static constexpr OpTable table = {
       .name = "ref",
+      .codes = true,
 #include "op_rows.inc"
   };
   return table;

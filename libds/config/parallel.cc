@@ -248,8 +248,7 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
       if (r.given(key)) r.warning(key, fmt::format("has no effect: {} is false", kExperts));
     }
   }
-  // Ranks that write text go their own ways.
-  if (!ep.enabled || c.use == ConfigUse::Generate) ep = {};
+  if (!ep.enabled) ep = {};
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
   // The default, given or not, stands for the chunks of the schedule.
   if (c.pipeline.schedule == PipelineSchedule::ZeroBubbleV && c.pipeline.virtual_stages == 1)

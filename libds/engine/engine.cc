@@ -13,6 +13,8 @@
 #include "base/file.h"
 #include "comm/message_tag.h"
 #include "mesh/from_config.h"
+#include "model/coded_rows.h"
+#include "model/slice.h"
 
 namespace ds::engine {
 
@@ -171,11 +173,46 @@ void Engine::init_weights() {
   set_weights([this](i64 param, i64 begin, i64 count, float* out) { init_values(param, begin, count, out); });
 }
 
-void Engine::set_weights(const ValueSource& values) {
+// By blocks of rows, so that memory is bounded.
+void Engine::set_codes(i64 param, const ValueSource& values, const CodeSource& codes) {
+  constexpr i64 kElems = 1 << 18;
+  const model::ParamRow& row = row_of(param);
+  const CodedForm& form = row.codes;
+  const std::vector<i64>& whole = row.whole_shape();
+  const i64 N = row.shape[0], K = row.shape[1], whole_k = whole.back(), most = std::max<i64>(kElems / K, 1);
+  const i64 row_bytes = form.row_bytes(K), whole_bytes = form.row_bytes(whole_k);
+  const model::SliceMap map(row.slice, whole);
+  zero::ParamStore& store = shards_[row.group]->params();
+  std::vector<float> tile(codes ? 0 : static_cast<size_t>(std::min(N, most) * K));
+  std::vector<u8> out(static_cast<size_t>(std::min(N, most) * row_bytes)), read;
+  for (i64 first = 0; first < N; first += most) {
+    const i64 count = std::min(most, N - first), begin = first * K;
+    map.for_each_run(begin, count * K, [&](i64 local, i64 global, i64 run) {
+      if (!codes) return values(param, global, run, tile.data() + local - begin);
+      // The run in rows of the whole matrix, of which this rank may have a part.
+      const i64 first_row = global / whole_k, last_row = (global + run - 1) / whole_k;
+      read.resize(static_cast<size_t>((last_row - first_row + 1) * whole_bytes));
+      codes(param, first_row, last_row - first_row + 1, read.data());
+      const i64 from = first_row * whole_bytes, skipped = global / form.group * form.group_bytes() - from,
+                to = local / form.group * form.group_bytes() - first * row_bytes;
+      std::copy_n(read.data() + skipped, run / form.group * form.group_bytes(), out.data() + to);
+    });
+    if (!codes) {
+      stream_.pool->parallel_for(count, [&](i64 r, int) {
+        const std::span<const float> x(tile.data() + r * K, static_cast<size_t>(K));
+        model::encode_row(form, x, out.data() + r * row_bytes);
+      });
+    }
+    store.set_codes(param, first, count, out.data());
+  }
+}
+
+void Engine::set_weights(const ValueSource& values, const CodeSource& codes) {
   constexpr i64 kTile = 1 << 16;  // bounded memory, whatever the size of a parameter
   std::vector<float> tile(kTile);
   for (const zero::Piece& whole : held_) {
     const model::ParamRow& row = row_of(whole.param);
+    if (row.codes) continue;
     const model::SliceMap map(row.slice, row.whole_shape());
     zero::for_each_part(whole, kTile, [&](const zero::Piece& piece) {
       const zero::StateLease st = lease(piece);
@@ -203,6 +240,9 @@ void Engine::set_weights(const ValueSource& values) {
       if (st[State::Master] == nullptr) return;
       ops_.cast(TensorView::of(st[State::Param], work, {n}), master, stream_);
     });
+  }
+  for (i64 param = 0; param < std::ssize(plan_.params); ++param) {
+    if (row_of(param).codes && plan_.shards_of(param).has_param(param)) set_codes(param, values, codes);
   }
   publish_params();
   progress_ = {};

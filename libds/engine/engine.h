@@ -60,8 +60,11 @@ class Engine {
   // The values that init_weights() gives elements [begin, begin + count) of the whole parameter number `param`.
   void init_values(i64 param, i64 begin, i64 count, float* out) const;
   // As init_weights(), from given values: `values(param, begin, count, out)` fills fp32 elements of parameter `param`.
+  // Rows kept as codes are coded from them, or copied from `codes`, if given: rows [first, first + count) of the whole
+  // parameter in the rows form of its ParamRow::codes.
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
-  void set_weights(const ValueSource& values);
+  using CodeSource = std::function<void(i64 param, i64 first, i64 count, void* out)>;
+  void set_weights(const ValueSource& values, const CodeSource& codes = {});
 
   // The following steps take sequences of this many tokens, at most those of the plan, which evaluations always take.
   void train_at(i64 sequence_length) noexcept { step_length_ = sequence_length; }
@@ -177,6 +180,7 @@ class Engine {
   offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
+  void set_codes(i64 param, const ValueSource& values, const CodeSource& codes);
   void make_pieces();
   zero::Shards& shards_of(const zero::Piece& piece) const noexcept { return *shards_[row_of(piece.param).group]; }
 

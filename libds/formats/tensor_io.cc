@@ -66,6 +66,10 @@ void TensorSource::read(std::string_view name, i64 first_elem, i64 count, void* 
   if (count > 0) read_elements(i, first_elem, count, out);
 }
 
+void TensorSource::read_codes(std::string_view name, i64, i64, void*) const {
+  throw Error(Errc::Mismatch, fmt::format("{}: {} is not stored as codes", path_, name));
+}
+
 std::optional<FileFormat> format_of(std::string_view path) noexcept {
   if (path.ends_with(".safetensors")) return FileFormat::Safetensors;
   if (path.ends_with(".h5") || path.ends_with(".hdf5")) return FileFormat::Hdf5;

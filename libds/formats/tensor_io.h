@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/file.h"
+#include "ds/kernels/codes.h"
 
 namespace ds {
 
@@ -62,6 +63,11 @@ class TensorSource {
   const TensorInfo& at(std::string_view name) const;
   // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
   void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
+  // The form in which a matrix is stored as codes; none if it is not, or in no such form.
+  virtual CodedForm codes_of(std::string_view name) const { return static_cast<void>(name), CodedForm{}; }
+  // Rows [first_row, first_row + count) of such a matrix in the rows form (ds/kernels/codes.h): count *
+  // codes_of(name).row_bytes(K) bytes. Their elements are those of read(), bit for bit.
+  virtual void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const;
   // All files that are read, including an index.
   virtual std::vector<std::string> files() const { return {path_}; }
   // Closes the file's descriptor until the next read.

@@ -74,9 +74,9 @@ void Session::take_memory() {
   for (const CacheSpace& space : p.spaces) {
     blocks_.emplace_back(space.blocks);
     for (const i64 l : space.layers) {
-      arrays_[l] = SessionPlan::arrays_of(*model_.layers[l], space, plan_.work);
+      arrays_[l] = p.arrays_of(*model_.layers[l], space, plan_.work);
       for (TensorView& array : arrays_[l])
-        array.data = std::exchange(at, at + align_up(array.bytes(), SessionPlan::kAlign));
+        SessionPlan::place(array, std::exchange(at, at + SessionPlan::array_bytes(array)));
     }
   }
 }
@@ -278,14 +278,24 @@ void Session::put_off_last() {
 void Session::step(Listener& listener) {
   begin_waiting();
   const std::vector<Part> parts = choose_parts();
-  if (parts.empty()) return;
+  const i64 largest = largest_pass(parts);
+  if (largest == 0) return;
   upload(parts);
-  run_layers(parts);
+  run_layers(parts, largest);
   for (const Part& part : parts) part.sequence->seen += part.tokens;
   ++counts_.passes;
   counts_.rows += std::ssize(ids_);
   take_logits();
   deliver(parts, listener);
+}
+
+// The rows of the largest pass among ranks that exchange rows of experts, which run layers together: if need be without
+// rows of their own.
+i64 Session::largest_pass(std::span<const Part> parts) const {
+  i64 rows = 0;
+  for (const Part& part : parts) rows += part.tokens;
+  if (model_.shard.ep > 1) stage_.mesh().dp().all_reduce(&rows, 1, DType::I64, ReduceOp::Max, kStatsText).wait();
+  return rows;
 }
 
 void Session::upload(std::span<const Part> parts) {
@@ -312,7 +322,7 @@ void Session::upload(std::span<const Part> parts) {
   send(memory_.logit_rows, logit_rows_);
 }
 
-void Session::run_layers(std::span<const Part> parts) {
+void Session::run_layers(std::span<const Part> parts, i64 largest) {
   const i64 R = std::ssize(ids_), n = std::ssize(logit_rows_);
   const TensorView logits = memory_.logits.rows(0, n);
   if (model_.shard.tp > 1) device_.zero(logits.data, logits.bytes());  // the ranks' parts are added
@@ -322,22 +332,23 @@ void Session::run_layers(std::span<const Part> parts) {
   for (const Part& part : parts) fresh.push_back(part.tokens);
   ctx.caches = caches;
   ctx.fresh = fresh;
-  ctx.alone = planned_.alone(*std::ranges::max_element(fresh));
+  ctx.alone = planned_.alone(fresh.empty() ? 1 : *std::ranges::max_element(fresh));
+  ctx.largest = largest;
   TensorView x{};
   for (size_t c = 0; c < plan_.stage.chunks.size(); ++c) {
     const plan::ChunkPlan& chunk = plan_.stage.chunks[c];
     model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
-    const auto acts = plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {1, R, R, planned_.sizes.context});
+    const auto acts =
+        plan::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {1, R, R, planned_.sizes.context, largest});
     DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
               planner.temporary_bytes() <= planned_.temporary_bytes);
-    if (chunk.receives()) {
-      x = TensorView::of(message_.data(), plan_.work, {R, model_.hidden});
-      stage_.receive(pipeline::Op::RecvActivation, static_cast<i64>(c), x).wait();
-    }
+    if (chunk.receives()) x = TensorView::of(message_.data(), plan_.work, {R, model_.hidden});
+    if (chunk.receives() && R > 0) stage_.receive(pipeline::Op::RecvActivation, static_cast<i64>(c), x).wait();
     x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
       for (size_t i = 0; i < parts.size(); ++i) caches[i] = &parts[i].sequence->caches[l];
     });
-    if (!chunk.last && !plan_.stage.stays(c)) stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
+    if (!chunk.last && !plan_.stage.stays(c) && R > 0)
+      stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
   }
   if (n == 0) return;
   stage_.mesh()

@@ -61,7 +61,8 @@ class Session {
   Id add(Request request);
   // Ends it without a call of `ended`; nothing happens if it has ended.
   void cancel(Id id);
-  // One pass. Throws Errc::Numeric if logits are not finite.
+  // One pass; none if there is nothing to do, here and on the ranks that have other experts. Throws Errc::Numeric if
+  // logits are not finite.
   void step(Listener& listener);
   bool idle() const noexcept { return waiting_.empty() && under_way_.empty(); }
   i64 num_waiting() const noexcept { return std::ssize(waiting_); }
@@ -95,7 +96,8 @@ class Session {
   void put_off_last();
   std::vector<Part> choose_parts();
   void upload(std::span<const Part> parts);
-  void run_layers(std::span<const Part> parts);
+  i64 largest_pass(std::span<const Part> parts) const;
+  void run_layers(std::span<const Part> parts, i64 largest);
   void take_logits();
   void compute_losses();
   void deliver(std::span<const Part> parts, Listener& listener);

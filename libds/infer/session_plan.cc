@@ -32,13 +32,33 @@ CacheSpace& space_of(SessionPlan& p, const model::Model& model, i64 window) {
   return p.spaces.emplace_back(std::move(space));
 }
 
+void check_coded_caches(const model::Model& model, const plan::RunPlan& plan) {
+  DS_CHECK(plan.device == DeviceKind::Cpu, Errc::Unavailable,
+           "--cache-dtype int8: GPUs have no attention to codes yet; --set device=cpu computes on the CPU");
+  const bool makes = std::ranges::any_of(model.layers, [](const auto& layer) { return layer->cache().makes; });
+  DS_CHECK(
+      !makes, Errc::Unavailable,
+      "--cache-dtype int8: multi-head latent attention caches latents, which have no codes; they are small already");
+}
+
 }  // namespace
 
-std::vector<TensorView> SessionPlan::arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) {
+std::vector<TensorView> SessionPlan::arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) const {
   std::vector<TensorView> arrays;
   for (const auto& [heads, dim] : layer.cache().arrays)
-    arrays.push_back(TensorView::of(nullptr, work, {1, space.blocks * space.lives.block(), heads, dim}));
+    arrays.push_back(TensorView::of(nullptr, sizes.codes_cache ? DType::I8 : work,
+                                    {1, space.blocks * space.lives.block(), heads, dim}));
   return arrays;
+}
+
+i64 SessionPlan::array_bytes(const TensorView& array) noexcept {
+  const i64 scales = array.dtype == DType::I8 ? array.numel() / array.dim(3) * i64{sizeof(float)} : 0;
+  return align_up(array.bytes(), kAlign) + align_up(scales, kAlign);
+}
+
+void SessionPlan::place(TensorView& array, char* memory) noexcept {
+  array.data = memory;
+  if (array.dtype == DType::I8) array.scale = reinterpret_cast<float*>(memory + align_up(array.bytes(), kAlign));
 }
 
 plan::TagBytes SessionPlan::bytes() const {
@@ -53,6 +73,7 @@ plan::TagBytes SessionPlan::bytes() const {
 SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, const SessionSizes& sizes) {
   SessionPlan p{.sizes = sizes};
   p.mixes = plan.device == DeviceKind::Cpu;
+  if (sizes.codes_cache) check_coded_caches(model, plan);
   p.rows = std::max(sizes.chunk, sizes.at_once);
   p.logit_rows = std::max(sizes.at_once, std::min(p.rows, kLogitRows));
   // Layers of other stages count, too, so that all ranks decide alike.
@@ -70,8 +91,8 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
       if (shape.arrays.empty()) continue;
       CacheSpace& space = space_of(p, model, shape.window);
       space.layers.push_back(l);
-      for (const TensorView& array : SessionPlan::arrays_of(layer, space, plan.work))
-        p.cache_bytes += align_up(array.bytes(), SessionPlan::kAlign);
+      for (const TensorView& array : p.arrays_of(layer, space, plan.work))
+        p.cache_bytes += SessionPlan::array_bytes(array);
     }
   }
   for (const CacheSpace& space : p.spaces)
@@ -135,23 +156,23 @@ std::optional<i64> session_scratch(const model::Model& model, const plan::RunPla
     for (model::KvCache& cache : caches) pointers.push_back(&cache);
     const model::Pass pass{
         .mode = model::Mode::Generate, .B = 1, .T = rows, .logit_rows = std::min(rows, session.logit_rows)};
-    plan::walk_forward(
-        model, plan, session.pass, pass, {*ops, stream, axes.comms()}, [&](i64 l, model::PassContext& ctx) {
-          if (!first_of_kind[l]) return false;
-          if (spaces[l] == nullptr) return true;
-          std::vector<TensorView> arrays = SessionPlan::arrays_of(*model.layers[l], *spaces[l], plan.work);
-          for (TensorView& array : arrays) array.data = &there;
-          for (size_t i = 0; i < caches.size(); ++i)
-            caches[i] = {.arrays = arrays,
-                         .length = length - fresh[i],
-                         .block = spaces[l]->lives.block(),
-                         .blocks = blocks,
-                         .pages = blocks.data()};
-          ctx.caches = pointers;
-          ctx.fresh = fresh;
-          ctx.alone = session.alone(rows);
-          return true;
-        });
+    plan::walk_forward(model, plan, session.pass, pass, {*ops, stream, axes.comms()},
+                       [&](i64 l, model::PassContext& ctx) {
+                         if (!first_of_kind[l]) return false;
+                         if (spaces[l] == nullptr) return true;
+                         std::vector<TensorView> arrays = session.arrays_of(*model.layers[l], *spaces[l], plan.work);
+                         for (TensorView& array : arrays) array.data = &there;
+                         for (size_t i = 0; i < caches.size(); ++i)
+                           caches[i] = {.arrays = arrays,
+                                        .length = length - fresh[i],
+                                        .block = spaces[l]->lives.block(),
+                                        .blocks = blocks,
+                                        .pages = blocks.data()};
+                         ctx.caches = pointers;
+                         ctx.fresh = fresh;
+                         ctx.alone = session.alone(rows);
+                         return true;
+                       });
   };
   const i64 context = session.sizes.context;
   // From some thousand rows on, tiles have their largest sizes.

@@ -36,8 +36,11 @@ struct SessionPlan {
   i64 table_bytes = 0, cache_bytes = 0;  // of all spaces: where blocks are, and the blocks
   model::PassMemory pass{};
 
-  // The arrays of a layer: [1, rows, heads, dim] each, without memory.
-  static std::vector<TensorView> arrays_of(const model::Layer& layer, const CacheSpace& space, DType work);
+  // The arrays of a layer: [1, rows, heads, dim] each, without memory. Scales of codes follow their array.
+  std::vector<TensorView> arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) const;
+  static i64 array_bytes(const TensorView& array) noexcept;
+  // Gives an array of array_bytes() its memory.
+  static void place(TensorView& array, char* memory) noexcept;
   static constexpr i64 kAlign = 64;  // bytes: each array, and each table
   plan::TagBytes bytes() const;
 };

@@ -55,9 +55,28 @@ void for_blocks(const KvCache& cache, i64 first, i64 count, F&& f) {
   }
 }
 
+// Rows [row, row + n) of a cache of codes from those of `fresh`, head by head: the scales of a head's rows are apart.
+void keep_codes(const PassContext& ctx, const TensorView& array, i64 row, const TensorView& fresh) {
+  const i64 n = fresh.dim(1), heads = fresh.dim(2), D = fresh.dim(3);
+  const auto matrix = [](void* data, DType dtype, i64 rows, i64 cols, i64 stride) {
+    TensorView v = TensorView::of(data, dtype, {rows, cols});
+    v.stride[0] = stride;
+    return v;
+  };
+  for (i64 h = 0; h < heads; ++h) {
+    const i64 at = row * heads + h;
+    ctx.ops.quantize(matrix(array.as<u8>() + at * D, DType::U8, n, D, heads * D),
+                     matrix(array.scale + at, DType::F32, n, 1, heads),
+                     matrix(some_heads(fresh, h, 1).data, fresh.dtype, n, D, fresh.stride[1]), {},
+                     {.bits = 8, .block = 0}, {}, ctx.stream);
+  }
+}
+
 // Appends an array [1,T,heads,dim] of new positions.
 void keep(const PassContext& ctx, const KvCache& cache, size_t array, const TensorView& fresh) {
   for_blocks(cache, cache.length, fresh.dim(1), [&](i64 t, i64 row, i64 n) {
+    if (cache.arrays[array].dtype == DType::I8)
+      return keep_codes(ctx, cache.arrays[array], row, some_tokens(fresh, t, n));
     ctx.ops.copy_heads(some_tokens(cache.arrays[array], row, n), some_tokens(fresh, t, n), ctx.stream);
   });
 }

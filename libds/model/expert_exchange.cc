@@ -56,11 +56,11 @@ void ExpertExchange::agree(const PassContext& ctx, TensorView all) const {
   throw Error(Errc::OutOfMemory,
               fmt::format("{} rows of tokens go to the experts of one rank, which has room for {}: raise "
                           "expert_parallel.room, or leave out expert_parallel.further_rounds",
-                          most, most_rows(ctx.B * ctx.T)));
+                          most, most_rows(std::max(ctx.B * ctx.T, ctx.largest))));
 }
 
 void ExpertExchange::recall(const PassContext& ctx, TensorView all) const {
-  const i64 tokens = ctx.B * ctx.T;
+  const i64 tokens = std::max(ctx.B * ctx.T, ctx.largest);
   if (ctx.host != nullptr) {
     ctx.host->download(all_.data(), all.data, all.bytes());
   } else {

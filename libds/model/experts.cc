@@ -143,7 +143,8 @@ std::vector<Linear*> Experts::linears() { return shared_ ? shared_->linears() : 
 std::vector<size_t> Experts::matrices() const { return {}; }
 
 void Experts::plan(LayerActs& acts, ActivationPlanner& p, const PlannedPass& pass) const {
-  const i64 R = pass.rows(), N = R * k(), M = exchange_.most_rows(R), n = exchange_.own_experts();
+  const i64 R = pass.rows(), N = R * k(), M = exchange_.most_rows(std::max(R, pass.largest)),
+            n = exchange_.own_experts();
   const auto work = pass.work, f32 = DType::F32, i32 = DType::I32;
   const bool train = pass.mode == Mode::Train, repeats = travels() && exchange_.may_repeat(R), biased = mlp_.biased();
   const i64 sequences = by_sequence() && train ? pass.B : 0;

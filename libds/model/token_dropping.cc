@@ -21,9 +21,9 @@ class DroppingBlock final : public Layer {
     Layer::freeze(row);
     block_->freeze(row);
   }
-  void store(size_t row, Storage form) override {
-    Layer::store(row, form);
-    block_->store(row, form);
+  void store(size_t row, Storage form, const CodedForm& codes) override {
+    Layer::store(row, form, codes);
+    block_->store(row, form, codes);
   }
   bool is_block() const noexcept override { return block_->is_block(); }
   std::vector<size_t> products(Products which) const override { return block_->products(which); }

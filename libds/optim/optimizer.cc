@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "ds/nearest.h"
+#include "model/coded_rows.h"
 #include "optim/kind.h"
 
 namespace ds::optim {
@@ -179,7 +180,7 @@ void check_storage(const model::ParamRow& row, DType work) {
 
 void freeze_groups(model::Model& model, const Config& config) {
   for (const model::ParamRow* row : model.params()) check_storage(*row, config.work_dtype());
-  if (!trains(config.use)) return;
+  if (!trains(config.use)) return model::store_as_codes(model, config);
   const ParamGroups groups = make_groups(config.optimizer, model);
   i64 param = 0;
   for (model::ParamRow& row : model.shared) row.trained &= !groups.frozen(param++);

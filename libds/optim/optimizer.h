@@ -72,8 +72,8 @@ struct ParamGroups {
 // belong to groups before it, Muon without a hidden matrix.
 ParamGroups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 
-// Decides which rows of a run's model are trained: in a run that trains, none of a frozen group. Throws what
-// make_groups() does.
+// Decides which rows of a run's model are trained: in a run that trains, none of a frozen group. In one that does not,
+// decides which are kept as codes (Config::weights). Throws what make_groups() and model::store_as_codes() do.
 void freeze_groups(model::Model& model, const Config& config);
 
 // The largest matrix of a group: elements, and its shorter side.

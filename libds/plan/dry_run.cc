@@ -91,7 +91,7 @@ void set_panels(std::span<TensorView> views, const RunPlan& plan, i64 unit, cons
     const zero::ShardsPlan& shards = plan.shards[row.group];
     const bool coded = !shards.coded.empty() && shards.coded[static_cast<size_t>(unit)];
     const i64 param = plan.dp().layout.units()[unit].first_param + static_cast<i64>(r);
-    if (views[r] && !coded && shards.layout.packs(param, row)) views[r].panels = panels_of(ops, plan.work);
+    if (views[r] && !coded && shards.layout.packs(param, row)) views[r].panels = panels_of(ops, plan.work, row.codes);
   }
 }
 

@@ -283,7 +283,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
-    if (row->storage != model::Storage::Work) options.block = zero::StoredParams::kBlock;
+    if (row->storage != model::Storage::Work && !row->codes) options.block = zero::StoredParams::kBlock;
     const optim::ParamGroup& group = plan.groups.of(std::ssize(states));
     StateSet& of = states.emplace_back();
     PerState<DType>& kept = dtypes.emplace_back();

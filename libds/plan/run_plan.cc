@@ -79,6 +79,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.grad_rows.emplace_back(model.shared);
   plan.update_number = std::max<i64>(config.steps, 1);
 
+  const bool codes =
+      std::ranges::any_of(model.params(), [](const model::ParamRow* row) { return static_cast<bool>(row->codes); });
+  DS_CHECK(!codes || device == DeviceKind::Cpu, Errc::Unavailable,
+           "--weights {}: GPUs have no products of codes yet; --set device=cpu computes on the CPU",
+           config.weights.name());
   plan_stage(plan, config, model, std::move(cuts));
   plan_ownership(plan, config, model);
   if (plan.trains()) update::plan_update(plan);

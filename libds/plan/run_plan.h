@@ -119,7 +119,7 @@ struct TrafficCount {
 // The size of a pass: B sequences of T tokens on this rank, of which the residual stream has `stream_rows` rows.
 struct PassShape {
   i64 B = 0, T = 0, stream_rows = 0;
-  i64 context = 0;  // PlannedPass::context
+  i64 context = 0, largest = 0;  // PlannedPass::context, PlannedPass::largest
 };
 
 struct RunPlan : update::UpdatePlan {

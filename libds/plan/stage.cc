@@ -78,8 +78,8 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
         train ? chunk.keep_of(l) : model::Keep::Input,
         backward && l > model.backward_end() && (plan.stage.split_backward || chunk.continues_group(l)));
     if (!acts.empty() && acts.back().stash.rank > 0) acts.back().restored = planner.working(plan.work, {rows, C});
-    model::LayerActs& a =
-        acts.emplace_back(model.layers[at]->plan(planner, {plan.work, mode, shape.B, shape.T, shape.context}));
+    model::LayerActs& a = acts.emplace_back(
+        model.layers[at]->plan(planner, {plan.work, mode, shape.B, shape.T, shape.context, shape.largest}));
     if (!head && train) {
       // The input of layers that are computed again may be kept elsewhere; what goes to the next stage may not.
       if (chunk.restarts_at(l + 1) && elsewhere) {

@@ -14,8 +14,10 @@
 #include "base/json.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
+#include "device/device.h"
 #include "ds/checkpoint.h"
 #include "ds/infer.h"
+#include "model/models.h"
 #include "run/weights.h"
 
 namespace ds {
@@ -107,6 +109,15 @@ InferenceModel find_model(const std::string& path) {
            "writes both",
            path);
   return of_published(folder.string(), path);
+}
+
+void find_codes(Config& config, const std::string& weights) {
+  std::string why;
+  if (trains(config.use) || config.weights.form != WeightsConfig::Form::Stored) return;
+  if (config.device == DeviceKind::Cuda || (config.device == DeviceKind::Auto && num_cuda_devices(why) > 0)) return;
+  const std::string path = weights.empty() ? run::published_weights(config.published.path) : weights;
+  if (path.empty() || is_checkpoint(path)) return;
+  config.weights.stored = run::codes_of_weights(model::make_model(config), path);
 }
 
 }  // namespace ds

@@ -211,7 +211,11 @@ void Start::load(const Request& request, const RunData& data, Trained& trained) 
   Communicator& world = engine.mesh().world();
   offload::ServerLink* const server = engine.server();
   if (server == nullptr || !load_from_server(request, data, trained)) {
-    if (!step_dir.empty()) {
+    if (!step_dir.empty() && request.config.weights.any()) {
+      check_same_run(request, data, CheckpointReader(step_dir).meta(), step_dir);
+      load_weights(engine, step_dir);
+      from = step_dir;
+    } else if (!step_dir.empty()) {
       from_newest(request, &world, step_dir, [&] {
         trained.load_step(step_dir,
                           [&](const Manifest& there) { check_same_run(request, data, there.meta, step_dir); });

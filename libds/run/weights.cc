@@ -159,14 +159,29 @@ void load_weights(engine::Engine& engine, const std::string& path) {
                     : fmt::format("{} lacks the head: random values for {}", found.source->path(),
                                   fmt::join(found.anew, ", ")));
   std::vector<char> raw;
-  engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+  const auto values = [&](i64 param, i64 begin, i64 count, float* out) {
     if (found.tensors[param] == nullptr) return engine.init_values(param, begin, count, out);
     const TensorInfo& t = *found.tensors[param];
     read_floats(*found.source, t, begin, count, raw, out);
     const float* const bad = std::find_if_not(out, out + count, [](float x) { return std::isfinite(x); });
     DS_CHECK(bad == out + count, Errc::Numeric, "{}: element {} of {} is {} in fp32; no model computes with that",
              found.source->path(), begin + (bad - out), t.name, *bad);
+  };
+  if (engine.config().weights.form != WeightsConfig::Form::Stored) return engine.set_weights(values);
+  engine.set_weights(values, [&](i64 param, i64 first, i64 count, void* out) {
+    found.source->read_codes(found.tensors[param]->name, first, count, out);
   });
+}
+
+std::map<std::string, CodedForm> codes_of_weights(const model::Model& model, const std::string& path) {
+  std::map<std::string, CodedForm> codes;
+  const Match found = match(model, path, false);
+  const std::vector<const model::ParamRow*> rows = model.params();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (found.tensors[i] == nullptr) continue;
+    if (const CodedForm form = found.source->codes_of(found.tensors[i]->name)) codes[rows[i]->name] = form;
+  }
+  return codes;
 }
 
 void check_weights(const model::Model& model, const std::string& path, bool new_head, bool warns) {

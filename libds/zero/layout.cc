@@ -27,6 +27,7 @@ std::string trained_rows(Layout::Units units) {
     for (const model::ParamRow& row : unit) {
       const char storage = static_cast<char>(row.storage);
       DS_ASSERT(!row.trained || row.storage == model::Storage::Work);
+      DS_ASSERT((row.storage == model::Storage::Codes) == static_cast<bool>(row.codes));
       trained.push_back(row.trained ? 1 : storage == 0 ? 0 : static_cast<char>(storage + 1));
     }
   }
@@ -148,7 +149,7 @@ void Layout::add_rows(std::span<const model::ParamRow> rows, std::span<const Kep
     for (const Kept want : {Kept::Persistent, Kept::Sharded, Kept::Codes}) add_segment(rows, kept, want, of_trained);
   }
   using model::Storage;
-  for (const Storage form : {Storage::BF16, Storage::F16, Storage::Int8, Storage::Int4}) {
+  for (const Storage form : {Storage::BF16, Storage::F16, Storage::Int8, Storage::Int4, Storage::Codes}) {
     if (!options_.of_gradients) add_segment(rows, kept, Kept::Sharded, false, form);
   }
   unit.num_segments = narrow<i64>(segments_.size()) - unit.first_segment;
@@ -229,7 +230,7 @@ bool Layout::packs(i64 param, const model::ParamRow& row) const noexcept {
   const i64 number = rows_[static_cast<size_t>(param)].segment;
   if (!row.packs || row.fp8 || number < 0) return false;
   const Segment& s = segments_[static_cast<size_t>(number)];
-  return s.storage == model::Storage::Work && !is_tile(s.unit) &&
+  return (s.storage == model::Storage::Work || s.storage == model::Storage::Codes) && !is_tile(s.unit) &&
          (!states().shard_params || s.persistent || num_ranks() == 1);
 }
 

@@ -145,7 +145,7 @@ class Layout {
   std::span<const MatrixTile> tiles_of(i64 param) const noexcept;
   bool is_tile(i64 unit) const noexcept { return unit >= num_units_; }
   // Whether a run that does not train packs a parameter here, whose row this is (ParamRow::packs): if a rank stores the
-  // whole matrix in the work dtype, and no product in FP8 encodes it.
+  // whole matrix in the work dtype or as codes, and no product in FP8 encodes it.
   bool packs(i64 param, const model::ParamRow& row) const noexcept;
   i64 num_params() const noexcept { return num_elements_; }  // elements here, without padding
 

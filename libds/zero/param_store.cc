@@ -36,7 +36,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
     if (s.storage == model::Storage::BF16 || s.storage == model::Storage::F16) wire_width_ = 2;
-    if (StoredParams::has(s)) {
+    if (StoredParams::has(s) || has_codes(s)) {
       segment_offset_.push_back(-1);
       continue;
     }
@@ -66,7 +66,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   for (const Segment& s : layout.segments()) {
     if (near == nullptr || near->size() == 1) break;
     second_.emplace_back();
-    if (!whole(s) && !StoredParams::has(s))
+    if (!whole(s) && !StoredParams::has(s) && !has_codes(s))
       second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
   arriving_at_.assign(layout.segments().size(), -1);
@@ -83,6 +83,46 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   for (const Segment& s : layout.segments()) {
     if (whole(s)) point_rows(s, whole_segment(s));
   }
+  allocate_codes(ledger);
+}
+
+// Matrices that lie directly after each other in the layout do so here, too.
+void ParamStore::allocate_codes(MemoryLedger& ledger) {
+  constexpr i64 kAlign = 64;
+  struct Matrix {
+    TensorView* view;
+    i64 at;
+  };
+  std::vector<Matrix> matrices;
+  i64 bytes = 0;
+  for (const Segment& s : layout_.segments()) {
+    if (!has_codes(s)) continue;
+    DS_ASSERT(!layout_.states().shard_params && !layout_.is_tile(s.unit));
+    const std::span<const model::ParamRow> rows = rows_[s.unit];
+    const i64 first = layout_.units()[s.unit].first_param, number = &s - layout_.segments().data();
+    std::vector<std::pair<RowPlace, size_t>> places;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const RowPlace& place = layout_.rows()[static_cast<size_t>(first) + r];
+      if (place.segment == number) places.emplace_back(place, r);
+    }
+    std::ranges::sort(places, {}, [](const auto& p) { return p.first.offset; });
+    for (const auto& [place, r] : places) {
+      if (!rows[r].lies_after(rows)) bytes = align_up(bytes, kAlign);
+      matrices.push_back({&views_[s.unit][r], bytes});
+      bytes += views_[s.unit][r].bytes();
+    }
+  }
+  codes_ = device_buffer(device_, ledger, Tag::Params, bytes);
+  for (const Matrix& m : matrices) m.view->data = codes_.as<char>().data() + m.at;
+}
+
+void ParamStore::set_codes(i64 param, i64 first, i64 count, const void* rows) {
+  const Segment& s = layout_.segments()[layout_.rows()[static_cast<size_t>(param)].segment];
+  TensorView& view = views_[s.unit][static_cast<size_t>(param - layout_.units()[s.unit].first_param)];
+  DS_ASSERT(has_codes(s));
+  view.panels = {};
+  const TensorView part = view.rows(first, count);
+  device_.upload(part.data, rows, part.bytes());
 }
 
 void ParamStore::point_rows(const Segment& s, void* base) {
@@ -101,6 +141,7 @@ void ParamStore::point_rows(const Segment& s, void* base) {
 }
 
 TierLease ParamStore::lease(const Segment& s, i64 first, i64 count, LeaseTo access) const {
+  DS_ASSERT(!has_codes(s));
   if (StoredParams::has(s)) return stored_.lease(s, first, count, access);
   const i64 bytes = dtype_bytes(options_.work);
   if (whole(s)) return {nullptr, whole_segment(s) + first * bytes, 0, 0, access};
@@ -115,15 +156,19 @@ void ParamStore::pack() {
   for (size_t u = 0; u < rows_.size(); ++u) {
     for (size_t r = 0; r < rows_[u].size() && !coded(static_cast<i64>(u)); ++r) {
       const i64 param = layout_.units()[u].first_param + static_cast<i64>(r);
-      if (!layout_.packs(param, rows_[u][r])) continue;
+      if (!layout_.packs(param, rows_[u][r]) || (views_[u][r].codes && views_[u][r].panels)) continue;
       const RowPlace& place = layout_.rows()[param];
-      const TierLease there = lease(layout_.segments()[place.segment], place.offset, place.numel, LeaseTo::Write);
+      const Segment& s = layout_.segments()[place.segment];
       TensorView& view = views_[u][r];
       TensorView matrix = view;
-      matrix.data = there.data();
+      TierLease there;
+      if (!has_codes(s)) {
+        there = lease(s, place.offset, place.numel, LeaseTo::Write);
+        matrix.data = there.data();
+      }
       matrix.panels = {};
       ops.pack_matrix(matrix, device_.stream());
-      view.panels = panels;
+      view.panels = panels_of(ops, options_.work, view.codes);
     }
   }
 }
@@ -139,7 +184,7 @@ void ParamStore::abandon() {
   for (Ticket& t : arriving_) t.wait();
   std::ranges::fill(arriving_at_, -1);
   for (const Segment& s : layout_.segments()) {
-    if (!whole(s)) point_rows(s, nullptr);
+    if (!whole(s) && !has_codes(s)) point_rows(s, nullptr);
   }
   next_ = plan_->accesses.size();
 }
@@ -150,7 +195,7 @@ void ParamStore::gather(const GatherStep::Launch& l) {
   size_t last = 0;  // of those that are gathered together
   gathered_.clear();
   for (const Segment& s : layout_.segments_of(l.unit)) {
-    if (whole(s)) continue;
+    if (whole(s) || has_codes(s)) continue;
     const size_t number = static_cast<size_t>(&s - layout_.segments().data());
     const i64 offset = std::exchange(next, next + s.slice * layout_.num_ranks());
     char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
@@ -222,7 +267,7 @@ ParamLease ParamStore::acquire() {
 
 void* ParamStore::on_host(const Piece& piece) const noexcept {
   const Segment& s = layout_.segments()[piece.segment];
-  if (whole(s) || StoredParams::has(s)) return nullptr;
+  if (whole(s) || StoredParams::has(s) || has_codes(s)) return nullptr;
   return shards_->on_host((segment_offset_[piece.segment] + piece.segment_offset - s.slice * comm_.rank()) *
                           dtype_bytes(options_.work));
 }
@@ -239,7 +284,8 @@ void ParamStore::expect_launches() {
           stored_.expect(s);
           continue;
         }
-        if (!whole(s)) shards_->expect(segment_offset_[&s - layout_.segments().data()] * bytes, s.slice * bytes);
+        if (!whole(s) && !has_codes(s))
+          shards_->expect(segment_offset_[&s - layout_.segments().data()] * bytes, s.slice * bytes);
       }
     }
   }
@@ -250,7 +296,7 @@ void ParamStore::end_access() noexcept {
   // A released unit is forgotten at once: whoever uses it without a lease fails on a null view, not on stale numbers.
   for (const i64 unit : plan_->steps[next_].release) {
     for (const Segment& s : layout_.segments_of(unit)) {
-      if (!whole(s)) point_rows(s, nullptr);
+      if (!whole(s) && !has_codes(s)) point_rows(s, nullptr);
     }
   }
   ++next_;

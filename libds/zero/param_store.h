@@ -8,7 +8,8 @@
 // gather after an update leaves a second shard on the ranks of a smaller group, from which they gather until the next
 // update, with the same bits. Neither changes how stored forms are gathered. Matrices of FP8 products may travel as
 // their codes (zero/fp8_gathers), which changes no bit of a product. A run that does not train may pack matrices
-// (pack).
+// (pack), and keep some as codes that products read (model::Storage::Codes): whole on every rank, and in no piece that
+// is leased.
 
 #include <optional>
 #include <span>
@@ -63,6 +64,10 @@ class ParamStore final : public PieceMemory {
   // pieces then see the packed numbers. Only for runs that do not train.
   void pack();
 
+  // Sets rows [first, first + count) of a matrix of codes, which are in the rows form of its ParamRow::codes. All rows
+  // of a matrix are set before the next pass.
+  void set_codes(i64 param, i64 first, i64 count, const void* rows);
+
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at
   // stages 0 to 2, and on a rank that holds everything whole.
   void begin(const GatherPlan& plan);
@@ -80,7 +85,7 @@ class ParamStore final : public PieceMemory {
   TierLease lease(const Piece& piece, LeaseTo access) const override {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
-  bool in_place() const noexcept override { return shards_->in_place() && !stored_.any(); }
+  bool in_place() const noexcept override { return shards_->in_place() && !stored_.any() && codes_.bytes() == 0; }
   bool trained_in_place() const noexcept override { return shards_->in_place(); }
   void* on_host(const Piece& piece) const noexcept override;
 
@@ -92,8 +97,10 @@ class ParamStore final : public PieceMemory {
  private:
   friend class ParamLease;
   bool whole(const Segment& s) const noexcept {
-    return !StoredParams::has(s) && (!layout_.states().shard_params || s.persistent);
+    return !StoredParams::has(s) && !has_codes(s) && (!layout_.states().shard_params || s.persistent);
   }
+  static bool has_codes(const Segment& s) noexcept { return s.storage == model::Storage::Codes; }
+  void allocate_codes(MemoryLedger& ledger);
   void point_rows(const Segment& s, void* base);
   char* whole_segment(const Segment& s) const noexcept {
     return static_cast<char*>(whole_.data()) +
@@ -129,6 +136,7 @@ class ParamStore final : public PieceMemory {
   Device& device_;
   Options options_;
   Buffer whole_, pool_;
+  Buffer codes_;        // matrices of codes
   Buffer wire_;         // stored forms and codes that are being sent, placed like the pool
   i64 wire_width_ = 1;  // bytes of an element, without scales
   bool wire_scales_ = false;

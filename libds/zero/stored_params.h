@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Frozen parameters that are stored in another form than the work dtype (model::Storage). A slice of codes is a
+// Frozen parameters that are stored in another form than the work dtype (model::Storage) and decoded when they are
+// gathered. A slice of codes is a
 // CodedSlice: its codes, then their scales. Decoded values are exact in the work dtype, and have the same codes again,
 // so that checkpoints contain the values that the run used, and a resumed run has the same.
 //
@@ -50,7 +51,9 @@ class StoredParams final : public TierArray {
   // The stored segments of a layout: this rank's memory has one slice of each at stage 3, and all slices at others (at
   // stage 0 they are one).
   StoredParams(const Layout& layout, int rank, DType work);
-  static bool has(const Segment& s) noexcept { return s.storage != model::Storage::Work; }
+  static bool has(const Segment& s) noexcept {
+    return s.storage != model::Storage::Work && s.storage != model::Storage::Codes;
+  }
   bool any() const noexcept { return bytes_ > 0; }
   i64 bytes() const noexcept { return bytes_; }
   i64 largest_bytes() const noexcept { return largest_; }  // of a segment in memory

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "equivalence/layouts.h"
+#include "equivalence/tiny_experts.h"
 #include "infer/session_plan.h"
 #include "plan/scratch.h"
 #include "slow_set.h"
@@ -88,12 +89,81 @@ TEST(Session, TakesWeightsCachesAndOneForwardPass) {
   // Keys and values of each layer and position, and four bytes for each block of a sequence, in lines.
   const i64 block = model.layers * 2 * 64 * model.kv_heads * model.head_dim * 4;
   const SessionSizes one{.at_once = 1, .context = 100, .chunk = 16};
+  activations({.at_once = 2, .context = 100, .chunk = 16, .codes_cache = true});
   for (const i64 cached : {0, 100, 200, 10'000}) {
     SessionSizes more = one;
     more.at_once = 5;
     more.cached = cached;
     const i64 blocks = cached == 100 ? 2 : cached == 200 ? 4 : 10;
     EXPECT_EQ(activations(more) - activations(one), (blocks - 2) * block + 4 * 64) << cached;
+  }
+}
+
+// Codes in caches change results, but these still depend on the text alone; they take the planned memory, about half of
+// that of 16 bits.
+TEST(Session, CachesOfCodesMoveNoBitBetweenPasses) {
+  ModelConfig model = of_four_heads(tiny_llama());
+  model.max_positions = 300;
+  for (const Layout& l : {Layout{}, {.pp = 2}, {.tp = 2}}) {
+    for (const DType work : {DType::F32, DType::BF16}) {
+      i64 bytes[2] = {0, 0};
+      with_engines(config_for(model, l, work, 300), l.ranks(), [&](engine::Engine& engine) {
+        Texts given = prompts();
+        for (int t = 0; t < 100; ++t) given[3].push_back(t % 61);
+        Writing w{.max_tokens = 30, .sampling = {.temperature = 0.8, .seed = 2}};
+        Texts alone;
+        w.sizes = {.at_once = 1, .context = 160, .codes_cache = true};
+        for (const auto& prompt : given) alone.push_back(texts_of(engine, {prompt}, w)[0]);
+        for (const SessionSizes& sizes : {SessionSizes{.at_once = 7, .context = 160, .codes_cache = true},
+                                          {.at_once = 3, .context = 160, .chunk = 5, .codes_cache = true},
+                                          {.at_once = 4, .context = 160, .cached = 200, .codes_cache = true}}) {
+          w.sizes = sizes;
+          EXPECT_EQ(texts_of(engine, given, w), alone) << l.name() << " " << sizes.chunk;
+        }
+        if (engine.mesh().rank() > 0 || l.ranks() > 1) return;
+        for (const bool codes : {false, true}) {
+          const SessionSizes sizes{.at_once = 4, .context = 256, .codes_cache = codes};
+          bytes[codes] = infer::plan_session(engine.model(), engine.plan(), sizes).cache_bytes;
+        }
+        const i64 rows = 4 * 256 * model.layers * 2 * model.kv_heads;
+        EXPECT_EQ(bytes[0], rows * model.head_dim * dtype_bytes(work));
+        EXPECT_EQ(bytes[1], rows * (model.head_dim + 4));
+      });
+    }
+  }
+}
+
+// Ranks that have other experts run their passes together, of any size, also without texts of their own.
+TEST(Session, RanksOfExpertsHaveTextsOfTheirOwn) {
+  const ModelConfig model = experts_test::tiny_experts();
+  for (const double room : {1.0, 4.0}) {
+    for (const Layout& l : {Layout{.dp = 2}, {.dp = 4}, {.dp = 2, .pp = 2}}) {
+      Texts alone;
+      const Writing w{.max_tokens = 9, .sampling = {.temperature = 0.8, .seed = 4}};
+      with_engines(config_for(model, {}, DType::F32), 1, [&](engine::Engine& engine) {
+        for (const auto& prompt : prompts()) alone.push_back(text_of(engine, prompt, w));
+      });
+      Config config = config_for(model, l, DType::F32);
+      config.expert_parallel.enabled = true;
+      config.expert_parallel.size = 2;
+      config.expert_parallel.room = room;
+      with_engines(config, l.ranks(), [&](engine::Engine& engine) {
+        const SessionSizes sizes{.at_once = 3, .context = 23, .chunk = 5};
+        infer::Session session(engine.stage(), sizes);
+        TokenCollector collector;
+        std::vector<size_t> mine;  // all texts but those of the first rank are few
+        for (size_t i = 0; i < alone.size(); ++i) {
+          const size_t owner = i % 5 == 4 ? static_cast<size_t>(l.dp - 1) : 0;
+          if (owner != static_cast<size_t>(engine.mesh().coord().dp)) continue;
+          session.add({.tokens = prompts()[i], .max_tokens = 9, .sampling = w.sampling, .logprobs = true});
+          mine.push_back(i);
+        }
+        for (int pass = 0; pass < 80; ++pass) session.step(collector);
+        EXPECT_TRUE(session.idle());
+        for (size_t i = 0; i < mine.size(); ++i)
+          EXPECT_EQ(collector.texts[i], alone[mine[i]]) << l.name() << " " << room;
+      });
+    }
   }
 }
 
@@ -256,7 +326,8 @@ TEST(Session, TakesNoMoreScratchThanIsSaid) {
             if (!tried()) continue;
             const std::string what = fmt::format("{} {} {} {} threads {}", isa, family_name(model.family),
                                                  dtype_name(work), threads, l.name());
-            const SessionSizes sizes{.at_once = 4, .context = 300, .chunk = 200};
+            const bool codes = threads == 3 && model.family != latent.family;
+            const SessionSizes sizes{.at_once = 4, .context = 300, .chunk = 200, .codes_cache = codes};
             const auto body = [&](engine::Engine& engine) {
               Texts given = prompts();
               given.emplace_back(270, 5);

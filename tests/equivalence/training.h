@@ -306,7 +306,9 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
     threads.emplace_back([&, &mine = world] {
       try {
         const auto device = make_cpu_device(ops, num_threads);
-        Mesh mesh(std::move(mine), mesh_shape(config, ranks), {.timeout_s = 60}, {}, mesh_splits(config, {}));
+        const MeshShape shape = mesh_shape(config, ranks);
+        Mesh mesh(std::move(mine), shape, {.timeout_s = 60}, {},
+                  mesh_splits(config, model::expert_splits(model::shard_of(config, shape, {}))));
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device, parts);
         engine.init_weights();

@@ -534,6 +534,63 @@ TEST_F(SparseAttention, PagesChangeNoBit) {
   }
 }
 
+// Keys and values of codes: the bits of the decoded ones.
+TEST_F(SparseAttention, CodesOfKeysAreTheirDecodedValues) {
+  i64 n = 0;
+  for (i64 D : {32, 40, 64, 128, 256}) {
+    for (i64 block : {0, 32}) {  // 0: no layout
+      for (DType dtype : kWorkDTypes) {
+        const i64 S = 30 + 211 * (n % 4);
+        const Case c = {.T = n % 2 == 0 ? 1 : 9,
+                        .S = S,
+                        .H = 4,
+                        .G = 2,
+                        .D = D,
+                        .block = std::max<i64>(block, 16),
+                        .window = n % 3 == 0 ? 130 : 0,
+                        .dtype = dtype,
+                        .query0 = S - (n % 2 == 0 ? 1 : 9),
+                        .density = 0.5};
+        const Layout layout = random_layout(c);
+        Inputs in(c);
+        std::vector<std::int8_t> codes[2];
+        std::vector<float> scales[2];
+        for (const bool values : {false, true}) {
+          Heads& x = values ? in.v : in.k;
+          for (i64 j = 0; j < S; ++j) {
+            for (i64 g = 0; g < c.G; ++g) {
+              scales[values].push_back(0.01f + 1e-4f * static_cast<float>((j * 7 + g) % 50));
+              for (i64 d = 0; d < D; ++d) {
+                codes[values].push_back(static_cast<std::int8_t>((j * 31 + g * 17 + d * 57 + values) % 256 - 128));
+                x.all.set(x.at(0, j, g) + d, static_cast<float>(codes[values].back()) * scales[values].back());
+              }
+            }
+          }
+        }
+        for (const OpTable* ops : backends()) {
+          if (ops->name.starts_with("cuda")) continue;  // which has none
+          const Results want = run(*ops, c, in, block == 0 ? nullptr : &layout, nullptr, false);
+          ThreadPool pool(2);
+          Stream stream{.pool = &pool};
+          const AttentionParams p = params_of(c, block == 0 ? nullptr : &layout, false);
+          Heads o(dtype, 1, c.T, c.H, D);
+          Tensor lse(DType::F32, {1, c.H, c.T});
+          TensorView coded[2];
+          for (const bool values : {false, true}) {
+            coded[values] = TensorView::of(codes[values].data(), DType::I8, {1, S, c.G, D});
+            coded[values].scale = scales[values].data();
+          }
+          ops->attention_fwd(o.view(), lse, in.q.view(), coded[0], coded[1], p, stream);
+          expect_same_bits(o.packed(), want.o, std::string(ops->name) + ": " + c.name() + " o");
+          expect_same_bits(lse, want.lse, std::string(ops->name) + ": " + c.name() + " lse");
+        }
+        if (HasFailure()) return;
+        ++n;
+      }
+    }
+  }
+}
+
 // Parts of the queries and keys, with the statistics of the whole: gradients add up.
 TEST_F(SparseAttention, GradientsOfPartsAddUp) {
   for (DType dtype : kWorkDTypes) {

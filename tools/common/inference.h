@@ -21,9 +21,9 @@ struct OpenModel {
 };
 
 struct Inference {
-  std::string model, tokenizer, dtype;
+  std::string model, tokenizer, dtype, weights = "stored", cache_dtype = "work";
   std::vector<std::string> set;
-  i64 batch = 64, context = 0, chunk = 512, cached = 0;
+  i64 group = 0, batch = 64, context = 0, chunk = 512, cached = 0;
 
   void add_options(CLI::App& app, bool with_sizes = true);
   // Reports mistakes of the configuration. Throws Errc::Config and the errors of find_model().

@@ -21,7 +21,8 @@ constexpr i64 kMaxUnits = 256 / 16;  // of a tile
 
 struct Problem {
   i64 B, T, H, D, S, G, R;
-  i64 Dv;  // head dim of values
+  i64 Dv;      // head dim of values
+  bool coded;  // keys and values are 8-bit codes
   AttentionParams p;
   AttentionGrid grid;
 
@@ -34,6 +35,7 @@ struct Problem {
         G(k.dim(2)),
         R(H / G),
         Dv(v.dim(3)),
+        coded(k.dtype == DType::I8),
         p(params),
         grid(params.grid.of(H, T, S)) {}
 

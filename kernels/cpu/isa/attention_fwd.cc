@@ -72,6 +72,7 @@ struct Forward {
 
   struct Tiles {
     float *q, *k, *kt, *v, *score, *keep;
+    E* decoded;  // keys or values of a block
   };
   static Tiles carve(Arena& arena, const Problem& a, i64 tile_rows) noexcept {
     const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
@@ -80,7 +81,8 @@ struct Forward {
             .kt = arena.take(kKeys * round_up(op.inner, 8)),
             .v = arena.take(kKeys / Op::kDepth * value.ld),
             .score = arena.take(kRows * kKeys),
-            .keep = arena.take(keep_room(kKeys))};
+            .keep = arena.take(keep_room(kKeys)),
+            .decoded = reinterpret_cast<E*>(arena.take(a.coded ? kKeys * std::max(a.D, a.Dv) : 0))};
   }
 
   // Attention of `rows` of (b, g) to `keys`.
@@ -91,8 +93,8 @@ struct Forward {
     load_rows<E>({tile.q, nullptr}, q, a, op, b, g, rows, op.query_scale);
     Pack pack;
     for (Met met(a, b, g, rows, keys, kKeys); met.next(pack);) {
-      load_keys<E>({tile.k, nullptr}, k, a, op, b, g, pack);
-      load_keys<E>({nullptr, tile.v}, v, a, value, b, g, pack);
+      load_keys<E>({tile.k, nullptr}, k, a, op, b, g, pack, tile.decoded);
+      load_keys<E>({nullptr, tile.v}, v, a, value, b, g, pack, tile.decoded);
       transpose(tile.kt, kKeys, tile.k, op.inner_ld, round_up(pack.size(), Vec::kLanes), round_up(op.inner, 8));
       for (i64 r = rows.begin; r < rows.end; r += kRows) {
         attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, pack, rows.begin);

@@ -2,6 +2,7 @@
 #pragma once
 // The parts that both passes of attention share: scratch, operands of products, scores and weights.
 
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -62,11 +63,41 @@ void load_rows(const RowForms& to, const TensorView& x, const Problem& a, const 
   load_tile(to, op, {0, rows.size()}, scale, row, [&](i64 i) { return row(std::min(i + kAhead, last)); });
 }
 
-// The keys of a whole pack of a key-like tensor, with zero rows up to a multiple of the lanes.
+inline Vec load_int8(const std::int8_t* p, AllLanes) noexcept {
+#if defined(__AVX512F__)
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#else
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+#endif
+}
+inline Vec load_int8(const std::int8_t* p, i64 n) noexcept {
+  std::int8_t some[Vec::kLanes] = {};
+  std::memcpy(some, p, static_cast<size_t>(n));
+  return load_int8(some, AllLanes{});
+}
+
+// 8-bit codes times their scale, rounded to E.
+template <class E>
+void decode_row(E* to, const std::int8_t* codes, i64 n, float scale) noexcept {
+  for_vectors(0, n, [&](i64 j, auto count) { store(to + j, load_int8(codes + j, count) * broadcast(scale), count); });
+}
+
+// The keys of a whole pack of a key-like tensor, with zero rows up to a multiple of the lanes. decoded: for the rows of
+// a pack, if the tensor has codes.
 template <class E>
 void load_keys(const RowForms& to, const TensorView& x, const Problem& a, const Operands<E>& op, i64 b, i64 g,
-               const Pack& pack) noexcept {
+               const Pack& pack, E* decoded = nullptr) noexcept {
   const i64 n = pack.columns.end, last = a.S - 1;
+  if (x.dtype == DType::I8) {
+    const i64 D = x.dim(3);
+    for (i64 j = pack.columns.begin; j < n; ++j) {
+      const i64 at = a.key_offset(x, b, g, pack.key(j));
+      decode_row(decoded + j * D, x.as<std::int8_t>() + at, D, x.scale[at / D]);
+    }
+    const auto row = [&](i64 j) { return decoded + j * D; };
+    load_tile(to, op, pack.columns, 1.0f, row, row);
+    return zero_rows(to, op, {n, round_up(n, Vec::kLanes)});
+  }
   const auto at = [&](i64 key) { return x.as<E>() + a.key_offset(x, b, g, key); };
   pack.for_units(pack.columns, [&](Range c) {
     const i64 key = pack.key(c.begin) - c.begin;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/isa/codes.h"
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
 
@@ -24,6 +25,14 @@ void look_up_in_panels(T* out, const TensorView& table, i64 id, bool accumulate)
   if (c < C) take(c, table.as<T>()[table.panels.place(V, C, id, c)]);
 }
 
+template <class T>
+void look_up_codes(T* out, const TensorView& table, i64 id, bool accumulate) noexcept {
+  each_element(CodedMatrix(table), id, 0, table.dim(1), [&](i64 c, float x) {
+    const T element = from_float<T>(x);
+    out[c] = accumulate ? from_float<T>(to_float(out[c]) + to_float(element)) : element;
+  });
+}
+
 }  // namespace
 
 void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate,
@@ -40,6 +49,8 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id,
             const T* row = table.as<T>() + id * C;
             if (id < 0 || id >= V) {
               if (!accumulate) std::memset(out, 0, static_cast<size_t>(C) * sizeof(T));
+            } else if (table.codes) {
+              look_up_codes(out, table, id, accumulate);
             } else if (table.panels) {
               look_up_in_panels(out, table, id, accumulate);
             } else if (accumulate) {

@@ -8,8 +8,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
-#include "cpu/isa/packed_tile.h"
-#include "cpu/isa/tiling.h"
+#include "cpu/isa/tiled_product.h"
 #include "cpu/vector_math.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
@@ -38,46 +37,11 @@ void finish(const Epilogue& e, const float* sums, i64 stride, i64 row, i64 colum
   });
 }
 
-struct Grid {
-  i64 m, n;  // tiles along M and N
-};
-// The largest tile: its packed A, block of B and sums fit 6 MiB of scratch.
-constexpr i64 kTileM = 72 * 14, kTileN = 1024;
-// The grid with the least estimated time. Costs are in micro-kernel calls per unit of k; packing a panel of A or B
-// costs the given fraction of one.
-Grid choose_grid(i64 M, i64 N, i64 threads, bool packs_b) noexcept {
-  constexpr double kPackA = 0.4;
-  const double pack_b = packs_b ? 0.8 : 0;
-  const i64 tries = threads > 1 ? 16 : 0;  // one thread needs no more tiles than necessary
-  const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
-  const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
-  Grid best{least_m, least_n};
-  double best_cost = 0;
-  for (i64 m = least_m; m <= std::min(panels_m, least_m + tries); ++m) {
-    for (i64 n = least_n; n <= std::min(panels_n, least_n + tries); ++n) {
-      const double pm = static_cast<double>(ceil_div(panels_m, m)), pn = static_cast<double>(ceil_div(panels_n, n));
-      const double cost = static_cast<double>(ceil_div(m * n, threads)) * (pm * pn + kPackA * pm + pack_b * pn);
-      if (best_cost == 0 || cost < best_cost) best = {m, n}, best_cost = cost;
-    }
-  }
-  return best;
-}
-
 // For few rows the product is one pass over B, which is read in place. Sums grow in the order of multiply_tile: a row
 // has the same bits among few rows and among many.
 
 // If k is strided in B, vectors are columns.
 namespace across {
-
-constexpr i64 kFewRows = 8;  // as many as have sums in registers
-
-// Calls f with the number of rows that are computed for M <= kFewRows of them, as a constant.
-template <class F>
-auto with_few_rows(i64 M, F&& f) noexcept {
-  if (M == 1) return f(std::integral_constant<int, 1>{});
-  if (M == 2) return f(std::integral_constant<int, 2>{});
-  return M <= 4 ? f(std::integral_constant<int, 4>{}) : f(std::integral_constant<int, 8>{});
-}
 
 // A worker's scratch: two sums of each column of a tile, and the words of A in a block of k.
 struct Room {
@@ -201,33 +165,9 @@ void pack(float* dst, i64 stride, const CodeSource& s, i64 i, i64 count, i64 k0,
   });
 }
 
-// How a product is cut into tiles, and a worker's need for the largest.
-struct Cut {
-  Grid grid;
-  size_t scratch_bytes;
-};
-Cut tiles_of(DType work, i64 M, i64 N, i64 K, i64 threads, bool packs_b = true) noexcept {
-  Cut cut{choose_grid(M, N, threads, packs_b), 0};
-  const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
-  with_work_type(work, [&]<class T>(T) {
-    using Room = TileRoom<typename ProductOf<T>::type>;
-    cut.scratch_bytes = Room(panels_m, panels_n, K > Room::kDepth, packs_b).bytes();
-  });
-  return cut;
-}
-
-template <class Product, class A, class B>
-void multiply_tiles(const A& a, const B& b, i64 M, i64 K, i64 N, Grid grid, const Epilogue& e, FinishFn done,
-                    ThreadPool& pool) noexcept {
-  pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
-    multiply_tile<Product>(a, b, InnerBlocks<Product>{K}, part_of(M, kMR, tile % grid.m, grid.m),
-                           part_of(N, kNR, tile / grid.m, grid.n), e, done, static_cast<float*>(pool.scratch(worker)));
-  });
-}
-
 // A product of few rows has tiles of its own, unless B must be transposed, or is in panels.
 bool few_rows(i64 M, const TensorView& b, const MatmulParams& p) noexcept {
-  return M <= across::kFewRows && !p.trans_b && !b.panels;
+  return M <= kFewRows && !p.trans_b && !b.panels;
 }
 Cut cut_of(DType work, i64 M, i64 N, i64 K, const TensorView& b, const MatmulParams& p, i64 threads) noexcept {
   if (few_rows(M, b, p)) return {{1, 1}, across::Room(M, N, threads).bytes()};
@@ -247,8 +187,9 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
-  const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
+  if (b.codes) return b.codes.integer ? multiply_integers(e, a, b, pool) : multiply_by_codes(e, a, b, pool);
+  const FinishFn done = finish_for(c.dtype, a.dtype);
   const Cut cut = cut_of(a.dtype, M, N, K, b, p, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
@@ -285,7 +226,10 @@ void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView, Tensor
                     Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
-  note_scratch(stream, cut_of(a.dtype, M, N, K, b, p, metered_threads(stream)).scratch_bytes);
+  const int threads = metered_threads(stream);
+  if (!b.codes) return note_scratch(stream, cut_of(a.dtype, M, N, K, b, p, threads).scratch_bytes);
+  note_scratch(stream, b.codes.integer ? multiply_integers_scratch(b, M, threads)
+                                       : multiply_by_codes_scratch(a.dtype, M, N, K, threads));
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -2,6 +2,7 @@
 // Matrices in the order in which multiply_tile reads panels of B.
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/gemm.h"
 #include "cpu/isa/kernels.h"
@@ -14,6 +15,7 @@ namespace {
 i64 pitch_of(i64 K) noexcept { return ((K + 63) / 64 | 1) * 64; }
 
 size_t panel_bytes(const TensorView& m) noexcept {
+  if (m.codes) return static_cast<size_t>(std::min(kNR, m.dim(0)) * m.codes.row_bytes(m.dim(1)));
   return static_cast<size_t>(std::min(kNR, m.dim(0)) * pitch_of(m.dim(1)) * dtype_bytes(m.dtype));
 }
 
@@ -28,12 +30,44 @@ void pack_panel(T* panel, i64 rows, i64 K, T* copy) noexcept {
   }
 }
 
+// `rows` rows of codes, each of K elements, to their panel.
+void pack_codes(u8* panel, i64 rows, i64 K, const CodedForm& form, i64 depth, u8* copy) noexcept {
+  const i64 row_bytes = form.row_bytes(K), scale = dtype_bytes(form.scales), offset = form.offsets ? 4 : 0;
+  std::memcpy(copy, panel, static_cast<size_t>(rows * row_bytes));
+  const auto take = [&](i64 at, i64 bytes) {
+    for (i64 n = 0; n < rows; ++n) panel = std::copy_n(copy + n * row_bytes + at, bytes, panel);
+  };
+  for (i64 at = 0; at < row_bytes; at += form.group_bytes()) {
+    take(at, scale);
+    take(at + scale, offset);
+    for (i64 codes = at + scale + offset; codes < at + form.group_bytes(); codes += depth) {
+      take(codes, depth);
+      if (form.kind != CodeKind::Int4 || depth == 1) continue;
+      // Elements 0 1, 2 3 of a row become 0 2, 1 3.
+      for (u8* two = panel - rows * depth; two != panel; two += 2) {
+        const int first = two[0], second = two[1];
+        two[0] = static_cast<u8>((first & 15) | (second & 15) << 4);
+        two[1] = static_cast<u8>(first >> 4 | (second & 0xF0));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 // A panel has the bytes of its rows.
 void pack_matrix(TensorView m, Stream& stream) noexcept {
   const i64 N = m.dim(0), K = m.dim(1);
   ThreadPool& pool = *stream.pool;
+  if (m.codes) {
+    pool.reserve_scratch(panel_bytes(m));
+    const i64 depth = panels_of(table(), m.dtype, m.codes).depth, row_bytes = m.codes.row_bytes(K);
+    return pool.parallel_for((N + kNR - 1) / kNR, [&](i64 panel, int worker) {
+      const i64 n = panel * kNR;
+      pack_codes(m.as<u8>() + n * row_bytes, std::min(kNR, N - n), K, m.codes, depth,
+                 static_cast<u8*>(pool.scratch(worker)));
+    });
+  }
   pool.reserve_scratch(panel_bytes(m));
   with_work_type(m.dtype, [&]<class T>(T) {
     pool.parallel_for((N + kNR - 1) / kNR, [&](i64 panel, int worker) {

@@ -13,6 +13,7 @@ const OpTable& table() noexcept {
       .pack_matrix = pack_matrix,
       .panels = {.rows = kNR},
       .panels_bf16 = {.rows = kNR, .depth = ProductOf<bf16>::type::kDepth},
+      .codes = true,
 #include "op_rows.inc"
   };
   return ops;

@@ -148,6 +148,7 @@ void sort_choices(TensorView offsets, TensorView, TensorView, TensorView, Tensor
 
 OpTable make_scratch_ops() noexcept {
   OpTable ops = no_ops();
+  ops.codes = false;
   ops.name = "scratch";
   ops.matmul = matmul;
   ops.matmul_fp8 = matmul_fp8;

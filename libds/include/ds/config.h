@@ -4,10 +4,12 @@
 // resolved. Names follow the JSON names; ds-config-keys(5) documents each key.
 
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ds/error.h"
@@ -491,6 +493,24 @@ struct PublishedModelConfig {
   bool new_head = false;  // model.new_head: parameters of the last layer that the weights lack are initialised randomly
 };
 
+// The form in which a run that does not train keeps the matrices of its products (ds/kernels/codes.h). Programs set it;
+// there is no key.
+struct WeightsConfig {
+  // Stored: as the files of the model have them, where products read that form. Work: the work dtype. Int8, Int4:
+  // codes with a bf16 scale for each `group` elements of a row. W8A8: products of 8-bit integers, one scale a row.
+  enum class Form : u8 { Stored, Work, Int8, Int4, W8A8 };
+  Form form = Form::Stored;
+  i64 group = 32;                                // 32 or 128
+  std::map<std::string, CodedForm> stored = {};  // of Form::Stored, by the name of the parameter (find_codes())
+
+  bool asks_for_codes() const noexcept { return form != Form::Stored && form != Form::Work; }
+  bool any() const noexcept { return asks_for_codes() || (form == Form::Stored && !stored.empty()); }
+  std::string_view name() const noexcept {
+    constexpr std::string_view kNames[] = {"stored", "work", "int8", "int4", "w8a8"};
+    return kNames[static_cast<size_t>(form)];
+  }
+};
+
 // The purpose of a configuration, which determines the keys that it must give. Train: model, data.train, steps and
 // batch sizes. Evaluate: the same without steps. Generate: model; batch sizes, which would have to fit the number of
 // ranks, are ignored and resolved to one sample per rank. Inspect: none.
@@ -530,6 +550,7 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   PublishedModelConfig published;
+  WeightsConfig weights;
   ModelConfig model;                         // read from published.path or inline; layers == 0 if neither is given
   bool joined_products = true;               // becomes model.joined_products
   bool gradient_accumulation_fusion = true;  // products add to sums of gradients, where these allow it

@@ -30,6 +30,10 @@ struct InferenceModel {
 // a config.json. Throws Errc::Config, Errc::Corrupt, Errc::Io.
 DS_API InferenceModel find_model(const std::string& path);
 
+// Finds the matrices that the files of a model store as codes (Config::weights), if a run of it on this machine would
+// keep them so: on CPUs. `weights`: InferenceModel::weights. Throws the errors of the files.
+DS_API void find_codes(Config& config, const std::string& weights);
+
 // 16 hexadecimal digits: XXH3-64.
 DS_API std::string text_digest(std::string_view text);
 

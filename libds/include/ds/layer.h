@@ -42,10 +42,11 @@ struct MatrixShape {
 
 // The form in which a rank stores a parameter between its uses: the work dtype; 16 bits, which an fp32 run converts; or
 // codes of 8 or 4 bits, with a scale for each 128 elements of the rank's part (CodeFormat::exact). Layers always see
-// the work dtype: a unit is decoded when it is gathered, at every ZeRO stage.
-enum class Storage : u8 { Work, BF16, F16, Int8, Int4 };
+// the work dtype: a unit is decoded when it is gathered, at every ZeRO stage. Codes is for runs that do not train,
+// below stage 3: layers see a view of the codes (ParamRow::codes), which products decode.
+enum class Storage : u8 { Work, BF16, F16, Int8, Int4, Codes };
 constexpr std::string_view storage_name(Storage s) noexcept {
-  constexpr std::string_view kNames[] = {"work", "bf16", "fp16", "int8", "int4"};
+  constexpr std::string_view kNames[] = {"work", "bf16", "fp16", "int8", "int4", "codes"};
   return kNames[static_cast<size_t>(s)];
 }
 
@@ -63,6 +64,7 @@ struct ParamRow {
   // Else its values never change: it has weights, but neither gradient, master nor optimizer states.
   bool trained = true;
   Storage storage = Storage::Work;  // another form needs a row that is not trained
+  CodedForm codes{};                // of Storage::Codes
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, if this rank has a slice of it
   ParamSlice slice = {};
@@ -101,15 +103,17 @@ struct ParamRow {
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
     if (after < 0) return false;
     const ParamRow& other = rows[static_cast<size_t>(after)];
-    return trained == other.trained && storage == other.storage && group == other.group;
+    return trained == other.trained && storage == other.storage && codes == other.codes && group == other.group;
   }
   // This rank's part as layers see it: a vector, a matrix, or a batch of matrices [count, rows, cols].
   TensorView view(DType work, void* data) const noexcept {
     const MatrixShape m = matrices();
     const DType dtype = this->dtype(work);
     if (m.count == 0) return TensorView::of(data, dtype, {numel()});
-    return shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
-                             : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
+    TensorView v = shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
+                                     : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
+    v.codes = codes;
+    return v;
   }
   const std::vector<i64>& whole_shape() const noexcept { return slice.whole() ? shape : whole; }
   i64 whole_numel() const noexcept { return product(whole_shape()); }
@@ -276,11 +280,13 @@ struct PlannedPass {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;
   i64 context = 0;  // Generate: the most positions of a sequence
+  // Generate: the rows of the largest pass among the ranks that exchange rows of experts (Axis::Ep); 0: this one's.
+  i64 largest = 0;
 
   i64 rows() const noexcept { return B * T; }
   // The same pass over other sequences, for a layer inside another one: of fewer tokens if some are dropped, or of as
   // many as an expert has room for, which may be more. PassContext::over() is its counterpart.
-  PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t, context}; }
+  PlannedPass over(i64 b, i64 t) const noexcept { return {work, mode, b, t, context, largest}; }
 };
 
 // A rotary embedding of the model, by which layers turn queries and keys: pair k of `dim` turns by
@@ -347,6 +353,7 @@ struct PassContext {
   std::span<const i64> fresh{};        // new tokens, by sequence
   TensorView logit_rows{};             // [n] int32: the rows whose logits are wanted
   bool alone = false;                  // products must give each row the bits that it has alone
+  i64 largest = 0;                     // see PlannedPass::largest
   Groups groups{};                     // the ranks that share matrices and tokens
   // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
   // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
@@ -439,10 +446,11 @@ class DS_API Layer {
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }
   // From then on the row is not trained.
   virtual void freeze(size_t row) { rows_[row].trained = false; }
-  // Freezes the row, and has it stored in this form.
-  virtual void store(size_t row, Storage form) {
+  // Freezes the row, and has it stored in this form; with codes for Storage::Codes.
+  virtual void store(size_t row, Storage form, const CodedForm& codes = {}) {
     freeze(row);
     rows_[row].storage = form;
+    rows_[row].codes = codes;
   }
   // Name of the kind of layer, such as "Gpt2Block", for partitions by type.
   virtual std::string_view type() const noexcept = 0;

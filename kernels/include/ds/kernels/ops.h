@@ -431,6 +431,7 @@ struct OpTable {
   // for it; its view then has these panels. Null if the backend multiplies matrices in rows only.
   void (*pack_matrix)(TensorView m, Stream&) noexcept = nullptr;
   Panels panels{}, panels_bf16{};  // of fp32 and fp16, and of bf16 matrices
+  bool codes = false;              // ops take matrices of codes where their contracts say so; others read them as numbers
 
   // c[M,N] = activation(op(a) op(b) + bias) + residual.  a, b: strided rows, one work dtype; c: strided rows, fp32 or that
   // dtype. bias [N] work dtype; preact [M,N], with c's dtype and free strides, receives the value before the activation;
@@ -565,6 +566,8 @@ struct OpTable {
   // Dao et al.: "FlashAttention". q [B,T,H,D], k [B,S,G,D], v [B,S,G,Dv], o [B,T,H,Dv], all strided; H % G == 0, head h
   // reads group h/(H/G). Values may have another head dim than keys, as in multi-head latent attention (DeepSeek-AI,
   // "DeepSeek-V2", 2024). lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
+  // On CPUs k and v may both be int8 codes, contiguous, with scale [B,S,G] fp32 for each row and group: an element is code *
+  // scale, rounded to the work dtype, and no bit differs from that of the decoded tensors.
   void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                         Stream&) noexcept;
   // dq like q, dk like k, dv like v, dout like o, each with strides of its own; the first three are overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.

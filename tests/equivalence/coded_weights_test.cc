@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// A run that keeps its matrices as codes computes what the decoded matrices compute, at any layout.
+
+#include "equivalence/layouts.h"
+#include "expect_error.h"
+#include "infer/session_plan.h"
+#include "model/coded_rows.h"
+
+namespace ds::testing {
+namespace coded_weights_test {
+
+using Form = WeightsConfig::Form;
+
+// Rows of all matrices are whole groups of 32, on two ranks of tp too, but for the heads' (12 elements).
+ModelConfig model() {
+  ModelConfig m = tiny_llama();
+  m.vocab_size = 96;
+  m.hidden = 64;
+  m.heads = m.kv_heads = 4;
+  m.head_dim = 16;
+  m.intermediate = 128;
+  m.max_positions = 64;
+  return m;
+}
+
+Config config_for(const ModelConfig& model, const Layout& l, DType work, const WeightsConfig& weights) {
+  Config c = config_of(model, l, 4);
+  c.bf16.enabled = work == DType::BF16;
+  c.fp16.enabled = work == DType::F16;
+  c.communication_data_type = wire_type_of(work);
+  c.use = ConfigUse::Generate;
+  c.data.seq_length = 40;
+  c.weights = weights;
+  return c;
+}
+
+Texts texts_of_run(engine::Engine& engine) {
+  Texts given;
+  for (const i32 length : {5, 1, 17, 3}) {
+    std::vector<i32>& prompt = given.emplace_back();
+    for (i32 t = 0; t < length; ++t) prompt.push_back((7 * length + 5 * t) % 61);
+  }
+  return texts_of(engine, given, {.max_tokens = 20, .sampling = {.temperature = 0.8, .seed = 3}});
+}
+
+// The values of a run's own weights after they were coded: what a run in the work dtype is given to compute the same.
+engine::Engine::ValueSource decoded(engine::Engine& engine, const std::map<std::string, CodedForm>& forms) {
+  return [&engine, &forms](i64 param, i64 begin, i64 count, float* out) {
+    const model::ParamRow& row = engine.row_of(param);
+    const auto form = forms.find(row.name);
+    if (form == forms.end()) return engine.init_values(param, begin, count, out);
+    const i64 K = row.whole_shape().back(), N = row.whole_shape()[0];
+    std::vector<float> all(static_cast<size_t>(N * K));
+    engine.init_values(param, 0, N * K, all.data());
+    std::vector<u8> codes(static_cast<size_t>(form->second.row_bytes(K)));
+    for (i64 i = 0; i < count; ++i) {
+      const i64 n = (begin + i) / K, k = (begin + i) % K;
+      if (i == 0 || k == 0)
+        model::encode_row(form->second, std::span(all).subspan(static_cast<size_t>(n * K), static_cast<size_t>(K)),
+                          codes.data());
+      out[i] = form->second.element(codes.data(), {}, 1, K, 0, k);
+    }
+  };
+}
+
+// The forms of a model's matrices.
+std::map<std::string, CodedForm> forms_of(const Config& config) {
+  model::Model m = model::make_model(config);
+  model::store_as_codes(m, config);
+  std::map<std::string, CodedForm> forms;
+  for (const model::ParamRow* row : m.params()) {
+    if (row->codes) forms[row->name] = row->codes;
+  }
+  return forms;
+}
+
+// Every matrix of products in one form.
+WeightsConfig stored_in(const CodedForm& form) {
+  WeightsConfig all{.form = Form::Int8};
+  for (const auto& [name, unused] : forms_of(config_for(model(), {}, DType::F32, all))) all.stored[name] = form;
+  all.form = Form::Stored;
+  return all;
+}
+
+TEST(CodedWeights, ComputeWhatTheDecodedMatricesCompute) {
+  std::vector<WeightsConfig> all;
+  for (const Form form : {Form::Int8, Form::Int4}) all.push_back({.form = form});
+  all.push_back(stored_in({.kind = CodeKind::Int4, .scales = DType::F16, .offsets = true, .group = 16}));
+  all.push_back(stored_in({.kind = CodeKind::Int8, .scales = DType::F32, .group = 64}));
+  for (const WeightsConfig& weights : all) {
+    for (const DType work : {DType::F32, DType::BF16, DType::F16}) {
+      const std::map<std::string, CodedForm> forms = forms_of(config_for(model(), {}, work, weights));
+      EXPECT_EQ(forms.size(), 2u * 7 + 1) << weights.name();
+      for (const Layout& l : {Layout{}, {.dp = 2}, {.dp = 2, .stage = 2}, {.pp = 2}, {.tp = 2}}) {
+        if (work != DType::BF16 && l.ranks() > 1) continue;
+        if (l.tp > 1 && weights.form == Form::Stored) continue;  // as the next test has it
+        Texts coded, whole;
+        with_engines(config_for(model(), l, work, weights), l.ranks(), [&](engine::Engine& engine) {
+          Texts texts = texts_of_run(engine);
+          if (engine.mesh().rank() == 0) coded = std::move(texts);
+        });
+        with_engines(config_for(model(), l, work, {.form = Form::Work}), l.ranks(), [&](engine::Engine& engine) {
+          engine.set_weights(decoded(engine, forms));
+          Texts texts = texts_of_run(engine);
+          if (engine.mesh().rank() == 0) whole = std::move(texts);
+        });
+        EXPECT_EQ(coded, whole) << weights.name() << " " << dtype_name(work) << " " << l.name();
+        EXPECT_EQ(coded.size(), 4u);
+      }
+    }
+  }
+}
+
+// Codes of a file are taken as they are; where a rank's part would cut a group, its values are.
+TEST(CodedWeights, ComeFromFiles) {
+  for (const i32 group : {16, 64, 128}) {
+    const CodedForm form{.kind = CodeKind::Int4, .scales = DType::F16, .offsets = true, .group = group};
+    WeightsConfig weights = stored_in(form);
+    std::erase_if(weights.stored,
+                  [&](const auto& one) { return group == 128 && one.first.find("down_proj") == std::string::npos; });
+    Texts texts[2];
+    for (const Layout& l : {Layout{}, {.tp = 2}}) {
+      for (const bool copies : {true, false}) {
+        if (!copies) weights.form = Form::Work;
+        with_engines(config_for(model(), l, DType::BF16, weights), l.ranks(), [&](engine::Engine& engine) {
+          const auto values = decoded(engine, weights.stored);
+          engine.set_weights(values, [&](i64 param, i64 first, i64 count, void* out) {
+            const model::ParamRow& row = engine.row_of(param);
+            const i64 K = row.whole_shape().back();
+            std::vector<float> x(static_cast<size_t>(K));
+            for (i64 n = first; n < first + count; ++n) {
+              engine.init_values(param, n * K, K, x.data());
+              model::encode_row(form, x, static_cast<u8*>(out) + (n - first) * form.row_bytes(K));
+            }
+          });
+          const i64 in_codes = std::ranges::count_if(
+              engine.plan().params, [](const model::ParamRow* row) { return static_cast<bool>(row->codes); });
+          EXPECT_EQ(in_codes, !copies                     ? 0
+                              : group == 128 && l.tp == 2 ? 0
+                              : group == 128              ? 2
+                              : group == 64 && l.tp == 2  ? 13
+                                                          : 15);
+          Texts mine = texts_of_run(engine);
+          if (engine.mesh().rank() == 0) texts[copies ? 1 : 0] = std::move(mine);
+        });
+        weights.form = Form::Stored;
+      }
+      EXPECT_EQ(texts[0], texts[1]) << group << " " << l.name();
+    }
+  }
+}
+
+TEST(CodedWeights, IntegersAreTheSameInEveryBatchAndStage) {
+  Texts first;
+  for (const Layout& l : {Layout{}, {.dp = 2}, {.pp = 2}}) {
+    with_engines(config_for(model(), l, DType::BF16, {.form = Form::W8A8}), l.ranks(), [&](engine::Engine& engine) {
+      const Texts together = texts_of_run(engine);
+      if (engine.mesh().rank() > 0) return;
+      if (first.empty()) first = together;
+      EXPECT_EQ(together, first) << l.name();
+    });
+  }
+}
+
+// Less memory by the difference of the forms, all of it planned.
+TEST(CodedWeights, TakeThePlannedMemory) {
+  for (const Layout& l : {Layout{}, {.dp = 2, .stage = 1}, {.tp = 2}}) {
+    for (const Form form : {Form::Work, Form::Int8, Form::Int4, Form::W8A8}) {
+      with_engines(config_for(model(), l, DType::BF16, {.form = form}), l.ranks(), [&](engine::Engine& engine) {
+        texts_of_run(engine);
+        const auto tag = static_cast<size_t>(Tag::Params);
+        EXPECT_EQ(engine.ledger().peak(Tag::Params), engine.plan().memory.by_tag[tag]) << l.name();
+        i64 bytes = 0;
+        for (const model::ParamRow* row : engine.plan().params)
+          bytes += row->codes ? row->shape[0] * row->codes.row_bytes(row->shape[1]) : row->numel() * 2;
+        EXPECT_NEAR(static_cast<double>(engine.ledger().peak(Tag::Params)), static_cast<double>(bytes),
+                    static_cast<double>(64 * 64 * engine.plan().params.size() / 4));
+      });
+    }
+  }
+}
+
+TEST(CodedWeights, AreRefusedWhereProductsReadNone) {
+  ModelConfig odd = of_four_heads(tiny_llama()), gpt2 = of_four_heads(tiny_gpt2());  // 48 elements in a row
+  odd.max_positions = gpt2.max_positions = 64;
+  const auto forms = [](const ModelConfig& m) {
+    return [&m] { forms_of(config_for(m, {}, DType::F32, {.form = Form::Int8})); };
+  };
+  expect_error(Errc::Config, ::testing::HasSubstr("no multiple of 32"), forms(odd));
+  expect_error(Errc::Config, ::testing::HasSubstr("read no codes"), forms(gpt2));
+}
+
+}  // namespace coded_weights_test
+}  // namespace ds::testing
