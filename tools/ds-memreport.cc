@@ -189,6 +189,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
   const Config config = tools::used(a, source.config.config);
   tools::check_reports(config, {}, out, files.picture, files.config);
   if (searches) return of_fit(a, source, world, device, hardware, files, out);
+  if (a.use == "infer") return tools::report_inference(a, config, world, device, hardware, out);
 
   const memreport::Prediction p = memreport::predict(config, world, device);
   const auto time = hardware ? std::optional(memreport::predict_time(config, world, device, *hardware)) : std::nullopt;
@@ -214,8 +215,7 @@ int run(const MemreportOptions& a, const CLI::App& app, Output& out) {
   constexpr std::string_view kOneOf =
       "one of a configuration, a model, a checkpoint, a metrics.jsonl, --params, --running and --measure";
   if (given != 1) throw Error(Errc::Config, fmt::format("{} {}", given == 0 ? "give" : "give no more than", kOneOf));
-  if (!a.plot.empty() && (a.params > 0 || running || files.machine))
-    throw Error(Errc::Config, "--plot needs a configuration, a model, a checkpoint or a metrics.jsonl");
+  tools::check_plot(a, a.params == 0 && !running && !files.machine);
   if (files.config && (record || !app.count("SOURCE")))
     throw Error(Errc::Config, "--write needs a configuration, a model or a checkpoint");
   constexpr std::string_view kOfParams[] = {"--stage", "--tp", "--pp"}, kOfMachine[] = {"--measure", "--threads"};

@@ -122,7 +122,7 @@ int run(Options& o, const CLI::App& app, Output& out) {
   const bool training = !o.eval && !o.writing && !o.check;
   if ((o.eval || o.writing) && !o.out.empty() && o.resume != "latest")
     throw ds::Error(ds::Errc::Config, fmt::format("--out excludes {} without --resume latest: nothing is written",
-                                                  o.eval ? "--eval" : o.writing.option()));
+                                                  o.eval ? "--eval" : "--generate"));
   std::vector<std::string> set = o.set;
   if (o.steps > 0) set.push_back(fmt::format("steps={}", o.steps));
   const ds::ConfigUse use = o.writing ? ds::ConfigUse::Generate
@@ -141,11 +141,9 @@ int run(Options& o, const CLI::App& app, Output& out) {
   ds::Config config = loaded.config;
   if (o.writing) config.data.train.clear();
   // Before waiting for other ranks.
-  std::vector<ds::Prompt> prompts;
-  ds::EncodedPrompts encoded;
+  ds::EncodedPrompt encoded;
   try {
-    prompts = o.writing.read(ranks);
-    if (o.writing) encoded = ds::encode_prompts(config, prompts, o.writing.sampling);
+    if (o.writing) encoded = ds::encode_prompt(config, *o.writing.prompt, o.writing.sampling);
   } catch (const ds::Error& e) {
     if (ranks.rank == 0 || !ds::has_failed_within(ranks, 0, 3)) throw;
     return ds::exit_code(e.code());
@@ -189,7 +187,7 @@ int run(Options& o, const CLI::App& app, Output& out) {
     }
     return 0;
   }
-  ds::tools::write_text(run, o.writing, prompts, encoded, out);
+  ds::tools::write_text(run, o.writing, encoded, out);
   return 0;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ref/element.h"
+#include "ref/product.h"
 #include "ref/ref.h"
 
 namespace ds::ref {
@@ -324,11 +325,11 @@ void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView offsets
     for (i64 i = rows.begin; i < rows.end; ++i) {
       for (i64 n = 0; n < N; ++n) {
         double x = 0;
-        for (i64 k = 0; k < K; ++k) {
+        for (i64 k = 0; k < K && !b.codes; ++k) {
           x += get(a, i * a.stride[0] + k) *
                get(b, g % E * b.stride[0] + (trans_b ? n * b.stride[1] + k : k * b.stride[1] + n));
         }
-        put(c, i * c.stride[0] + n, x);
+        put(c, i * c.stride[0] + n, b.codes ? product_of_rows(a, i, coded_matrix(b, g % E), n) : x);
       }
     }
   }

@@ -11,6 +11,14 @@
 
 namespace ds::ref {
 
+// One matrix of a batch [E,N,K] of coded ones.
+inline TensorView coded_matrix(const TensorView& batch, i64 e) noexcept {
+  const i64 N = batch.dim(1), K = batch.dim(2);
+  TensorView m = TensorView::of(batch.as<u8>() + e * N * batch.codes.row_bytes(K), batch.dtype, {N, K});
+  m.codes = batch.codes, m.panels = batch.panels;
+  return m;
+}
+
 // The row of x as codes, too (OpTable::matmul): exact sums of integers, and then fp32.
 inline float product_of_codes(const TensorView& x, i64 m, const TensorView& w, i64 n) noexcept {
   const i64 K = w.dim(1);

@@ -274,6 +274,30 @@ class JoinedSource final : public TensorSource {
   void close() const override { source_->close(); }
   std::vector<std::string> verify(const Tick& tick) const override { return source_->verify(tick); }
 
+  // Of a batch, the form that all its parts have, if they consist of rows of the batch.
+  CodedForm codes_of(std::string_view name) const override {
+    const Rearranged& t = rearranged_[index_of(name)];
+    CodedForm form;
+    for (const Rearranged::Part& part : t.parts) {
+      const TensorInfo& stored = source_->list()[part.tensor];
+      const CodedForm own = source_->codes_of(stored.name);
+      const i64 cols = stored.shape.empty() ? 0 : stored.shape.back();
+      const bool has_rows = cols > 0 && cols == t.shape.back() && part.first % cols == 0;
+      if (!own || !has_rows || (&part != &t.parts.front() && own != form)) return {};
+      form = own;
+    }
+    return form;
+  }
+  void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const override {
+    const Rearranged& t = rearranged_[index_of(name)];
+    const i64 cols = t.shape.back();
+    const i64 row_bytes = source_->codes_of(source_->list()[t.parts.front().tensor].name).row_bytes(cols);
+    t.for_each_range(first_row * cols, count * cols, [&](size_t part, i64 first, i64 n, i64 done) {
+      source_->read_codes(source_->list()[part].name, first / cols, n / cols,
+                          static_cast<char*>(out) + done / cols * row_bytes);
+    });
+  }
+
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     const i64 size = dtype_bytes(list()[tensor].dtype);

@@ -2,12 +2,14 @@
 #include "checkpoint/match_weights.h"
 
 #include <algorithm>
+#include <functional>
 #include <set>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "checkpoint/state_source.h"
 #include "config/family.h"
+#include "formats/coded_source.h"
 #include "formats/fp8_source.h"
 
 namespace ds {
@@ -126,6 +128,26 @@ std::string_view foreign_prefix(const model::Model& model, const std::vector<std
 
 }  // namespace
 
+bool is_added_bias(const model::Model& model, std::string_view name, const std::vector<i64>& shape,
+                   const std::function<void(float* out)>& read) {
+  constexpr std::string_view kBias = ".bias";
+  if (!name.ends_with(kBias) || shape.size() != 1) return false;
+  const std::string weight = std::string(name.substr(0, name.size() - kBias.size())) + ".weight";
+  // Files of a bare model lack the first part of its names.
+  const auto find = [&](std::string_view own) -> const model::ParamRow* {
+    for (const model::ParamRow* row : model.params())
+      if (row->name == own || row->name.ends_with(fmt::format(".{}", own))) return row;
+    return nullptr;
+  };
+  const model::ParamRow* const matrix = find(weight);
+  const bool is_added = matrix != nullptr && matrix->whole_shape().size() == 2 &&
+                        matrix->whole_shape()[0] == shape[0] && find(name) == nullptr;
+  if (!is_added) return false;
+  std::vector<float> values(static_cast<size_t>(shape[0]));
+  read(values.data());
+  return std::ranges::all_of(values, [](float x) { return x == 0; });
+}
+
 bool is_other_task(const model::Model& model, std::string_view name) {
   return std::ranges::any_of(model.other_tasks, [&](std::string_view begin) { return name.starts_with(begin); });
 }
@@ -236,12 +258,19 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
     spare.push_back(name);
     if (is_known_extra(own) || is_tied(own)) return;
     if (is_other_task(model, own)) return match.left_out.push_back(name);
-    match.extra.push_back(fmt::format("{} is not a parameter of the model", name));
+    match.extra.push_back(fmt::format("{} is not a parameter of the model{}", name, missing_section(name)));
   };
   for (size_t i = 0; i < source.list().size(); ++i) {
     const TensorInfo& t = source.list()[i];
-    if (t.numel() > 0)
-      note_extra(t.name, name_of(i));  // transformers writes those of no shared expert without elements
+    const auto is_added = [&] {
+      return can_convert(DType::F32, t.dtype) && is_added_bias(model, name_of(i), t.shape, [&](float* out) {
+               std::vector<char> raw(static_cast<size_t>(t.bytes()));
+               source.read(t.name, 0, t.numel(), raw.data());
+               convert_elements(DType::F32, out, t.dtype, raw.data(), t.numel());
+             });
+    };
+    // transformers writes those of no shared expert without elements.
+    if (t.numel() > 0 && (used.contains(t.name) || !is_added())) note_extra(t.name, name_of(i));
     if (is_tied(name_of(i))) check_type(t);
   }
   for (size_t i = 0; i < source.foreign().size(); ++i) {

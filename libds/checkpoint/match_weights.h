@@ -2,6 +2,7 @@
 #pragma once
 // Matches tensors of published weights with the parameters of a model.
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,11 +47,17 @@ ModelNames names_of_model(const model::Model& model, const std::vector<std::stri
 bool is_other_task(const model::Model& model, std::string_view name);
 std::string left_out_text(const model::Model& model, const std::string& path, const std::vector<std::string>& names);
 
+// Whether a tensor is a bias of zeros of a linear layer for which the model has none: AutoGPTQ adds one to every layer,
+// and it changes nothing. `read` reads its elements, and is called only if all else is so.
+bool is_added_bias(const model::Model& model, std::string_view name, const std::vector<i64>& shape,
+                   const std::function<void(float* out)>& read);
+
 // Names match without the parts that wrappers have added (names_of_model), and with or without their first part,
 // "transformer.", "model." or "bert.", which files of the bare model lack. LayerNorm's parameters may be "gamma" and
 // "beta". Known tensors that are not parameters (GPT-2's attention masks, Llama's old inv_freq, BERT's position_ids)
-// are ignored. Reads no elements. The result points into `model` and `source`. Throws Errc::Unavailable if the file
-// contains an adapter of PEFT, which would have to be merged into the weights.
+// are ignored, and so is a bias of is_added_bias(), whose elements alone are read. The result points into `model` and
+// `source`. Throws Errc::Unavailable if the file contains an adapter of PEFT, which would have to be merged into the
+// weights.
 WeightMatch match_weights(const model::Model& model, const TensorSource& source, bool new_head = false);
 
 }  // namespace ds

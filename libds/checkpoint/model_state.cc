@@ -108,6 +108,15 @@ void drop_later_predictors(const model::Model& model, const std::string& path, s
   if (!dropped.empty()) log_message(LogLevel::Warning, left_out_text(model, path, dropped));
 }
 
+void drop_added_biases(const model::Model& model, StateSource& state, std::vector<Rearranged>& tensors) {
+  std::erase_if(tensors, [&](const Rearranged& t) {
+    const i64 param = narrow<i64>(t.parts.front().tensor);
+    const auto read = [&](float* out) { state.read(State::Param, DType::F32, param, 0, t.shape[0], out); };
+    return t.parts.size() == 1 && can_convert(DType::F32, state.stored_dtype(State::Param, param)) &&
+           is_added_bias(model, t.name, t.shape, read);
+  });
+}
+
 std::unique_ptr<StateSource> rearrange(std::unique_ptr<StateSource> state, std::vector<Rearranged> tensors) {
   if (std::ranges::equal(tensors, state->params(), {}, &Rearranged::name, &ParamEntry::name)) return state;
   std::unordered_set<std::string_view> names;
@@ -130,6 +139,7 @@ std::unique_ptr<StateSource> under_model_names(std::unique_ptr<StateSource> stat
       join_experts(model, tensors_of(*state, of_model.names), state->foreign(), state->path());
   if (!of_model.removed.empty()) log_message(LogLevel::Warning, removed_text(state->path(), of_model.removed));
   drop_later_predictors(model, state->path(), joined);
+  drop_added_biases(model, *state, joined);
   return rearrange(std::move(state), std::move(joined));
 }
 

@@ -545,7 +545,7 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.offload_param.device", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::device>, {}, kAuto).when(offloads_params),
     effect("zero_optimization.offload_param.pin_memory", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::pin_memory>, {}, kAuto).when(offloads_params),
     effect("zero_optimization.offload_param.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::nvme_path>, {}, kAuto).when(offloads_params),
-    effect("zero_optimization.offload_param.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::buffer_count>, {1, 4096}, kAuto).when(offloads_params),
+    effect("zero_optimization.offload_param.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_param, &OffloadParamConfig::buffer_count>, {0, 4096}, kAuto).when(offloads_params),
     ignored("zero_optimization.offload_param.buffer_size", "buffers are as large as the largest slice"),
     ignored("zero_optimization.offload_param.max_in_cpu", "buffer_count limits what is in memory"),
     effect("zero_optimization.cpu_offload", slot_of<&C::zero, &ZeroConfig::cpu_offload>, {}, kAuto).when(never),

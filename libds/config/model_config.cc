@@ -17,6 +17,7 @@
 #include "config/gguf_model.h"
 #include "config/named_files.h"
 #include "config/trainer_output.h"
+#include "config/weight_codes.h"
 
 namespace ds {
 
@@ -185,58 +186,14 @@ const FamilySpec* read_family(const Json& object, std::string_view key, Reader& 
   return nullptr;
 }
 
-// A section whose method is "none", or bitsandbytes' where both of its switches are off: what is left of a merge.
-bool quantizes_nothing(const Json& object) {
-  const auto it = object.find("quantization_config");
-  if (it == object.end() || !it->is_object()) return false;
-  const Json method = it->value("quant_method", Json("bitsandbytes"));
-  if (method == "none") {
-    return std::ranges::all_of(it->items(), [](const auto& member) {
-      return member.key() == "quant_method" || member.value().is_null() || member.value() == false;
-    });
-  }
-  const bool has_switch = it->contains("load_in_4bit") || it->contains("load_in_8bit");
-  return method == "bitsandbytes" && has_switch && it->value("load_in_4bit", Json(false)) == false &&
-         it->value("load_in_8bit", Json(false)) == false;
-}
-
-// Weights in FP8 as DeepSeek-V3 has them, which are decoded when they are read.
-bool stores_fp8(const Json& object) {
-  const auto it = object.find("quantization_config");
-  return it != object.end() && it->is_object() && it->value("quant_method", Json()) == "fp8";
-}
-
-// Weights in FP8 have one supported form.
-void check_fp8(const Json& section, Reader& r) {
-  struct Taken {
-    std::string_view key;
-    Json values;
-  };
-  static const Taken kTaken[] = {{"fmt", Json::array({"e4m3"})},
-                                 {"weight_block_size", Json::array({Json::array({128, 128})})},
-                                 {"activation_scheme", Json::array({"dynamic", nullptr})},
-                                 {"scale_fmt", Json::array({"float", nullptr})},
-                                 {"expert_dtype", Json::array({"fp8", nullptr})},
-                                 {"dequantize", Json::array({false, true})}};
+// Weights as codes, which are decoded when they are read.
+void check_weight_codes(const Json& config, Reader& r) {
   constexpr std::string_view kSection = "quantization_config";
-  if (!section.contains("weight_block_size"))
-    r.not_yet(kSection, "\"quant_method\" \"fp8\" without a weight_block_size (it is [128, 128])");
-  for (const auto& [name, value] : section.items()) {
-    if (name == "scale_fmt" && value == "ue8m0") {
-      r.not_yet(kSection,
-                "\"scale_fmt\" \"ue8m0\" of weights in \"fp8\": scales of type E8M0 are not read; if the file has its "
-                "weight_scale_inv in fp32, remove the key, else convert the weights to bf16");
-      continue;
-    }
-    if (name == "quant_method" || name == "modules_to_not_convert" || name == "ignored_layers") continue;
-    const auto* const taken = std::ranges::find(kTaken, name, &Taken::key);
-    if (taken == std::end(kTaken)) {
-      if (!value.is_null()) r.not_yet(kSection, fmt::format("\"{}\" of weights in \"fp8\"", name));
-    } else if (std::ranges::find(taken->values, value) == taken->values.end()) {
-      r.not_yet(kSection, fmt::format("\"{}\" {} of weights in \"fp8\" (there is {})", name, value.dump(),
-                                      taken->values[0].dump()));
-    }
-  }
+  std::vector<std::string> refused;
+  const WeightCodes codes = read_weight_codes(config, refused);
+  for (const std::string& what : refused) r.not_yet(kSection, what);
+  if (!codes.unknown.empty())
+    r.warning(kSection, fmt::format("unknown members, which are ignored: {}", fmt::join(codes.unknown, ", ")));
 }
 
 // Keys that say something about experts, which another key would turn on.
@@ -320,8 +277,9 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
 
   HfConfig h = defaults(*family, source);
   std::vector<Key> keys = model_keys(family->family, source);
-  const bool fp8 = !is_inline && stores_fp8(object);
-  if (fp8 || (!is_inline && quantizes_nothing(object)))
+  const bool has_codes = !is_inline && codes_method(object) != CodesMethod::None, is_plain = quantizes_nothing(object);
+  const std::string other = is_inline || is_plain ? "" : other_method(object);
+  if (has_codes || (!is_inline && is_plain) || !other.empty())
     *std::ranges::find(keys, "quantization_config", &Key::path) = silent("quantization_config");
   Reader r(keys, &h, text, prefix, diagnostics);
   // transformers, too, keeps what its model of this type does not read: fine-tuning tools leave their marks there.
@@ -354,7 +312,8 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   }
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
-  if (fp8) check_fp8(object["quantization_config"], r);
+  if (has_codes) check_weight_codes(object, r);
+  if (!other.empty()) r.not_yet("quantization_config", other);
   family->resolve(h, object, source, r);
   if (is_inline && r.given("output_router_logits") && !h.output_router_logits && h.router_aux_loss_coef > 0)
     r.warning("router_aux_loss_coef", "has no effect, since output_router_logits is false");
@@ -578,7 +537,7 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
 }
 
 void forget_published_form(Json& config) {
-  if (stores_fp8(config)) config.erase("quantization_config");
+  if (codes_method(config) != CodesMethod::None) config.erase("quantization_config");
   for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
     if (config.contains(key)) config[key] = 0;
   }

@@ -36,7 +36,7 @@ void check_same_model(const Json& saved, const ModelConfig& now, const std::stri
 
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);
-// Takes what describes a published file, and not one that is written here, out of its config.json: the FP8 of weights,
+// Takes what describes a published file, and not one that is written here, out of its config.json: codes of weights,
 // which are decoded, and layers that predict tokens further ahead.
 void forget_published_form(Json& config);
 // A published config.json in which the model's keys are replaced by those of model_config_json, and the rest is kept.

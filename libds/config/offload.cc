@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "config/optimizer_table.h"
 
 namespace ds {
@@ -15,6 +17,7 @@ constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer.dev
                            kGradients = "zero_optimization.offload_optimizer.gradients", kBlock = "aio.block_size",
                            kRatio = "zero_optimization.offload_optimizer.ratio",
                            kName = "zero_optimization.offload_optimizer.name",
+                           kBuffers = "zero_optimization.offload_param.buffer_count",
                            kDelayed = "zero_optimization.offload_optimizer.delayed_update",
                            kDelayedStart = "zero_optimization.offload_optimizer.delayed_update_start";
 
@@ -63,6 +66,16 @@ void resolve_offload(Config& c, Reader& r) {
       r.error(kParam, why);
     else
       r.warning(kParam, "has no effect: " + why);
+  }
+  if (params.buffer_count == 0 && params.device != OffloadDevice::None && !r.broken(kBuffers)) {
+    if (c.use != ConfigUse::Generate)
+      r.error(kBuffers, "0 streams the weights of a run that only generates: ds-infer --stream");
+    for (const auto& [key, given] :
+         {std::pair{"zero_optimization.zero_quantized_weights", z.quantized_weights},
+          {"zero_optimization.zero_quantized_nontrainable_weights", z.quantized_nontrainable_weights},
+          {"zero_optimization.zero_hpz_partition_size", z.hpz_partition_size > 1},
+          {"fp8.gathers", c.fp8.enabled && c.fp8.gathers}})
+      if (given) r.error(key, "streamed weights travel in the dtype of the computation");
   }
   if ((nvme || nvme_params || server) && c.save.async && !r.broken("save.async"))
     r.error("save.async", fmt::format("copies the state to memory, out of which {} \"{}\" takes it",

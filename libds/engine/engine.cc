@@ -179,7 +179,7 @@ void Engine::set_codes(i64 param, const ValueSource& values, const CodeSource& c
   const model::ParamRow& row = row_of(param);
   const CodedForm& form = row.codes;
   const std::vector<i64>& whole = row.whole_shape();
-  const i64 N = row.shape[0], K = row.shape[1], whole_k = whole.back(), most = std::max<i64>(kElems / K, 1);
+  const i64 K = row.shape.back(), N = row.numel() / K, whole_k = whole.back(), most = std::max<i64>(kElems / K, 1);
   const i64 row_bytes = form.row_bytes(K), whole_bytes = form.row_bytes(whole_k);
   const model::SliceMap map(row.slice, whole);
   zero::ParamStore& store = shards_[row.group]->params();

@@ -2,73 +2,16 @@
 #include "formats/fp8_source.h"
 
 #include <algorithm>
-#include <optional>
 
 #include "ds/kernels/fp8.h"
+#include "formats/coded_source.h"
 
 namespace ds {
 namespace {
 
-// A matrix of codes, and the number of its scales among the tensors of the file.
-struct CodedMatrix {
-  size_t scales;
-  i64 cols, scale_cols;
-};
-
 std::vector<i64> shape_of_scales(const std::vector<i64>& matrix) {
   return {div_ceil(matrix[0], kFp8Block), div_ceil(matrix[1], kFp8Block)};
 }
-
-class DecodedSource final : public TensorSource {
- public:
-  DecodedSource(std::unique_ptr<TensorSource> source, std::vector<TensorInfo> list, std::vector<size_t> tensors,
-                std::vector<std::optional<CodedMatrix>> coded)
-      : TensorSource(source->path(), std::move(list), source->foreign(), source->metadata()),
-        source_(std::move(source)),
-        tensors_(std::move(tensors)),
-        coded_(std::move(coded)) {}
-
-  std::vector<std::string> files() const override { return source_->files(); }
-  void close() const override { source_->close(); }
-  std::vector<std::string> verify(const Tick& tick) const override { return source_->verify(tick); }
-
- private:
-  const TensorInfo& stored(size_t tensor) const { return source_->list()[tensor]; }
-  void read_elements(size_t tensor, i64 first, i64 count, void* out) const override {
-    const std::string& name = stored(tensors_[tensor]).name;
-    if (!coded_[tensor]) return source_->read(name, first, count, out);
-    constexpr i64 kAtOnce = 1 << 16;
-    for (i64 done = 0; done < count; done += kAtOnce)
-      decode(name, *coded_[tensor], first + done, std::min(kAtOnce, count - done), static_cast<float*>(out) + done);
-  }
-
-  void decode(const std::string& name, const CodedMatrix& m, i64 first, i64 count, float* out) const {
-    codes_.resize(static_cast<size_t>(count));
-    source_->read(name, first, count, codes_.data());
-    // The rows of scales that these elements need.
-    const i64 begin = first / m.cols / kFp8Block, end = (first + count - 1) / m.cols / kFp8Block + 1,
-              elems = (end - begin) * m.scale_cols;
-    const TensorInfo& scales = stored(m.scales);
-    raw_.resize(static_cast<size_t>(elems * dtype_bytes(scales.dtype)));
-    scales_.resize(static_cast<size_t>(elems));
-    source_->read(scales.name, begin * m.scale_cols, elems, raw_.data());
-    convert_elements(DType::F32, scales_.data(), scales.dtype, raw_.data(), elems);
-    constexpr Fp8Format kFormat = fp8_format(DType::F8E4M3);
-    for (i64 i = 0; i < count; ++i) {
-      const i64 row = (first + i) / m.cols, col = (first + i) % m.cols,
-                scale = (row / kFp8Block - begin) * m.scale_cols + col / kFp8Block;
-      out[i] = from_fp8(codes_[static_cast<size_t>(i)], kFormat) * scales_[static_cast<size_t>(scale)];
-    }
-  }
-
-  std::unique_ptr<TensorSource> source_;
-  std::vector<size_t> tensors_;  // by tensor of the list: its number in the file
-  std::vector<std::optional<CodedMatrix>> coded_;
-  // The part that is read.
-  mutable std::vector<u8> codes_;
-  mutable std::vector<char> raw_;
-  mutable std::vector<float> scales_;
-};
 
 // Codes need scales: a file that has those of other matrices lacks these, or has them in a type that is not read.
 void check_scales(const TensorSource& source, const TensorInfo& codes) {
@@ -96,22 +39,20 @@ std::unique_ptr<TensorSource> decode_fp8(std::unique_ptr<TensorSource> source) {
   const std::vector<TensorInfo>& all = source->list();
   const auto is_scales = [](const auto& t) { return t.name.ends_with(kScaleInv); };
   if (std::ranges::none_of(all, is_scales) && std::ranges::none_of(source->foreign(), is_scales)) return source;
-  std::vector<TensorInfo> list;
-  std::vector<size_t> tensors;
-  std::vector<std::optional<CodedMatrix>> coded;
-  size_t used = 0;
+  CodedMatrices matrices;
   for (size_t i = 0; i < all.size(); ++i) {
     const TensorInfo& t = all[i];
-    if (is_scales(t)) continue;
-    list.push_back(t);
-    tensors.push_back(i);
-    std::optional<CodedMatrix>& matrix = coded.emplace_back();
+    if (is_scales(t)) {
+      DS_CHECK(source->find(t.name.substr(0, t.name.size() - kScaleInv.size())) != nullptr, Errc::Mismatch,
+               "{}: '{}' are scales of a matrix that is not there", source->path(), t.name);
+      matrices.parts.insert(i);
+      continue;
+    }
     const TensorInfo* const scales = source->find(t.name + std::string(kScaleInv));
     if (scales == nullptr) {
       check_scales(*source, t);
       continue;
     }
-    ++used;
     DS_CHECK(t.dtype == DType::F8E4M3 && t.shape.size() == 2 && scales->shape == shape_of_scales(t.shape) &&
                  can_convert(DType::F32, scales->dtype),
              Errc::Mismatch,
@@ -119,15 +60,17 @@ std::unique_ptr<TensorSource> decode_fp8(std::unique_ptr<TensorSource> source) {
              "fp8_e4m3",
              source->path(), t.name, dtype_name(t.dtype), fmt::join(t.shape, ","), scales->name,
              dtype_name(scales->dtype), fmt::join(scales->shape, ","), kFp8Block, kFp8Block);
-    list.back().dtype = DType::F32;
-    matrix = CodedMatrix{static_cast<size_t>(scales - all.data()), t.shape[1], scales->shape[1]};
+    auto matrix = std::make_unique<RowsMatrix>();
+    matrix->name = matrix->codes_name = t.name;
+    matrix->rows = t.shape[0];
+    matrix->cols = t.shape[1];
+    matrix->codes = CodedMatrix::Codes::E4M3;
+    matrix->scales = scales->dtype;
+    matrix->scales_name = scales->name;
+    matrix->group = matrix->scale_rows = kFp8Block;
+    matrices.found.emplace(i, std::move(matrix));
   }
-  for (const TensorInfo& t : all) {
-    if (used == all.size() - list.size()) break;
-    DS_CHECK(!is_scales(t) || source->find(t.name.substr(0, t.name.size() - kScaleInv.size())) != nullptr,
-             Errc::Mismatch, "{}: '{}' are scales of a matrix that is not there", source->path(), t.name);
-  }
-  return std::make_unique<DecodedSource>(std::move(source), std::move(list), std::move(tensors), std::move(coded));
+  return show_matrices(std::move(source), std::move(matrices));
 }
 
 }  // namespace ds

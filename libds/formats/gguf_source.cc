@@ -181,10 +181,40 @@ class GgufSource final : public TensorSource {
       // transformers reads a safetensors file that is made of this one only if it states its format.
       : TensorSource(file.path(), std::move(published.list), std::move(published.foreign), {{"format", "pt"}}),
         file_(std::move(file)),
-        places_(std::move(published.places)) {}
+        places_(std::move(published.places)),
+        four_bits_(places_.size()) {}
 
   std::vector<std::string> files() const override { return file_.files(); }
   void close() const override { open_.reset(); }
+
+  CodedForm codes_of(std::string_view name) const override {
+    const size_t tensor = index_of(name);
+    const Stored s = stored(tensor);
+    const GgufPlace& place = places_[tensor];
+    const std::vector<i64>& shape = list()[tensor].shape;
+    // Whole blocks make up each row, in the order of the file.
+    const bool has_rows = shape.size() > 1 && shape.back() > 0 && shape.back() % s.type.elems == 0 &&
+                          place.first % shape.back() == 0 && place.order != GgufOrder::Transposed;
+    if (s.reading.unpack == nullptr || !has_rows) return {};
+    std::optional<bool>& fits = four_bits_[tensor];
+    if (!fits) fits = s.reading.four_bits && all_fit(s, place.first, list()[tensor].numel());
+    return form_of(s.reading, *fits);
+  }
+
+  void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const override {
+    const size_t tensor = index_of(name);
+    const Stored s = stored(tensor);
+    const GgufPlace& place = places_[tensor];
+    const i64 cols = list()[tensor].shape.back();
+    const CodedForm form = codes_of(name);
+    DS_ASSERT(form && first_row >= 0 && count >= 0 && first_row <= list()[tensor].numel() / cols - count);
+    auto* to = static_cast<u8*>(out);
+    for (i64 row = first_row; row < first_row + count; ++row) {
+      const i64 stored_row = place.order == GgufOrder::Neighbours ? neighbour_row(s, place.heads, row) : row;
+      for_each_block(s, place.first + stored_row * cols, cols,
+                     [&](i64, const GgufBlock& block) { to = put_block(s.reading, s.type.elems, block, form, to); });
+    }
+  }
 
  private:
   // Elements of one tensor in the order of the file.
@@ -197,24 +227,33 @@ class GgufSource final : public TensorSource {
 
   void read_elements(size_t tensor, i64 first, i64 count, void* out) const override {
     const GgufPlace& place = places_[tensor];
-    const GgufTensor& t = file_.tensors()[place.tensor];
-    const GgufType& type = *gguf_type(t.type);
-    const GgufReading reading = *gguf_reading(type);
-    const Stored stored{t, type, reading, dtype_bytes(reading.dtype)};
+    const Stored s = stored(tensor);
     auto* const to = static_cast<char*>(out);
     switch (place.order) {
-      case GgufOrder::Same: return read_stored(stored, place.first + first, count, to);
-      case GgufOrder::Neighbours: return read_neighbours(stored, place.heads, first, count, to);
-      case GgufOrder::Transposed: return read_transposed(stored, first, count, to);
+      case GgufOrder::Same: return read_stored(s, place.first + first, count, to);
+      case GgufOrder::Neighbours: return read_neighbours(s, place.heads, first, count, to);
+      case GgufOrder::Transposed: return read_transposed(s, first, count, to);
     }
   }
 
+  Stored stored(size_t tensor) const {
+    const GgufTensor& t = file_.tensors()[places_[tensor].tensor];
+    const GgufType& type = *gguf_type(t.type);
+    const GgufReading reading = *gguf_reading(type);
+    return {t, type, reading, dtype_bytes(reading.dtype)};
+  }
+
+  // The row of the file that is row `row` of the published matrix.
+  static i64 neighbour_row(const Stored& s, i64 heads, i64 row) {
+    const i64 dims = s.tensor.shape.front() / heads, dim = row % dims;
+    return row - dim + dim % (dims / 2) * 2 + dim / (dims / 2);
+  }
+
   void read_neighbours(const Stored& s, i64 heads, i64 first, i64 count, char* out) const {
-    const i64 rows = s.tensor.shape.front(), cols = s.tensor.numel() / rows, dims = rows / heads;
+    const i64 cols = s.tensor.numel() / s.tensor.shape.front();
     for (i64 done = 0; done < count;) {
       const i64 row = (first + done) / cols, col = (first + done) % cols, n = std::min(count - done, cols - col);
-      const i64 dim = row % dims, stored_row = row - dim + dim % (dims / 2) * 2 + dim / (dims / 2);
-      read_stored(s, stored_row * cols + col, n, out + done * s.size);
+      read_stored(s, neighbour_row(s, heads, row) * cols + col, n, out + done * s.size);
       done += n;
     }
   }
@@ -235,27 +274,45 @@ class GgufSource final : public TensorSource {
   }
 
   void read_stored(const Stored& s, i64 first, i64 count, char* out) const {
-    const File& file = open(s.tensor.file);
-    if (s.reading.decode == nullptr) return file.read_at(s.tensor.offset + first * s.size, out, count * s.size);
-    constexpr i64 kAtOnce = 256;  // blocks
-    const auto [number, name, elems, bytes] = s.type;
+    if (s.reading.unpack == nullptr)
+      return open(s.tensor.file).read_at(s.tensor.offset + first * s.size, out, count * s.size);
+    const i64 elems = s.type.elems, end = first + count;
     std::array<float, kMostBlockElems> values;
     auto* to = reinterpret_cast<float*>(out);
-    const i64 end = first + count, last_block = div_ceil(end, elems);
+    for_each_block(s, first, count, [&](i64 begin, const GgufBlock& block) {
+      const i64 from = std::max(begin, first), until = std::min(begin + elems, end);
+      if (until - from == elems) {
+        decode_block(s.reading, elems, block, to);
+      } else {
+        decode_block(s.reading, elems, block, values.data());
+        std::copy_n(values.data() + (from - begin), until - from, to);
+      }
+      to += until - from;
+    });
+  }
+
+  bool all_fit(const Stored& s, i64 first, i64 count) const {
+    if (!s.reading.offsets) return true;
+    bool fit = true;
+    for_each_block(s, first, count,
+                   [&](i64, const GgufBlock& block) { fit = fit && fits_four_bits(s.reading, s.type.elems, block); });
+    return fit;
+  }
+
+  // Calls f(first element, block) for the blocks that elements [first, first + count) of a tensor lie in.
+  template <class F>
+  void for_each_block(const Stored& s, i64 first, i64 count, F&& f) const {
+    constexpr i64 kAtOnce = 256;  // blocks
+    const File& file = open(s.tensor.file);
+    const i64 elems = s.type.elems, bytes = s.type.bytes, last_block = div_ceil(first + count, elems);
+    GgufBlock unpacked{};  // offsets stay 0 where a type has none
     for (i64 block = first / elems; block < last_block; block += kAtOnce) {
       const i64 blocks = std::min(kAtOnce, last_block - block);
       raw_.resize(static_cast<size_t>(blocks * bytes));
       file.read_at(s.tensor.offset + block * bytes, raw_.data(), blocks * bytes);
       for (i64 b = 0; b < blocks; ++b) {
-        const i64 begin = (block + b) * elems, from = std::max(begin, first), until = std::min(begin + elems, end);
-        const u8* const code = raw_.data() + b * bytes;
-        if (until - from == elems) {
-          s.reading.decode(code, to);
-        } else {
-          s.reading.decode(code, values.data());
-          std::copy_n(values.data() + (from - begin), until - from, to);
-        }
-        to += until - from;
+        s.reading.unpack(raw_.data() + b * bytes, unpacked);
+        f((block + b) * elems, unpacked);
       }
     }
   }
@@ -272,6 +329,7 @@ class GgufSource final : public TensorSource {
 
   Gguf file_;
   std::vector<GgufPlace> places_;
+  mutable std::vector<std::optional<bool>> four_bits_;  // by tensor: all blocks fit Int4, if that is known
   mutable std::optional<File> open_;
   mutable size_t open_number_ = 0;
   mutable std::vector<u8> raw_;

@@ -13,6 +13,7 @@
 #include "base/gguf.h"
 #include "config/trainer_output.h"
 #include "ds/log.h"
+#include "formats/coded_source.h"
 #include "formats/fp8_source.h"
 #include "formats/gguf_source.h"
 #include "formats/hdf5.h"
@@ -66,8 +67,13 @@ void TensorSource::read(std::string_view name, i64 first_elem, i64 count, void* 
   if (count > 0) read_elements(i, first_elem, count, out);
 }
 
+CodedForm TensorSource::codes_of(std::string_view name) const {
+  at(name);
+  return {};
+}
+
 void TensorSource::read_codes(std::string_view name, i64, i64, void*) const {
-  throw Error(Errc::Mismatch, fmt::format("{}: {} is not stored as codes", path_, name));
+  throw Error(Errc::Mismatch, fmt::format("{}: '{}' is not stored as codes", path_, at(name).name));
 }
 
 std::optional<FileFormat> format_of(std::string_view path) noexcept {
@@ -155,16 +161,23 @@ class ShardedSource : public TensorSource {
     }
     return bad;
   }
+  void close() const override {
+    if (open_ < shards_.size()) shards_[open_]->close();
+  }
+  CodedForm codes_of(std::string_view name) const override { return shard_with(index_of(name)).codes_of(name); }
+  void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const override {
+    shard_with(index_of(name)).read_codes(name, first_row, count, out);
+  }
 
  private:
-  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
+  const TensorSource& shard_with(size_t tensor) const {
     const size_t shard = shard_of_[tensor];
     if (shard != open_) close();  // tensors come shard by shard, and a model may have thousands
     open_ = shard;
-    shards_[shard]->read(list()[tensor].name, first_elem, count, out);
+    return *shards_[shard];
   }
-  void close() const override {
-    if (open_ < shards_.size()) shards_[open_]->close();
+  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
+    shard_with(tensor).read(list()[tensor].name, first_elem, count, out);
   }
 
   mutable size_t open_ = static_cast<size_t>(-1);  // which shard, if any
@@ -255,7 +268,7 @@ std::unique_ptr<TensorSource> open_source(const std::string& path) {
     return open_source(fmt::format("{}/{}", path, files.front()));
   }
   const bool is_index = path.ends_with(".safetensors.index.json") || path.ends_with(".bin.index.json");
-  return decode_fp8(is_index ? open_sharded(path) : open_single(path));
+  return decode_weight_codes(decode_fp8(is_index ? open_sharded(path) : open_single(path)));
 }
 
 namespace {

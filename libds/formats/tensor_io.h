@@ -63,28 +63,30 @@ class TensorSource {
   const TensorInfo& at(std::string_view name) const;
   // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
   void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
-  // The form in which a matrix is stored as codes; none if it is not, or in no such form.
-  virtual CodedForm codes_of(std::string_view name) const { return static_cast<void>(name), CodedForm{}; }
-  // Rows [first_row, first_row + count) of such a matrix in the rows form (ds/kernels/codes.h): count *
-  // codes_of(name).row_bytes(K) bytes. Their elements are those of read(), bit for bit.
-  virtual void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const;
   // All files that are read, including an index.
   virtual std::vector<std::string> files() const { return {path_}; }
   // Closes the file's descriptor until the next read.
   virtual void close() const {}
+
+  // The form in which the codes of a matrix can be read instead of the numbers that they stand for. {}: the tensor is
+  // not stored as codes, or in no CodedForm its elements have the bits that read() shows. The matrix is [N,K], K the
+  // last dim of the tensor, N the product of the others. Throws as at(), and as read().
+  virtual CodedForm codes_of(std::string_view name) const;
+  // Rows [first_row, first_row + count) of that matrix, in rows (codes.h): count * codes_of(name).row_bytes(K) bytes.
+  virtual void read_codes(std::string_view name, i64 first_row, i64 count, void* out) const;
 
   // Reads all data that has checksums in this format; returns one line for each file that differs from what was
   // written.
   virtual std::vector<std::string> verify(const Tick&) const { return {}; }
 
  protected:
+  // The number of the tensor in list(). Throws as at().
+  size_t index_of(std::string_view name) const;
   TensorSource(std::string path, std::vector<TensorInfo> tensors, std::vector<ForeignTensor> foreign = {},
                std::map<std::string, std::string> metadata = {});
   virtual void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const = 0;
 
  private:
-  size_t index_of(std::string_view name) const;
-
   std::string path_;
   std::vector<TensorInfo> tensors_;
   std::vector<ForeignTensor> foreign_;
@@ -114,9 +116,10 @@ std::string_view format_name(FileFormat) noexcept;
 
 // Opens a file of one of four kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other
 // name if the content is a zip archive); GGUF (.gguf, or any other name with this signature). Or an index of several
-// (*.safetensors.index.json, *.bin.index.json). Or a directory that contains one of kPublishedWeights. Matrices in FP8
-// with scales are decoded (fp8_source.h). All headers are validated here; the tensors' bytes are not read. Throws
-// Errc::Corrupt (file and reason), Errc::Io, Errc::Unavailable (an unsupported kind of file).
+// (*.safetensors.index.json, *.bin.index.json). Or a directory that contains one of kPublishedWeights. Matrices of
+// codes with scales are shown decoded (coded_source.h). All headers are validated here; the tensors' bytes are not
+// read, but for those that state a shape. Throws Errc::Corrupt (file and reason), Errc::Mismatch (parts of a matrix of
+// codes that do not agree), Errc::Io, Errc::Unavailable (an unsupported kind of file or of codes).
 std::unique_ptr<TensorSource> open_source(const std::string& path);
 
 // The names of weights in Hugging Face directories, in the order in which transformers looks for them.

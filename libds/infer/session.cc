@@ -18,8 +18,12 @@ using model::Mode;
 struct Session::Sequence {
   Id id = 0;
   Request request;
-  std::vector<i32> tokens;  // the prompt, and what has been generated
+  std::vector<i32> tokens;  // the prompt, what has been generated, and what is proposed
   i64 prompt = 0;
+  i64 proposed = 0;                      // tokens that have not been verified
+  bool unaided = false;                  // nothing is proposed for the next pass
+  i64 until = 0;                         // its size when it ends, or rests
+  i64 followed = 0;                      // size of the text of follow()
   i64 seen = 0;                          // tokens whose keys are in the cache
   i64 next_scored = 0;                   // the first token of the prompt whose score is still wanted
   i64 closed = 0;                        // blocks that other sequences may share
@@ -29,25 +33,40 @@ struct Session::Sequence {
   bool stale = true;                     // they differ from it
   std::vector<model::KvCache> caches;    // by layer
 
-  i64 size() const noexcept { return std::ssize(tokens); }
-  // Tokens whose keys are not in the cache. The last token of a prompt that is only scored needs none.
-  i64 fresh() const noexcept { return size() - (generates() ? 0 : 1) - seen; }
+  i64 size() const noexcept { return std::ssize(tokens) - proposed; }
+  std::span<const i32> first(i64 n) const noexcept { return std::span(tokens).first(static_cast<size_t>(n)); }
+  // Tokens that no later call takes back.
+  i64 settled() const noexcept { return request.follows ? followed : size(); }
+  // Tokens whose keys are not in the cache, but for proposed ones. The last token needs none, if none is drawn after
+  // it.
+  i64 fresh() const noexcept { return (generates() ? std::min(size(), until - 1) : size() - 1) - seen; }
   bool generates() const noexcept { return request.max_tokens > 0; }
   i64 first_wanted() const noexcept { return size() == prompt ? next_scored : size(); }
   // The tokens [begin, end) whose logits are wanted from a pass over the next n tokens, each by the row of the token
-  // before it. Token size() is sampled.
+  // before it. Those from size() on are drawn.
   std::pair<i64, i64> wanted(i64 n) const noexcept {
-    const i64 end = std::min(seen + n + 1, size() + (generates() ? 1 : 0));
+    const i64 end = std::min(seen + n + 1, std::ssize(tokens) + (generates() ? 1 : 0));
     return {std::min(std::max(first_wanted(), seen + 1), end), end};
+  }
+  void drop_proposed() {
+    tokens.resize(static_cast<size_t>(size()));
+    proposed = 0;
+  }
+  // Keys of the first tokens stay in the cache.
+  void keep_seen(i64 most) noexcept {
+    seen = std::min(seen, most);
+    for (model::KvCache& cache : caches) cache.length = seen;
   }
 };
 
-Session::Session(stage::Stage& stage, const SessionSizes& sizes)
+Session::Session(stage::Stage& stage, const SessionSizes& sizes, Proposer* proposer)
     : stage_(stage),
+      proposer_(proposer),
       model_(stage.model()),
       plan_(stage.plan()),
       device_(stage.device()),
       planned_(plan_session(model_, plan_, sizes)) {
+  DS_ASSERT(proposer == nullptr || (planned_.mixes && sizes.draft_tokens > 0));
   take_memory();
 }
 
@@ -61,6 +80,7 @@ void Session::take_memory() {
   message_ = buffer(Tag::Workspace, p.message_bytes);
   tables_ = buffer(Tag::Activations, p.table_bytes);
   cache_ = buffer(Tag::Activations, p.cache_bytes);
+  looked_up_ = buffer(Tag::Workspace, p.looked_up_bytes);
   memory_ = p.pass;
   memory_.for_each([&](Tag tag, TensorView& v) {
     if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
@@ -93,12 +113,28 @@ Session::Id Session::add(Request request) {
   s->tokens = request.tokens;
   s->tokens.reserve(static_cast<size_t>(s->prompt + request.max_tokens));
   s->next_scored = request.scored_from > 0 ? request.scored_from : s->prompt;
+  s->until = s->prompt + (request.follows ? 0 : request.max_tokens);
+  s->followed = s->prompt;
   s->request = std::move(request);
   waiting_.push_back(std::move(s));
   return waiting_.back()->id;
 }
 
+void Session::follow(Id id, std::span<const i32> text, i64 new_tokens) {
+  const auto is_it = [&](const std::unique_ptr<Sequence>& s) { return s->id == id; };
+  const auto found = std::ranges::find_if(under_way_, is_it);
+  Sequence& s = found == under_way_.end() ? **std::ranges::find_if(waiting_, is_it) : **found;
+  const i64 size = std::ssize(text), same = std::ranges::mismatch(text, s.tokens).in1 - text.begin();
+  DS_ASSERT(s.request.follows && same >= s.followed && new_tokens > 0 &&
+            size + new_tokens <= s.prompt + s.request.max_tokens);
+  s.tokens.assign(text.begin(), text.end());
+  s.followed = size;
+  s.until = size + new_tokens;
+  s.keep_seen(std::min(same, size - 1));
+}
+
 void Session::cancel(Id id) {
+  if (proposer_ != nullptr) proposer_->forget(id);
   const auto is_it = [&](const std::unique_ptr<Sequence>& s) { return s->id == id; };
   std::erase_if(waiting_, is_it);
   const auto found = std::ranges::find_if(under_way_, is_it);
@@ -172,7 +208,7 @@ Blocks::Prefix Session::prefix_of(const Sequence& s, i64 b) const {
 void Session::reuse_blocks(Sequence& s) {
   if (!shares_blocks()) return;
   const i64 block = planned_.spaces[0].lives.block();
-  for (i64 b = 0; (b + 1) * block < s.first_wanted(); ++b) {
+  for (i64 b = 0; (b + 1) * block < std::min(s.first_wanted(), s.settled()); ++b) {
     const i32 found = blocks_[0].find(prefix_of(s, b));
     if (found < 0) break;
     s.blocks[0][b] = found;
@@ -180,21 +216,43 @@ void Session::reuse_blocks(Sequence& s) {
     ++s.closed;
   }
   counts_.reused += s.seen;
-  for (model::KvCache& cache : s.caches) cache.length = s.seen;
+  s.keep_seen(s.seen);
 }
 
-// Lets others share the blocks that it has filled.
+// Lets others share the blocks that it has filled for good.
 void Session::close_blocks(Sequence& s) {
   if (!shares_blocks()) return;
   const i64 block = planned_.spaces[0].lives.block();
-  for (i64& b = s.closed; (b + 1) * block <= s.seen; ++b) {
+  for (i64& b = s.closed; (b + 1) * block <= std::min(s.seen, s.settled() - 1); ++b) {
     const i32 mine = s.blocks[0][b], shared = blocks_[0].remember(mine, prefix_of(s, b));
     s.stale |= shared != mine;
     s.blocks[0][b] = shared;
   }
 }
 
-// The tokens of the next pass: one of each sequence that generates, and then prompts in the order of sequences.
+// The next tokens of sequences that generate, by the proposer.
+void Session::propose() {
+  std::vector<Proposer::Place> places;
+  std::vector<Sequence*> sequences;
+  for (const auto& s : under_way_) {
+    const i64 most = std::min(planned_.sizes.draft_tokens, s->until - s->size() - 1);
+    if (std::exchange(s->unaided, false) || !s->generates() || s->fresh() != 1 || most <= 0) continue;
+    places.push_back({s->id, s->request, s->first(s->size()), most});
+    sequences.push_back(s.get());
+  }
+  if (places.empty()) return;
+  proposer_->propose(places);
+  for (size_t i = 0; i < places.size(); ++i) {
+    const std::vector<i32>& tokens = places[i].tokens;
+    Sequence& s = *sequences[i];
+    DS_ASSERT(s.proposed == 0 && std::ssize(tokens) <= places[i].most);
+    s.tokens.insert(s.tokens.end(), tokens.begin(), tokens.end());
+    s.proposed = std::ssize(tokens);
+  }
+}
+
+// The tokens of the next pass: one of each sequence that generates, with the proposed ones after it, and then prompts
+// in the order of sequences.
 std::vector<Session::Part> Session::choose_parts() {
   std::vector<Part> parts;
   i64 rows = planned_.rows, logits = planned_.logit_rows;
@@ -213,11 +271,15 @@ std::vector<Session::Part> Session::choose_parts() {
     for (size_t i = 0; i < under_way_.size() && (planned_.mixes || !prompts || parts.empty()); ++i) {
       Sequence& s = *under_way_[i];
       if ((s.fresh() > 1) != prompts) continue;
-      i64 n = std::min(s.fresh(), rows);
+      i64 n = std::min(s.fresh() + s.proposed, rows);
       while (n > 0 && num_wanted(s, n) > logits) --n;
       if (n == 0) continue;
-      // If no block is left, the last sequence gives up its own. The last one itself waits.
+      // If no block is left, nothing is proposed, and the last sequence gives up its own. The last one itself waits.
       bool has_blocks = take_blocks(s, n);
+      if (!has_blocks && s.proposed > 0) {
+        s.drop_proposed();
+        has_blocks = take_blocks(s, n = s.fresh());
+      }
       for (; !has_blocks && i + 1 < under_way_.size(); has_blocks = take_blocks(s, n)) {
         const auto last = std::ranges::find(parts, under_way_.back().get(), &Part::sequence);
         if (last != parts.end()) {
@@ -232,18 +294,19 @@ std::vector<Session::Part> Session::choose_parts() {
   return parts;
 }
 
-// Gives it blocks for its next tokens, and takes away those that they no longer see. False: there are not enough.
+// Gives it blocks for its next tokens, and takes away those that no later token sees. False: there are not enough.
 bool Session::take_blocks(Sequence& s, i64 tokens) {
+  const i64 first = std::min(s.seen, s.settled() - 1);  // that any later pass has
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const BlockLives& lives = planned_.spaces[i].lives;
     std::vector<i32>& blocks = s.blocks[i];
     for (i64 b = 0; b * lives.block() < s.seen; ++b) {
-      if (blocks[b] < 0 || lives.needed(b, s.seen)) continue;
+      if (blocks[b] < 0 || lives.needed(b, first)) continue;
       blocks_[i].give_back(std::exchange(blocks[b], -1));
       s.stale = true;
     }
     for (i64 b = s.seen / lives.block(); b * lives.block() < s.seen + tokens; ++b) {
-      if (blocks[b] >= 0 || !lives.needed(b, s.seen)) continue;
+      if (blocks[b] >= 0 || !lives.needed(b, first)) continue;
       blocks[b] = blocks_[i].take();
       if (blocks[b] < 0) return false;
       s.stale = true;
@@ -269,24 +332,28 @@ void Session::give_back_blocks(Sequence& s) {
 
 // It waits, as the first, to be computed again.
 void Session::put_off_last() {
+  if (proposer_ != nullptr) proposer_->forget(under_way_.back()->id);
+  under_way_.back()->drop_proposed();
   give_back_blocks(*under_way_.back());
   waiting_.push_front(std::move(under_way_.back()));
   under_way_.pop_back();
   ++counts_.put_off;
 }
 
-void Session::step(Listener& listener) {
+bool Session::step(Listener& listener) {
   begin_waiting();
+  if (proposer_ != nullptr) propose();
   const std::vector<Part> parts = choose_parts();
   const i64 largest = largest_pass(parts);
-  if (largest == 0) return;
+  if (largest == 0) return false;
   upload(parts);
   run_layers(parts, largest);
   for (const Part& part : parts) part.sequence->seen += part.tokens;
   ++counts_.passes;
   counts_.rows += std::ssize(ids_);
-  take_logits();
+  draw();
   deliver(parts, listener);
+  return true;
 }
 
 // The rows of the largest pass among ranks that exchange rows of experts, which run layers together: if need be without
@@ -334,6 +401,11 @@ void Session::run_layers(std::span<const Part> parts, i64 largest) {
   ctx.fresh = fresh;
   ctx.alone = planned_.alone(fresh.empty() ? 1 : *std::ranges::max_element(fresh));
   ctx.largest = largest;
+  stage::LookUp look_up;
+  if (planned_.looked_up > 0) {
+    look_up = {.tokens = ids_, .table = TensorView::of(looked_up_.data(), plan_.work, {R, planned_.looked_up})};
+    look_up.ids = TensorView::of(look_up.table.as<char>() + look_up.table.bytes(), DType::I32, {R});
+  }
   TensorView x{};
   for (size_t c = 0; c < plan_.stage.chunks.size(); ++c) {
     const plan::ChunkPlan& chunk = plan_.stage.chunks[c];
@@ -344,9 +416,12 @@ void Session::run_layers(std::span<const Part> parts, i64 largest) {
               planner.temporary_bytes() <= planned_.temporary_bytes);
     if (chunk.receives()) x = TensorView::of(message_.data(), plan_.work, {R, model_.hidden});
     if (chunk.receives() && R > 0) stage_.receive(pipeline::Op::RecvActivation, static_cast<i64>(c), x).wait();
-    x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
-      for (size_t i = 0; i < parts.size(); ++i) caches[i] = &parts[i].sequence->caches[l];
-    });
+    x = stage_.forward(
+        c, ctx, x, acts,
+        [&](i64 l) {
+          for (size_t i = 0; i < parts.size(); ++i) caches[i] = &parts[i].sequence->caches[l];
+        },
+        look_up);
     if (!chunk.last && !plan_.stage.stays(c) && R > 0)
       stage_.send(pipeline::Op::SendActivation, static_cast<i64>(c), x).wait();
   }
@@ -358,20 +433,23 @@ void Session::run_layers(std::span<const Part> parts, i64 largest) {
   if (!device_.is_host()) device_.download(logits_.data(), logits.data, logits.bytes());
 }
 
-// Samples the tokens that the rows of logits ask for, and computes the logarithms of their probabilities.
-void Session::take_logits() {
+// Draws the tokens that the rows of logits ask for, and computes the logarithms of their probabilities.
+void Session::draw() {
   targets_.clear();
   bool logprobs = false;
-  for (const auto& [s, at] : wanted_) {
-    const std::span<const float> z = logits_of(targets_.size());
+  for (size_t row = 0; row < wanted_.size(); ++row) {
+    auto& [s, at, logits] = wanted_[row];
+    const std::span<const float> z = logits_of(row);
     u32 infinite = 0;
     for (const float x : z) infinite |= static_cast<u32>((std::bit_cast<u32>(x) & 0x7f800000u) == 0x7f800000u);
-    DS_CHECK(infinite == 0, Errc::Numeric,
-             "the logits of token {} are not finite: weights or activations exceed the range of {}", at,
-             dtype_name(plan_.work));
-    const bool samples = at == s->size();
-    logprobs |= !samples || s->request.logprobs;
-    targets_.push_back(samples ? sampler_.sample(z, s->request.sampling, s->tokens, s->prompt) : s->tokens[at]);
+    const bool draws = at >= s->size();
+    if (infinite != 0) logits = Logits::Infinite;
+    if (at > s->size() && (wanted_[row - 1].logits != Logits::Sound || targets_.back() != s->tokens[at - 1]))
+      logits = Logits::Refuted;
+    logprobs |= !draws || s->request.logprobs;
+    targets_.push_back(!draws                    ? s->tokens[at]
+                       : logits == Logits::Sound ? sampler_.sample(z, s->request.sampling, s->first(at), s->prompt)
+                                                 : 0);
   }
   if (logprobs) compute_losses();
 }
@@ -380,26 +458,57 @@ void Session::deliver(std::span<const Part> parts, Listener& listener) {
   size_t row = 0;
   for (const Part& part : parts) {
     Sequence& s = *part.sequence;
+    const bool stops = deliver_rows(s, row, listener);
+    // Those of proposed tokens that do not stand are computed again.
+    s.keep_seen(s.size() - 1);
     close_blocks(s);
-    bool goes_on = s.fresh() > 0 || s.generates();
-    for (; row < wanted_.size() && wanted_[row].sequence == &s; ++row) {
-      const bool given = wanted_[row].at < s.size();
-      Row here{logits_of(row)};
-      if (given || s.request.logprobs)
-        here.logprob = 0 - losses_[row], here.top = tops_[row], here.log_sum = std::log(sums_[row]);
-      if (const i64 at = wanted_[row].at; at < s.size()) {
-        listener.scored(s.id, at, here);
-        s.next_scored = at + 1;
-      } else {
-        s.tokens.push_back(targets_[row]);
-        goes_on = listener.token(s.id, targets_[row], here) && s.size() < s.prompt + s.request.max_tokens;
-      }
-    }
-    if (goes_on) continue;
+    if (!stops && (s.generates() ? s.size() < s.until || s.request.follows : s.fresh() > 0)) continue;
     listener.ended(s.id);
+    if (proposer_ != nullptr) proposer_->forget(s.id);
     give_back_blocks(s);
     std::erase_if(under_way_, [&](const std::unique_ptr<Sequence>& other) { return other.get() == &s; });
   }
+}
+
+void Session::Listener::failed(Id, const std::string& why) { throw Error(Errc::Numeric, why); }
+
+// True: the text ends with its last token, or has failed.
+bool Session::deliver_rows(Sequence& s, size_t& row, Listener& listener) {
+  const auto is_mine = [&](size_t r) { return r < wanted_.size() && wanted_[r].sequence == &s; };
+  const bool aided = s.proposed > 0;
+  s.drop_proposed();
+  bool stops = false;
+  for (; is_mine(row); ++row) {
+    const auto& [sequence, at, logits] = wanted_[row];
+    if (stops) continue;
+    // The row of a proposed token, if there is one in the place of this one, is the next.
+    if (at >= s.size() && is_mine(row + 1)) {
+      ++counts_.proposed;
+      counts_.accepted += wanted_[row + 1].logits != Logits::Refuted;
+    }
+    // Keys of proposed tokens that are not finite spoil the rows before them, too, within a call of attention.
+    s.unaided |= aided && logits == Logits::Infinite;
+    if (logits == Logits::Refuted || s.unaided) continue;
+    if (logits == Logits::Infinite) {
+      listener.failed(s.id, fmt::format("the logits of token {} are not finite: weights or activations exceed the "
+                                        "range of {}",
+                                        at, dtype_name(plan_.work)));
+      stops = true;
+      continue;
+    }
+    const bool given = at < s.size();
+    Row here{logits_of(row)};
+    if (given || s.request.logprobs)
+      here.logprob = 0 - losses_[row], here.top = tops_[row], here.log_sum = std::log(sums_[row]);
+    if (given) {
+      listener.scored(s.id, at, here);
+      s.next_scored = at + 1;
+    } else {
+      s.tokens.push_back(targets_[row]);
+      stops = !listener.token(s.id, targets_[row], here);
+    }
+  }
+  return stops;
 }
 
 std::span<const float> Session::logits_of(size_t row) const noexcept {

@@ -4,11 +4,12 @@
 // prompts in chunks (Agrawal et al., "Sarathi", 2023), and caches in blocks (Kwon et al., "PagedAttention", 2023).
 //
 // The results of a sequence depend only on its own tokens and options: not on other sequences, on the order in which
-// they were added, on the size of passes, or on the room in the caches.
+// they were added, on the size of passes, on the room in the caches, or on proposed tokens.
 
 #include <deque>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "infer/blocks.h"
@@ -25,6 +26,8 @@ struct Request {
   // Listener::scored is called for tokens[i] with i >= scored_from >= 1; -1: for none.
   i64 scored_from = -1;
   bool logprobs = false;  // Row::logprob of new tokens is wanted
+  // It does not end after max_tokens, but rests wherever follow() says. For drafts.
+  bool follows = false;
 };
 
 // A row of logits, valid during the call.
@@ -37,6 +40,23 @@ struct Row {
   float logprob_of(i32 id) const noexcept { return 0 - (log_sum - (logits[static_cast<size_t>(id)] - top)); }
 };
 
+// Guesses the next tokens of sequences, which a session verifies in one pass (Leviathan et al., "Fast Inference from
+// Transformers via Speculative Decoding", 2023). A guess stands if it is the token that the session draws at its place,
+// so guesses decide the number of passes alone. Ranks that share a session must guess alike.
+struct Proposer {
+  struct Place {
+    u64 id;  // Session::Id
+    const Request& request;
+    std::span<const i32> text;  // the prompt, and the tokens after it
+    i64 most;                   // guesses that can be verified
+    std::vector<i32> tokens{};  // to be filled in: the guesses, ids of the model
+  };
+  virtual ~Proposer() = default;
+  virtual void propose(std::span<Place> places) = 0;
+  // The sequence has ended, or is put off.
+  virtual void forget(u64 id) = 0;
+};
+
 class Session {
  public:
   using Id = u64;  // of a request; they count up
@@ -47,12 +67,16 @@ class Session {
     virtual bool token(Id id, i32 token, const Row& row) = 0;
     // Token `at` of a prompt.
     virtual void scored(Id id, i64 at, const Row& row) = 0;
+    // Logits that its next token needs are not finite; `ended` follows. By default throws Errc::Numeric, after which
+    // the session must not be used.
+    virtual void failed(Id id, const std::string& why);
     // The sequence has ended, and its id is not used again.
     virtual void ended(Id id) = 0;
   };
 
-  // Takes all memory. `stage` outlives it. Throws Errc::OutOfMemory.
-  Session(stage::Stage& stage, const SessionSizes& sizes);
+  // Takes all memory. `stage` and `proposer` outlive it. A proposer needs a plan that `mixes`, and sizes with
+  // draft_tokens. Throws Errc::OutOfMemory.
+  Session(stage::Stage& stage, const SessionSizes& sizes, Proposer* proposer = nullptr);
   ~Session();
 
   // All ranks call these functions in the same order with the same arguments, and listeners answer alike.
@@ -61,9 +85,12 @@ class Session {
   Id add(Request request);
   // Ends it without a call of `ended`; nothing happens if it has ended.
   void cancel(Id id);
-  // One pass; none if there is nothing to do, here and on the ranks that have other experts. Throws Errc::Numeric if
-  // logits are not finite.
-  void step(Listener& listener);
+  // One pass, if there is something to do here or on a rank that has other experts; false: there is not. Throws
+  // what the listener throws.
+  bool step(Listener& listener);
+  // Of a request that `follows`: its text is this from now on, which begins like the text of the last call, and so many
+  // tokens are drawn after it; together at most the prompt and max_tokens. Keys of equal tokens are kept.
+  void follow(Id id, std::span<const i32> text, i64 new_tokens);
   bool idle() const noexcept { return waiting_.empty() && under_way_.empty(); }
   i64 num_waiting() const noexcept { return std::ssize(waiting_); }
   i64 num_under_way() const noexcept { return std::ssize(under_way_); }
@@ -73,6 +100,8 @@ class Session {
     i64 passes = 0, rows = 0;  // rows: tokens that layers have processed
     i64 reused = 0;            // tokens whose keys were found in blocks of other sequences
     i64 put_off = 0;           // sequences that gave up their blocks and were computed again
+    // Proposed tokens, but for those after the end of their text; and those of them that stood.
+    i64 proposed = 0, accepted = 0;
   };
   const Counts& counts() const noexcept { return counts_; }
 
@@ -94,23 +123,26 @@ class Session {
   bool take_blocks(Sequence& s, i64 tokens);
   void give_back_blocks(Sequence& s);
   void put_off_last();
+  void propose();
   std::vector<Part> choose_parts();
   void upload(std::span<const Part> parts);
   i64 largest_pass(std::span<const Part> parts) const;
   void run_layers(std::span<const Part> parts, i64 largest);
-  void take_logits();
+  void draw();
   void compute_losses();
   void deliver(std::span<const Part> parts, Listener& listener);
+  bool deliver_rows(Sequence& s, size_t& row, Listener& listener);
   std::span<const float> logits_of(size_t row) const noexcept;
 
   stage::Stage& stage_;
+  Proposer* proposer_;
   const model::Model& model_;
   const plan::RunPlan& plan_;
   Device& device_;
   SessionPlan planned_;
   model::PassMemory memory_;
   std::vector<Buffer> buffers_;
-  Buffer working_, temporary_, message_, tables_, cache_;
+  Buffer working_, temporary_, message_, tables_, cache_, looked_up_;
   std::vector<Blocks> blocks_;                   // of SessionPlan::spaces
   std::vector<std::vector<TensorView>> arrays_;  // by layer
   std::deque<std::unique_ptr<Sequence>> waiting_;
@@ -119,9 +151,15 @@ class Session {
   Id next_ = 0;
   Counts counts_;
   // The pass in progress: its rows; the tokens whose logits are wanted, and their rows; those tokens.
+  enum class Logits : u8 {
+    Sound,
+    Infinite,  // or NaN: an error if the text comes to them
+    Refuted,   // after a proposed token that does not stand
+  };
   struct Wanted {
     Sequence* sequence;
     i64 at;
+    Logits logits = Logits::Sound;
   };
   std::vector<Wanted> wanted_;
   std::vector<i32> ids_, positions_, rotations_, logit_rows_, targets_;

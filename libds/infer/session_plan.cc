@@ -66,7 +66,7 @@ plan::TagBytes SessionPlan::bytes() const {
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
   tag(Tag::Activations) = working_bytes + table_bytes + cache_bytes;
-  tag(Tag::Workspace) += temporary_bytes + message_bytes;
+  tag(Tag::Workspace) += temporary_bytes + message_bytes + looked_up_bytes;
   return sum;
 }
 
@@ -74,8 +74,9 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
   SessionPlan p{.sizes = sizes};
   p.mixes = plan.device == DeviceKind::Cpu;
   if (sizes.codes_cache) check_coded_caches(model, plan);
-  p.rows = std::max(sizes.chunk, sizes.at_once);
-  p.logit_rows = std::max(sizes.at_once, std::min(p.rows, kLogitRows));
+  const i64 proposed = sizes.at_once * sizes.draft_tokens;
+  p.rows = std::max(sizes.chunk, sizes.at_once) + proposed;
+  p.logit_rows = std::max(sizes.at_once + proposed, std::min(p.rows, kLogitRows));
   // Layers of other stages count, too, so that all ranks decide alike.
   for (const auto& layer : model.layers) {
     if (const model::CacheShape shape = layer->cache(); !shape.arrays.empty()) space_of(p, model, shape.window);
@@ -109,6 +110,10 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
                                      .context = sizes.context,
                                      .tile_cols = plan.tile_cols(),
                                      .work = plan.work});
+  if (plan.looked_up >= 0) {
+    p.looked_up = plan.row_of(plan.looked_up).matrices().cols;
+    p.looked_up_bytes = p.rows * (p.looked_up * dtype_bytes(plan.work) + i64{sizeof(i32)});
+  }
   if (plan.mesh.pp > 1) p.message_bytes = p.rows * model.hidden * dtype_bytes(plan.work);
   return p;
 }

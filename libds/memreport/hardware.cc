@@ -61,6 +61,7 @@ Hardware Hardware::read(const std::string& machine, const std::string& links) {
 Hardware Hardware::of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links) {
   State s{machine_of_peaks(DType::BF16, peaks.flops, peaks.memory, ranks_per_node), links_of(links)};
   s.machine.host_link = peaks.host;
+  s.machine.disk_read = s.machine.disk_write = peaks.disk;
   for (const DType t : {DType::F16, DType::F32}) {
     for (auto& [op, rates] : s.machine.flops) rates[t] = rates.at(DType::BF16);
   }

@@ -61,21 +61,27 @@ void store_as_codes(Model& model, const Config& config) {
            "--weights {}: at stage 3 of ZeRO ranks keep parts of matrices, which products of codes need whole; use "
            "zero_optimization.stage 0, and tensor_parallel.tp_size to cut matrices",
            weights.name());
+  const bool integers = weights.form == WeightsConfig::Form::W8A8 ||
+                        std::ranges::any_of(weights.stored, [](const auto& one) { return one.second.integer; });
+  DS_CHECK(!integers || (config.zero.stage < 3 && model.shard.tp == 1), Errc::Unavailable,
+           "--weights {}: products of integers need whole rows, of which {} have parts; --weights work decodes the "
+           "matrices",
+           weights.name(), config.zero.stage == 3 ? "ranks of ZeRO stage 3" : "tensor-parallel ranks");
   if (config.zero.stage == 3) return;  // where values are decoded
   std::vector<std::string> unfit;
   const auto form_for = [&](const ParamRow& row, bool is_multiplied) -> CodedForm {
     if (!row.packs || row.fp8) {
-      // Matrices of experts, say, are most of a model: they must not stay in the work dtype unsaid.
       if (is_multiplied && weights.asks_for_codes())
         unfit.push_back(fmt::format("{}: products of this kind read no codes", row.name));
       return {};
     }
     CodedForm form = form_of(row, weights);
     // The head decides between tokens: it keeps 8 bits, as in GGUF files of 4.
-    if (weights.form == WeightsConfig::Form::Int4 && row.whole_shape().front() == model.vocab)
+    if (weights.form == WeightsConfig::Form::Int4 && row.shape.size() == 2 && row.whole_shape()[0] == model.vocab)
       form.kind = CodeKind::Int8;
     if (form && (form.group % 16 != 0 || row.shape.back() % form.group != 0)) {
-      unfit.push_back(fmt::format("{}: its rows of {} elements are no multiple of {}", row.name, row.shape.back(),
+      unfit.push_back(fmt::format("{}: its rows of {} elements{} are no multiple of {}", row.name, row.shape.back(),
+                                  row.slice.whole() ? "" : " on each tensor-parallel rank",
                                   form.integer ? 16 : form.group));
       return {};
     }
@@ -94,7 +100,7 @@ void store_as_codes(Model& model, const Config& config) {
       if (form) layer->store(r, Storage::Codes, form);
     }
   }
-  DS_CHECK(unfit.empty(), Errc::Config, "--weights {}: {} matri{} cannot be stored so, the first is {}", weights.name(),
+  DS_CHECK(unfit.empty(), Errc::Config, "weights {}: {} matri{} cannot be stored so, the first is {}", weights.name(),
            unfit.size(), unfit.size() == 1 ? "x" : "ces", unfit.front());
 }
 

@@ -13,7 +13,7 @@ ExpertMlp::ExpertMlp(const ModelConfig& c)
 void ExpertMlp::declare(const std::string& name, const ModelConfig& c, FunctionRef<size_t(ParamRow)> add) {
   std::vector<std::vector<i64>> all = shapes(c.experts.count);
   const auto matrix = [&](const char* end, size_t which, float std) {
-    return add({.name = name + end, .shape = std::move(all[which]), .std = std, .decay = true});
+    return add({.name = name + end, .shape = std::move(all[which]), .std = std, .decay = true, .packs = !plain_});
   };
   const auto bias = [&](const char* end, size_t which) {
     return add({.name = name + end, .shape = std::move(all[which]), .init = Init::Zeros, .vectors = true});

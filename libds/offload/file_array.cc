@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 namespace ds::offload {
 namespace {
@@ -158,6 +159,21 @@ void FileArray::expect(i64 begin, i64 bytes) {
   slot->used = ++uses_;
 }
 
+void FileArray::flush() {
+  if (std::exchange(flushed_, true)) return;
+  for (Page& page : pages_) {
+    if (page.number >= 0) write_page(page);
+  }
+  for (Slot& s : slots_) settle(s);
+}
+
+zero::TierArray::Reading FileArray::begin_read(void* to, i64 begin, i64 bytes) {
+  DS_ASSERT(begin % kPage == 0 && kReadPage == kPage);
+  file_->throw_if_failed();
+  flush();
+  return file_->read(to, begin, page_up(bytes));
+}
+
 // Its content outside of what a lease has is that of the file: others may have written there since the lease began.
 FileArray::Page& FileArray::take_page(i64 number) {
   Page* page = find_page(number);
@@ -174,6 +190,7 @@ FileArray::Page& FileArray::take_page(i64 number) {
 
 void FileArray::write_back(Slot& slot, i64 begin, i64 bytes) {
   const i64 end = begin + bytes, whole_begin = page_up(begin), whole_end = page_down(end);
+  flushed_ = false;
   forget(slot.begin, slot.end(), &slot);
   // Copies its part of a page to which other leases write too.
   const auto share = [&](i64 number) {

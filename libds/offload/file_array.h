@@ -28,6 +28,9 @@ class FileArray final : public zero::TierArray {
   ~FileArray() override;
   bool in_place() const noexcept override { return false; }
   void expect(i64 begin, i64 bytes) override;
+  bool reads_directly() const noexcept override { return true; }
+  Reading begin_read(void* to, i64 begin, i64 bytes) override;
+  void end_read(Reading reading) override { file_->wait(reading); }
   const BlockFile* file() const noexcept { return file_.get(); }  // null: the array is empty
 
  private:
@@ -61,6 +64,7 @@ class FileArray final : public zero::TierArray {
   // The size of buffers for so many bytes, wherever they begin: at most an eighth more.
   static i64 room_of(i64 bytes) noexcept;
   void settle(Slot& slot);
+  void flush();                                      // brings all that was written to the file
   void settle_going(i64 begin, i64 end);             // waits for writes of these bytes
   void forget(i64 begin, i64 end, const Slot* but);  // drops buffers with an old content of these bytes
   void add_slot(i64 room);
@@ -76,6 +80,7 @@ class FileArray final : public zero::TierArray {
   const i64 most_;
   std::vector<Slot> slots_;
   i64 uses_ = 0;
+  bool flushed_ = true;  // nothing was written since
   Buffer page_memory_;
   char* page_data_ = nullptr;  // at a page
   std::vector<Page> pages_;

@@ -100,7 +100,10 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
     return std::make_unique<HostMemory>(host.take(ledger, Tag::Host, bytes));
   };
   if (settings.params.device == OffloadDevice::Nvme) {
-    MakeOnHost in_files = make_array(settings.params.nvme_path, settings.params.buffer_count);
+    // Streamed slices pass through buffers only where they are written, or copied to a GPU.
+    constexpr i64 kOfStream = 2;
+    const i64 buffers = settings.params.buffer_count > 0 ? settings.params.buffer_count : kOfStream;
+    MakeOnHost in_files = make_array(settings.params.nvme_path, buffers);
     tiers_.params = apart ? beside(std::move(in_files), Section::Param) : zero::MakeArray(std::move(in_files));
   } else if (apart && settings.params.device == OffloadDevice::Cpu) {
     tiers_.params = beside(in_memory, Section::Param);

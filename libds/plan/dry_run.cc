@@ -199,7 +199,8 @@ void walk_packing(const RunPlan& plan, const OpTable& ops, Stream& stream) {
     std::vector<TensorView> views = views_of(plan.rows[unit], plan.work, &there);
     set_panels(views, plan, static_cast<i64>(unit), ops);
     for (TensorView& v : views) {
-      if (std::exchange(v.panels, {})) ops.pack_matrix(v, stream);
+      if (std::exchange(v.panels, {}))
+        zero::for_matrices(v, [&](const TensorView& one) { ops.pack_matrix(one, stream); });
     }
   }
 }

@@ -5,19 +5,33 @@
 #include <limits>
 
 #include "comm/nonzero_blocks.h"
+#include "config/parallel.h"
 #include "mesh/from_config.h"
 #include "zero/stored_params.h"
+#include "zero/tier_array.h"
 
 namespace ds::plan {
 namespace {
 
 using pipeline::LayerCall;
 
+// The parameter of RunPlan::looked_up.
+i64 looked_up_table(const RunPlan& plan, const model::Model& model) {
+  if (!plan.streams || !plan.embeds || model.layers.front()->type() != kEmbeddingType) return -1;
+  const i64 unit = plan.tied() ? RunPlan::kSharedUnit : RunPlan::unit_of(0);
+  if (plan.rows[unit].size() != 1 || plan.rows[unit][0].group != 0) return -1;
+  const i64 param = plan.dp().layout.units()[unit].first_param;
+  return plan.dp().gathers(plan.dp().layout.segments()[plan.dp().layout.rows()[param].segment]) ? param : -1;
+}
+
 // The units of a group that a layer uses: its own, and where it uses a tied matrix the unit `shared`.
 zero::Access uses_of(const RunPlan& plan, size_t group, i64 layer, i64 num_layers, i64 shared) {
   const auto in_group = [group](const model::ParamRow& row) { return row.group == group; };
   zero::Access units;
-  if (std::ranges::any_of(plan.rows[RunPlan::unit_of(layer)], in_group)) units.push_back(RunPlan::unit_of(layer));
+  const bool looks_up = layer == 0 && plan.looked_up >= 0;
+  if (std::ranges::any_of(plan.rows[RunPlan::unit_of(layer)], in_group) && !(looks_up && !plan.tied()))
+    units.push_back(RunPlan::unit_of(layer));
+  if (looks_up && plan.tied()) return units;
   if (group == 0 && plan.tied() && (layer == 0 || layer + 1 == num_layers)) units.push_back(shared);
   return units;
 }
@@ -153,6 +167,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   }
   options.group = group;
   options.fp8 = options.stage == 3 && config.fp8.enabled && config.fp8.gathers && options.num_ranks > 1;
+  const bool streams = plan.streams && options.stage == 3;
+  if (streams) options.page = zero::TierArray::kReadPage / dtype_bytes(plan.work);
   shards.layout = zero::Layout::make(plan.rows, options);
   const bool averages = std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),
@@ -166,6 +182,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   if (options.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
     shards.coded = coded_units(shards.layout, z.quantized_weights);
   if (group == 0) shards.zeropp = zeropp_splits(config);
+  shards.reads_directly =
+      streams && plan.offload.params.device == OffloadDevice::Nvme && plan.device == DeviceKind::Cpu;
   shards.undoes = config.pipeline.post_validate;
 
   // Sums that are kept in 16 bits are in fp32 while their bucket is reduced.
@@ -225,7 +243,10 @@ void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model,
     zero::GatherPlan& gathers = shards.eval_gathers.emplace_back();
     if (!gathers_any) continue;
     const pipeline::Instr forward{pipeline::Op::Forward, 0, c};
-    gathers = zero::plan_gathers(trace_of(plan, group, {&forward, 1}, model), gather_elems, knobs);
+    std::vector<zero::Access> trace = trace_of(plan, group, {&forward, 1}, model);
+    gathers = plan.streams ? zero::plan_stream(std::move(trace), gather_elems, RunPlan::kStreamedAhead,
+                                               plan.stage.chunks.size() == 1)
+                           : zero::plan_gathers(std::move(trace), gather_elems, knobs);
     shards.gather_pool_elems = std::max(shards.gather_pool_elems, gathers.pool_elems);
   }
 }
@@ -313,6 +334,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   const size_t groups = model.splits.size() + 1 + (zero::has_balances(model) ? 1 : 0);
   for (size_t g = 0; g < groups; ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
+  plan.looked_up = looked_up_table(plan, model);
   i64 tiles = 0;
   for (const zero::ShardsPlan& s : plan.shards) tiles += std::ssize(s.layout.tiles());
   constexpr i64 kMostTiles = 500'000;  // of a step; the list of their uses takes some hundred bytes for each

@@ -53,6 +53,14 @@ i64 RunPlan::tile_cols() const noexcept {
   return cols;
 }
 
+i64 RunPlan::streamed_bytes() const noexcept {
+  i64 elems = 0;
+  for (const zero::ShardsPlan& s : shards) {
+    for (const zero::GatherPlan& pass : s.eval_gathers) elems += pass.gathered_elems / s.layout.num_ranks();
+  }
+  return streams ? elems * dtype_bytes(work) : 0;
+}
+
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device, std::vector<i64> cuts) {
   RunPlan plan;
@@ -74,6 +82,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // Evaluation keeps as many batches under way as a pipeline has use for.
   plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
   plan.offload = offload::settings_of(config, device);
+  const OffloadParamConfig& params = config.zero.offload_param;
+  plan.streams = config.use == ConfigUse::Generate && config.zero.stage == 3 && params.buffer_count == 0 &&
+                 params.device != OffloadDevice::None;
+  DS_CHECK(!plan.streams || device != DeviceKind::Cpu || params.device == OffloadDevice::Nvme, Errc::Config,
+           "--stream cpu: a run on the CPU has its weights in host memory anyway; --stream DIR reads them from a disk");
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);

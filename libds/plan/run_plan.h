@@ -133,7 +133,14 @@ struct RunPlan : update::UpdatePlan {
   i64 expert_counts = 0;                // experts of all layers of the model, whose tokens are counted
   bool reduce_each_micro = false;       // "micro" order
   bool fused = false;                   // layers add to sums of gradients (fuses_gradients)
-  i64 update_number = 1;                // of the step that is counted, the last one
+  // Weights are streamed: a pass has those of a few layers in memory (zero::plan_stream), this rank's slices read from
+  // the tier of offload_param. While an access computes, those of so many later ones are on their way.
+  bool streams = false;
+  static constexpr size_t kStreamedAhead = 2;
+  i64 looked_up = -1;  // then: the parameter of the token embedding, if its rows are looked up alone; else -1
+  // Bytes of parameters that this rank reads in a pass, without rows that are looked up.
+  i64 streamed_bytes() const noexcept;
+  i64 update_number = 1;  // of the step that is counted, the last one
   offload::Settings offload;
   StageCalls stage;
   ActivationPlan activations;

@@ -1,76 +1,85 @@
 // SPDX-License-Identifier: Apache-2.0
-// Texts behind prompts: between text and tokens, around infer/session.
+// A prompt and its completion: between text and tokens, around infer/session.
 
 #include <algorithm>
-#include <functional>
-#include <map>
 
+#include "base/check.h"
+#include "config/model_config.h"
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
 #include "ds/tokenize.h"
-#include "infer/prompts.h"
+#include "infer/block_lives.h"
 #include "infer/session.h"
 #include "run/model_folder.h"
 #include "run/run_state.h"
 
 namespace ds {
 
-EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
-  return {infer::tokens_of(config.model, *open_tokenizer(config.data.tokenizer), prompts, o.max_tokens,
-                           config.sparse_attention.mode == SparseAttentionMode::None ? 0 : config.data.seq_length),
-          o};
+EncodedPrompt encode_prompt(const Config& config, std::string_view text, const SamplingOptions& o) {
+  const ModelConfig& model = config.model;
+  DS_CHECK(model.causal(), Errc::Unavailable,
+           "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
+           type_name(model));
+  const auto tokenizer = open_tokenizer(config.data.tokenizer);
+  EncodedPrompt prompt{.sampling = o};
+  if (const auto bos = tokenizer->special(SpecialToken::Bos); tokenizer->adds_bos() && bos) prompt.ids.push_back(*bos);
+  tokenizer->encode(text, prompt.ids);
+  DS_CHECK(!prompt.ids.empty(), Errc::Config, "the prompt is empty");
+  for (const i32 id : prompt.ids)
+    DS_CHECK(id < model.vocab_size, Errc::Mismatch,
+             "the prompt has the token {} ({}), which is outside the model's vocabulary of {}", id,
+             tokenizer->identity(), model.vocab_size);
+  const auto check_length = [&](i64 most, std::string_view whose) {
+    DS_CHECK(std::ssize(prompt.ids) + o.max_tokens <= most, Errc::Config,
+             "the prompt ({} tokens by {}) and {} new tokens exceed the {}", prompt.ids.size(), tokenizer->identity(),
+             o.max_tokens, whose);
+  };
+  if (!model.any_length()) check_length(model.max_positions, fmt::format("model's {} positions", model.max_positions));
+  if (config.sparse_attention.mode != SparseAttentionMode::None)
+    check_length(
+        config.data.seq_length,
+        fmt::format("{} tokens (data.seq_length) that sparse_attention has a layout of", config.data.seq_length));
+  return prompt;
 }
 
-SessionSizes session_sizes(const EncodedPrompts& prompts) {
+SessionSizes session_sizes(const EncodedPrompt& prompt) {
   constexpr i64 kChunk = 512;
-  const SamplingOptions& o = prompts.sampling;
-  SessionSizes sizes{.at_once = std::clamp<i64>(o.at_once, 1, std::max<i64>(std::ssize(prompts.ids), 1))};
-  std::vector<i64> lengths;
-  for (const std::vector<i32>& prompt : prompts.ids) lengths.push_back(std::ssize(prompt) + o.max_tokens);
-  std::ranges::sort(lengths, std::greater<>());
-  lengths.resize(static_cast<size_t>(sizes.at_once));
-  sizes.context = lengths.front();
-  sizes.chunk = std::min(kChunk, lengths.front() - o.max_tokens);
-  for (const i64 length : lengths) sizes.cached += align_up(length, infer::BlockLives::kBlock);
-  return sizes;
+  const i64 length = std::ssize(prompt.ids), context = length + prompt.sampling.max_tokens;
+  return {.at_once = 1,
+          .context = context,
+          .chunk = std::min(kChunk, length),
+          .cached = align_up(context, infer::BlockLives::kBlock)};
 }
 
 namespace {
 
-// The texts of a run that continues all of its prompts alike, token by token.
-class Texts final : public infer::Session::Listener {
+// The completion of a run's prompt, token by token.
+class Completion final : public infer::Session::Listener {
  public:
-  Texts(const Tokenizer& tokenizer, const std::vector<i32>& ends, const EncodedPrompts& prompts,
-        const GenerateHooks& hooks)
-      : tokenizer_(tokenizer), ends_(ends), prompts_(prompts), hooks_(hooks) {}
+  Completion(const Tokenizer& tokenizer, const std::vector<i32>& ends, const EncodedPrompt& prompt,
+             const GenerateHooks& hooks)
+      : ends_(ends), hooks_(hooks), stream_(tokenizer, prompt.ids) {}
 
-  bool token(infer::Session::Id id, i32 token, const infer::Row&) override {
-    TextStream& stream = under_way_.try_emplace(id, tokenizer_, prompts_.ids[id]).first->second;
+  bool token(infer::Session::Id, i32 token, const infer::Row&) override {
     if (std::ranges::find(ends_, token) != ends_.end()) return false;
-    hooks_.token(id, token, stream.push(token));
+    hooks_.token(token, stream_.push(token));
     return true;
   }
   void scored(infer::Session::Id, i64, const infer::Row&) override {}
-  void ended(infer::Session::Id id) override {
-    hooks_.ended(id, under_way_.at(id).end());
-    under_way_.erase(id);
-  }
+  void ended(infer::Session::Id) override { hooks_.ended(stream_.end()); }
 
  private:
-  const Tokenizer& tokenizer_;
   const std::vector<i32>& ends_;
-  const EncodedPrompts& prompts_;
   const GenerateHooks& hooks_;
-  std::map<infer::Session::Id, TextStream> under_way_;
+  TextStream stream_;
 };
 
 }  // namespace
 
-void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& hooks) {
+void TrainingRun::generate(const EncodedPrompt& prompt, const GenerateHooks& hooks) {
   State& s = *state_;
   s.collective([&] {
-    if (prompts.ids.empty()) return;
     const Config& config = s.request.config;
     const auto tokenizer = open_tokenizer(config.data.tokenizer);
     const std::vector<i32> ends = end_tokens(*tokenizer, run::model_folder(config), config.model.vocab_size);
@@ -78,14 +87,13 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
       for (const auto* warnings : {&tokenizer->facts().warnings, &tokenizer->facts().when_writing})
         for (const std::string& text : *warnings) log_message(LogLevel::Warning, text);
     }
-    const SamplingOptions& o = prompts.sampling;
-    infer::Session session(s.engine().stage(), session_sizes(prompts));
-    for (const std::vector<i32>& prompt : prompts.ids)
-      session.add({.tokens = prompt,
-                   .max_tokens = o.max_tokens,
-                   .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed}});
-    Texts texts(*tokenizer, ends, prompts, hooks);
-    while (!session.idle()) session.step(texts);
+    const SamplingOptions& o = prompt.sampling;
+    infer::Session session(s.engine().stage(), session_sizes(prompt));
+    session.add({.tokens = prompt.ids,
+                 .max_tokens = o.max_tokens,
+                 .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed}});
+    Completion completion(*tokenizer, ends, prompt, hooks);
+    while (!session.idle()) session.step(completion);
   });
 }
 

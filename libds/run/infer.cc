@@ -3,13 +3,17 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <numeric>
+#include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/json.h"
 #include "comm/message_tag.h"
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
+#include "infer/drafter.h"
 #include "infer/session.h"
 #include "run/model_folder.h"
 #include "run/run_state.h"
@@ -85,6 +89,7 @@ class Writing final : public Session::Listener {
     text.result.prompt_scores.push_back(
         score_of(row, text.request.tokens[static_cast<size_t>(at)], std::max<i64>(text.request.logprobs, 0)));
   }
+  void failed(Session::Id id, const std::string& why) override { texts_.at(id).result.error = why; }
   void ended(Session::Id id) override {
     const auto found = texts_.find(id);
     Text& text = found->second;
@@ -191,8 +196,8 @@ std::vector<TokenScore> scores_of(const Json& all) {
 std::vector<u8> bytes_of(const std::vector<Done>& done) {
   Json all = Json::array();
   for (const auto& [number, r] : done)
-    all.push_back(
-        {number, bytes_of(r.text), r.tokens, static_cast<int>(r.end), json_of(r.scores), json_of(r.prompt_scores)});
+    all.push_back({number, bytes_of(r.text), r.tokens, static_cast<int>(r.end), json_of(r.scores),
+                   json_of(r.prompt_scores), r.error});
   return Json::to_cbor(all);
 }
 std::vector<Done> done_of(const std::vector<u8>& bytes) {
@@ -203,6 +208,7 @@ std::vector<Done> done_of(const std::vector<u8>& bytes) {
     one[2].get_to(r.tokens);
     r.end = static_cast<TextResult::End>(one[3].get<int>());
     r.scores = scores_of(one[4]), r.prompt_scores = scores_of(one[5]);
+    one[6].get_to(r.error);
   }
   return done;
 }
@@ -228,7 +234,8 @@ class Sessions {
         tokenizer_(open_tokenizer(state.request.config.data.tokenizer)),
         writing_(*tokenizer_, end_tokens(*tokenizer_, run::model_folder(state.request.config),
                                          state.request.config.model.vocab_size)),
-        session_(state.engine().stage(), sizes) {}
+        drafter_(drafter_of(state, sizes)),
+        session_(state.engine().stage(), sizes, drafter_.get()) {}
 
   InferCounts run() {
     InferCounts counts;
@@ -256,14 +263,37 @@ class Sessions {
         hooks_.done(done.number, std::move(done.result));
       }
     }
-    const Session::Counts& c = session_.counts();
-    counts.passes = c.passes, counts.tokens = c.rows, counts.reused = c.reused, counts.put_off = c.put_off;
     counts.seconds = seconds_since(begin);
+    add_groups(counts);
     return counts;
   }
 
  private:
+  static std::unique_ptr<infer::Drafter> drafter_of(TrainingRun::State& state, const SessionSizes& sizes) {
+    if (sizes.draft_tokens == 0) return nullptr;
+    DS_CHECK(state.draft, Errc::Config, "the run has no draft that proposes tokens: RunOptions::draft");
+    return std::make_unique<infer::Drafter>(state.draft->stage(), sizes, state.request.config.model.vocab_size);
+  }
   int my_group() const { return open_.size() > 1 ? mesh_.data_rank() : 0; }
+  // Whether the results of its group are this rank's to tell.
+  bool speaks() const {
+    const MeshCoord& place = mesh_.coord();
+    return place.pp == 0 && place.tp == 0 && place.sp == 0 && (open_.size() > 1 || world_.rank() == 0);
+  }
+
+  void add_groups(InferCounts& counts) {
+    const Session::Counts& c = session_.counts();
+    counts.passes = c.passes;
+    const std::pair<i64*, i64> all[] = {{&counts.tokens, c.rows},
+                                        {&counts.reused, c.reused},
+                                        {&counts.put_off, c.put_off},
+                                        {&counts.proposed, c.proposed},
+                                        {&counts.accepted, c.accepted}};
+    std::vector<i64> sums;
+    for (const auto& [to, mine] : all) sums.push_back(speaks() ? mine : 0);
+    world_.all_reduce(sums.data(), std::ssize(sums), DType::I64, ReduceOp::Sum, kStatsText).wait();
+    for (size_t i = 0; i < sums.size(); ++i) *all[i].first = sums[i];
+  }
 
   // As many requests as find a place soon, each for the group that has fewest.
   Message next_message() {
@@ -290,9 +320,7 @@ class Sessions {
   std::vector<Done> exchange() {
     std::vector<Done> mine = writing_.take_done();
     if (open_.size() == 1) return mine;
-    const MeshCoord& place = mesh_.coord();
-    const bool speaks = !mine.empty() && place.pp == 0 && place.tp == 0 && place.sp == 0;
-    const std::vector<u8> bytes = speaks ? bytes_of(mine) : std::vector<u8>{};
+    const std::vector<u8> bytes = speaks() && !mine.empty() ? bytes_of(mine) : std::vector<u8>{};
     std::vector<i64> sizes(static_cast<size_t>(world_.size()));
     sizes[static_cast<size_t>(world_.rank())] = std::ssize(bytes);
     const AllGatherSegment all{sizes.data(), sizeof(i64)};
@@ -318,6 +346,7 @@ class Sessions {
   bool over_ = false;
   std::unique_ptr<Tokenizer> tokenizer_;
   Writing writing_;
+  std::unique_ptr<infer::Drafter> drafter_;  // null: none
   Session session_;
 };
 

@@ -17,6 +17,7 @@
 #include "device/device.h"
 #include "ds/checkpoint.h"
 #include "ds/infer.h"
+#include "ds/kernels/ops.h"
 #include "model/models.h"
 #include "run/weights.h"
 
@@ -109,6 +110,11 @@ InferenceModel find_model(const std::string& path) {
            "writes both",
            path);
   return of_published(folder.string(), path);
+}
+
+std::string kernels_of_cpu() {
+  const OpTable* const ops = cpu_ops();
+  return std::string(ops != nullptr ? ops->name : "cpu");
 }
 
 void find_codes(Config& config, const std::string& weights) {

@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
+#include "base/check.h"
 #include "chart/pattern_chart.h"
 #include "chart/plan_chart.h"
 #include "checkpoint/step_writer.h"
+#include "infer/drafter.h"
 #include "infer/session_plan.h"
 #include "mesh/from_config.h"
 #include "pipeline/partition.h"
@@ -155,10 +158,29 @@ WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, Devi
       text(!session ? plan::TagBytes{} : text_memory(config, *this, ranks_per_node, *session)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
+void WholePlan::add_draft(const WholePlan& draft) {
+  constexpr auto kScratch = static_cast<size_t>(Tag::Scratch);
+  plan::TagBytes more = draft.memory();
+  more[kScratch] = std::max<i64>(0, more[kScratch] - memory()[kScratch]);  // the models compute in turns
+  text = plan::sum_of(text, more);
+  draft_bytes = plan::total_of(more);
+}
+
+Plans::Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node, const GpuKernels& gpu,
+             const std::optional<SessionSizes>& session, const DraftModel* draft)
+    : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), gpu_(gpu), session_(session) {
+  if (draft == nullptr) return;
+  DS_CHECK(session, Errc::Config, "RunOptions::draft needs RunOptions::session, the sizes of inference");
+  draft_ = std::make_shared<const WholePlan>(draft->config, MeshShape{}, 0, device, ranks_per_node, gpu,
+                                             infer::draft_sizes(*session, draft->config.model));
+}
+
 std::shared_ptr<const WholePlan> Plans::of(int rank) {
   std::shared_ptr<const WholePlan>& plan = plans_[rank];
-  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, gpu_, session_);
-  return plan;
+  if (plan) return plan;
+  auto made = std::make_shared<WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, gpu_, session_);
+  if (draft_) made->add_draft(*draft_);
+  return plan = std::move(made);
 }
 
 std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage) {

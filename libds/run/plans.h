@@ -40,24 +40,27 @@ struct WholePlan : plan::Planned {
             const GpuKernels& gpu, const std::optional<SessionSizes>& session = {});
   plan::TagBytes own;      // of kernels and communicators
   plan::TagBounds bounds;  // of `own`, of a run that takes all of its steps
-  plan::TagBytes text;     // of what is written
+  plan::TagBytes text;     // of what is written, with all of a draft
+  i64 draft_bytes = 0;     // of these, of the draft
   ProcessBytes process;
   plan::TagBytes memory() const noexcept { return plan::sum_of(plan::sum_of(plan.memory.by_tag, own), text); }
   i64 total_memory() const noexcept { return plan.total_memory() + plan::total_of(own) + plan::total_of(text); }
+  void add_draft(const WholePlan& draft);
 };
 
 // The plans of a run's ranks, each made at its first use and then shared.
 class Plans {
  public:
-  // `config` outlives it and does not change; session: of inference, if any. gpu: of the
-  // device, if it is one.
+  // `config` and `draft` outlive it and do not change; session: of inference, if any; draft: beside it, or null. gpu:
+  // of the device, if it is one.
   Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node, const GpuKernels& gpu,
-        const std::optional<SessionSizes>& session = {})
-      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), gpu_(gpu), session_(session) {}
+        const std::optional<SessionSizes>& session = {}, const DraftModel* draft = nullptr);
   const Config& config() const noexcept { return config_; }
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
   std::shared_ptr<const WholePlan> of(int rank);
+  // Of the draft, the same on all ranks; null: there is none.
+  const std::shared_ptr<const WholePlan>& draft() const noexcept { return draft_; }
   // That of the first rank of a stage. The plans of one stage differ by a row of the vocabulary, and in what
   // RunPlan::fullest() compares.
   const WholePlan& of_stage(int stage) { return *of(rank_at(mesh_, {.pp = stage})); }
@@ -69,6 +72,7 @@ class Plans {
   int ranks_per_node_;
   GpuKernels gpu_;
   std::optional<SessionSizes> session_;
+  std::shared_ptr<const WholePlan> draft_;
   std::map<int, std::shared_ptr<const WholePlan>> plans_;
 };
 

@@ -8,6 +8,7 @@
 #include "mesh/from_config.h"
 #include "probe/host.h"
 #include "run/connect.h"
+#include "run/draft.h"
 #include "run/gpu_kernels.h"
 #include "run/run_record.h"
 
@@ -27,7 +28,9 @@ RunPrediction predict_on(const Device& device, Plans& plans, const RankInfo& ran
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(planned.memory(), {}, planned.bounds);
   p.files = memory_table(plan.memory.files, {});
+  p.streamed_bytes = plan.streamed_bytes();
   p.total_bytes = planned.total_memory();
+  p.draft_bytes = planned.draft_bytes;
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
   for (const auto& [name, count] : plan.traffic.last) p.comm_bytes[name] = count.bytes;
@@ -71,14 +74,17 @@ void check_memory(const Device& device, Plans& plans, const RankInfo& ranks) {
 
 }  // namespace run
 
-RunPrediction predict_run(const Config& config, const RankInfo& ranks, const std::optional<SessionSizes>& session) {
+RunPrediction predict_run(const Config& config, const RankInfo& ranks, const std::optional<SessionSizes>& session,
+                          const std::optional<DraftModel>& given) {
   const std::unique_ptr<Device> device = run::open_device(config, ranks);
+  std::optional<DraftModel> draft;
+  if (given) draft = run::beside(config, *given), run::check_draft(config, *draft, device->kind());
   if (!device->is_host()) {
     const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, device->kind());
     run::choose_attention(config, planned.model, planned.plan, *device, *make_self_communicator({}), ranks.rank == 0);
   }
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   device->gpu_kernels(), session);
+                   device->gpu_kernels(), session, draft ? &*draft : nullptr);
   return run::predict_on(*device, plans, ranks);
 }
 

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <optional>
+#include <utility>
 
 #include "base/file.h"
 #include "checkpoint/hf_directory.h"
@@ -57,8 +59,9 @@ void write_lost_line(const offload::ServedRecord& r, i64 last_step, run::Journal
 void TrainingRun::State::open() {
   const auto& [config, ranks, options] = request;
   device = run::open_device(config, ranks);
+  if (options.draft) run::check_draft(config, *options.draft, device->kind());
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
-                   device->gpu_kernels(), options.session);
+                   device->gpu_kernels(), options.session, options.draft ? &*options.draft : nullptr);
   run::check_memory(*device, plans, ranks);
   const plan::RunPlan& own = plans.of(ranks.rank)->plan;
   DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
@@ -98,6 +101,10 @@ void TrainingRun::State::open() {
   trained.table = engine::make_param_table(config, engine().model(), engine().plan());
   trained.model_json = published_config(config);
   start.load(request, data, trained);
+  if (options.draft) {
+    run::check_same_kernels(*device, mesh->world());
+    draft = std::make_unique<run::Draft>(*options.draft, ranks, plans.draft(), ledger, *device);
+  }
   take_directory();
   if (request.writes()) record->gather_stages(engine());
 }
@@ -150,6 +157,8 @@ TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunO
   state_->request = {config, ranks, options};
   Config& c = state_->request.config;
   if (options.read_only && trains(c.use)) c.use = ConfigUse::Evaluate;
+  std::optional<DraftModel>& draft = state_->request.options.draft;
+  if (draft) draft = run::beside(c, std::move(*draft));
   if (!state_->request.writes()) c.save.async = false;  // no snapshot, so no memory for one
   state_->journal = run::Journal(c.save.on_error);
   state_->collective([&] { state_->open(); });

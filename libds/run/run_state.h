@@ -8,6 +8,7 @@
 #include "base/as_error.h"
 #include "base/trace.h"
 #include "ds/train.h"
+#include "run/draft.h"
 #include "run/journal.h"
 #include "run/plans.h"
 #include "run/request.h"
@@ -29,6 +30,7 @@ struct TrainingRun::State {
   run::RunData data;
   run::Start start;
   run::Trained trained;
+  std::unique_ptr<run::Draft> draft;  // of inference; null: none
   std::unique_ptr<run::Saver> saver;
   std::unique_ptr<run::RunRecord> record;
 

@@ -140,6 +140,25 @@ Match match(const model::Model& model, const std::string& path, bool new_head) {
   return {std::move(found), std::move(source)};
 }
 
+// Throws Errc::Numeric if a number among rows from `first` on is not finite.
+void check_codes(const model::ParamRow& row, const std::string& path, const std::string& name, i64 first, i64 count,
+                 const u8* rows) {
+  const CodedForm& form = row.codes;
+  const i64 K = row.whole_shape().back(), row_bytes = form.row_bytes(K);
+  const auto is_nan = [&](u8 code) { return form.kind == CodeKind::E4M3 && (code & 0x7F) == 0x7F; };
+  for (i64 n = 0; n < count; ++n) {
+    for (i64 k = 0; k < K; k += form.group) {
+      const CodedForm::Place at = form.place({}, 1, K, 0, k);
+      const u8* const bytes = rows + n * row_bytes;
+      const bool finite = std::isfinite(CodedForm::scale_at(form.scales, bytes + at.scale)) &&
+                          (!form.offsets || std::isfinite(CodedForm::scale_at(DType::F32, bytes + at.offset))) &&
+                          std::none_of(bytes + at.code, bytes + at.code + form.code_bytes(), is_nan);
+      DS_CHECK(finite, Errc::Numeric, "{}: elements {} to {} of row {} of {} are not finite", path, k,
+               k + form.group - 1, first + n, name);
+    }
+  }
+}
+
 void tell_removed(const Match& found) {
   if (!found.removed.empty()) log_message(LogLevel::Warning, removed_text(found.source->path(), found.removed));
 }
@@ -169,7 +188,9 @@ void load_weights(engine::Engine& engine, const std::string& path) {
   };
   if (engine.config().weights.form != WeightsConfig::Form::Stored) return engine.set_weights(values);
   engine.set_weights(values, [&](i64 param, i64 first, i64 count, void* out) {
-    found.source->read_codes(found.tensors[param]->name, first, count, out);
+    const std::string& name = found.tensors[param]->name;
+    found.source->read_codes(name, first, count, out);
+    check_codes(engine.row_of(param), found.source->path(), name, first, count, static_cast<const u8*>(out));
   });
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/message_tag.h"
+#include "ds/building_blocks.h"
 #include "model/models.h"
 #include "plan/stage.h"
 
@@ -645,7 +646,7 @@ void Stage::restore(const model::LayerActs& acts) {
 }
 
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
-                          FunctionRef<void(i64)> before) {
+                          FunctionRef<void(i64)> before, const LookUp& look_up) {
   for (const auto& s : shards_) {
     if (!plan_->trains()) s->params().pack();
   }
@@ -656,10 +657,39 @@ TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::
     Leases leases = acquire();
     ParamTiles tiles(*this, leases, l);
     const model::LayerActs& layer = acts[l - chunk.begin];
-    model_->layers[l]->forward(ctx, param_views(leases, l, tiles), x, layer);
+    model::RowViews params = param_views(leases, l, tiles);
+    const TensorView ids = ctx.ids;
+    if (l == 0 && plan_->looked_up >= 0) {
+      look_up_rows(look_up);
+      ctx.ids = look_up.ids;
+      if (model_->uses_shared(l)) {
+        params.shared = look_up.table;
+      } else {
+        params.own = {&look_up.table, 1};
+      }
+    }
+    model_->layers[l]->forward(ctx, params, x, layer);
+    ctx.ids = ids;
     x = layer.output;
   }
   return x;
+}
+
+// Row i of the table is that of token i, whose id is thus the i'th of this rank's, or none if another rank of tp has
+// its row.
+void Stage::look_up_rows(const LookUp& look_up) {
+  const model::Shard& shard = model_->shard;
+  const i64 first = model::vocab_begin(model_->vocab, shard, shard.tp_rank),
+            end = model::vocab_begin(model_->vocab, shard, shard.tp_rank + 1);
+  std::vector<i64> rows;
+  std::vector<i32> ids;
+  for (const i32 id : look_up.tokens) {
+    const bool here = id >= first && id < end;
+    ids.push_back(narrow<i32>(here ? first + std::ssize(rows) : -1));
+    rows.push_back(here ? id - first : -1);
+  }
+  device_.upload(look_up.ids.data, ids.data(), look_up.ids.bytes());
+  shards_[0]->params().look_up(plan_->looked_up, rows, look_up.table);
 }
 
 void Stage::evaluate(const Instr& instr) {

@@ -40,6 +40,13 @@ class DeviceLink final : public model::HostLink {
   i64 rounds_ = 0;
 };
 
+// Where RunPlan::looked_up names a table, the first layer is given a table of the rows of these tokens alone: memory
+// for it, [R, row], and for its ids, I32 [R].
+struct LookUp {
+  std::span<const i32> tokens{};
+  TensorView table{}, ids{};
+};
+
 class Stage {
  public:
   // Allocates memory by the plan. All arguments must outlive it. inputs: the array for ActivationPlan::inputs, or null.
@@ -83,7 +90,7 @@ class Stage {
   // One forward pass through a chunk: x is its input (none for the first), acts are by layer; returns its output. Calls
   // before(layer) before each layer.
   TensorView forward(size_t chunk, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
-                     FunctionRef<void(i64 layer)> before);
+                     FunctionRef<void(i64 layer)> before, const LookUp& look_up = {});
 
   model::PassContext context(const model::PassMemory& memory, const model::Pass& pass) const {
     model::PassContext ctx = model::make_context(memory, pass, *model_, device_.ops(), stream_, mesh_.by_axis());
@@ -137,6 +144,7 @@ class Stage {
   // The leases of all groups for one call of a layer.
   static constexpr size_t kMostGroups = 4;
   using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
+  void look_up_rows(const LookUp& look_up);
   void begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan);
   Leases acquire();
   void acquire(Leases& leases);  // the next access, replacing the previous one

@@ -127,4 +127,101 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
   return plan;
 }
 
+namespace {
+
+// Offsets in the pool by unit; kAbsent: not gathered.
+using Offsets = std::vector<i64>;
+
+// One pass. carried: those that are gathered at its begin, in this order.
+struct StreamPass {
+  GatherPlan plan;
+  Offsets end;
+};
+StreamPass stream_pass(const std::vector<Access>& accesses, std::span<const i64> unit_elems,
+                       const std::vector<std::vector<i64>>& wanted, const std::vector<GatherStep::Launch>& carried) {
+  StreamPass pass{.plan = {}, .end = Offsets(unit_elems.size(), kAbsent)};
+  GatherPlan& plan = pass.plan;
+  Offsets& offset = pass.end;
+  plan.accesses = accesses;
+  plan.carried = carried;
+  Pool pool;
+  // The places of the pass before: what lies between them is free.
+  std::vector<GatherStep::Launch> sorted = carried;
+  std::ranges::sort(sorted, {}, &GatherStep::Launch::offset);
+  std::vector<std::pair<i64, i64>> between;
+  i64 at = 0;
+  for (const auto& [unit, begin] : sorted) {
+    if (begin > at) between.emplace_back(pool.take(begin - at), begin - at);
+    offset[unit] = pool.take(unit_elems[unit]);
+    plan.peak_live_elems += unit_elems[unit];
+    at = begin + unit_elems[unit];
+  }
+  for (const auto& [begin, elems] : between) pool.give_back(begin, elems);
+  i64 live = plan.peak_live_elems;
+  for (size_t a = 0; a < accesses.size(); ++a) {
+    GatherStep& step = plan.steps.emplace_back();
+    const std::vector<i64>& window = wanted[a];
+    for (const i64 unit : window) {
+      if (offset[unit] != kAbsent) continue;
+      offset[unit] = pool.take(unit_elems[unit]);
+      step.launch.push_back({unit, offset[unit]});
+      live += unit_elems[unit];
+      plan.gathered_elems += unit_elems[unit];
+    }
+    plan.peak_live_elems = std::max(plan.peak_live_elems, live);
+    const std::vector<i64>& later = wanted[(a + 1) % accesses.size()];
+    for (const i64 unit : accesses[a]) {
+      const bool stays = std::ranges::find(later, unit) != later.end() && (a + 1 < accesses.size() || !carried.empty());
+      if (offset[unit] == kAbsent || stays) continue;
+      step.release.push_back(unit);
+      pool.give_back(std::exchange(offset[unit], kAbsent), unit_elems[unit]);
+      live -= unit_elems[unit];
+    }
+  }
+  plan.pool_elems = pool.size();
+  return pass;
+}
+
+}  // namespace
+
+GatherPlan plan_stream(std::vector<Access> accesses, std::span<const i64> unit_elems, size_t ahead, bool repeats) {
+  const size_t n = accesses.size();
+  // wanted[a]: the units of access a and of the next ones.
+  const auto wanted_of = [&](bool wraps) {
+    std::vector<std::vector<i64>> wanted(n);
+    for (size_t a = 0; a < n; ++a) {
+      size_t more = ahead + 1;
+      for (size_t i = a; i < (wraps ? a + n : n) && more > 0; ++i) {
+        bool any = i == a;
+        for (const i64 unit : accesses[i % n]) {
+          if (unit_elems[unit] == 0) continue;
+          any = true;
+          if (std::ranges::find(wanted[a], unit) == wanted[a].end()) wanted[a].push_back(unit);
+        }
+        more -= any ? 1 : 0;
+      }
+    }
+    return wanted;
+  };
+  if (repeats && n > 0) {
+    const std::vector<std::vector<i64>> wanted = wanted_of(true);
+    // The beginning of a pass as the end of one leaves it; pools soon do the same in each pass.
+    std::vector<GatherStep::Launch> carried;
+    i64 at = 0;
+    for (const i64 unit : wanted[n - 1]) {
+      const bool goes = std::ranges::find(accesses[n - 1], unit) != accesses[n - 1].end() &&
+                        std::ranges::find(wanted[0], unit) == wanted[0].end();
+      if (!goes) carried.push_back({unit, std::exchange(at, at + unit_elems[unit])});
+    }
+    constexpr int kMostTries = 16;
+    for (int i = 0; i < kMostTries && !carried.empty(); ++i) {
+      StreamPass pass = stream_pass(accesses, unit_elems, wanted, carried);
+      bool same = true;
+      for (auto& [unit, offset] : carried) same &= std::exchange(offset, pass.end[unit]) == pass.end[unit];
+      if (same) return std::move(pass.plan);
+    }
+  }
+  return stream_pass(accesses, unit_elems, wanted_of(false), {}).plan;
+}
+
 }  // namespace ds::zero

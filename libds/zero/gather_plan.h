@@ -35,10 +35,18 @@ struct GatherPlan {
   i64 pool_elems = 0;             // memory for all gathered units at any time
   i64 gathered_elems = 0;         // sum over all launches: the traffic, before (P-1)/P
   i64 peak_live_elems = 0;
+  // Of a stream: what the pass before has gathered already when a pass begins. The first pass begins with these.
+  std::vector<GatherStep::Launch> carried = {};
 };
 
 // unit_elems[u]: elements to gather for unit u (padded; 0 if no part of it is sharded). Nothing is kept after the last
 // access. Takes O(n log n) time for a trace of n uses.
 GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_elems, const GatherKnobs& knobs);
+
+// Weights that are streamed, as ZeRO-Inference does (Aminabadi et al., "DeepSpeed-Inference", 2022): while an access
+// computes, the units of the `ahead` next ones that gather anything are gathered, and nothing else is kept. Passes
+// follow each other: if `repeats`, the end of one gathers the beginning of the next (GatherPlan::carried), unless no
+// such plan is found.
+GatherPlan plan_stream(std::vector<Access> accesses, std::span<const i64> unit_elems, size_t ahead, bool repeats);
 
 }  // namespace ds::zero

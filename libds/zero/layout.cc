@@ -230,7 +230,8 @@ bool Layout::packs(i64 param, const model::ParamRow& row) const noexcept {
   const i64 number = rows_[static_cast<size_t>(param)].segment;
   if (!row.packs || row.fp8 || number < 0) return false;
   const Segment& s = segments_[static_cast<size_t>(number)];
-  return (s.storage == model::Storage::Work || s.storage == model::Storage::Codes) && !is_tile(s.unit) &&
+  const bool codes = s.storage == model::Storage::Codes;
+  return (codes || (s.storage == model::Storage::Work && row.shape.size() == 2)) && !is_tile(s.unit) &&
          (!states().shard_params || s.persistent || num_ranks() == 1);
 }
 

@@ -63,9 +63,10 @@ struct LayoutOptions {
   size_t group = 0;                     // only rows of this group (ParamRow::group) have places
   bool of_gradients = false;            // only rows that are trained have places
   bool fp8 = false;                     // stage 3: matrices of FP8 products are gathered as their codes
+  i64 page = 1;                         // slices are multiples of so many elements; a power of two
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
-  i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
+  i64 slice_alignment() const noexcept { return std::max({kSliceAlignment, block, page}); }
 };
 
 struct Segment {

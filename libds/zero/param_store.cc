@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/param_store.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "comm/message_tag.h"
 #include "comm/quantized.h"
 
@@ -33,7 +36,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
       stored_(layout, comm.rank(), options.work),
       fp8_(layout, rows, comm.rank()) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
-  i64 whole_elems = 0, shard_elems = 0, most = 0;
+  i64 whole_elems = 0, shard_elems = 0, most = 0, widest = 0;
   for (const Segment& s : layout.segments()) {
     if (s.storage == model::Storage::BF16 || s.storage == model::Storage::F16) wire_width_ = 2;
     if (StoredParams::has(s) || has_codes(s)) {
@@ -51,8 +54,16 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     if (tier) return tier(device, ledger, Tag::Params, size, largest);
     return std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, size));
   };
+  if (options.reads_directly) {  // leases are of parts
+    for (const auto& unit : rows) {
+      for (const model::ParamRow& row : unit) widest = std::max(widest, row.matrices().cols);
+    }
+    most = std::min(most, std::max(kMostStreamed, kPackedRows * widest));
+  }
   shards_ = make(shard_elems * bytes, most * bytes);
-  pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
+  const i64 page = options.reads_directly && options.pool_elems > 0 ? TierArray::kReadPage : 1;
+  pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes + page - 1);
+  pool_data_ = reinterpret_cast<char*>(align_up(reinterpret_cast<i64>(pool_.data()), page));
   wire_scales_ = std::ranges::find(options.coded, true) != options.coded.end() || stored_.any();
   if (fp8_.any() || (sharded && wire_scales_))
     wire_ = comm.allocate(ledger, Tag::Gathered, wire_bytes(options.pool_elems));
@@ -70,6 +81,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
       second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
   arriving_at_.assign(layout.segments().size(), -1);
+  reading_.resize(layout.segments().size());
   arriving_.resize(layout.segments().size());
   gathered_.reserve(4);  // a unit has no more segments in the work dtype
   published_.reserve(layout.segments().size());
@@ -121,8 +133,8 @@ void ParamStore::set_codes(i64 param, i64 first, i64 count, const void* rows) {
   TensorView& view = views_[s.unit][static_cast<size_t>(param - layout_.units()[s.unit].first_param)];
   DS_ASSERT(has_codes(s));
   view.panels = {};
-  const TensorView part = view.rows(first, count);
-  device_.upload(part.data, rows, part.bytes());
+  const i64 row_bytes = view.codes.row_bytes(view.dim(view.rank - 1));
+  device_.upload(static_cast<char*>(view.data) + first * row_bytes, rows, count * row_bytes);
 }
 
 void ParamStore::point_rows(const Segment& s, void* base) {
@@ -161,14 +173,24 @@ void ParamStore::pack() {
       const Segment& s = layout_.segments()[place.segment];
       TensorView& view = views_[u][r];
       TensorView matrix = view;
-      TierLease there;
-      if (!has_codes(s)) {
-        there = lease(s, place.offset, place.numel, LeaseTo::Write);
-        matrix.data = there.data();
-      }
       matrix.panels = {};
-      ops.pack_matrix(matrix, device_.stream());
+      if (has_codes(s)) {
+        for_matrices(matrix, [&](const TensorView& one) { ops.pack_matrix(one, device_.stream()); });
+      } else {
+        // In a file by parts: a range of whole panels is packed by itself.
+        const i64 N = view.dim(0), K = view.dim(1);
+        const i64 most =
+            whole(s) || shards_->in_place() ? N : std::max(kMostStreamed / K / kPackedRows, i64{1}) * kPackedRows;
+        for (i64 first = 0; first < N; first += most) {
+          const i64 count = std::min(most, N - first);
+          const TierLease there = lease(s, place.offset + first * K, count * K, LeaseTo::Write);
+          matrix.data = there.data();
+          matrix.shape[0] = count;
+          ops.pack_matrix(matrix, device_.stream());
+        }
+      }
       view.panels = panels_of(ops, options_.work, view.codes);
+      DS_ASSERT(kPackedRows % view.panels.rows == 0);
     }
   }
 }
@@ -176,17 +198,29 @@ void ParamStore::pack() {
 void ParamStore::begin(const GatherPlan& plan) {
   DS_ASSERT(plan.pool_elems <= options_.pool_elems);
   DS_ASSERT(plan_ == nullptr || next_ == plan_->accesses.size());
+  DS_ASSERT(!carries_ || plan_ == &plan);
   plan_ = &plan;
   next_ = 0;
+  if (plan.carried.empty() || std::exchange(carries_, true)) return;
+  for (const GatherStep::Launch& l : plan.carried) gather(l);
 }
 
 void ParamStore::abandon() {
+  drop_gathered();
+  next_ = plan_->accesses.size();
+}
+
+// Waits for all that is under way, and forgets it and what has arrived.
+void ParamStore::drop_gathered() {
   for (Ticket& t : arriving_) t.wait();
+  for (auto& reading : reading_) {
+    if (reading) shards_->end_read(*std::exchange(reading, std::nullopt));
+  }
   std::ranges::fill(arriving_at_, -1);
   for (const Segment& s : layout_.segments()) {
     if (!whole(s) && !has_codes(s)) point_rows(s, nullptr);
   }
-  next_ = plan_->accesses.size();
+  carries_ = false;
 }
 
 void ParamStore::gather(const GatherStep::Launch& l) {
@@ -198,8 +232,14 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     if (whole(s) || has_codes(s)) continue;
     const size_t number = static_cast<size_t>(&s - layout_.segments().data());
     const i64 offset = std::exchange(next, next + s.slice * layout_.num_ranks());
-    char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
+    char* const base = static_cast<char*>(pool(offset));
     point_rows(s, base);
+    if (options_.reads_directly) {
+      const i64 slice_bytes = s.slice * bytes;
+      reading_[number] = shards_->begin_read(base + comm_.rank() * slice_bytes, slice_at(s), slice_bytes);
+      arriving_at_[number] = offset;
+      continue;
+    }
     if (StoredParams::has(s)) {
       arriving_at_[number] = offset;
       if (!layout_.states().shard_params) continue;
@@ -234,14 +274,27 @@ void ParamStore::gather(const GatherStep::Launch& l) {
   if (!gathered_.empty()) arriving_[last] = comm_.all_gather(gathered_, gather_tag_);
 }
 
+// The slices of the other ranks follow when those of this one are there.
+void ParamStore::wait_for_reads(i64 unit) {
+  gathered_.clear();
+  for (const Segment& s : layout_.segments_of(unit)) {
+    const size_t number = static_cast<size_t>(&s - layout_.segments().data());
+    if (!reading_[number]) continue;
+    shards_->end_read(*std::exchange(reading_[number], std::nullopt));
+    gathered_.push_back({pool(std::exchange(arriving_at_[number], -1)), s.slice * dtype_bytes(options_.work)});
+  }
+  if (!gathered_.empty() && comm_.size() > 1) comm_.all_gather(gathered_, gather_tag_).wait();
+}
+
 void ParamStore::arrive(i64 unit) {
+  if (options_.reads_directly) return wait_for_reads(unit);
   const i64 first = layout_.units()[unit].first_segment, end = first + layout_.units()[unit].num_segments;
   for (i64 s = first; s < end; ++s) arriving_[s].wait();
   for (i64 number = first; number < end; ++number) {
     const Segment& s = layout_.segments()[number];
     const i64 offset = std::exchange(arriving_at_[number], -1);
     if (offset < 0) continue;
-    const TensorView all = full(s, static_cast<char*>(pool_.data()) + offset * dtype_bytes(options_.work));
+    const TensorView all = full(s, pool(offset));
     if (StoredParams::has(s)) {
       if (layout_.states().shard_params) {
         stored_.decode(s, wire(offset), all);
@@ -265,6 +318,63 @@ ParamLease ParamStore::acquire() {
   return ParamLease(this);
 }
 
+// Ranks that have a part of a row add it to zeros, as integers, so that no bit changes.
+void ParamStore::look_up(i64 param, std::span<const i64> rows, TensorView to) {
+  const RowPlace& place = layout_.rows()[static_cast<size_t>(param)];
+  const Segment& s = layout_.segments()[place.segment];
+  TensorView table = views_[s.unit][static_cast<size_t>(param - layout_.units()[s.unit].first_param)];
+  const i64 width = dtype_bytes(options_.work), N = table.dim(0), C = table.dim(1);
+  const i64 together = table.panels ? table.panels.rows : 1;
+  DS_ASSERT(to.dim(0) == std::ssize(rows) && to.dim(1) == C && C % 2 == 0);
+  struct Wanted {
+    i64 row, to;
+  };
+  std::vector<Wanted> wanted;
+  for (const i64 row : rows) wanted.push_back({row, std::ssize(wanted)});
+  std::erase_if(wanted, [](const Wanted& w) { return w.row < 0; });
+  std::ranges::stable_sort(wanted, {}, &Wanted::row);
+  // This rank's part of the panel of a row.
+  struct Part {
+    i64 first, rows, begin, end;
+  };
+  const auto part_of = [&](i64 row) {
+    const i64 first = row - row % together, n = std::min(together, N - first), at = place.offset + first * C,
+              own = s.slice * comm_.rank();
+    return Part{first, n, std::max(at, own), std::min(at + n * C, own + s.slice)};
+  };
+  device_.zero(to.data, to.bytes());
+  for (size_t i = 0; i < wanted.size();) {
+    const Part part = part_of(wanted[i].row);
+    size_t next = i;
+    while (next < wanted.size() && wanted[next].row < part.first + part.rows) ++next;
+    if (part.begin >= part.end) {
+      i = next;
+      continue;
+    }
+    const TierLease there = lease(s, part.begin, part.end - part.begin, LeaseTo::Read);
+    if (next < wanted.size()) {
+      if (const Part after = part_of(wanted[next].row); after.begin < after.end)
+        shards_->expect(slice_at(s) + (after.begin - s.slice * comm_.rank()) * width,
+                        (after.end - after.begin) * width);
+    }
+    for (; i < next; ++i) {
+      if (table.panels) {
+        const i32 id = narrow<i32>(wanted[i].row - part.first);
+        table.data = there.data(), table.shape[0] = part.rows;
+        device_.ops().embedding_fwd(to.rows(wanted[i].to, 1), table,
+                                    TensorView::of(const_cast<i32*>(&id), DType::I32, {1}), 0, false, device_.stream());
+        continue;
+      }
+      const i64 row = place.offset + wanted[i].row * C, begin = std::max(row, part.begin),
+                end = std::min(row + C, part.end);
+      device_.copy(to.as<char>() + (wanted[i].to * C + begin - row) * width,
+                   static_cast<const char*>(there.data()) + (begin - part.begin) * width, (end - begin) * width);
+    }
+  }
+  if (comm_.size() > 1)
+    comm_.all_reduce(to.data, to.bytes() / dtype_bytes(DType::I32), DType::I32, ReduceOp::Sum, reduce_tag_).wait();
+}
+
 void* ParamStore::on_host(const Piece& piece) const noexcept {
   const Segment& s = layout_.segments()[piece.segment];
   if (whole(s) || StoredParams::has(s) || has_codes(s)) return nullptr;
@@ -274,7 +384,7 @@ void* ParamStore::on_host(const Piece& piece) const noexcept {
 
 // Tells the tier of slices which units are gathered next.
 void ParamStore::expect_launches() {
-  if (in_place()) return;
+  if (in_place() || options_.reads_directly) return;
   const size_t end = std::min(next_ + 1 + kStepsAhead, plan_->steps.size());
   for (size_t step = next_ + 1; step < end; ++step) {
     for (const GatherStep::Launch& l : plan_->steps[step].launch) {
@@ -304,6 +414,7 @@ void ParamStore::end_access() noexcept {
 
 void ParamStore::publish(Changed changed) {
   packed_ = false;
+  if (carries_) drop_gathered();
   for (auto& second : second_) {  // parameters have changed
     if (second) second->invalidate();
   }

@@ -9,7 +9,8 @@
 // update, with the same bits. Neither changes how stored forms are gathered. Matrices of FP8 products may travel as
 // their codes (zero/fp8_gathers), which changes no bit of a product. A run that does not train may pack matrices
 // (pack), and keep some as codes that products read (model::Storage::Codes): whole on every rank, and in no piece that
-// is leased.
+// is leased. Slices that are streamed from a file are read to the place where their unit is gathered, while layers
+// compute, and rows of a table may be looked up without it (look_up).
 
 #include <optional>
 #include <span>
@@ -27,6 +28,18 @@
 namespace ds::zero {
 
 class ParamStore;
+
+// Calls f with each matrix of a view of one, or of a batch.
+template <class F>
+void for_matrices(const TensorView& v, F&& f) {
+  if (v.rank == 2) return f(v);
+  for (i64 i = 0; i < v.dim(0); ++i) {
+    const TensorView one = v.rows(i, 1);
+    TensorView matrix = TensorView::of(one.data, v.dtype, {v.dim(1), v.dim(2)});
+    matrix.codes = v.codes;
+    f(matrix);
+  }
+}
 
 // The full parameters of the units of one access, valid until the lease ends. Move-only.
 class ParamLease {
@@ -51,6 +64,9 @@ class ParamStore final : public PieceMemory {
     i64 allgather_bucket = 0;      // elements published in one all-gather
     i64 pool_elems = 0;            // the maximum of pool_elems over all plans that will be begun
     std::vector<bool> coded = {};  // by unit: its slices are sent as 8-bit codes (stage 3); empty: none are
+    // Stage 3: slices are read into the pool by a tier that can (TierArray::reads_directly); they are whole pages, and
+    // travel in the work dtype.
+    bool reads_directly = false;
   };
   // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. tier: where the slices of stage 3
   // are stored; empty: device memory. near: the ranks that keep second shards together, if there are several; null:
@@ -64,9 +80,13 @@ class ParamStore final : public PieceMemory {
   // pieces then see the packed numbers. Only for runs that do not train.
   void pack();
 
-  // Sets rows [first, first + count) of a matrix of codes, which are in the rows form of its ParamRow::codes. All rows
-  // of a matrix are set before the next pass.
+  // Sets rows [first, first + count) of a matrix of codes, or of a batch of them, which are in the rows form of its
+  // ParamRow::codes. All rows of a matrix are set before the next pass.
   void set_codes(i64 param, i64 first, i64 count, const void* rows);
+
+  // Row i of `to` [n, row], work dtype = row rows[i] of a matrix that is gathered for its use, read alone; -1: zeros.
+  // Collective.
+  void look_up(i64 param, std::span<const i64> rows, TensorView to);
 
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without accesses gathers nothing: at
   // stages 0 to 2, and on a rank that holds everything whole.
@@ -99,6 +119,13 @@ class ParamStore final : public PieceMemory {
   bool whole(const Segment& s) const noexcept {
     return !StoredParams::has(s) && !has_codes(s) && (!layout_.states().shard_params || s.persistent);
   }
+  // The bytes of a slice of this rank in shards_.
+  i64 slice_at(const Segment& s) const noexcept {
+    return segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
+  }
+  void* pool(i64 offset) const noexcept { return pool_data_ + offset * dtype_bytes(options_.work); }
+  void wait_for_reads(i64 unit);
+  void drop_gathered();
   static bool has_codes(const Segment& s) noexcept { return s.storage == model::Storage::Codes; }
   void allocate_codes(MemoryLedger& ledger);
   void point_rows(const Segment& s, void* base);
@@ -122,6 +149,8 @@ class ParamStore final : public PieceMemory {
   // Codes take a byte for each element and at most 1/32 of a byte for scales, since slices have 128 elements or more.
   static constexpr i64 kScaleShare = kSliceAlignment / 4;
   static constexpr size_t kStepsAhead = 4;
+  // Most elements of a lease of a streamed matrix, but for one of kPackedRows rows, which are whole panels.
+  static constexpr i64 kMostStreamed = i64{1} << 20, kPackedRows = 64;
   void expect_launches();
   TensorView own_slice(const Segment& s, const TierLease& lease) const noexcept {
     return TensorView::of(lease.data(), options_.work, {s.slice});
@@ -136,9 +165,10 @@ class ParamStore final : public PieceMemory {
   Device& device_;
   Options options_;
   Buffer whole_, pool_;
-  Buffer codes_;        // matrices of codes
-  Buffer wire_;         // stored forms and codes that are being sent, placed like the pool
-  i64 wire_width_ = 1;  // bytes of an element, without scales
+  char* pool_data_ = nullptr;  // of pool_, at a page if slices are read into it
+  Buffer codes_;               // matrices of codes
+  Buffer wire_;                // stored forms and codes that are being sent, placed like the pool
+  i64 wire_width_ = 1;         // bytes of an element, without scales
   bool wire_scales_ = false;
   Buffer stored_by_rank_;  // below stage 3: stored forms, which publish() sends
   mutable StoredParams stored_;
@@ -150,8 +180,10 @@ class ParamStore final : public PieceMemory {
   // the pool while it is gathered from all ranks; else -1.
   std::vector<Ticket> arriving_;
   std::vector<i64> arriving_at_;
-  std::vector<std::optional<SecondaryShard>> second_;   // per segment; none: empty
-  std::vector<AllGatherSegment> gathered_, published_;  // scratch of gather() and publish()
+  std::vector<std::optional<TierArray::Reading>> reading_;  // per segment: of this rank's slice, into the pool
+  bool carries_ = false;                                    // GatherPlan::carried is gathered
+  std::vector<std::optional<SecondaryShard>> second_;       // per segment; none: empty
+  std::vector<AllGatherSegment> gathered_, published_;      // scratch of gather() and publish()
   std::vector<Ticket> tickets_;
   const GatherPlan* plan_ = nullptr;
   size_t next_ = 0;

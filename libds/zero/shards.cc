@@ -14,7 +14,8 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, c
                .work = plan.grads.work,
                .allgather_bucket = plan.allgather_bucket,
                .pool_elems = plan.gather_pool_elems,
-               .coded = plan.coded},
+               .coded = plan.coded,
+               .reads_directly = plan.reads_directly},
               tiers.params, ranks.near) {
   DS_ASSERT(comm_.size() == plan.layout.num_ranks() && comm_.rank() == plan.rank);
   if (trains) grads_.emplace(plan.grad_layout, grad_rows, plan.grads, GradParts{ranks, device, ledger, tiers.grads});

@@ -36,6 +36,7 @@ struct ShardsPlan {
   i64 allgather_bucket = 0;
   std::vector<bool> coded = {};      // by unit: its parameters are gathered as 8-bit codes; empty: none are
   std::vector<DpSplit> zeropp = {};  // plan::zeropp_splits
+  bool reads_directly = false;       // ParamStore::Options::reads_directly
   bool undoes = false;               // StateStore::Parts::undoes
   // Elements of parameters of all ranks together, with padding; and those of them that every rank holds whole.
   i64 padded = 0, whole = 0;

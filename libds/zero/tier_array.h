@@ -3,6 +3,7 @@
 // An array of a rank (sums of gradients, slices of parameters) in a tier: the memory in which it is stored between
 // uses. It is reached through leases alone; no caller keeps an address after its lease.
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -52,6 +53,14 @@ class TierArray {
   }
   // These bytes will be leased soon: starts to fetch them, if that takes time and there is room.
   virtual void expect(i64 begin, i64 bytes) { static_cast<void>(begin), static_cast<void>(bytes); }
+  // An array that is read into memory of the caller, without leases: at pages of kReadPage bytes in both, as many as
+  // there are from `begin` to the end of the part. The memory belongs to the reading until end_read(), which throws its
+  // failure; several may be in progress. No lease that writes may be open.
+  static constexpr i64 kReadPage = 4096;
+  virtual bool reads_directly() const noexcept { return false; }
+  using Reading = i32;
+  virtual Reading begin_read(void* to, i64 begin, i64 bytes);
+  virtual void end_read(Reading reading);
   // Whether leases are the memory in which the array is stored.
   virtual bool in_place() const noexcept = 0;
   // The address of byte `begin`, if it is stored in host memory other than the device's; otherwise null. Valid while it
@@ -63,6 +72,9 @@ class TierArray {
   virtual void* open(i64 begin, i64 bytes, LeaseTo access) = 0;
   virtual void close(void* data, i64 begin, i64 bytes, LeaseTo access) noexcept = 0;
 };
+
+inline TierArray::Reading TierArray::begin_read(void*, i64, i64) { std::terminate(); }
+inline void TierArray::end_read(Reading) { std::terminate(); }
 
 inline void TierLease::end() noexcept {
   if (array_ != nullptr) array_->close(data_, begin_, bytes_, access_);

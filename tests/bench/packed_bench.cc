@@ -119,7 +119,10 @@ class Model {
       for (i64 n = 0; n < b.dim(0); ++n) {
         for (i64 k = 0; k < K; k += b.codes.group) {
           u8* const group = b.as<u8>() + n * b.codes.row_bytes(K) + k / b.codes.group * b.codes.group_bytes();
-          for (i64 i = 0; i < b.codes.group_bytes(); ++i) group[i] = static_cast<u8>((n * 31 + k + i) * 167 >> 3);
+          for (i64 i = 0; i < b.codes.group_bytes(); ++i) {
+            group[i] = static_cast<u8>((n * 31 + k + i) * 167 >> 3);
+            if ((group[i] & 0x7F) == 0x7F) --group[i];  // which would be NaN in E4M3
+          }
           std::memcpy(group, offset == 4 ? static_cast<const void*>(&scale) : &narrow, static_cast<size_t>(offset));
           if (b.codes.offsets) std::memcpy(group + offset, &zero, sizeof zero);
         }

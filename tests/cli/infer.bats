@@ -4,27 +4,7 @@
 
 bats_require_minimum_version 1.5.0
 
-load tiny
-
-trained() { ds-train cfg.json --out run --steps 3 --quiet; }
-infer() { ds-infer run "$@"; }
-# Values of a member, or of an expression over the object d of each line.
-each() { python3 -c 'import json, sys; [print(json.dumps(eval(sys.argv[1], {"d": json.loads(l)}))) for l in sys.stdin]' "$1"; }
-
-# The same for one document.
-whole() { python3 -c 'import json, sys; print(json.dumps(eval(sys.argv[1], {"d": json.load(sys.stdin)})))' "$1"; }
-
-lines() {
-  cat <<'JSON'
-{"id": 1, "prompt": "The words", "max_tokens": 20, "temperature": 0}
-{"id": 2, "prompt": " A", "max_tokens": 15, "seed": 3, "temperature": 0.9, "top_k": 20}
-{"id": 3, "prompt": [73, 116, 32], "max_tokens": 5, "seed": 4, "top_p": 0.8, "logprobs": 2}
-{"id": 4, "prompt": "It was in the year of", "max_tokens": 10, "temperature": 0, "prompt_logprobs": true}
-{"id": 5, "prompt": "The words", "max_tokens": 12, "n": 3, "seed": 9}
-{"id": 6, "prompt": "The words", "max_tokens": 12, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 9}
-{"id": 7, "prompt": "z", "max_tokens": 20, "presence_penalty": 2, "frequency_penalty": 0.5, "temperature": 0}
-JSON
-}
+load infer
 
 @test "each line has the bytes that it has alone, at any size, order and number of ranks" {
   trained
@@ -308,6 +288,12 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)' >kib
   run -2 infer --context 100
   assert_output --partial "exceeds the 64 positions"
   run -2 infer --context 60 --cache 10
+  run -2 infer nothing.jsonl
+  assert_output --partial "nothing.jsonl: No such file"
+  run -2 infer run
+  assert_output --partial "run: is a directory"
+  run -2 infer in.jsonl --output run/metrics.jsonl
+  assert_output --partial "run/metrics.jsonl: is a name that runs use themselves"
   ds-ckpt-merge run -o alone.safetensors --quiet
   run -2 ds-infer alone.safetensors
   assert_output --partial "without a config.json beside them"
@@ -360,80 +346,4 @@ JSON
   [[ $stderr == *"the chat template does not use documents"* ]]
   run -1 --separate-stderr ds-infer llama3 <<<'{"prompt": "a", "tools": []}'
   [[ $stderr == *"tools needs messages"* ]]
-}
-
-@test "from training to codes of weights and of caches" {
-  python3 - <<'PY'
-import json
-cfg = json.load(open("cfg.json"))
-cfg["model"] = {"type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "intermediate_size": 128, "max_position_embeddings": 64}
-cfg["bf16"] = {"enabled": True}
-json.dump(cfg, open("cfg.json", "w"))
-PY
-  ds-launch -n 2 ds-train cfg.json --out run --steps 12 --quiet
-  ds-ckpt-merge run -o model --format hf --dtype bf16 --quiet
-  lines >in.jsonl
-  local form
-  for form in "--weights int8" "--weights int4" "--weights w8a8" "--cache-dtype int8"; do
-    # shellcheck disable=SC2086
-    ds-infer model --tokenizer bytes in.jsonl $form >all.jsonl
-    assert_equal "$(wc -l <all.jsonl)" 7
-    # shellcheck disable=SC2086
-    while IFS= read -r line; do ds-infer model --tokenizer bytes $form <<<"$line"; done <in.jsonl | cmp - all.jsonl
-    # shellcheck disable=SC2086
-    ds-launch -n 2 ds-infer model --tokenizer bytes in.jsonl $form --set pipeline.stages=2 --chunk 3 | cmp - all.jsonl
-    # shellcheck disable=SC2086
-    ds-launch -n 2 ds-infer model --tokenizer bytes in.jsonl $form --set zero_optimization.stage=1 | cmp - all.jsonl
-    ds-infer model --tokenizer bytes in.jsonl | cmp -s - all.jsonl && fail "$form changed nothing"
-  done
-  # A run's own steps are coded as the merged model is, but for the roundings of the latter.
-  ds-infer run in.jsonl --weights int8 --json >of_run.jsonl
-  assert_equal "$(wc -l <of_run.jsonl)" 7
-  params() { ds-infer --check model --tokenizer bytes "$@" | awk '$1 == "params" {print int($2)}'; }
-  assert [ "$(params --weights int8)" -lt "$(params)" ]
-  assert [ "$(params --weights int4)" -lt "$(params --weights int8)" ]
-  caches() { ds-infer --check model --tokenizer bytes --batch 512 "$@" | awk '$1 == "activations" {print int($2)}'; }
-  assert [ "$(caches --cache-dtype int8)" -lt "$(caches)" ]
-  echo '{"context": "The sky", "continuations": [" is", " was"]}' >score.jsonl
-  ds-infer score model --tokenizer bytes score.jsonl --weights int8 | grep -q is_greedy
-  ds-infer bench model --tokenizer bytes -p 8 -n 4 -r 1 --weights int4 --cache-dtype int8
-  run -2 ds-infer model --tokenizer bytes in.jsonl --weights int8 --group 128
-  assert_output --partial "its rows of 64 elements are no multiple of 128"
-  run -2 ds-infer model --tokenizer bytes in.jsonl --group 32
-  assert_output --partial "only --weights int8 and int4 have groups"
-  run -2 ds-infer model --tokenizer bytes in.jsonl --weights int9
-  run -4 ds-launch -n 2 ds-infer model --tokenizer bytes in.jsonl --weights int8 --set zero_optimization.stage=3
-  assert_output --partial "stage"
-}
-
-@test "weights of products that read no codes stay as they are" {
-  trained
-  run -2 infer --weights int8 <<<'{"prompt": "a"}'
-  assert_output --partial "read no codes"
-}
-
-@test "experts divided over ranks" {
-  python3 - <<'PY'
-import json
-cfg = json.load(open("cfg.json"))
-cfg["model"] = {"type": "olmoe", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "intermediate_size": 32, "max_position_embeddings": 64, "num_experts": 4, "num_experts_per_tok": 2}
-json.dump(cfg, open("cfg.json", "w"))
-PY
-  local divided="--set expert_parallel.enabled=true --set expert_parallel.autoep_size=2"
-  trained
-  lines >in.jsonl
-  infer in.jsonl >all.jsonl
-  # shellcheck disable=SC2086
-  ds-launch -n 2 ds-infer run in.jsonl $divided | cmp - all.jsonl
-  # One line leaves a rank without a text.
-  # shellcheck disable=SC2086
-  head -1 in.jsonl | ds-launch -n 2 ds-infer run $divided --chunk 4 | cmp - <(head -1 all.jsonl)
-  params() { ds-launch -n 2 ds-infer run --check "$@" | awk '$1 == "params" {print int($2)}'; }
-  # shellcheck disable=SC2086
-  assert [ "$(params $divided)" -lt "$(params)" ]
-  # shellcheck disable=SC2086
-  cmp <(ds-launch -n 2 ds-train cfg.json --resume run --generate 'The words' --max-tokens 20 --quiet $divided) \
-    <(ds-train cfg.json --resume run --generate 'The words' --max-tokens 20 --quiet)
 }

@@ -360,7 +360,7 @@ assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
   refuses 2 "cfg.json is not the directory of a run" cfg.json --running
   refuses 2 "--gpu has no effect with --params" --params 7.5e9 --gpu h100
   refuses 2 "--most requires --fit" cfg.json --most 3
-  refuses 2 "--memory requires --plot" cfg.json --memory 1GiB
+  refuses 2 "--memory needs --plot or --use infer" cfg.json --memory 1GiB
   refuses 2 "do not divide 64 ranks" --params 7.5e9 -n 64 --tp 3
   refuses 2 "would share" --measure m.json -n 100000
   : >metrics.jsonl
@@ -406,6 +406,40 @@ END
   assert_equal "$eval_memory" "$(ds-train small.json --eval --resume run --check --json | memory)"
   ds-train small.json --eval --resume run --check --json | grep -q '"momentary_bytes": 0,'  # it saves nothing
   refute [ "$eval_memory" = "$(ds-memreport small.json --device cpu --json | memory)" ]
+  # A run of ds-infer, streamed or not.
+  of_check() { python3 -c 'import json, sys; d = json.load(sys.stdin); print({t: m["predicted_bytes"] for t, m in d["memory"].items() if m["predicted_bytes"]}, d["total_bytes"], d["file_bytes"], d["streamed_bytes_per_pass"])'; }
+  of_report() { python3 -c 'import json, sys; d = json.load(sys.stdin); print(d["memory_bytes"], d["device_bytes"], d["file_bytes"], d["streamed_bytes_per_pass"])'; }
+  for options in "" "--stream . --set zero_optimization.stage3_param_persistence_threshold=0"; do
+    # shellcheck disable=SC2086
+    infer_memory=$(ds-infer run --check --json --batch 4 --context 50 --chunk 9 $options | of_check)
+    # shellcheck disable=SC2086
+    assert_equal "$(ds-memreport run --use infer --device cpu --json --batch 4 --context 50 --chunk 9 $options | of_report)" "$infer_memory"
+  done
+  # What is read, over the disk's rate, times the rate of products, over the FLOPs of a token.
+  ds-memreport run --use infer --device cpu --json --stream . --peak 1e12 --disk-rate 1e9 --memory 100MiB \
+    --set zero_optimization.stage3_param_persistence_threshold=0 >infer.json
+  python3 -c 'import json, math; d = json.load(open("infer.json"))
+assert d["read_s"] == d["streamed_bytes_per_pass"] / 1e9, d
+assert d["tokens_to_hide"] == math.ceil(d["read_s"] * 1e12 / d["flops_per_token"]), d
+assert d["largest_batch"] > 64, d'
+  batch=$(python3 -c 'import json; print(json.load(open("infer.json"))["largest_batch"])')
+  needs() { ds-infer run --check --json --stream . --set zero_optimization.stage3_param_persistence_threshold=0 --batch "$1" | python3 -c 'import json, sys; d = json.load(sys.stdin); print(d["total_bytes"] + d["process_bytes"])'; }
+  assert [ "$(needs "$batch")" -le $((100 << 20)) ]
+  assert [ "$(needs $((batch + 1)))" -gt $((100 << 20)) ]
+  ds-memreport run --use infer --device cpu --stream . --peak 1e12 --disk-rate 1e9 \
+    --set zero_optimization.stage3_param_persistence_threshold=0 >infer.txt
+  grep -q "weights are streamed" infer.txt
+  run -2 ds-memreport run --use infer --device cpu --stream . --peak 1e12 \
+    --set zero_optimization.stage3_param_persistence_threshold=0
+  assert_output --partial "give --disk or --disk-rate"
+  run -2 ds-memreport run --use infer --device cpu --stream . --peak 1e12 --disk-rate 1e9
+  assert_output --partial "nothing is streamed"
+  run -2 ds-memreport run --use infer --device cpu --peak 1e12
+  run -2 ds-memreport run --use infer --device cpu --fit 1GiB --peak 1e12
+  run -2 ds-memreport run --context 20
+  assert_output --partial "are for --use infer"
+  run -2 ds-memreport run --memory 1GiB
+  assert_output --partial "--memory needs --plot or --use infer"
   run -2 ds-memreport small.json --use generate --explain
   run -2 ds-memreport small.json --use nothing
 }

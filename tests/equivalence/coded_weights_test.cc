@@ -2,6 +2,7 @@
 // A run that keeps its matrices as codes computes what the decoded matrices compute, at any layout.
 
 #include "equivalence/layouts.h"
+#include "equivalence/tiny_experts.h"
 #include "expect_error.h"
 #include "infer/session_plan.h"
 #include "model/coded_rows.h"
@@ -49,9 +50,9 @@ engine::Engine::ValueSource decoded(engine::Engine& engine, const std::map<std::
     const model::ParamRow& row = engine.row_of(param);
     const auto form = forms.find(row.name);
     if (form == forms.end()) return engine.init_values(param, begin, count, out);
-    const i64 K = row.whole_shape().back(), N = row.whole_shape()[0];
-    std::vector<float> all(static_cast<size_t>(N * K));
-    engine.init_values(param, 0, N * K, all.data());
+    const i64 K = row.whole_shape().back();
+    std::vector<float> all(static_cast<size_t>(row.whole_numel()));
+    engine.init_values(param, 0, row.whole_numel(), all.data());
     std::vector<u8> codes(static_cast<size_t>(form->second.row_bytes(K)));
     for (i64 i = 0; i < count; ++i) {
       const i64 n = (begin + i) / K, k = (begin + i) % K;
@@ -106,6 +107,42 @@ TEST(CodedWeights, ComputeWhatTheDecodedMatricesCompute) {
         });
         EXPECT_EQ(coded, whole) << weights.name() << " " << dtype_name(work) << " " << l.name();
         EXPECT_EQ(coded.size(), 4u);
+      }
+    }
+  }
+}
+
+// Batches of matrices, too, which ranks may divide.
+TEST(CodedWeights, AreThoseOfExperts) {
+  ModelConfig experts = experts_test::tiny_experts();
+  experts.vocab_size = 96;
+  experts.hidden = 64;
+  experts.heads = experts.kv_heads = 4;
+  experts.head_dim = 16;
+  experts.experts.intermediate = 32;
+  experts.max_positions = 64;
+  for (const Form form : {Form::Int8, Form::Int4, Form::W8A8}) {
+    const WeightsConfig weights{.form = form};
+    const std::map<std::string, CodedForm> forms = forms_of(config_for(experts, {}, DType::BF16, weights));
+    EXPECT_EQ(
+        std::ranges::count_if(forms, [](const auto& one) { return one.first.find("experts") != std::string::npos; }),
+        2 * experts.layers);
+    Texts whole;  // of the decoded matrices; integers are compared with those of one rank
+    with_engines(config_for(experts, {}, DType::BF16, form == Form::W8A8 ? weights : WeightsConfig{.form = Form::Work}),
+                 1, [&](engine::Engine& engine) {
+                   if (form != Form::W8A8) engine.set_weights(decoded(engine, forms));
+                   whole = texts_of_run(engine);
+                 });
+    for (const int divided : {1, 2}) {
+      for (const Layout& l : {Layout{}, {.dp = 2}}) {
+        if (divided > l.dp) continue;
+        Config config = config_for(experts, l, DType::BF16, weights);
+        config.expert_parallel = {.enabled = divided > 1, .size = divided, .room = 8};
+        with_engines(config, l.ranks(), [&](engine::Engine& engine) {
+          const Texts coded = texts_of_run(engine);
+          if (engine.mesh().rank() > 0) return;
+          EXPECT_EQ(coded, whole) << weights.name() << " " << l.name() << " " << divided;
+        });
       }
     }
   }
@@ -166,6 +203,7 @@ TEST(CodedWeights, IntegersAreTheSameInEveryBatchAndStage) {
 TEST(CodedWeights, TakeThePlannedMemory) {
   for (const Layout& l : {Layout{}, {.dp = 2, .stage = 1}, {.tp = 2}}) {
     for (const Form form : {Form::Work, Form::Int8, Form::Int4, Form::W8A8}) {
+      if (form == Form::W8A8 && l.tp > 1) continue;
       with_engines(config_for(model(), l, DType::BF16, {.form = form}), l.ranks(), [&](engine::Engine& engine) {
         texts_of_run(engine);
         const auto tag = static_cast<size_t>(Tag::Params);
@@ -183,11 +221,17 @@ TEST(CodedWeights, TakeThePlannedMemory) {
 TEST(CodedWeights, AreRefusedWhereProductsReadNone) {
   ModelConfig odd = of_four_heads(tiny_llama()), gpt2 = of_four_heads(tiny_gpt2());  // 48 elements in a row
   odd.max_positions = gpt2.max_positions = 64;
+  gpt2.hidden = 64, gpt2.head_dim = 16;
   const auto forms = [](const ModelConfig& m) {
     return [&m] { forms_of(config_for(m, {}, DType::F32, {.form = Form::Int8})); };
   };
   expect_error(Errc::Config, ::testing::HasSubstr("no multiple of 32"), forms(odd));
   expect_error(Errc::Config, ::testing::HasSubstr("read no codes"), forms(gpt2));
+  for (const Layout& l : {Layout{.tp = 2}, {.dp = 2, .stage = 3}}) {
+    expect_error(Errc::Unavailable, ::testing::HasSubstr("w8a8"), [&] {
+      with_engines(config_for(model(), l, DType::F32, {.form = Form::W8A8}), 2, [](engine::Engine&) {});
+    });
+  }
 }
 
 }  // namespace coded_weights_test

@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "equivalence/layouts.h"
+#include "equivalence/sessions.h"
 #include "equivalence/tiny_experts.h"
 #include "infer/session_plan.h"
 #include "plan/scratch.h"
@@ -23,19 +23,9 @@ Texts prompts() {
   return all;
 }
 
-Config config_for(const ModelConfig& model, const Layout& l, DType work, i64 length = 0) {
-  Config c = config_of(model, l, 4);
-  c.bf16.enabled = work == DType::BF16;
-  c.fp16.enabled = work == DType::F16;
-  c.communication_data_type = wire_type_of(work);
-  c.use = ConfigUse::Generate;
-  if (length > 0) c.data.seq_length = length;
-  return c;
-}
-
 void expect_texts_as_alone(const ModelConfig& model, const Layout& l, DType work) {
   const std::string what = fmt::format("{} {} {}", family_name(model.family), l.name(), dtype_name(work));
-  with_engines(config_for(model, l, work), l.ranks(), [&](engine::Engine& engine) {
+  with_engines(generating(model, l, work), l.ranks(), [&](engine::Engine& engine) {
     const Texts given = prompts();
     for (const double temperature : {0.0, 0.9}) {
       Writing w{.max_tokens = 11, .sampling = {.temperature = temperature, .seed = 5}};
@@ -79,7 +69,7 @@ TEST(Session, TakesWeightsCachesAndOneForwardPass) {
   const ModelConfig model = of_four_heads(tiny_llama());
   const auto activations = [&](const SessionSizes& sizes) {
     i64 bytes = 0;
-    with_engines(config_for(model, {}, DType::F32), 1, [&](engine::Engine& engine) {
+    with_engines(generating(model, {}, DType::F32), 1, [&](engine::Engine& engine) {
       texts_of(engine, prompts(), {.max_tokens = 11, .sizes = sizes});
       expect_planned(engine, infer::plan_session(engine.model(), engine.plan(), sizes));
       bytes = engine.ledger().peak(Tag::Activations);
@@ -107,7 +97,7 @@ TEST(Session, CachesOfCodesMoveNoBitBetweenPasses) {
   for (const Layout& l : {Layout{}, {.pp = 2}, {.tp = 2}}) {
     for (const DType work : {DType::F32, DType::BF16}) {
       i64 bytes[2] = {0, 0};
-      with_engines(config_for(model, l, work, 300), l.ranks(), [&](engine::Engine& engine) {
+      with_engines(generating(model, l, work, 300), l.ranks(), [&](engine::Engine& engine) {
         Texts given = prompts();
         for (int t = 0; t < 100; ++t) given[3].push_back(t % 61);
         Writing w{.max_tokens = 30, .sampling = {.temperature = 0.8, .seed = 2}};
@@ -135,15 +125,16 @@ TEST(Session, CachesOfCodesMoveNoBitBetweenPasses) {
 
 // Ranks that have other experts run their passes together, of any size, also without texts of their own.
 TEST(Session, RanksOfExpertsHaveTextsOfTheirOwn) {
-  const ModelConfig model = experts_test::tiny_experts();
-  for (const double room : {1.0, 4.0}) {
+  for (const i64 experts : {2, 8}) {  // two: one on each rank
+    const ModelConfig model = experts_test::tiny_experts({.experts = experts});
+    const double room = experts == 2 ? 1 : 4;
     for (const Layout& l : {Layout{.dp = 2}, {.dp = 4}, {.dp = 2, .pp = 2}}) {
       Texts alone;
       const Writing w{.max_tokens = 9, .sampling = {.temperature = 0.8, .seed = 4}};
-      with_engines(config_for(model, {}, DType::F32), 1, [&](engine::Engine& engine) {
+      with_engines(generating(model, {}, DType::F32), 1, [&](engine::Engine& engine) {
         for (const auto& prompt : prompts()) alone.push_back(text_of(engine, prompt, w));
       });
-      Config config = config_for(model, l, DType::F32);
+      Config config = generating(model, l, DType::F32);
       config.expert_parallel.enabled = true;
       config.expert_parallel.size = 2;
       config.expert_parallel.room = room;
@@ -172,7 +163,7 @@ TEST(Session, BlocksMoveNoBit) {
   ModelConfig model = of_four_heads(tiny_llama());
   model.max_positions = 700;
   for (const DType work : {DType::F32, DType::BF16}) {
-    with_engines(config_for(model, {}, work, 700), 1, [&](engine::Engine& engine) {
+    with_engines(generating(model, {}, work, 700), 1, [&](engine::Engine& engine) {
       std::mt19937 random(7);
       std::vector<i32> begin(300);
       for (i32& id : begin) id = static_cast<i32>(random() % 61);
@@ -229,7 +220,7 @@ TEST(Session, ScoresAreLossesOfTraining) {
       std::vector<i32> text(41), prompt(5);
       std::vector<float> generated;
       std::map<i64, float> scores;
-      with_engines(config_for(model, {}, work, 40), 1, [&](engine::Engine& engine) {
+      with_engines(generating(model, {}, work, 40), 1, [&](engine::Engine& engine) {
         for (i32 t = 0; t < 5; ++t) prompt[t] = (3 * t + 11) % 61;
         infer::Session session(engine.stage(), {.at_once = 3, .context = 41, .chunk = 9});
         TokenCollector collector;
@@ -247,7 +238,7 @@ TEST(Session, ScoresAreLossesOfTraining) {
       });
       ASSERT_EQ(scores.size(), 40u) << what;
       for (size_t t = 0; t < generated.size(); ++t) EXPECT_EQ(generated[t], scores[static_cast<i64>(t) + 5]) << what;
-      Config c = config_for(model, {}, work, 40);
+      Config c = generating(model, {}, work, 40);
       c.use = ConfigUse::Evaluate;
       with_engines(c, 1, [&](engine::Engine& engine) {
         const std::vector<float> losses = losses_of(engine, text);
@@ -266,7 +257,7 @@ TEST(Session, KeepsWhatWindowsSee) {
   model.sliding_layers.assign(static_cast<size_t>(model.layers), true);
   model.sliding_layers[0] = false;
   for (const DType work : {DType::F32, DType::BF16}) {
-    with_engines(config_for(model, {}, work, 400), 1, [&](engine::Engine& engine) {
+    with_engines(generating(model, {}, work, 400), 1, [&](engine::Engine& engine) {
       const Texts given = {std::vector<i32>(150, 5), {1, 2, 3}};
       const SessionSizes sizes{.at_once = 2, .context = 350, .chunk = 50};
       const Texts texts = texts_of(engine, given, {.max_tokens = 200, .sizes = sizes});
@@ -291,7 +282,7 @@ TEST(Session, KeepsWhatWindowsSee) {
 TEST(Session, MakesKeysAndValuesFromLatents) {
   ModelConfig model = tiny_latent();
   model.max_positions = 640;
-  with_engines(config_for(model, {}, DType::F32, 640), 1, [&](engine::Engine& engine) {
+  with_engines(generating(model, {}, DType::F32, 640), 1, [&](engine::Engine& engine) {
     const Texts given = {std::vector<i32>(150, 5), {1, 2, 3}};
     const SessionSizes sizes{.at_once = 2, .context = 550, .chunk = 64};
     const Texts texts = texts_of(engine, given, {.max_tokens = 400, .sizes = sizes});
@@ -338,7 +329,7 @@ TEST(Session, TakesNoMoreScratchThanIsSaid) {
               EXPECT_LE(engine.device().scratch_bytes(), *said) << what;
               EXPECT_GE(2 * engine.device().scratch_bytes(), *said);
             };
-            with_engines(config_for(model, l, work), l.ranks(), body, *ops, threads);
+            with_engines(generating(model, l, work), l.ranks(), body, *ops, threads);
           }
         }
       }
@@ -350,7 +341,7 @@ TEST(Session, TakesNoMoreScratchThanIsSaid) {
 TEST(Session, TakesNothingForEachText) {
   const auto allocations = [&](i64 texts) {
     i64 n = 0;
-    with_engines(config_for(of_four_heads(tiny_gpt2()), {}, DType::F32), 1, [&](engine::Engine& engine) {
+    with_engines(generating(of_four_heads(tiny_gpt2()), {}, DType::F32), 1, [&](engine::Engine& engine) {
       texts_of(engine, Texts(static_cast<size_t>(texts), {1, 2, 3}), {.max_tokens = 4, .sizes = {.at_once = 3}});
       n = engine.ledger().num_allocations();
     });
@@ -359,70 +350,13 @@ TEST(Session, TakesNothingForEachText) {
   EXPECT_EQ(allocations(100), allocations(3));
 }
 
-// Random requests, orders, sizes and cancellations: the bytes of a request are always the same.
 TEST(Session, RandomWorkloads) {
-  struct Made {
-    infer::Request request;
-    std::vector<i32> text;
-    std::vector<float> logprobs;
-    std::map<i64, float> scores;
-  };
   const int workloads = test::in_slow_set() ? 120 : 12;
   for (const DType work : {DType::F32, DType::BF16}) {
     for (const Layout& l : {Layout{}, Layout{.pp = 2}, Layout{.tp = 2}}) {
-      ModelConfig model = of_four_heads(tiny_llama());
-      model.max_positions = 400;
-      with_engines(config_for(model, l, work, 400), l.ranks(), [&](engine::Engine& engine) {
-        std::mt19937 random(static_cast<u32>(l.ranks()) + 5);
-        const auto draw = [&](i64 least, i64 most) { return least + static_cast<i64>(random() % (most - least + 1)); };
-        std::vector<i32> begin(150);
-        for (i32& id : begin) id = static_cast<i32>(draw(0, 60));
-        std::vector<Made> made(14);
-        for (Made& m : made) {
-          const i64 shared = draw(0, 1) * draw(0, 150);
-          m.request.tokens.assign(begin.begin(), begin.begin() + shared);
-          for (i64 t = draw(2, 40); t > 0; --t) m.request.tokens.push_back(static_cast<i32>(draw(0, 60)));
-          m.request.max_tokens = draw(0, 3) == 0 ? 0 : draw(1, 60);
-          if (m.request.max_tokens == 0 || draw(0, 3) == 0)
-            m.request.scored_from = draw(1, std::ssize(m.request.tokens) - 1);
-          m.request.logprobs = draw(0, 1) == 0;
-          m.request.sampling = {.temperature = static_cast<double>(draw(0, 2)),
-                                .top_k = draw(0, 1) * draw(1, 20),
-                                .top_p = draw(0, 1) == 0 ? 1 : 0.8,
-                                .repetition_penalty = draw(0, 2) == 0 ? 1.3 : 1,
-                                .seed = static_cast<u32>(draw(0, 3)),
-                                .index = static_cast<u32>(draw(0, 2))};
-          infer::Session session(engine.stage(), {.at_once = 1, .context = 260});
-          TokenCollector alone;
-          session.add(m.request);
-          while (!session.idle()) session.step(alone);
-          m.text = alone.texts[0], m.logprobs = alone.logprobs[0], m.scores = alone.scores[0];
-        }
-        for (int w = 0; w < workloads; ++w) {
-          SessionSizes sizes{.at_once = draw(1, 8), .context = 260, .chunk = draw(1, 90)};
-          if (draw(0, 1) == 0) sizes.cached = draw(260, 700);
-          infer::Session session(engine.stage(), sizes);
-          TokenCollector together;
-          std::map<infer::Session::Id, size_t> which;
-          std::set<infer::Session::Id> cancelled;
-          for (int left = 25; left > 0 || !session.idle();) {
-            for (; left > 0 && draw(0, 3) != 0; --left) {
-              const auto m = static_cast<size_t>(draw(0, std::ssize(made) - 1));
-              which[session.add(made[m].request)] = m;
-            }
-            if (!which.empty() && draw(0, 9) == 0) {
-              const auto id = static_cast<infer::Session::Id>(draw(0, std::ssize(which) - 1));
-              if (!together.has_ended.contains(id)) cancelled.insert(id), session.cancel(id);
-            }
-            session.step(together);
-          }
-          for (const auto& [id, m] : which) {
-            if (cancelled.contains(id)) continue;
-            EXPECT_EQ(together.texts[id], made[m].text) << w << " " << m;
-            EXPECT_TRUE(same_bits(together.logprobs[id], made[m].logprobs)) << w << " " << m;
-            EXPECT_EQ(together.scores[id], made[m].scores) << w << " " << m;
-          }
-        }
+      with_engines(generating(workload_model(), l, work, 400), l.ranks(), [&](engine::Engine& engine) {
+        Workloads all(engine, static_cast<u32>(l.ranks()) + 5);
+        for (int w = 0; w < workloads; ++w) all.run(all.draw_sizes(), nullptr);
       });
     }
   }

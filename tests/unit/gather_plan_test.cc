@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 
 namespace ds::zero {
@@ -205,6 +206,76 @@ TEST(GatherPlan, AHundredThousandLayersArePlannedAtOnce) {
     }
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
+// Passes of a stream, one after the other: each use finds its unit, places do not overlap, and at any time there are
+// only units of `ahead` later accesses beside those in use.
+void play_stream(const GatherPlan& plan, std::span<const i64> elems, size_t ahead) {
+  std::map<i64, i64> live;
+  for (const auto& l : plan.carried) live[l.unit] = l.offset;
+  const size_t n = plan.accesses.size();
+  for (int pass = 0; pass < 3; ++pass) {
+    ASSERT_EQ(live.size(), plan.carried.size());
+    for (const auto& l : plan.carried) ASSERT_EQ(live.at(l.unit), l.offset);
+    for (size_t a = 0; a < n; ++a) {
+      for (const auto& l : plan.steps[a].launch) {
+        ASSERT_FALSE(live.contains(l.unit)) << "gathered twice";
+        live[l.unit] = l.offset;
+      }
+      for (const auto& [unit, offset] : live) {
+        ASSERT_LE(offset + elems[unit], plan.pool_elems);
+        for (const auto& [other, at] : live)
+          ASSERT_TRUE(unit == other || at + elems[other] <= offset || offset + elems[unit] <= at);
+      }
+      for (const i64 unit : plan.accesses[a]) ASSERT_TRUE(elems[unit] == 0 || live.contains(unit)) << "used but absent";
+      std::set<i64> wanted;
+      size_t more = ahead + 1;
+      for (size_t i = a; i < a + n && more > 0; ++i) {
+        bool any = i == a;
+        for (const i64 unit : plan.accesses[i % n]) any |= elems[unit] > 0, wanted.insert(unit);
+        more -= any ? 1 : 0;
+      }
+      for (const auto& [unit, offset] : live) ASSERT_TRUE(wanted.contains(unit)) << "kept without need";
+      for (const i64 unit : plan.steps[a].release) ASSERT_EQ(live.erase(unit), 1u);
+    }
+  }
+}
+
+TEST(GatherPlan, AStreamHasTheNextUnitsAndNoOthers) {
+  std::mt19937 random(5);
+  int carried = 0;
+  constexpr int kTraces = 300;
+  for (int t = 0; t < kTraces; ++t) {
+    const size_t units = 3 + random() % 20, ahead = random() % 4;
+    std::vector<i64> elems;
+    for (size_t u = 0; u < units; ++u) elems.push_back(random() % 5 == 0 ? 0 : 1 + static_cast<i64>(random() % 50));
+    std::vector<Access> trace;
+    for (size_t u = 1; u < units; ++u) trace.push_back({static_cast<i64>(u)});
+    if (random() % 2 == 0) trace.back().push_back(0);  // a tied head
+    if (random() % 4 == 0) trace.insert(trace.begin(), Access{0});
+    for (const bool repeats : {false, true}) {
+      const GatherPlan plan = plan_stream(trace, elems, ahead, repeats);
+      play_stream(plan, elems, ahead);
+      EXPECT_TRUE(repeats || plan.carried.empty());
+      carried += repeats && !plan.carried.empty() ? 1 : 0;
+    }
+  }
+  EXPECT_GT(carried, kTraces / 2);
+}
+
+// Blocks of one size and a large head, as in a language model.
+TEST(GatherPlan, AStreamOfBlocksGathersEachOnce) {
+  std::vector<i64> elems(34, 10);
+  elems[0] = 45;  // the tied matrix, which the head uses
+  elems[33] = 0;
+  std::vector<Access> trace;
+  for (i64 u = 1; u < 34; ++u) trace.push_back({u});
+  trace.back().push_back(0);
+  const GatherPlan plan = plan_stream(trace, elems, 2, true);
+  EXPECT_EQ(plan.gathered_elems, 32 * 10 + 45);
+  EXPECT_EQ(plan.carried.size(), 2u);
+  EXPECT_EQ(plan.peak_live_elems, 45 + 2 * 10);
+  EXPECT_LE(plan.pool_elems, 45 + 3 * 10);
 }
 
 }  // namespace gather_plan_test

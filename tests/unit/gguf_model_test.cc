@@ -66,6 +66,93 @@ TEST(GgufTypes, DecodeAsTheReferenceDoes) {
   }
 }
 
+// Codes of a matrix, read row by row, stand for the bits of its elements.
+void expect_codes(const TensorSource& source, const std::string& name, CodedForm form) {
+  const TensorInfo& t = source.at(name);
+  ASSERT_EQ(source.codes_of(name), form) << name;
+  if (!form) return;
+  const i64 cols = t.shape.back(), rows = t.numel() / cols, row_bytes = form.row_bytes(cols);
+  std::vector<u8> whole(static_cast<size_t>(rows * row_bytes)), by_row(whole.size() + 1, 0xAA);
+  source.read_codes(name, 0, rows, whole.data());
+  for (i64 row = 0; row < rows; ++row) source.read_codes(name, row, 1, by_row.data() + row * row_bytes);
+  EXPECT_EQ(by_row.back(), 0xAA) << name;
+  by_row.pop_back();
+  ASSERT_EQ(whole, by_row) << name;
+  const std::vector<char> values = all_of(source, t);
+  for (i64 i = 0; i < t.numel(); ++i) {
+    const float x = form.element(whole.data(), {}, rows, cols, i / cols, i % cols);
+    ASSERT_EQ(std::memcmp(&x, values.data() + i * 4, sizeof x), 0) << name << " " << i;
+  }
+}
+
+constexpr CodedForm gguf_form(CodeKind kind, DType scales, bool offsets = false, i32 group = 32) {
+  return {.kind = kind, .scales = scales, .offsets = offsets, .group = group};
+}
+
+TEST(GgufTypes, HaveCodes) {
+  const auto source = open_source(test_data("gguf/types.gguf"));
+  for (const auto& [name, form] :
+       std::vector<std::pair<std::string, CodedForm>>{{"f32", {}},
+                                                      {"f16", {}},
+                                                      {"bf16", {}},
+                                                      {"q8_0", gguf_form(CodeKind::Int8, DType::F16)},
+                                                      {"q4_0", gguf_form(CodeKind::Int4, DType::F16)},
+                                                      {"q4_1", gguf_form(CodeKind::Int4, DType::F16, true)},
+                                                      {"q5_0", gguf_form(CodeKind::Int8, DType::F16)},
+                                                      {"q5_1", gguf_form(CodeKind::Int8, DType::F16, true)},
+                                                      {"q4_k", gguf_form(CodeKind::Int4, DType::F32, true)},
+                                                      {"q5_k", gguf_form(CodeKind::Int8, DType::F32, true)},
+                                                      {"q6_k", gguf_form(CodeKind::Int8, DType::F32, false, 16)}})
+    expect_codes(*source, name, form);
+}
+
+// A minimum and a scale that are far apart have no offset for codes of 4 bits; permuted rows and experts have codes.
+TEST(GgufTypes, HaveCodesInTheOrderOfTheModel) {
+  const TempDirectory dir;
+  std::mt19937 rng(8);
+  const auto half = [](float x) { return GgufFile::number(from_float<f16>(x)); };
+  const auto bytes = [&](size_t n) {
+    std::string s(n, '\0');
+    for (char& c : s) c = static_cast<char>(rng());
+    return s;
+  };
+  for (const float minimum : {0.5f, 0.0f, 5.4e-7f, -0.0f}) {
+    for (const float scale : {0.25f, -0.25f}) {
+      GgufFile file;
+      file.text("general.architecture", "llama").u("general.alignment", 32);
+      for (const auto& [key, value] : {std::pair{"context_length", 64u},
+                                       {"embedding_length", 256u},
+                                       {"block_count", 1u},
+                                       {"feed_forward_length", 32u},
+                                       {"attention.head_count", 4u},
+                                       {"attention.head_count_kv", 2u},
+                                       {"expert_count", 2u},
+                                       {"expert_used_count", 1u}})
+        file.u(std::string("llama.").append(key), value);
+      std::string q4_k, q4_1, q4_0, q5_1;
+      for (int b = 0; b < 6; ++b) q4_k += half(scale) + half(minimum) + std::string(12, '\x41') + bytes(128);
+      for (int b = 0; b < 32; ++b) q4_1 += half(scale) + half(minimum) + bytes(16);
+      for (int b = 0; b < 64; ++b) q4_0 += half(0.01f * static_cast<float>(b - 20)) + bytes(16);
+      for (int b = 0; b < 128; ++b) q5_1 += half(0.01f * static_cast<float>(b)) + half(-0.3f) + bytes(20);
+      file.tensor("token_embd.weight", {256, 6}, 12, q4_k);
+      file.tensor("blk.0.attn_k.weight", {64, 16}, 3, q4_1);
+      file.tensor("blk.0.attn_q.weight", {64, 32}, 2, q4_0);
+      file.tensor("blk.0.ffn_down_exps.weight", {32, 64, 2}, 7, q5_1);
+      write_file(dir / "m.gguf", file.bytes());
+      const auto source = open_gguf(dir / "m.gguf");
+      // Codes of Int4 make no -0, which a negative scale without a minimum makes.
+      const bool four_bits = minimum != 5.4e-7f && !(minimum == 0 && scale < 0);
+      const CodeKind kind = four_bits ? CodeKind::Int4 : CodeKind::Int8;
+      expect_codes(*source, "model.embed_tokens.weight", gguf_form(kind, DType::F32, true));
+      expect_codes(*source, "model.layers.0.self_attn.k_proj.weight", gguf_form(kind, DType::F16, true));
+      expect_codes(*source, "model.layers.0.self_attn.q_proj.weight", gguf_form(CodeKind::Int4, DType::F16));
+      for (const char* expert : {"0", "1"})
+        expect_codes(*source, fmt::format("model.layers.0.block_sparse_moe.experts.{}.w2.weight", expert),
+                     gguf_form(CodeKind::Int8, DType::F16, true));
+    }
+  }
+}
+
 TEST(GgufTypes, RefuseOthersByName) {
   const auto source = open_source(test_data("gguf/types.gguf"));
   ASSERT_EQ(source->foreign().size(), 1u);

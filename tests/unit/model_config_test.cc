@@ -878,7 +878,7 @@ TEST(ModelConfig, WhatChangesTheComputationIsRefused) {
   for (const char* more :
        {R"("is_causal": false)", R"("use_bidirectional_attention": true)", R"("partial_rotary_factor": 0.5)",
         R"("quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false})",
-        R"("quantization_config": {"quant_method": "awq", "bits": 4})",
+        R"("quantization_config": {"quant_method": "hqq", "bits": 4})",
         R"("quantization_config": {"quant_method": "none", "bits": 4})",
         R"("quantization": {"group_size": 64, "bits": 4})", R"("pretraining_tp": 2)"})
     EXPECT_NE(failure(llama + more + "}", Errc::Unavailable), "accepted") << more;

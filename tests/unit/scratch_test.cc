@@ -97,6 +97,39 @@ TEST_P(ScratchOps, MeterPackedMatrices) {
   }
 }
 
+TEST_P(ScratchOps, MeterMatricesOfCodes) {
+  const OpTable& ops = *GetParam();
+  const i64 shapes[][3] = {{1, 1, 16}, {1, 100, 960}, {7, 33, 384}, {40, 130, 1808}, {300, 1025, 32}, {700, 75, 64}};
+  for (const auto& [M, N, K] : shapes) {
+    for (const DType work : kWorkDTypes) {
+      for (const bool integer : {false, true}) {
+        Tensor a(work, {M, K}), c(work, {M, N});
+        a.fill(1);
+        TensorView b = TensorView::of(nullptr, work, {N, K});
+        b.codes = {.kind = CodeKind::Int8, .integer = integer, .group = static_cast<i32>(K)};
+        std::vector<u8> bytes(static_cast<size_t>(b.bytes()));
+        b.data = bytes.data();
+        for (const int threads : kThreads) {
+          const std::string what = fmt::format("{} {}x{}x{} integer {}", dtype_name(work), M, N, K, integer);
+          b.panels = {};
+          EXPECT_GT(expect_metered(ops, threads, what, [&](const OpTable& t, Stream& s) { t.pack_matrix(b, s); }), 0);
+          b.panels = panels_of(ops, work, b.codes);
+          EXPECT_GT(
+              expect_metered(ops, threads, what,
+                             [&](const OpTable& t, Stream& s) { t.matmul(c, a, b, {}, {}, {}, {.trans_b = true}, s); }),
+              0);
+          TensorView batch = b;
+          batch.rank = 3, batch.shape = {1, N, K};
+          EXPECT_GT(expect_metered(ops, threads, what + " grouped",
+                                   [&](const OpTable& t, Stream& s) { t.grouped_matmul(c, a, batch, {}, true, s); }),
+                    0);
+        }
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 TEST_P(ScratchOps, MeterProductsInFp8) {
   const i64 shapes[][3] = {{0, 128, 128}, {1, 128, 128}, {16, 256, 400}, {40, 128, 384}, {130, 384, 1040}};
   for (const auto& [M, N, K] : shapes) {

@@ -38,19 +38,25 @@ InferHooks hooks_of(const Test& test, i64 vocab) {
     ++given;
     return r;
   };
-  return {.next = next, .ended = [] { return true; }, .done = [](u64, TextResult) {}};
+  return {.next = next,
+          .ended = [] { return true; },
+          .done =
+              [](u64, const TextResult& r) {
+                if (!r.error.empty()) throw Error(Errc::Numeric, r.error);
+              }};
 }
 
 }  // namespace
 
 void InferBench::add_options(CLI::App& app) {
   inference.add_options(app, /*with_sizes=*/false);
+  inference.add_draft(app);
   constexpr i64 kMost = std::numeric_limits<i32>::max();
   const auto list = [&](const char* name, std::vector<i64>& values, const char* text) {
     app.add_option_function<std::vector<std::string>>(
            name,
            [this, &values, name = main_name(name)](const std::vector<std::string>& given) {
-             names_tests |= &values != &parallel;
+             named.insert(&values);
              values.clear();
              for (const std::string& one : given)
                if (const i64 n = parse_integer(name, one, 0, kMost); n > 0) values.push_back(n);
@@ -77,24 +83,30 @@ int InferBench::run(Output& out) {
   }
   if (tests.empty()) throw Error(Errc::Config, "neither --prompt nor --generate names a test");
   Inference wanted = inference;
-  if (!names_tests) {
-    // As much of the default as the model has positions for.
-    const i64 positions = inference.open(ranks).config.model.max_positions;
-    for (Test& test : tests) test.tokens = std::min(test.tokens, positions - 1);
+  if (!named.contains(&prompts) || !named.contains(&generated)) {
+    // As much of a default as the model has positions for.
+    const i64 positions = inference.open(ranks).sizes.context;
+    for (Test& test : tests) {
+      if (!named.contains(test.generates ? &generated : &prompts)) test.tokens = std::min(test.tokens, positions - 1);
+    }
   }
   wanted.batch = *std::ranges::max_element(parallel);
   wanted.context = 2;
   for (const Test& test : tests) wanted.context = std::max(wanted.context, test.tokens + 1);
-  wanted.cached = wanted.context * wanted.batch;
   OpenModel model = wanted.open(ranks);
+  // Each text has room for all of its blocks.
+  model.sizes.cached = 0;
+  model.options.session = model.sizes;
   TrainingRun run(model.config, ranks, model.options);
   ProgressLine progress;
   for (const Test& test : tests) {
     std::vector<double> rates;
+    i64 proposed = 0, accepted = 0;
     SessionSizes sizes = model.sizes;
     sizes.at_once = test.parallel;
     for (i64 i = 0; i <= repetitions; ++i) {
       const InferCounts counts = run.infer(sizes, hooks_of(test, model.config.model.vocab_size));
+      if (i > 0) proposed += counts.proposed, accepted += counts.accepted;
       if (i > 0) rates.push_back(static_cast<double>(test.tokens * test.parallel) / counts.seconds);
       if (progress.is_due()) progress.show(fmt::format("{}  {}/{}", test.name(), i, repetitions));
     }
@@ -103,18 +115,27 @@ int InferBench::run(Output& out) {
     for (const double x : rates) squares += (x - mean) * (x - mean);
     const double deviation = rates.size() > 1 ? std::sqrt(squares / static_cast<double>(rates.size() - 1)) : 0;
     if (ranks.rank > 0) continue;
+    const bool drafts = model.options.draft.has_value();
+    const double share = proposed > 0 ? static_cast<double>(accepted) / static_cast<double>(proposed) : 0;
     if (out.json()) {
-      out.document({{"test", test.name()},
-                    {"tokens", test.tokens},
-                    {"parallel", test.parallel},
-                    {"tokens_per_s", mean},
-                    {"deviation", deviation},
-                    {"rates", rates}},
-                   true);
-    } else {
-      if (&test == &tests.front()) out.print("| {:<16} | {:>18} |\n| {:-<16} | {:->17}: |\n", "test", "t/s", "", "");
-      out.print("| {:<16} | {:>18} |\n", test.name(), fmt::format("{:.2f} ± {:.2f}", mean, deviation));
+      nlohmann::ordered_json line = {{"test", test.name()},  {"tokens", test.tokens},  {"parallel", test.parallel},
+                                     {"tokens_per_s", mean}, {"deviation", deviation}, {"rates", rates}};
+      if (drafts) line.update({{"proposed", proposed}, {"accepted", accepted}, {"accepted_share", share}});
+      out.document(line, true);
+      continue;
     }
+    // A prompt and its only token need no proposals.
+    const auto print = [&](std::string_view name, std::string_view rate, std::string_view accepted_share) {
+      out.print("| {:<16} | {:>18} |", name, rate);
+      if (drafts) out.print(" {:>8} |", accepted_share);
+      out.print("\n");
+    };
+    if (&test == &tests.front()) {
+      print("test", "t/s", "accepted");
+      out.print("| {:-<16} | {:->17}: |{}\n", "", "", drafts ? " -------: |" : "");
+    }
+    print(test.name(), fmt::format("{:.2f} ± {:.2f}", mean, deviation),
+          proposed > 0 ? fmt::format("{:.1f} %", 100 * share) : "");
   }
   return 0;
 }

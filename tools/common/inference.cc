@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 
 namespace ds::tools {
 namespace {
@@ -29,7 +30,16 @@ using Form = WeightsConfig::Form;
 constexpr std::pair<std::string_view, Form> kForms[] = {
     {"stored", Form::Stored}, {"work", Form::Work}, {"int8", Form::Int8}, {"int4", Form::Int4}, {"w8a8", Form::W8A8}};
 
-void check_key(const std::string& set, bool names_dtype, bool names_tokenizer) {
+Form form_of(std::string_view name) {
+  return std::ranges::find(kForms, name, &std::pair<std::string_view, Form>::first)->second;
+}
+
+// Keys of ZeRO that --stream leaves to the user; it sets the others.
+constexpr std::string_view kBesideStream[] = {
+    "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.stage3_tile_size", "zero_optimization.offload_param.pin_memory"};
+
+void check_key(const std::string& set, bool names_dtype, bool names_tokenizer, bool streams) {
   const std::string key = set.substr(0, set.find('='));
   const auto is_in = [&](std::string_view section) {
     return key == section || (key.starts_with(section) && key[section.size()] == '.');
@@ -40,8 +50,49 @@ void check_key(const std::string& set, bool names_dtype, bool names_tokenizer) {
     return;
   }
   if (is_in("model")) refuse("the model is MODEL's");
+  if (streams && is_in("zero_optimization") && std::ranges::find(kBesideStream, key) == std::end(kBesideStream))
+    refuse("--stream sets the keys of ZeRO");
   if (names_dtype && (is_in("bf16") || is_in("fp16"))) refuse("--dtype says it already");
   if (std::ranges::none_of(kOfInference, is_in)) refuse("this key has no effect on inference");
+}
+
+// Throws a mistake; if it speaks, reports the others, and warnings.
+ConfigResult load(const InferenceModel& found, std::span<const std::string> keys, int world_size, bool speaks) {
+  ConfigResult loaded = parse_config(found.config, found.name, keys, world_size, ConfigUse::Generate);
+  std::string error;
+  for (const Diagnostic& d : loaded.diagnostics) {
+    if (d.severity != Severity::Error) {
+      if (speaks) report_new_warning(to_string(d));
+      continue;
+    }
+    if (speaks && !error.empty()) report_error(error);
+    error = to_string(d);
+  }
+  if (!loaded.ok()) throw Error(loaded.code(), error);
+  return loaded;
+}
+
+// A draft, which is whole on each rank. Its tokenizer is its own, unless it is published without one.
+DraftModel load_draft(const std::string& path, std::vector<std::string> keys, const std::string& tokenizer,
+                      const std::string& weights, const SessionSizes& sizes, bool speaks) {
+  const InferenceModel found = find_model(path);
+  if (!tokenizer.empty()) {
+    const Config own = load(found, keys, 1, false).config;
+    if (own.data.tokenizer == "bytes" && found.resume.empty() && !own.published.path.empty())
+      keys.push_back("data.tokenizer=" + quoted(tokenizer));
+  }
+  DraftModel draft{.name = path,
+                   .config = load(found, keys, /*world_size=*/1, speaks).config,
+                   .resume = found.resume,
+                   .weights = found.weights};
+  if (!weights.empty()) draft.config.weights.form = form_of(weights);
+  find_codes(draft.config, draft.weights);
+  if (const i64 positions = draft.config.model.max_positions;
+      speaks && positions < sizes.context && !draft.config.model.any_length())
+    report_warning(
+        fmt::format("--draft: the model has {} positions: it proposes nothing for longer texts (--context {})",
+                    positions, sizes.context));
+  return draft;
 }
 
 }  // namespace
@@ -59,10 +110,15 @@ void Inference::add_options(CLI::App& app, bool with_sizes) {
       ->check(CLI::IsMember({"stored", "work", "int8", "int4", "w8a8"}));
   app.add_option("--group", group, "elements of a row that share a scale, with --weights int8 or int4 (default 32)")
       ->check(CLI::IsMember({32, 128}));
+  app.add_option(
+         "--stream", stream,
+         "keep the weights in a file in DIR, or with \"cpu\" in host memory beside a GPU, and in memory only those "
+         "of a few layers")
+      ->type_name("DIR|cpu");
   app.add_option("--set", set, "set a key of ds-config(5): a.b=value; may be given again")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  constexpr i64 kMostRows = 65536, kMostTokens = std::numeric_limits<i32>::max();
+  constexpr i64 kMostRows = kMostAtOnce, kMostTokens = std::numeric_limits<i32>::max();
   const auto size = [&](const char* name, i64& value, i64 most, const char* text) {
     add_number(app, name, value, 1, most, text)->type_name("N")->group("Sizes");
   };
@@ -78,56 +134,88 @@ void Inference::add_options(CLI::App& app, bool with_sizes) {
        "tokens in the caches of all texts (default: a quarter of --batch times --context)");
 }
 
+void Inference::add_draft(CLI::App& app) {
+  constexpr i64 kMost = 64;
+  app.add_option("--draft", draft, "a small model with the same tokenizer, which proposes tokens for MODEL to verify")
+      ->type_name("MODEL")
+      ->group("Draft");
+  app.add_option("--draft-weights", draft_weights, "as --weights, for the draft")
+      ->check(CLI::IsMember({"stored", "work", "int8", "int4", "w8a8"}))
+      ->group("Draft");
+  add_number(app, "--draft-tokens", draft_tokens, 1, kMost, "tokens that it proposes at a time (default 3)")
+      ->type_name("N")
+      ->group("Draft");
+}
+
 OpenModel Inference::open(const RankInfo& ranks) const {
   if (model.empty()) throw Error(Errc::Config, "MODEL is missing: --help shows the usage");
-  for (const std::string& key : set) check_key(key, !dtype.empty(), !tokenizer.empty());
+  if (draft.empty() && draft_tokens > 0) throw Error(Errc::Config, "--draft-tokens needs --draft, the model");
+  if (draft.empty() && !draft_weights.empty()) throw Error(Errc::Config, "--draft-weights needs --draft, the model");
+  for (const std::string& key : set) check_key(key, !dtype.empty(), !tokenizer.empty(), !stream.empty());
   const InferenceModel found = find_model(model);
-  std::vector<std::string> keys;
-  if (!tokenizer.empty()) keys.push_back("data.tokenizer=" + quoted(tokenizer));
+  std::vector<std::string> dtypes;
   if (!dtype.empty()) {
-    keys.push_back(fmt::format("bf16.enabled={}", dtype == "bf16"));
-    keys.push_back(fmt::format("fp16.enabled={}", dtype == "fp16"));
+    dtypes.push_back(fmt::format("bf16.enabled={}", dtype == "bf16"));
+    dtypes.push_back(fmt::format("fp16.enabled={}", dtype == "fp16"));
+  }
+  std::vector<std::string> keys = dtypes;
+  if (!tokenizer.empty()) keys.push_back("data.tokenizer=" + quoted(tokenizer));
+  if (!stream.empty()) {
+    const std::string section = "zero_optimization.offload_param.";
+    keys.push_back("zero_optimization.stage=3");
+    keys.push_back(section + "buffer_count=0");
+    keys.push_back(fmt::format("{}device={}", section, stream == "cpu" ? "cpu" : "nvme"));
+    if (stream != "cpu") keys.push_back(section + "nvme_path=" + quoted(stream));
   }
   keys.insert(keys.end(), set.begin(), set.end());
-  const ConfigResult loaded = parse_config(found.config, found.name, keys, ranks.world_size, ConfigUse::Generate);
-  std::string error;  // the last is thrown
-  for (const Diagnostic& d : loaded.diagnostics) {
-    if (ranks.rank > 0) break;
-    if (d.severity != Severity::Error) {
-      report_warning(to_string(d));
-      continue;
-    }
-    if (!error.empty()) report_error(error);
-    error = to_string(d);
-  }
-  if (!loaded.ok()) throw Error(loaded.code(), error);
+  const ConfigResult loaded = load(found, keys, ranks.world_size, ranks.rank == 0);
   OpenModel open{.config = loaded.config, .options = {.resume = found.resume, .weights = found.weights}};
-  const auto form = std::ranges::find(kForms, weights, &std::pair<std::string_view, Form>::first);
-  open.config.weights.form = form->second;
-  if (group > 0 && form->second != Form::Int8 && form->second != Form::Int4)
+  const Form form = open.config.weights.form = form_of(weights);
+  if (group > 0 && form != Form::Int8 && form != Form::Int4)
     throw Error(Errc::Config, fmt::format("--group {}: only --weights int8 and int4 have groups", group));
   if (group > 0) open.config.weights.group = group;
+  if (!stream.empty() && open.config.weights.asks_for_codes())
+    throw Error(Errc::Config,
+                fmt::format("--weights {}: --stream keeps matrices in the dtype of the computation", weights));
+  // Codes of files are decoded when they are streamed.
   find_codes(open.config, open.options.weights);
+  const bool integers =
+      std::ranges::any_of(open.config.weights.stored, [](const auto& one) { return one.second.integer; });
+  if (!stream.empty() && integers)
+    throw Error(Errc::Config,
+                "--stream has no products of integers, for which MODEL is made: --weights work decodes "
+                "its matrices");
+  if (!stream.empty()) open.config.weights = {.form = Form::Work};
   open.config.data.train.clear();
   open.options.read_only = true;
-  const i64 positions = loaded.config.model.max_positions;
-  constexpr i64 kContext = 4096, kShare = 4;
+  const bool sparse = loaded.config.sparse_attention.mode != SparseAttentionMode::None;
+  const i64 layout = sparse ? loaded.config.data.seq_length : std::numeric_limits<i64>::max();
+  const i64 positions = std::min(loaded.config.model.max_positions, layout);
+  if (context > layout)
+    throw Error(Errc::Config, fmt::format("--context {} exceeds the {} tokens (data.seq_length) that sparse_attention "
+                                          "has a layout of",
+                                          context, layout));
   if (context > positions && !loaded.config.model.any_length())
     throw Error(Errc::Config, fmt::format("--context {} exceeds the {} positions of the model", context, positions));
   open.sizes = {.at_once = batch, .chunk = chunk, .cached = cached, .codes_cache = cache_dtype == "int8"};
-  open.sizes.context = context > 0 ? context : std::min(positions, kContext);
+  open.sizes.context = context > 0 ? context : std::min(positions, kMostDefaultContext);
   if (cached > 0 && cached < open.sizes.context)
     throw Error(Errc::Config, fmt::format("--cache {} is less than --context, {}", cached, open.sizes.context));
-  // Most texts are much shorter than the context.
-  if (cached == 0) open.sizes.cached = std::max(open.sizes.context, open.sizes.context * batch / kShare);
+  if (cached == 0) open.sizes.cached = default_cached(open.sizes);
+  if (!draft.empty()) {
+    constexpr i64 kDraftTokens = 3;
+    open.sizes.draft_tokens = draft_tokens > 0 ? draft_tokens : kDraftTokens;
+    open.options.draft = load_draft(draft, dtypes, tokenizer, draft_weights, open.sizes, ranks.rank == 0);
+  }
   open.options.session = open.sizes;
   // Everything that may change a bit; of parallelism, the parts into which tensor parallelism cuts sums.
   open.identity =
       fmt::format("{}; bf16 {} fp16 {} fp8 {}; tokenizer {}; tp {}; {}", found.identity, open.config.bf16.enabled,
                   open.config.fp16.enabled, open.config.fp8.enabled, tokenizer, open.config.tensor_parallel.tp_size,
-                  open.config.device == DeviceKind::Cpu ? "cpu" : "cuda");
+                  open.config.device == DeviceKind::Cuda ? "cuda" : kernels_of_cpu());
   if (open.sizes.codes_cache) open.identity += "; caches int8";
-  // Stored codes change no bit.
+  // Other codes of files change no bit.
+  if (integers) open.identity += "; integers";
   if (open.config.weights.asks_for_codes())
     open.identity += fmt::format("; weights {} {}", weights, open.config.weights.group);
   for (const std::string& key : set)

@@ -21,11 +21,15 @@ struct OpenModel {
 };
 
 struct Inference {
-  std::string model, tokenizer, dtype, weights = "stored", cache_dtype = "work";
+  std::string model, tokenizer, dtype, weights = "stored", cache_dtype = "work", stream;
   std::vector<std::string> set;
   i64 group = 0, batch = 64, context = 0, chunk = 512, cached = 0;
+  std::string draft;  // a model; empty: none
+  std::string draft_weights;
+  i64 draft_tokens = 0;  // 0: the default
 
   void add_options(CLI::App& app, bool with_sizes = true);
+  void add_draft(CLI::App& app);
   // Reports mistakes of the configuration. Throws Errc::Config and the errors of find_model().
   OpenModel open(const RankInfo& ranks) const;
 };

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -21,7 +22,11 @@ LineReader::LineReader(std::string path) : name_(std::move(path)), fd_(STDIN_FIL
     return;
   }
   fd_ = ::open(name_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd_ < 0) throw Error(Errc::Io, fmt::format("{}: {}", name_, system_reason(errno)));
+  if (struct stat status = {}; fd_ >= 0 && ::fstat(fd_, &status) == 0 && S_ISDIR(status.st_mode)) {
+    ::close(fd_);
+    throw Error(Errc::Config, fmt::format("{}: is a directory, not a file of lines", name_));
+  }
+  if (fd_ < 0) throw Error(Errc::Config, fmt::format("{}: {}", name_, system_reason(errno)));
 }
 
 LineReader::~LineReader() {

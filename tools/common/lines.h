@@ -13,7 +13,7 @@ class LineReader {
  public:
   static constexpr size_t kMostBytes = size_t{64} << 20;  // of a line
 
-  // "-" is standard input. Throws Errc::Io.
+  // "-" is standard input. Throws Errc::Config for a file that cannot be opened.
   explicit LineReader(std::string path);
   ~LineReader();
   LineReader(const LineReader&) = delete;

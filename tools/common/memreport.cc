@@ -2,6 +2,9 @@
 #include "common/memreport.h"
 
 #include <algorithm>
+#include <limits>
+
+#include "common/copying.h"
 
 namespace ds::tools {
 
@@ -17,7 +20,7 @@ std::vector<std::string> overrides_of(const MemreportOptions& a) {
   number("data.seq_length", a.seq);
   if (a.stage >= 0) set.push_back(fmt::format("zero_optimization.stage={}", a.stage));
   // Two of the three sizes give the third; a size that is not given follows from the others.
-  if (a.batch > 0 || a.micro > 0 || a.accumulation > 0) {
+  if (a.use != "infer" && (a.batch > 0 || a.micro > 0 || a.accumulation > 0)) {
     const auto size = [&](const char* key, i64 value, bool follows) {
       if (value > 0 || follows)
         set.push_back(value > 0 ? fmt::format("{}={}", key, value) : fmt::format("{}=auto", key));
@@ -39,14 +42,53 @@ void refuse_idle(const CLI::App& app, const std::string& what, std::span<const s
   for (const CLI::Option* option : app.get_options()) {
     const std::string name = option->get_name(), group = option->get_group();
     const bool idle = group == "In place of the configuration's" || group == "Times" || group == "What fits" ||
-                      name == "--nodes" || name == "--explain";
+                      group == "With --use infer" || name == "--nodes" || name == "--explain";
     if (option->count() > 0 && idle && std::ranges::find(taken, name) == taken.end())
       throw Error(Errc::Config, fmt::format("{} has no effect with {}", name, what));
   }
 }
 
+void check_plot(const MemreportOptions& a, bool has_bars) {
+  if (!a.memory.empty() && a.plot.empty() && a.use != "infer")
+    throw Error(Errc::Config, "--memory needs --plot or --use infer");
+  if (!a.plot.empty() && !has_bars)
+    throw Error(Errc::Config, "--plot needs a configuration, a model, a checkpoint or a metrics.jsonl");
+}
+
+namespace {
+
+SessionSizes session_sizes_of(const MemreportOptions& a, const Config& config) {
+  constexpr i64 kBatch = 64;
+  SessionSizes sizes{.at_once = a.batch > 0 ? a.batch : kBatch};
+  if (a.chunk > 0) sizes.chunk = a.chunk;
+  const i64 positions = config.model.max_positions;
+  if (a.context > positions && !config.model.any_length())
+    throw Error(Errc::Config, fmt::format("--context {} exceeds the {} positions of the model", a.context, positions));
+  sizes.context = a.context > 0 ? a.context : std::min(positions, kMostDefaultContext);
+  if (a.cached > 0 && a.cached < sizes.context)
+    throw Error(Errc::Config, fmt::format("--cache {} is less than --context, {}", a.cached, sizes.context));
+  sizes.cached = a.cached > 0 ? a.cached : default_cached(sizes);
+  return sizes;
+}
+
+}  // namespace
+
 Config used(const MemreportOptions& a, Config config) {
+  const bool infers = a.use == "infer";
+  if (!infers && (a.context > 0 || a.cached > 0 || a.chunk > 0 || !a.stream.empty()))
+    throw Error(Errc::Config, "--context, --cache, --chunk and --stream are for --use infer");
   if (a.use.empty() || a.use == "train") return config;
+  if (infers) {
+    if (!a.fit.empty() || a.explain || !a.plot.empty() || !a.write.empty())
+      throw Error(Errc::Config, "--use infer: there are no steps, to which --fit, --explain, --plot and --write apply");
+    config.use = ConfigUse::Generate;
+    if (a.stream.empty()) return config;
+    config.zero.stage = 3;
+    config.zero.offload_param = {.device = a.stream == "cpu" ? OffloadDevice::Cpu : OffloadDevice::Nvme,
+                                 .nvme_path = a.stream == "cpu" ? "" : a.stream,
+                                 .buffer_count = 0};
+    return config;
+  }
   const bool of_steps = !a.fit.empty() || a.explain || !a.machine.empty() || !a.gpu.empty() || a.peaks.flops > 0;
   if (of_steps)
     throw Error(Errc::Config, fmt::format("--use {}: there are no steps, to whose time and formulas --fit, --explain, "
@@ -78,7 +120,11 @@ memreport::World world_of(const MemreportOptions& a, int ranks) {
 namespace {
 
 std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks_per_node) {
-  if (!a.machine.empty()) return memreport::Hardware::read(a.machine, a.links);
+  if (!a.machine.empty()) {
+    if (a.peaks.disk > 0)
+      throw Error(Errc::Config, "--disk-rate belongs to --peak and --gpu: give --disk with --machine");
+    return memreport::Hardware::read(a.machine, a.links);
+  }
   memreport::Hardware::Peaks peaks = a.gpu.empty() ? memreport::Hardware::Peaks() : memreport::Hardware::gpu(a.gpu);
   const auto take = [](double& to, double given) { to = given > 0 ? given : to; };
   take(peaks.flops, a.peaks.flops);
@@ -86,11 +132,13 @@ std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks
   take(peaks.link, a.peaks.link);
   take(peaks.network, a.peaks.network);
   take(peaks.host, a.peaks.host);
+  take(peaks.disk, a.peaks.disk);
   if (peaks.flops > 0) {
     if (peaks.memory == 0) report_warning("without --bandwidth ops that only move bytes take no time");
     return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
   }
-  if (!a.links.empty() || !a.disk.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0 || peaks.host > 0)
+  if (!a.links.empty() || !a.disk.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0 ||
+      peaks.host > 0 || peaks.disk > 0)
     throw Error(Errc::Config, "times need --machine, --gpu or --peak");
   return std::nullopt;
 }
@@ -100,6 +148,30 @@ std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks
 std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ranks_per_node) {
   const std::optional<memreport::Hardware> rates = rates_of(a, ranks_per_node);
   return rates && !a.disk.empty() ? rates->with_disk(a.disk) : rates;
+}
+
+int report_inference(const MemreportOptions& a, const Config& config, const memreport::World& world, DeviceKind device,
+                     const std::optional<memreport::Hardware>& hardware, Output& out) {
+  const SessionSizes sizes = session_sizes_of(a, config);
+  memreport::SessionPrediction p = memreport::predict_session(config, world, device, sizes);
+  if (hardware && p.streamed_bytes == 0)
+    throw Error(Errc::Config,
+                fmt::format("--machine, --gpu and --peak have no effect with --use infer: nothing is streamed{}",
+                            a.stream.empty() ? ""
+                                             : ", since no matrix has more elements than "
+                                               "zero_optimization.stage3_param_persistence_threshold"));
+  if (hardware) memreport::predict_hiding(p, config, *hardware);
+  if (!a.memory.empty()) {
+    SessionSizes any = sizes;
+    any.cached = a.cached;
+    p.largest_batch = memreport::largest_batch(config, world, device, any, parse_bytes("--memory", a.memory));
+  }
+  if (out.json()) {
+    out.document(nlohmann::ordered_json::parse(memreport::json(p)));
+  } else {
+    out.write(memreport::text(p));
+  }
+  return 0;
 }
 
 void add_memreport_options(CLI::App& app, MemreportOptions& a) {
@@ -135,7 +207,16 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   word("--dtype", a.dtype, {"fp32", "bf16", "fp16"}, "precision");
   word("--checkpointing", a.checkpointing, {"none", "layer", "selective"}, "activations to recompute");
   word("--device", a.device, {"cpu", "cuda"}, "device of the run (default: the configuration's, else cuda)");
-  word("--use", a.use, {"train", "eval", "generate"}, "use of the model (default train)");
+  word("--use", a.use, {"train", "eval", "generate", "infer"}, "use of the model (default train)");
+  const auto size = [&](const char* name, i64& value, i64 most, const char* what) {
+    add_number(app, name, value, 1, most, what)->type_name("N")->group("With --use infer");
+  };
+  size("--context", a.context, std::numeric_limits<i32>::max(), "most tokens of a text");
+  size("--cache", a.cached, std::numeric_limits<i32>::max(), "tokens in the caches of all texts");
+  size("--chunk", a.chunk, kMostAtOnce, "tokens of a pass");
+  app.add_option("--stream", a.stream, "stream the weights, as ds-infer --stream does")
+      ->type_name("DIR|cpu")
+      ->group("With --use infer");
   app.add_option("--set", a.set, "any key: a.b=VALUE")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false)
@@ -162,6 +243,7 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   rate("--bandwidth", a.peaks.memory, "B/s of a rank's memory");
   rate("--link", a.peaks.link, "B/s that a rank sends inside its node");
   rate("--network", a.peaks.network, "B/s that a rank sends to other nodes");
+  rate("--disk-rate", a.peaks.disk, "B/s of a node's disk");
   rate("--host-link", a.peaks.host, "B/s between a GPU and its host, in each direction");
   file("--links", a.links, "Times", "links measured by ds-commbench --save, instead of --link and --network");
   file("--disk", a.disk, "Times", "disk and updates measured by ds-offload bench --json, for offloading");
@@ -188,9 +270,9 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   app.add_option("--plot", a.plot, "draw the memory of each rank, into an .svg or .html file; \"-\": into the report")
       ->type_name("FILE")
       ->group("Result");
-  app.add_option("--memory", a.memory, "memory of a rank, drawn as a limit, such as 80GiB")
+  app.add_option("--memory", a.memory,
+                 "memory of a rank, such as 80GiB: drawn by --plot; with --use infer, find the largest batch")
       ->type_name("SIZE")
-      ->needs("--plot")
       ->group("Result");
 }
 

@@ -145,28 +145,40 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out,
   if (tokenized != nullptr) print_tokens(*tokenized, out);
 }
 
-void print_session(const Config& config, const RankInfo& ranks, Output& out, const SessionSizes& sizes) {
-  const RunPrediction p = predict_run(config, ranks, sizes);
+void print_session(const Config& config, const RankInfo& ranks, Output& out, const SessionSizes& sizes,
+                   const std::optional<DraftModel>& draft) {
+  const RunPrediction p = predict_run(config, ranks, sizes, draft);
   warn_of_too_much(p, ranks);
+  i64 file_bytes = 0;
+  for (const TagMemory& m : p.files) file_bytes += m.predicted;
   if (out.json()) {
-    out.document({{"num_params", p.num_params},
-                  {"batch", sizes.at_once},
-                  {"context", sizes.context},
-                  {"chunk", sizes.chunk},
-                  {"cache", sizes.cached},
-                  {"memory", memory_json(p.memory)},
-                  {"total_bytes", p.total_bytes},
-                  {"process_bytes", p.process_bytes},
-                  {"available_bytes", p.available_bytes}});
+    nlohmann::ordered_json document = {{"num_params", p.num_params},
+                                       {"batch", sizes.at_once},
+                                       {"context", sizes.context},
+                                       {"chunk", sizes.chunk},
+                                       {"cache", sizes.cached}};
+    if (draft) document.update({{"draft_tokens", sizes.draft_tokens}, {"draft_bytes", p.draft_bytes}});
+    document.update({{"memory", memory_json(p.memory)},
+                     {"total_bytes", p.total_bytes},
+                     {"process_bytes", p.process_bytes},
+                     {"available_bytes", p.available_bytes},
+                     {"streamed_bytes_per_pass", p.streamed_bytes},
+                     {"file_bytes", file_bytes}});
+    out.document(document);
     return;
   }
-  out.print("{} parameters; batch {}, context {}, chunk {}, cache {} tokens\n\nmemory of rank 0\n", p.num_params,
-            sizes.at_once, sizes.context, sizes.chunk, sizes.cached);
+  out.print("{} parameters; batch {}, context {}, chunk {}, cache {} tokens{}\n\nmemory of rank 0\n", p.num_params,
+            sizes.at_once, sizes.context, sizes.chunk, sizes.cached,
+            draft ? fmt::format("; draft {}, {} tokens at a time", draft->name, sizes.draft_tokens) : "");
   for (const TagMemory& m : p.memory)
     out.print("  {:<14} {:>15}{}{}\n", m.tag, bytes_text(m.predicted), m.bound == Bound::Exact ? "" : " ",
               bound_text(m.bound));
   out.print("  {:<14} {:>15}; {} are available ({})\n", "together", bytes_text(p.total_bytes),
             bytes_text(p.available_bytes), p.limited_by);
+  if (draft) out.print("  {:<14} {:>15} of these\n", "draft", bytes_text(p.draft_bytes));
+  if (p.streamed_bytes > 0)
+    out.print("\nweights are streamed: {} in a pass, {}\n", bytes_text(p.streamed_bytes),
+              file_bytes > 0 ? fmt::format("from a file of {}", bytes_text(file_bytes)) : "from host memory");
 }
 
 }  // namespace ds::tools

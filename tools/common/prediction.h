@@ -24,7 +24,8 @@ inline std::string_view place_of_offloaded(const Config& config, std::string_vie
   return served && tag != "params" && tag != "activations" ? "with the server" : "in a file";
 }
 
-// The memory of inference with these sizes, on rank 0: text, or one document.
-void print_session(const Config& config, const RankInfo& ranks, Output& out, const SessionSizes& sizes);
+// The memory of inference with these sizes, on rank 0, and of a draft beside it: text, or one document.
+void print_session(const Config& config, const RankInfo& ranks, Output& out, const SessionSizes& sizes,
+                   const std::optional<DraftModel>& draft);
 
 }  // namespace ds::tools

@@ -72,8 +72,15 @@ void TextJob::done(u64 number, TextResult result) {
   requested_.erase(number);
   Line& line = under_way_.at(place.line);
   new_tokens_ += std::ssize(result.tokens);
+  if (line.parsed.error.empty()) line.parsed.error = result.error;
   line.results[place.index] = std::move(result);
-  if (--line.left == 0) complete(place.line);
+  if (--line.left == 0) {
+    if (!line.parsed.error.empty()) {
+      ++errors_;
+      report_error(fmt::format("{}:{}: {}", reader_.name(), place.line, line.parsed.error));
+    }
+    complete(place.line);
+  }
   if (progress_.is_due()) progress_.show(fmt::format("{} lines  {} tokens", written_, new_tokens_));
 }
 

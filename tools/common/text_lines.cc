@@ -213,9 +213,13 @@ void TextLines::read(TextLine& line, const LineJson& body) const {
   m.number("max_completion_tokens", r.max_tokens, 0, kMost);
   const i64 left = context_ - std::ssize(r.tokens);
   if (r.max_tokens < 0) r.max_tokens = std::min(defaults_.max_tokens, std::max<i64>(left, 1));
-  if (r.max_tokens > left)
-    refuse_line(fmt::format("{} tokens of the prompt and {} new ones exceed the context of {}", r.tokens.size(),
-                            r.max_tokens, context_));
+  if (const i64 over = r.max_tokens - left; over > 0) {
+    const bool may_cut = over < std::ssize(r.tokens);
+    if (!cuts_ || !may_cut)
+      refuse_line(fmt::format("{} tokens of the prompt and {} new ones exceed the context of {}{}", r.tokens.size(),
+                              r.max_tokens, context_, may_cut ? ": --cut leaves out the beginning of the prompt" : ""));
+    r.tokens.erase(r.tokens.begin(), r.tokens.begin() + over);
+  }
   m.number("min_tokens", r.min_tokens, 0, static_cast<double>(r.max_tokens));
   m.number("temperature", r.temperature, 0, 1e6);
   m.number("top_k", r.top_k, -1, kMost);
@@ -225,8 +229,8 @@ void TextLines::read(TextLine& line, const LineJson& body) const {
   m.number("repetition_penalty", r.repetition_penalty, 1e-6, 1e6);
   m.number("presence_penalty", r.presence_penalty, -100, 100);
   m.number("frequency_penalty", r.frequency_penalty, -100, 100);
-  u64 seed = r.seed;  // of 64 bits in OpenAI's format
-  m.number("seed", seed, 0, 0x1p63);
+  u64 seed = r.seed;                                // of 64 bits in OpenAI's format
+  m.number("seed", seed, 0, 0x1.fffffffffffffp62);  // below 2^63
   r.seed = static_cast<u32>(seed) ^ static_cast<u32>(seed >> 32);
   if (const LineJson* const stop = m.find("stop")) r.stop = stop_strings(*stop);
   if (const LineJson* const ids = m.find("stop_token_ids"))

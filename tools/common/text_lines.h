@@ -52,9 +52,10 @@ TextLine parse_text_line(std::string_view text, i64 number, const std::function<
 // Texts to continue.
 class TextLines final : public LineFormat {
  public:
-  // `defaults`: of members that a line does not have. `codec` outlives it.
-  TextLines(const TextCodec& codec, TextRequest defaults, i64 context)
-      : codec_(codec), defaults_(std::move(defaults)), context_(context) {}
+  // `defaults`: of members that a line does not have. `cuts`: a prompt that is too long loses its beginning, instead of
+  // being an error. `codec` outlives it.
+  TextLines(const TextCodec& codec, TextRequest defaults, i64 context, bool cuts)
+      : codec_(codec), defaults_(std::move(defaults)), context_(context), cuts_(cuts) {}
 
   TextLine parse(std::string_view text, i64 number) const override;
   LineJson result(const TextLine& line, const std::vector<TextResult>& results) const override;
@@ -69,6 +70,7 @@ class TextLines final : public LineFormat {
   const TextCodec& codec_;
   TextRequest defaults_;
   i64 context_;
+  bool cuts_;
 };
 
 }  // namespace ds::tools

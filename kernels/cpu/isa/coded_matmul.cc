@@ -3,6 +3,7 @@
 // bits are those of the product with the decoded matrix. For many rows panels are decoded to scratch, once for a tile;
 // for few rows they stream from memory and are decoded in registers.
 
+#include "cpu/isa/coded_tile.h"
 #include "cpu/isa/codes.h"
 #include "cpu/isa/kernels.h"
 #include "cpu/isa/tiled_product.h"
@@ -17,11 +18,11 @@ struct CodedSource {
 namespace {
 
 // Decodes k in [k, k + depth) of a whole panel to words; false, and nothing useful there, if not in vectors.
-template <class Product, class T, Decoding kWay>
+template <class Product, class T, CodeKind kKind>
 bool decode_panel(float* words, const CodedMatrix& m, i64 n, i64 k, i64 depth) noexcept {
   bool all = true;
   each_piece(m, n, k, depth, [&](const CodedPiece& piece) {
-    PieceDecoder<Product, T, kWay> decoder;
+    PieceDecoder<Product, T, kKind> decoder;
     all = all && decoder.take(m.form, piece.scales, piece.offsets);
     if (!all) return;
     const u8* codes = piece.codes;
@@ -40,11 +41,9 @@ bool decode_panel(float* words, const CodedMatrix& m, i64 n, i64 k, i64 depth) n
 
 template <class Product, class T>
 void decode_words(float* words, const CodedMatrix& m, i64 n, i64 k, i64 depth) noexcept {
-  const bool done =
-      is_whole_panel<Product>(m, n) && with_decoding(m.form, [&]<Decoding kWay>(Way<kWay>) {
-        return decode_panel<Product, T, kWay>(words, m, n, k, depth) ||
-               (kWay == Decoding::Int4Alone && decode_panel<Product, T, Decoding::Int4>(words, m, n, k, depth));
-      });
+  const bool done = is_whole_panel<Product>(m, n) && with_kind(m.form.kind, [&]<CodeKind kKind>(Kind<kKind>) {
+                      return decode_panel<Product, T, kKind>(words, m, n, k, depth);
+                    });
   if (!done) decode_one_by_one<Product, T>(words, m, n, k, depth);
 }
 
@@ -123,9 +122,9 @@ template <class Product, class Decoder, int kRows, int kPanels>
 
 // sums[kPanels][kRows][kNR] = or += the product of k in [k, k + depth) with panels from row n on, side by side: the
 // sums of one row alone would wait for each other. False, and no sums, if the panels must be decoded otherwise.
-template <class Product, class T, Decoding kWay, int kRows, int kPanels>
+template <class Product, class T, CodeKind kKind, int kRows, int kPanels>
 bool multiply_coded(float* sums, const float* a, const CodedMatrix& m, i64 n, i64 k, i64 depth, bool first) noexcept {
-  using Decoder = PieceDecoder<Product, T, kWay>;
+  using Decoder = PieceDecoder<Product, T, kKind>;
   const i64 next = kNR * m.form.row_bytes(m.K);
   RowSums<kRows> sum[kPanels];
 #pragma GCC unroll 2
@@ -136,12 +135,14 @@ bool multiply_coded(float* sums, const float* a, const CodedMatrix& m, i64 n, i6
   bool all = true;
   each_piece(m, n, k, depth, [&](const CodedPiece& piece) {
     Decoder decoder[kPanels];
+#pragma GCC unroll 2
     for (int p = 0; p < kPanels; ++p)
       all = all && decoder[p].take(m.form, piece.scales + p * next, piece.offsets + p * next);
     if (!all) return;
     const i64 words = piece.depth / Product::kDepth;
     add_piece<Product, Decoder, kRows, kPanels>(sum, a, decoder, piece.codes, next, words);
     a += words * kRows;
+#pragma GCC unroll 2
     for (int p = 0; p < kPanels; ++p) all = all && decoder[p].valid();
   });
   if (!all) return false;
@@ -161,102 +162,137 @@ bool multiply_coded(float* sums, const float* a, const CodedMatrix& m, i64 n, i6
 template <class Product>
 struct FewRowsRoom {
   static constexpr i64 kMostPanels = 2;
-  i64 a, sums, panel, width;  // floats; columns of a tile
-  FewRowsRoom(i64 M, i64 N, i64 K, i64 threads) noexcept {
-    const i64 rows = with_few_rows<kFewCodedRows>(M, [](auto n) -> i64 { return n; });
-    a = round_up(ceil_div(K, Product::kDepth) * rows, kLanes) + kLanes;
-    sums = kMostPanels * rows * kNR;
-    panel = TileRoom<Product>::kPitchB;
-    width = std::clamp(round_up(ceil_div(N, 4 * threads), kMostPanels * kNR), kMostPanels * kNR, 16 * kNR);
-  }
+  i64 a, sums, panel;  // floats
+  FewRowsRoom(i64 rows, i64 K) noexcept
+      : a(round_up(ceil_div(K, Product::kDepth) * rows, kLanes) + kLanes),
+        sums(kMostPanels * rows * kNR),
+        panel(TileRoom<Product>::kPitchB) {}
   size_t bytes() const noexcept { return static_cast<size_t>(a + sums + panel) * sizeof(float); }
 };
 
-// Columns [begin, end) of all rows.
-template <class Product, class T, Decoding kWay, int kRows>
+// A tile of at most kRows rows.
+template <class Product, class T, CodeKind kKind, int kRows>
 class FewRows {
  public:
-  FewRows(const Source<T>& a, const CodedMatrix& m, const Epilogue& e, FinishFn done, const FewRowsRoom<Product>& room,
-          float* scratch) noexcept
-      : m_(m), e_(e), done_(done), a_(scratch), sums_(scratch + room.a), panel_(sums_ + room.sums) {
-    pack<Product>(a_, kRows, a, 0, e.c.dim(0), 0, m.K);
+  FewRows(const Source<T>& a, const CodedMatrix& b, Range m, const Epilogue& e, FinishFn done, float* scratch) noexcept
+      : b_(b), m_(m), e_(e), done_(done), a_(scratch) {
+    const FewRowsRoom<Product> room(kRows, b.K);
+    sums_ = a_ + room.a, panel_ = sums_ + room.sums;
+    pack<Product>(a_, kRows, a, m.begin, m.size(), 0, b.K);
   }
-  void multiply(i64 begin, i64 end) noexcept {
+  void multiply(Range columns) noexcept {
     constexpr int kPanels = kRows <= 2 ? FewRowsRoom<Product>::kMostPanels : 1;
-    i64 n = begin;
-    for (; n + kPanels * kNR <= end && is_whole_panel<Product>(m_, n); n += kPanels * kNR) multiply_at<kPanels>(n);
-    for (; n < end; n += kNR) multiply_at<1>(n);
+    constexpr i64 kStep = kPanels * kNR;
+    i64 n = columns.begin;
+    for (; n + kStep <= columns.end && is_whole_panel<Product>(b_, n + kStep - kNR); n += kStep)
+      multiply_at<kPanels>(n);
+    for (; n < columns.end; n += kNR) multiply_at<1>(n);
   }
 
  private:
   template <int kPanels>
   void multiply_at(i64 n) noexcept {
-    InnerBlocks<Product>{m_.K}.each([&](i64 k, i64 depth, bool first, bool) {
+    InnerBlocks<Product>{b_.K}.each([&](i64 k, i64 depth, bool first, bool) {
       const float* const a = a_ + k / Product::kDepth * kRows;
-      const bool whole = is_whole_panel<Product>(m_, n);
-      if (whole && multiply_coded<Product, T, kWay, kRows, kPanels>(sums_, a, m_, n, k, depth, first)) return;
-      if constexpr (kWay == Decoding::Int4Alone) {
-        if (whole && multiply_coded<Product, T, Decoding::Int4, kRows, kPanels>(sums_, a, m_, n, k, depth, first))
-          return;
-      }
+      if (is_whole_panel<Product>(b_, n) &&
+          multiply_coded<Product, T, kKind, kRows, kPanels>(sums_, a, b_, n, k, depth, first))
+        return;
       for (int p = 0; p < kPanels; ++p) {
-        decode_one_by_one<Product, T>(panel_, m_, n + p * kNR, k, depth);
+        decode_one_by_one<Product, T>(panel_, b_, n + p * kNR, k, depth);
         micro_kernels<Product>[kRows - 1](depth / Product::kDepth, a, panel_, sums_ + p * kRows * kNR, first);
       }
     });
     for (int p = 0; p < kPanels; ++p) {
       const i64 at = n + p * kNR;
-      done_(e_, sums_ + p * kRows * kNR, kNR, 0, at, e_.c.dim(0), std::min(kNR, m_.N - at));
+      done_(e_, sums_ + p * kRows * kNR, kNR, m_.begin, at, m_.size(), std::min(kNR, b_.N - at));
     }
   }
 
-  const CodedMatrix& m_;
+  const CodedMatrix& b_;
+  Range m_;
   const Epilogue& e_;
   FinishFn done_;
-  float *a_, *sums_, *panel_;
+  float *a_, *sums_ = nullptr, *panel_ = nullptr;
 };
 
-template <class Product, class T>
-void multiply_few_rows(const Source<T>& a, const CodedMatrix& m, i64 M, const Epilogue& e, FinishFn done,
-                       ThreadPool& pool) noexcept {
-  const FewRowsRoom<Product> room(M, m.N, m.K, pool.num_threads());
-  pool.parallel_for(ceil_div(m.N, room.width), [&](i64 tile, int worker) {
-    const i64 begin = tile * room.width, end = std::min(begin + room.width, m.N);
-    with_few_rows<kFewCodedRows>(M, [&]<int kRows>(std::integral_constant<int, kRows>) {
-      with_decoding(m.form, [&]<Decoding kWay>(Way<kWay>) {
-        FewRows<Product, T, kWay, kRows>(a, m, e, done, room, static_cast<float*>(pool.scratch(worker)))
-            .multiply(begin, end);
-      });
+template <class T>
+void multiply_tile_of(const Source<T>& a, const CodedMatrix& b, Range m, Range n, const Epilogue& e, FinishFn done,
+                      float* scratch) noexcept {
+  using Product = typename ProductOf<T>::type;
+  if (m.size() > kFewCodedRows)
+    return multiply_tile<Product>(a, CodedSource<T>{b}, InnerBlocks<Product>{b.K}, m, n, e, done, scratch);
+  with_few_rows<kFewCodedRows>(m.size(), [&]<int kRows>(std::integral_constant<int, kRows>) {
+    with_kind(b.form.kind, [&]<CodeKind kKind>(Kind<kKind>) {
+      FewRows<Product, T, kKind, kRows>(a, b, m, e, done, scratch).multiply(n);
     });
   });
 }
 
-Cut coded_cut(DType work, i64 M, i64 N, i64 K, i64 threads) noexcept {
-  if (M > kFewCodedRows) return tiles_of(work, M, N, K, threads);
-  Cut cut{{1, 1}, 0};
-  with_work_type(work, [&]<class T>(T) {
-    cut.scratch_bytes = FewRowsRoom<typename ProductOf<T>::type>(M, N, K, threads).bytes();
-  });
-  return cut;
-}
+// The tiles of a product. Those for few rows or sums of integers are long pieces of B, as many as keep the threads
+// busy.
+struct CodedTiles {
+  i64 M, N;
+  i64 unit = kNR;  // of columns
+  Grid grid{};
+
+  CodedTiles(const CodedForm& form, i64 rows, i64 columns, i64 threads) noexcept : M(rows), N(columns) {
+    constexpr i64 kIntegerRows = 96, kWidest = 32 * kNR;
+    if (M > kFewCodedRows && !form.integer) {
+      grid = choose_grid(M, N, threads, true);
+      return;
+    }
+    unit = 2 * kNR;  // panels that are multiplied side by side
+    grid.m = ceil_div(M, kIntegerRows);
+    grid.n = std::max(ceil_div(N, kWidest), std::min(ceil_div(4 * threads, grid.m), ceil_div(N, unit)));
+  }
+  i64 count() const noexcept { return grid.m * grid.n; }
+  Range rows_of(i64 tile) const noexcept { return part_of(M, kMR, tile % grid.m, grid.m); }
+  Range columns_of(i64 tile) const noexcept { return part_of(N, unit, tile / grid.m, grid.n); }
+  size_t scratch_bytes(DType work, const CodedForm& form, i64 K) const noexcept {
+    const auto most = [](i64 n, i64 panel, i64 tiles) {
+      return std::min(n, ceil_div(ceil_div(n, panel), tiles) * panel);
+    };
+    return coded_tile_bytes(work, form, most(M, kMR, grid.m), most(N, unit, grid.n), K);
+  }
+};
 
 }  // namespace
 
-void multiply_by_codes(const Epilogue& e, TensorView a, TensorView b, ThreadPool& pool) noexcept {
-  const i64 M = e.c.dim(0), N = e.c.dim(1), K = a.dim(1);
-  const FinishFn done = finish_for(e.c.dtype, a.dtype);
-  const Cut cut = coded_cut(a.dtype, M, N, K, pool.num_threads());
-  pool.reserve_scratch(cut.scratch_bytes);
+void multiply_coded_tile(const TensorView& a, const CodedMatrix& b, Range m, Range n, const Epilogue& e, FinishFn done,
+                         void* scratch) noexcept {
   with_work_type(a.dtype, [&]<class T>(T) {
-    using Product = typename ProductOf<T>::type;
     const Source<T> rows{a.as<T>(), a.stride[0], true};
-    if (M <= kFewCodedRows) return multiply_few_rows<Product>(rows, CodedMatrix(b), M, e, done, pool);
-    multiply_tiles<Product>(rows, CodedSource<T>{CodedMatrix(b)}, M, K, N, cut.grid, e, done, pool);
+    if (b.form.integer) return multiply_integer_tile(rows, b, m, n, e, done, scratch);
+    multiply_tile_of(rows, b, m, n, e, done, static_cast<float*>(scratch));
   });
 }
 
-size_t multiply_by_codes_scratch(DType work, i64 M, i64 N, i64 K, int threads) noexcept {
-  return coded_cut(work, M, N, K, threads).scratch_bytes;
+size_t coded_tile_bytes(DType work, const CodedForm& form, i64 rows, i64 columns, i64 K) noexcept {
+  if (form.integer) return integer_tile_bytes(rows, K);
+  size_t bytes = 0;
+  with_work_type(work, [&]<class T>(T) {
+    using Product = typename ProductOf<T>::type;
+    const i64 few = with_few_rows<kFewCodedRows>(std::min(rows, kFewCodedRows), [](auto n) -> i64 { return n; });
+    bytes = FewRowsRoom<Product>(few, K).bytes();
+    if (rows <= kFewCodedRows) return;
+    const bool held = InnerBlocks<Product>{K}.several();
+    bytes = std::max(bytes, TileRoom<Product>(ceil_div(rows, kMR), ceil_div(columns, kNR), held).bytes());
+  });
+  return bytes;
+}
+
+void multiply_by_codes(const Epilogue& e, TensorView a, TensorView b, ThreadPool& pool) noexcept {
+  const i64 M = e.c.dim(0), N = e.c.dim(1);
+  const FinishFn done = finish_for(e.c.dtype, a.dtype);
+  const CodedTiles tiles(b.codes, M, N, pool.num_threads());
+  pool.reserve_scratch(tiles.scratch_bytes(a.dtype, b.codes, b.dim(1)));
+  pool.parallel_for(tiles.count(), [&](i64 tile, int worker) {
+    multiply_coded_tile(a, CodedMatrix(b), tiles.rows_of(tile), tiles.columns_of(tile), e, done, pool.scratch(worker));
+  });
+}
+
+size_t multiply_by_codes_scratch(DType work, i64 M, const TensorView& b, int threads) noexcept {
+  return CodedTiles(b.codes, M, b.dim(0), threads).scratch_bytes(work, b.codes, b.dim(1));
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

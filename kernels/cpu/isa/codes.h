@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Elements of matrices of codes (ds/kernels/codes.h): any, one by one, and those of whole panels in vectors.
+// Elements of matrices of codes (ds/kernels/codes.h): decoded one by one anywhere, and in vectors in whole panels.
 
 #include <algorithm>
 #include <bit>
@@ -33,19 +33,18 @@ class CodedRow {
     scale_ = CodedForm::scale_at(form_.scales, m.data + at.scale);
     if (form_.offsets) offset_ = CodedForm::scale_at(DType::F32, m.data + at.offset);
   }
-  float scale() const noexcept { return scale_; }
-  // Element i of the group: its code alone, and decoded.
+  float operator[](i64 i) const noexcept {
+    return form_.offsets ? std::fma(code(i), scale_, offset_) : code(i) * scale_;
+  }
+
+ private:
   float code(i64 i) const noexcept {
     const i64 step = i >> log_depth_, inner = i - (step << log_depth_);
     const bool half = form_.kind == CodeKind::Int4;
     return form_.value(codes_[(((half ? step >> 1 : step) * width_) << log_depth_) + inner],
                        half && (step & 1) != 0 ? 4 : 0);
   }
-  float operator[](i64 i) const noexcept {
-    return form_.offsets ? std::fma(code(i), scale_, offset_) : code(i) * scale_;
-  }
 
- private:
   const CodedForm form_;
   const u8* codes_;
   int log_depth_;
@@ -79,18 +78,17 @@ template <class Product, class T>
   }
 }
 
-// How numbers are made of codes in vectors. Int4Alone: without offsets, with 16-bit scales.
-enum class Decoding : u8 { Int8, Int4, Int4Alone, E4M3 };
-template <Decoding kWay>
-using Way = std::integral_constant<Decoding, kWay>;
+// Calls f with the kind as a constant.
+template <CodeKind kKind>
+using Kind = std::integral_constant<CodeKind, kKind>;
 template <class F>
-auto with_decoding(const CodedForm& form, F&& f) noexcept {
-  if (form.kind == CodeKind::Int8) return f(Way<Decoding::Int8>{});
-  if (form.kind == CodeKind::E4M3) return f(Way<Decoding::E4M3>{});
-  return form.offsets || form.scales == DType::F32 ? f(Way<Decoding::Int4>{}) : f(Way<Decoding::Int4Alone>{});
+auto with_kind(CodeKind kind, F&& f) noexcept {
+  if (kind == CodeKind::Int4) return f(Kind<CodeKind::Int4>{});
+  if (kind == CodeKind::E4M3) return f(Kind<CodeKind::E4M3>{});
+  return f(Kind<CodeKind::Int8>{});
 }
 
-// Bytes for kLanes lanes. placed_bytes: in bits 8 to 15 of a lane, the others being 0.
+// Integer lanes. of_int4: the numbers of 4-bit codes in the low bits of lanes; other bits are ignored.
 #if defined(__AVX512F__)
 using Ints = __m512i;
 inline Ints all_ints(u32 x) noexcept { return _mm512_set1_epi32(static_cast<int>(x)); }
@@ -98,21 +96,16 @@ inline Ints load_ints(const u8* p) noexcept { return _mm512_loadu_si512(p); }
 inline Ints signed_bytes(const u8* p) noexcept {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline Ints placed_bytes(const u8* p) noexcept {
-  const __m512i from =
-      _mm512_set_epi32(0x80800F80, 0x80800E80, 0x80800D80, 0x80800C80, 0x80800B80, 0x80800A80, 0x80800980, 0x80800880,
-                       0x80800780, 0x80800680, 0x80800580, 0x80800480, 0x80800380, 0x80800280, 0x80800180, 0x80800080);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), from);
-}
-// (x & mask) | set
-inline Vec with_bits(Ints x, u32 mask, u32 set) noexcept {
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(x, all_ints(mask), all_ints(set), 0xEA))};
+inline Ints plain_bytes(const u8* p) noexcept {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline Vec to_numbers(Ints x) noexcept { return {_mm512_cvtepi32_ps(x)}; }
-template <int kBits>
-Ints shifted(Ints x) noexcept {
-  return _mm512_slli_epi32(x, kBits);
+inline Vec as_numbers(Ints bits) noexcept { return {_mm512_castsi512_ps(bits)}; }
+inline Vec of_int4(Ints x) noexcept {
+  return {_mm512_permutexvar_ps(x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7))};
 }
+inline Ints up(Ints x, int bits) noexcept { return _mm512_slli_epi32(x, static_cast<unsigned>(bits)); }
+inline Ints down(Ints x, int bits) noexcept { return _mm512_srli_epi32(x, static_cast<unsigned>(bits)); }
 inline Ints max_bytes(Ints x, Ints y) noexcept { return _mm512_max_epu8(x, y); }
 inline Ints both(Ints x, Ints y) noexcept { return _mm512_and_si512(x, y); }
 inline bool any_byte(Ints x, u8 value) noexcept {
@@ -126,7 +119,6 @@ inline bool all_within(Vec x, float least, float most) noexcept {
                         _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_EQ_OQ));
   return in == 0xFFFF;
 }
-inline bool all_positive(Vec x) noexcept { return less(zero(), x).m == 0xFFFF; }
 #else
 using Ints = __m256i;
 inline Ints all_ints(u32 x) noexcept { return _mm256_set1_epi32(static_cast<int>(x)); }
@@ -134,17 +126,16 @@ inline Ints load_ints(const u8* p) noexcept { return _mm256_loadu_si256(reinterp
 inline Ints signed_bytes(const u8* p) noexcept {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
-inline Ints placed_bytes(const u8* p) noexcept {
-  return _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8);
-}
-inline Vec with_bits(Ints x, u32 mask, u32 set) noexcept {
-  return {_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(x, all_ints(mask)), all_ints(set)))};
+inline Ints plain_bytes(const u8* p) noexcept {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 inline Vec to_numbers(Ints x) noexcept { return {_mm256_cvtepi32_ps(x)}; }
-template <int kBits>
-Ints shifted(Ints x) noexcept {
-  return _mm256_slli_epi32(x, kBits);
+inline Vec as_numbers(Ints bits) noexcept { return {_mm256_castsi256_ps(bits)}; }
+inline Vec of_int4(Ints x) noexcept {
+  return to_numbers(_mm256_sub_epi32(_mm256_and_si256(x, all_ints(15)), all_ints(8)));
 }
+inline Ints up(Ints x, int bits) noexcept { return _mm256_slli_epi32(x, bits); }
+inline Ints down(Ints x, int bits) noexcept { return _mm256_srli_epi32(x, bits); }
 inline Ints max_bytes(Ints x, Ints y) noexcept { return _mm256_max_epu8(x, y); }
 inline Ints both(Ints x, Ints y) noexcept { return _mm256_and_si256(x, y); }
 inline bool any_byte(Ints x, u8 value) noexcept {
@@ -157,10 +148,9 @@ inline bool all_within(Vec x, float least, float most) noexcept {
                                                _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_EQ_OQ)));
   return _mm256_movemask_ps(in) == 0xFF;
 }
-inline bool all_positive(Vec x) noexcept { return _mm256_movemask_ps(less(zero(), x).m) == 0xFF; }
 #endif
 
-// fp32 lanes, rounded to T. bf16 without a case for NaN of any kind: decoded numbers have only quiet ones.
+// fp32 lanes, rounded to T; not for NaN.
 template <class T>
 Vec rounded(Vec x) noexcept {
   if constexpr (std::is_same_v<T, float>) {
@@ -183,13 +173,13 @@ Vec rounded(Vec x) noexcept {
   }
 }
 
-// The part of a group that a block of k has, in a panel of kNR rows: [k, k + depth), from element `begin` of the group.
+// A part of a group, in a panel of kNR rows.
 struct CodedPiece {
-  const u8 *scales, *offsets, *codes;  // codes: of element k
-  i64 k, depth;
+  const u8 *scales, *offsets, *codes;  // codes: those of its first element
+  i64 depth;                           // elements of a row
 };
 
-// Calls f(piece) for the groups of [k, k + depth) in the panel from row n on.
+// Calls f(piece) for each group in [k, k + depth) of the panel from row n on.
 template <class F>
 [[gnu::always_inline]] inline void each_piece(const CodedMatrix& m, i64 n, i64 k, i64 depth, F&& f) noexcept {
   const i64 group = m.form.group, group_bytes = m.form.group_bytes() * kNR, scale = dtype_bytes(m.form.scales) * kNR;
@@ -198,76 +188,62 @@ template <class F>
   for (const i64 end = k + depth; k < end; at += group_bytes, begin = 0) {
     const i64 size = std::min(group - begin, end - k);
     const u8* const codes = at + scale + (m.form.offsets ? 4 * kNR : 0);
-    f(CodedPiece{at, at + scale, codes + begin * kNR / (m.form.kind == CodeKind::Int4 ? 2 : 1), k, size});
+    f(CodedPiece{at, at + scale, codes + begin * kNR / (m.form.kind == CodeKind::Int4 ? 2 : 1), size});
     k += size;
   }
 }
 
 // Decodes a piece of a panel, in vectors, to words of Product, each a number of T or a pair of them.
-template <class Product, class T, Decoding kWay>
+template <class Product, class T, CodeKind kKind>
 class PieceDecoder {
  public:
   static constexpr i64 D = Product::kDepth;
-  static constexpr int kVectors = 2 * D;  // fp32, of one word of all rows
-  static constexpr bool kFour = kWay == Decoding::Int4 || kWay == Decoding::Int4Alone;
-  static constexpr i64 kBytes = kNR * D * (kFour ? 1 : 2);  // of two words
+  static constexpr int kVectors = 2 * D;                                      // fp32, of one word of all rows
+  static constexpr i64 kBytes = kNR * D * (kKind == CodeKind::Int4 ? 1 : 2);  // of two words
 
-  // False if these vectors might round otherwise than from_float does, or make another zero.
+  // False if an element could be subnormal, which some conversions flush to zero, or a scale is not finite.
   bool take(const CodedForm& form, const u8* scales, const u8* offsets) noexcept {
-    // From here on elements are 0 or normal, and what is added to a number, or multiplied by it, is finite and exact.
-    constexpr float kLeast = 0x1p-90f, kMost = kWay == Decoding::Int8 ? 0x1.FFFFFEp127f : 0x1p7f;
+    constexpr float kLeast = 0x1p-90f, kMost = 0x1.FFFFFEp127f, kMostOfE4M3 = 0x1p7f;
     bool fits = true;
     Vec scale[2], offset[2];
+#pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       scale[v] = scales_at(form.scales, scales, v);
-      fits = fits && all_within(scale[v], kLeast, kMost) && (kWay != Decoding::Int4Alone || all_positive(scale[v]));
-      offset[v] = broadcast(-0.0f);  // what is added to it stays, with its sign
+      fits = fits && all_within(scale[v], kLeast, kKind == CodeKind::E4M3 ? kMostOfE4M3 : kMost);
+      offset[v] = broadcast(-0.0f);  // leaves the sign of a zero
       if (!form.offsets) continue;
       offset[v] = load(reinterpret_cast<const float*>(offsets) + v * kLanes);
-      fits = fits && all_within(offset[v], kLeast, 0x1.FFFFFEp127f);
+      fits = fits && all_within(offset[v], kLeast, kMost);
     }
-    if (!fits) return false;
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      scale_[v] = spread(scale, v);
-      for (int w = 0; w < 2; ++w) {
-        offset_[w][v] = kWay == Decoding::Int4Alone ? scale_[v] * broadcast(-kEight[w]) : spread(offset, v);
-      }
-      if constexpr (kWay == Decoding::E4M3) scale_[v] = scale_[v] * broadcast(0x1p120f);
+      scale_[v] = spread(scale, v), offset_[v] = spread(offset, v);
+      if constexpr (kKind == CodeKind::E4M3) scale_[v] = scale_[v] * broadcast(kPowerOfE4M3);
     }
-    return true;
+    return fits;
   }
 
   // words[w][v]: vector v of word w, of two words that begin at p.
   [[gnu::always_inline]] void decode(const u8* p, Vec (&words)[2][2]) noexcept {
     Vec x[2][kVectors];
-    if constexpr (kFour) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const Ints bytes = placed_bytes(p + v * kLanes);
-        x[0][v] = with_bits(bytes, 0x0F00, 0x47000000), x[1][v] = with_bits(bytes, 0xF000, 0x45000000);
-        if constexpr (kWay == Decoding::Int4Alone) continue;
-        x[0][v] = x[0][v] - broadcast(kEight[0]), x[1][v] = x[1][v] - broadcast(kEight[1]);
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kKind == CodeKind::Int4) {
+        const Ints bytes = plain_bytes(p + v * kLanes);
+        x[0][v] = of_int4(bytes), x[1][v] = of_int4(down(bytes, 4));
+      } else {
+        x[0][v] = of_byte(signed_bytes(p + v * kLanes));
+        x[1][v] = of_byte(signed_bytes(p + (kVectors + v) * kLanes));
       }
-    } else {
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * kVectors; ++v) {
-        const Ints code = signed_bytes(p + v * kLanes);
-        Vec& to = x[v / kVectors][v % kVectors];
-        if constexpr (kWay == Decoding::Int8) {
-          to = to_numbers(code);
-        } else {
-          to = with_bits(shifted<20>(code), 0x87F00000, 0);  // the number divided by 2^120
-        }
-      }
-      if constexpr (kWay == Decoding::E4M3) {
-        for (i64 i = 0; i < kBytes; i += i64{sizeof(Ints)})
-          largest_ = max_bytes(largest_, both(load_ints(p + i), all_ints(0x7F7F7F7F)));
-      }
+    }
+    if constexpr (kKind == CodeKind::E4M3) {
+      for (i64 i = 0; i < kBytes; i += i64{sizeof(Ints)})
+        largest_ = max_bytes(largest_, both(load_ints(p + i), all_ints(0x7F7F7F7F)));
     }
 #pragma GCC unroll 2
     for (int w = 0; w < 2; ++w) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) x[w][v] = fma(x[w][v], scale_[v], offset_[w][v]);
+      for (int v = 0; v < kVectors; ++v) x[w][v] = fma(x[w][v], scale_[v], offset_[v]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         if constexpr (D == 2) {
@@ -279,14 +255,17 @@ class PieceDecoder {
     }
   }
 
-  // Whether all that was decoded were numbers: codes of NaN were not seen as such.
-  bool valid() const noexcept { return kWay != Decoding::E4M3 || !any_byte(largest_, 0x7F); }
+  // False if there were codes of NaN, which decode() takes for numbers.
+  bool valid() const noexcept { return kKind != CodeKind::E4M3 || !any_byte(largest_, 0x7F); }
 
  private:
-  // Codes of 4 bits as the last bits of 2^15 and 2^11, for the low and the high half of a byte; 8 would be 0. Products
-  // of these numbers with 16-bit scales are exact.
-  static constexpr float kEight[2] = {0x1p15f + 8, 0x1p11f + 8};
+  // The bits of an E4M3 code, read as an fp32 number, are its value divided by this.
+  static constexpr float kPowerOfE4M3 = 0x1p120f;
 
+  static Vec of_byte(Ints code) noexcept {
+    if constexpr (kKind == CodeKind::Int8) return to_numbers(code);
+    return as_numbers(both(up(code, 20), all_ints(0x87F00000)));
+  }
   static Vec scales_at(DType t, const u8* p, i64 v) noexcept {
     Vec x{};
     with_work_type(t, [&]<class S>(S) { x = load(reinterpret_cast<const S*>(p) + v * kLanes); });
@@ -303,7 +282,7 @@ class PieceDecoder {
     return of_rows[v];
   }
 
-  Vec scale_[kVectors], offset_[2][kVectors];
+  Vec scale_[kVectors], offset_[kVectors];
   Ints largest_ = all_ints(0);
 };
 

@@ -6,6 +6,8 @@
 #include <array>
 #include <utility>
 
+#include "cpu/isa/coded_tile.h"
+#include "cpu/isa/codes.h"
 #include "cpu/isa/kernels.h"
 #include "cpu/isa/packed_tile.h"
 #include "cpu/isa/streamed_tile.h"
@@ -62,11 +64,16 @@ struct Pieces {
   i32* first_;
 };
 
-Cut columns_of(i64 N, bool trans_b) noexcept { return {N, trans_b ? kMR : kNR, kTileColumns}; }
+// Rows of b that are copied as they are have no panels; those of codes do.
+Cut columns_of(i64 N, const TensorView& b, bool trans_b) noexcept {
+  return {N, trans_b && !b.codes ? kMR : kNR, kTileColumns};
+}
 
-size_t product_bytes(const TensorView& c, const TensorView& a, const TensorView& offsets, bool trans_b) noexcept {
-  const i64 rows = std::min(c.dim(0), kTileRows), panels = columns_of(c.dim(1), trans_b).panels();
+size_t product_bytes(const TensorView& c, const TensorView& a, const TensorView& b, const TensorView& offsets,
+                     bool trans_b) noexcept {
+  const i64 rows = std::min(c.dim(0), kTileRows), panels = columns_of(c.dim(1), b, trans_b).panels();
   size_t bytes = Pieces::bytes(Groups(offsets, c.dim(0)).count);
+  if (b.codes) return bytes + coded_tile_bytes(a.dtype, b.codes, rows, panels * kNR, a.dim(1));
   with_work_type(a.dtype, [&]<class T>(T) {
     const bool held = InnerBlocks<typename ProductOf<T>::type>{a.dim(1)}.several();
     bytes += (trans_b ? StreamRoom::along(rows, panels, held) : StreamRoom::across(rows, panels, held)).bytes();
@@ -172,6 +179,12 @@ void multiply_block(const Source<T>& a, const Source<T>& b, Range inner, Range m
 }
 
 TensorView matrix_of(const TensorView& batch, i64 e) noexcept {
+  if (batch.codes) {
+    const i64 N = batch.dim(1), K = batch.dim(2);
+    TensorView m = TensorView::of(batch.as<u8>() + e * N * batch.codes.row_bytes(K), batch.dtype, {N, K});
+    m.codes = batch.codes, m.panels = batch.panels;
+    return m;
+  }
   TensorView m = TensorView::of(batch.as<char>() + e * batch.stride[0] * dtype_bytes(batch.dtype), batch.dtype,
                                 {batch.dim(1), batch.dim(2)});
   m.stride[0] = batch.stride[1];
@@ -186,8 +199,8 @@ void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView offsets
   if (c.dim(0) == 0 || N == 0) return;
   ThreadPool& pool = *stream.pool;
   const Groups groups(offsets, c.dim(0));
-  const Pieces pieces(groups, pool.reserve_scratch(product_bytes(c, a, offsets, trans_b)));
-  const Cut columns = columns_of(N, trans_b);
+  const Pieces pieces(groups, pool.reserve_scratch(product_bytes(c, a, b, offsets, trans_b)));
+  const Cut columns = columns_of(N, b, trans_b);
   const Epilogue e{c, {}, {}, {}};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   with_work_type(a.dtype, [&]<class T>(T) {
@@ -199,7 +212,9 @@ void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView offsets
       const Source<T> sb{matrix.as<T>(), matrix.stride[0], trans_b};
       float* const scratch = static_cast<float*>(pool.scratch(worker)) + Pieces::bytes(groups.count) / sizeof(float);
       const Range m = pieces.rows_of(piece), n = columns[tile % columns.tiles];
-      if (trans_b) {
+      if (b.codes) {
+        multiply_coded_tile(a, CodedMatrix(matrix), m, n, e, done, scratch);
+      } else if (trans_b) {
         multiply_along<Product>(sa, sb, a.dim(1), m, n, e, done, scratch);
       } else {
         multiply_across<Product>(sa, sb, a.dim(1), m, n, e, done, scratch);
@@ -242,9 +257,9 @@ void grouped_matmul_grad(TensorView c, TensorView a, TensorView b, TensorView of
   });
 }
 
-void grouped_matmul_scratch(TensorView c, TensorView a, TensorView, TensorView offsets, bool trans_b,
+void grouped_matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView offsets, bool trans_b,
                             Stream& stream) noexcept {
-  if (c.dim(0) > 0 && c.dim(1) > 0) note_scratch(stream, product_bytes(c, a, offsets, trans_b));
+  if (c.dim(0) > 0 && c.dim(1) > 0) note_scratch(stream, product_bytes(c, a, b, offsets, trans_b));
 }
 void grouped_matmul_grad_scratch(TensorView c, TensorView a, TensorView b, TensorView, bool, Stream& stream) noexcept {
   if (c.numel() > 0) note_scratch(stream, GradCut(a, b).bytes(a.dtype));

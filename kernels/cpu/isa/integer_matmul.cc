@@ -9,9 +9,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu/isa/coded_tile.h"
 #include "cpu/isa/codes.h"
-#include "cpu/isa/kernels.h"
-#include "cpu/isa/tiling.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
@@ -29,10 +28,15 @@ struct Quads {
   using Ints = __m512i;
   static Ints load_b(const u8* p, int v) noexcept { return _mm512_loadu_si512(p + v * 64); }
   static Ints all(Word a) noexcept { return _mm512_set1_epi32(static_cast<int>(a)); }
-  static Ints add(Ints sum, Ints a, Ints b) noexcept { return _mm512_dpbusd_epi32(sum, a, b); }
+  // Of the intrinsic GCC 12 makes a copy of every sum, in memory.
+  static Ints add(Ints sum, Ints a, Ints b) noexcept {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+  }
   // The codes of B themselves.
   static Ints count(Ints sum, Ints b) noexcept { return add(sum, _mm512_set1_epi8(1), b); }
   static void finish(Ints (&to)[2], const Ints (&sum)[2], const Ints (&of_b)[2]) noexcept {
+#pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) to[v] = _mm512_sub_epi32(sum[v], _mm512_slli_epi32(of_b[v], 7));
   }
   // Words of kLanes codes.
@@ -48,7 +52,7 @@ struct Quads {
   using Word = u64;
   static constexpr int kVectors = 4;
 #if defined(__AVX512F__)
-  static constexpr int kMostRows = 6;
+  static constexpr int kMostRows = 5;
   using Ints = __m512i;
   static Ints load_b(const u8* p, int v) noexcept {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + v * 32)));
@@ -59,6 +63,7 @@ struct Quads {
   static void finish(Ints (&to)[2], const Ints (&sum)[4], const Ints (&)[4]) noexcept {
     const Ints even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
                odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+#pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       const Ints x = sum[2 * v], y = sum[2 * v + 1];
       to[v] = _mm512_add_epi32(_mm512_permutex2var_epi32(x, even, y), _mm512_permutex2var_epi32(x, odd, y));
@@ -78,6 +83,7 @@ struct Quads {
   static Ints add(Ints sum, Ints a, Ints b) noexcept { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
   static Ints count(Ints sum, Ints) noexcept { return sum; }
   static void finish(Ints (&to)[2], const Ints (&sum)[4], const Ints (&)[4]) noexcept {
+#pragma GCC unroll 2
     for (int v = 0; v < 2; ++v)
       to[v] = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sum[2 * v], sum[2 * v + 1]), _MM_SHUFFLE(3, 1, 2, 0));
   }
@@ -122,7 +128,12 @@ void integer_kernel(i64 quads, const Word* a, const u8* b, const float* of_rows,
                     float* sums) noexcept {
   using Ints = Quads::Ints;
   constexpr int kVectors = Quads::kVectors;
-  Ints sum[kRows][kVectors] = {}, codes[kVectors] = {};
+  Ints sum[kRows][kVectors], codes[kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = codes[v] = Quads::Ints{};
+  }
   for (i64 q = 0; q < quads; ++q, a += kRows, b += kQuad * kNR) {
     for (i64 line = 0; line < kQuad * kNR; line += 64)
       _mm_prefetch(reinterpret_cast<const char*>(b + kAheadOfQuads + line), _MM_HINT_T0);
@@ -143,7 +154,8 @@ void integer_kernel(i64 quads, const Word* a, const u8* b, const float* of_rows,
   for (int r = 0; r < kRows; ++r, sums += kNR) {
     Ints whole[2];
     Quads::finish(whole, sum[r], codes);
-    for (int v = 0; v < 2; ++v) store(sums + v * kLanes, Quads::number(whole[v]) * (broadcast(of_rows[r]) * of_b[v]));
+    store(sums, Quads::number(whole[0]) * (broadcast(of_rows[r]) * of_b[0]));
+    store(sums + kLanes, Quads::number(whole[1]) * (broadcast(of_rows[r]) * of_b[1]));
   }
 }
 
@@ -152,22 +164,16 @@ constexpr auto kIntegerKernels = []<size_t... r>(std::index_sequence<r...>) {
 }
 (std::make_index_sequence<kMostRows>{});
 
-// A tile, and a worker's scratch for it: the codes and scales of its rows, in groups of kMostRows; a panel of B that
-// was not one before; sums.
-struct IntegerCut {
-  static constexpr i64 kTileRows = 96, kTileColumns = 32 * kNR;
-  i64 m, n;                        // tiles
+// A worker's scratch for a tile: the codes and scales of its rows, in groups of kMostRows; a panel of B that was not
+// one before; sums.
+struct IntegerRoom {
   i64 codes, scales, panel, sums;  // bytes
 
-  IntegerCut(i64 M, const TensorView& b, i64 threads) noexcept {
-    const i64 N = b.dim(0), K = b.dim(1), rows = std::min(M, kTileRows);
-    m = ceil_div(M, kTileRows);
-    n = std::clamp(ceil_div(4 * threads, m), ceil_div(N, kTileColumns), ceil_div(N, kNR));
-    codes = round_up(round_up(rows, kMostRows) * K / kQuad * i64{sizeof(Word)}, 64);
-    scales = round_up(rows * i64{sizeof(float)}, 64);
-    panel = kNR * K;
-    sums = kMostRows * kNR * i64{sizeof(float)};
-  }
+  IntegerRoom(i64 rows, i64 K) noexcept
+      : codes(round_up(round_up(rows, kMostRows) * K / kQuad * i64{sizeof(Word)}, 64)),
+        scales(round_up(rows * i64{sizeof(float)}, 64)),
+        panel(kNR * K),
+        sums(kMostRows * kNR * i64{sizeof(float)}) {}
   size_t bytes() const noexcept { return static_cast<size_t>(codes + scales + panel + sums); }
 };
 
@@ -190,13 +196,18 @@ void load_scales(Vec (&to)[2], const CodedMatrix& m, i64 n) noexcept {
   for (int v = 0; v < 2; ++v) to[v] = load(scales + v * kLanes);
 }
 
+}  // namespace
+
+size_t integer_tile_bytes(i64 rows, i64 K) noexcept { return IntegerRoom(rows, K).bytes(); }
+
 template <class T>
-void multiply_tile_of_integers(const Source<T>& a, const CodedMatrix& b, Range m, Range n, const IntegerCut& cut,
-                               const Epilogue& e, FinishFn done, char* scratch) noexcept {
-  Word* const codes = reinterpret_cast<Word*>(scratch);
-  float* const scales = reinterpret_cast<float*>(scratch + cut.codes);
-  u8* const panel = reinterpret_cast<u8*>(scales) + cut.scales;
-  float* const sums = reinterpret_cast<float*>(panel + cut.panel);
+void multiply_integer_tile(const Source<T>& a, const CodedMatrix& b, Range m, Range n, const Epilogue& e, FinishFn done,
+                           void* scratch) noexcept {
+  const IntegerRoom room(m.size(), b.K);
+  Word* const codes = static_cast<Word*>(scratch);
+  float* const scales = reinterpret_cast<float*>(static_cast<char*>(scratch) + room.codes);
+  u8* const panel = reinterpret_cast<u8*>(scales) + room.scales;
+  float* const sums = reinterpret_cast<float*>(panel + room.panel);
   const i64 quads = b.K / kQuad;
   const auto rows_from = [&](i64 row) { return std::min<i64>(kMostRows, m.end - row); };
   for (i64 row = m.begin; row < m.end; ++row) {
@@ -215,25 +226,11 @@ void multiply_tile_of_integers(const Source<T>& a, const CodedMatrix& b, Range m
   }
 }
 
-}  // namespace
-
-void multiply_integers(const Epilogue& e, TensorView a, TensorView b, ThreadPool& pool) noexcept {
-  const i64 M = e.c.dim(0), N = e.c.dim(1);
-  const FinishFn done = finish_for(e.c.dtype, a.dtype);
-  const IntegerCut cut(M, b, pool.num_threads());
-  pool.reserve_scratch(cut.bytes());
-  with_work_type(a.dtype, [&]<class T>(T) {
-    const Source<T> rows{a.as<T>(), a.stride[0], true};
-    pool.parallel_for(cut.m * cut.n, [&](i64 tile, int worker) {
-      multiply_tile_of_integers(rows, CodedMatrix(b), part_of(M, IntegerCut::kTileRows, tile / cut.n, cut.m),
-                                part_of(N, kNR, tile % cut.n, cut.n), cut, e, done,
-                                static_cast<char*>(pool.scratch(worker)));
-    });
-  });
-}
-
-size_t multiply_integers_scratch(TensorView b, i64 M, int threads) noexcept {
-  return IntegerCut(M, b, threads).bytes();
-}
+template void multiply_integer_tile(const Source<float>&, const CodedMatrix&, Range, Range, const Epilogue&, FinishFn,
+                                    void*) noexcept;
+template void multiply_integer_tile(const Source<bf16>&, const CodedMatrix&, Range, Range, const Epilogue&, FinishFn,
+                                    void*) noexcept;
+template void multiply_integer_tile(const Source<f16>&, const CodedMatrix&, Range, Range, const Epilogue&, FinishFn,
+                                    void*) noexcept;
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -11,11 +11,9 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 #include "op_functions.inc"
 void pack_matrix(TensorView m, Stream&) noexcept;
 
-// The parts of matmul for b of codes: of its product with the decoded matrix, and of integers.
+// matmul for b of codes, and its scratch.
 void multiply_by_codes(const Epilogue& e, TensorView a, TensorView b, ThreadPool&) noexcept;
-size_t multiply_by_codes_scratch(DType work, i64 M, i64 N, i64 K, int threads) noexcept;
-void multiply_integers(const Epilogue& e, TensorView a, TensorView b, ThreadPool&) noexcept;
-size_t multiply_integers_scratch(TensorView b, i64 M, int threads) noexcept;
+size_t multiply_by_codes_scratch(DType work, i64 M, const TensorView& b, int threads) noexcept;
 
 // The parts of matmul and linear_cross_entropy that an engine with its own products shares.
 FinishFn finish_for(DType c, DType work) noexcept;

@@ -188,7 +188,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   if (M == 0 || N == 0) return;
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   ThreadPool& pool = *stream.pool;
-  if (b.codes) return b.codes.integer ? multiply_integers(e, a, b, pool) : multiply_by_codes(e, a, b, pool);
+  if (b.codes) return multiply_by_codes(e, a, b, pool);
   const FinishFn done = finish_for(c.dtype, a.dtype);
   const Cut cut = cut_of(a.dtype, M, N, K, b, p, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
@@ -227,9 +227,8 @@ void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView, Tensor
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
   const int threads = metered_threads(stream);
-  if (!b.codes) return note_scratch(stream, cut_of(a.dtype, M, N, K, b, p, threads).scratch_bytes);
-  note_scratch(stream, b.codes.integer ? multiply_integers_scratch(b, M, threads)
-                                       : multiply_by_codes_scratch(a.dtype, M, N, K, threads));
+  if (b.codes) return note_scratch(stream, multiply_by_codes_scratch(a.dtype, M, b, threads));
+  note_scratch(stream, cut_of(a.dtype, M, N, K, b, p, threads).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -195,7 +195,7 @@ struct OffloadOptimizerConfig {  // master weights and optimizer states
 struct OffloadParamConfig {  // this rank's slices of the parameters
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};  // Nvme: a directory
-  i64 buffer_count = 5;     // Nvme: slices in memory, beside the one that is gathered
+  i64 buffer_count = 5;     // Nvme: slices in memory, beside the gathered one; 0: streamed (Generate)
   bool pin_memory = false;  // on GPUs: page-lock the host memory
 };
 

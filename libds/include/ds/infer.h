@@ -34,6 +34,18 @@ DS_API InferenceModel find_model(const std::string& path);
 // keep them so: on CPUs. `weights`: InferenceModel::weights. Throws the errors of the files.
 DS_API void find_codes(Config& config, const std::string& weights);
 
+// A small model that proposes tokens, of which the model verifies several in one pass (RunOptions::draft,
+// SessionSizes::draft_tokens). No result depends on it, only speed. It has the tokenizer of the model, and is whole on
+// each rank. For CPUs.
+struct DraftModel {
+  std::string name;                 // for messages
+  Config config;                    // of one rank; its device and threads are those of the run
+  std::string resume{}, weights{};  // as InferenceModel has them
+};
+
+// The kernels of this CPU, such as "cpu.avx512" (ds(7), DS_ISA): others may compute other bits.
+DS_API std::string kernels_of_cpu();
+
 // 16 hexadecimal digits: XXH3-64.
 DS_API std::string text_digest(std::string_view text);
 
@@ -72,6 +84,7 @@ struct TextResult {
   std::vector<i32> tokens{};  // new ones, without an end token; with all of a stop string
   End end = End::Length;
   std::vector<TokenScore> scores{}, prompt_scores{};  // of new tokens and of scored ones, if they are asked for
+  std::string error{};                                // why the text could not be finished; empty: it was
 };
 
 struct InferHooks {
@@ -87,6 +100,8 @@ struct InferCounts {
   i64 texts = 0, passes = 0, tokens = 0;  // tokens: that layers have processed
   i64 reused = 0;                         // tokens whose keys and values another text had computed
   i64 put_off = 0;                        // texts that were computed again, since the caches were full
+  // Tokens that a draft proposed, but for those after the end of their text; and those of them that stood.
+  i64 proposed = 0, accepted = 0;
   i64 new_tokens = 0;
   double seconds = 0;  // in passes and between them, without the memory that is taken first
   int stop_signal = 0;

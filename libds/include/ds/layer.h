@@ -81,6 +81,7 @@ struct ParamRow {
   bool tiles = false;  // products read it in blocks of its rows if the layout has tiles (Layer::products)
   // Only products and look-ups read this matrix [out, in], and they take views with panels (ds/kernels/tensor.h): a run
   // that does not train packs it. Rows of linear maps are so; a layer that reads them otherwise must reset this.
+  // Batches of matrices are so as well; they are packed only if they are kept as codes.
   bool packs = false;
   bool fp8 = false;  // a matrix of products in FP8, of whole blocks of 128 x 128: gathers may send its codes
   i64 room = 0;      // elements of the largest slice, so that all ranks of the group have the same layout

@@ -15,6 +15,7 @@
 
 #include "ds/config.h"
 #include "ds/mesh.h"
+#include "ds/session_sizes.h"
 #include "ds/train.h"
 
 namespace ds::memreport {
@@ -160,6 +161,7 @@ class DS_API Hardware {
     double memory = 0;             // B/s of a rank; 0: bytes take no time
     double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: unknown
     double host = 0;               // B/s of a GPU each way, to and from its host; 0: unknown
+    double disk = 0;               // B/s of a node's disk; 0: unknown
   };
   // The data sheet's values for one GPU of gpus(): dense 16-bit products, NVLink, PCI Express, and the network that its
   // maker combines with it. Throws Errc::Config for other names.
@@ -196,6 +198,40 @@ class DS_API Hardware {
 DS_API StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware);
 DS_API std::string text(const StepTime& time);
 DS_API std::string json(const StepTime& time);
+
+// A run of ds-infer(1), as its --check predicts it for a machine that it runs on.
+struct SessionPrediction {
+  World world;
+  MeshShape mesh;
+  std::string device, dtype;  // "cpu", "cuda"; of the computation
+  SessionSizes sizes;
+  i64 num_params = 0;  // of the whole model
+  int rank = 0;        // the rank of the rest, which needs most
+  std::vector<TagBytes> memory{};
+  i64 cache_bytes = 0;   // keys and values, a part of "activations"
+  i64 device_bytes = 0;  // of all tags, except "host" on GPUs
+  i64 process_bytes = 0, host_bytes = 0;
+  // Of streamed weights: the file of a rank, and the bytes that it reads in a pass.
+  i64 file_bytes = 0, streamed_bytes = 0;
+  double flops_per_token = 0;  // of this rank in a pass, for a token at the end of a context
+  // Set by predict_hiding(): seconds in which a rank reads its weights once, beside the other ranks of its node; FLOP/s
+  // of large products; and the tokens of a pass from which computing takes as long: read_s * matmul_flops /
+  // flops_per_token.
+  double read_s = 0, matmul_flops = 0;
+  i64 tokens_to_hide = 0;
+  i64 largest_batch = -1;  // that of largest_batch(), if it is set
+};
+// `config`: of ConfigUse::Generate. Throws like predict().
+DS_API SessionPrediction predict_session(const Config& config, const World& world, DeviceKind device,
+                                         const SessionSizes& sizes);
+// Nothing happens if no weights are streamed. Throws Errc::Config if a rate is unknown.
+DS_API void predict_hiding(SessionPrediction& prediction, const Config& config, const Hardware& hardware);
+// The largest SessionSizes::at_once with which a rank needs at most so many bytes; 0: there is none. cached 0: as many
+// tokens as default_cached() says.
+DS_API i64 largest_batch(const Config& config, const World& world, DeviceKind device, const SessionSizes& sizes,
+                         i64 memory);
+DS_API std::string text(const SessionPrediction& prediction);
+DS_API std::string json(const SessionPrediction& prediction);
 
 // The data that an arrangement offloads, beside what the source offloads already: nothing; masters and optimizer
 // states, to files; these and slices of parameters, to files; for GPUs, masters and optimizer states to host memory;

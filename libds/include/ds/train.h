@@ -7,14 +7,13 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ds/config.h"
 #include "ds/document_survey.h"
 #include "ds/infer.h"
-#include "ds/prompts.h"
 #include "ds/ranks.h"
 #include "ds/step_record.h"
 #include "ds/units.h"
@@ -40,19 +39,19 @@ struct SamplingOptions {
   double temperature = 0.8;  // 0: the most likely token
   i64 top_k = 0;             // 0: no limit
   u32 seed = 0;
-  i64 at_once = 64;  // maximum number of prompts processed at a time
 };
 
-// Tokenized prompts, and how to continue them.
-struct EncodedPrompts {
-  std::vector<std::vector<i32>> ids = {};
+// A tokenized prompt, and how to continue it.
+struct EncodedPrompt {
+  std::vector<i32> ids = {};
   SamplingOptions sampling = {};
 };
-// Tokenizes prompts. Throws Errc::Unavailable for a model that cannot generate. Invalid prompts are Errc::Config
-// (empty, too long) or Errc::Mismatch (a token outside the model's vocabulary), with a line for each of the first ones.
-DS_API EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o);
-// The sizes of a session that continues them.
-DS_API SessionSizes session_sizes(const EncodedPrompts& prompts);
+// Tokenizes a prompt, after the beginning-of-text token if the tokenizer adds one. Throws Errc::Unavailable for a model
+// that cannot generate, Errc::Config for a prompt that is empty or too long, and Errc::Mismatch for a token outside the
+// model's vocabulary.
+DS_API EncodedPrompt encode_prompt(const Config& config, std::string_view text, const SamplingOptions& o);
+// The sizes of a session that continues it.
+DS_API SessionSizes session_sizes(const EncodedPrompt& prompt);
 
 // The needs of a run, known before it starts.
 struct RunPrediction {
@@ -63,9 +62,11 @@ struct RunPrediction {
   double bubble_fraction = 0;
   std::vector<TagMemory> memory;  // of this rank, without the process itself
   i64 total_bytes = 0;            // of this rank
+  i64 draft_bytes = 0;            // of these, for the draft of an inference
   // Memory of a CPU process beside total_bytes: constantly, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<TagMemory> files;           // of this rank: data offloaded to NVMe
+  i64 streamed_bytes = 0;                 // that this rank reads in a pass over streamed weights (ds-infer --stream)
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
   // Average over the run, if steps differ; comm_bytes is then that of the last step. Both assume that no step is
   // skipped.
@@ -81,9 +82,10 @@ struct RunPrediction {
   std::string limited_by;   // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws the errors of a run whose model or batch cannot be built. Reads no file except the model's configuration.
-// `session`: includes the memory of inference.
+// `session`: includes the memory of inference, `draft`: of a draft beside it, whose tokenizer is read and compared.
 DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks,
-                                 const std::optional<SessionSizes>& session = {});
+                                 const std::optional<SessionSizes>& session = {},
+                                 const std::optional<DraftModel>& draft = {});
 
 // The pipeline plan for people: the layers and ranks of each stage, and the timeline of the schedule. Text has `width`
 // columns (at least 40) and ANSI escapes if `colour`; the picture is a self-contained SVG.
@@ -104,6 +106,9 @@ struct RunOptions {
   std::string config = {};  // the configuration's own file, which reports must not overwrite; empty: none
   bool read_only = false;   // for evaluation and generation: out_dir is only read, and there must be weights
   std::optional<SessionSizes> session = {};  // of inference, for the memory check
+  // For infer(), beside `session`. Throws Errc::Config for another tokenizer than the model's, Errc::Unavailable on a
+  // GPU.
+  std::optional<DraftModel> draft = {};
 };
 
 // Throws Errc::Config, naming `option`, if a report written to `file` would replace a file of this run: an input named
@@ -142,9 +147,9 @@ struct RunDocuments {
 
 struct GenerateHooks {  // called on every rank
   // Each new token with the text that it adds, in bytes that may end inside a UTF-8 character.
-  std::function<void(size_t prompt, i32 id, std::string_view text)> token;
-  // The end of a prompt's completion, with the text that was still held back.
-  std::function<void(size_t prompt, std::string_view text)> ended;
+  std::function<void(i32 id, std::string_view text)> token;
+  // The end of the completion, with the text that was still held back.
+  std::function<void(std::string_view text)> ended;
 };
 
 // Owns everything of one rank's run. All member functions are collective over the job. An error on one rank aborts the
@@ -169,10 +174,10 @@ class DS_API TrainingRun {
   // Returns the mean loss over the validation data (eval.batches batches). Throws Errc::Config if there is no
   // validation data, Errc::Numeric if the loss is not finite.
   double evaluate();
-  // Continues prompts. The completion of each prompt does not depend on the other prompts.
-  void generate(const EncodedPrompts& prompts, const GenerateHooks& hooks);
+  // Continues a prompt, token by token.
+  void generate(const EncodedPrompt& prompt, const GenerateHooks& hooks);
   // Continues and scores texts until hooks.next has no more. Each result depends only on its request. Requests must be
-  // valid. Throws Errc::Numeric if logits are not finite.
+  // valid. sizes.draft_tokens needs RunOptions::draft. Throws Errc::Numeric if logits are not finite.
   InferCounts infer(const SessionSizes& sizes, const InferHooks& hooks);
 
   i64 step() const noexcept;

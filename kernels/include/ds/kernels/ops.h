@@ -545,7 +545,8 @@ struct OpTable {
   // matrices may be strided in both dims.
   //   grouped_matmul       c[i] = a[i] op(b[g % E]) for each row i of group g; c [M,N], a [M,K] strided rows; b [E,K,N], or
   //                        trans_b [E,N,K]; one work dtype, c also fp32. Rows of no group stay. The bits of a row of c depend
-  //                        on that row of a and its matrix alone: neither on M nor on the rows beside it.
+  //                        on that row of a and its matrix alone: neither on M nor on the rows beside it. With trans_b each
+  //                        matrix of b may be of codes, as in matmul: one after the other, strides unused.
   //   grouped_matmul_grad  c[e] = (accumulate ? c[e] : 0) + sum over groups g with g % E = e of a_g^T b_g, where a_g [rows,N]
   //                        and b_g [rows,K] are the rows of group g; c [E,N,K] fp32 or work dtype, a [M,N], b [M,K]
   //                        strided rows. Sums in fp32 in an order fixed by the offsets, rounded once. No rows: 0, or

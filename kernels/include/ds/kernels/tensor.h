@@ -17,7 +17,8 @@ struct TensorView {
   DType dtype = DType::F32;
   // Of a matrix that ops must take in this form: their contracts say which do. Strides are those of rows.
   Panels panels{};
-  CodedForm codes{};  // likewise; of a matrix [N,K]. `dtype` is that of the decoded elements.
+  // Likewise; of a matrix [N,K], or of a batch of them one after the other. `dtype` is that of the decoded elements.
+  CodedForm codes{};
   int rank = 0;
   std::array<i64, kMaxRank> shape{};
   std::array<i64, kMaxRank> stride{};
@@ -44,7 +45,7 @@ struct TensorView {
     for (int d = 0; d < rank; ++d) n *= dim(d);
     return n;
   }
-  i64 bytes() const noexcept { return codes ? dim(0) * codes.row_bytes(dim(1)) : numel() * dtype_bytes(dtype); }
+  i64 bytes() const noexcept { return codes ? code_bytes(numel()) : numel() * dtype_bytes(dtype); }
   bool contiguous() const noexcept {
     i64 step = 1;
     for (int d = rank - 1; d >= 0; --d) {
@@ -68,10 +69,14 @@ struct TensorView {
   // Elements [begin, begin + count) of dim 0; of whole panels.
   TensorView rows(i64 begin, i64 count) const noexcept {
     TensorView v = *this;
-    v.data = static_cast<char*>(data) + begin * (codes ? codes.row_bytes(dim(1)) : stride[0] * dtype_bytes(dtype));
+    v.data = static_cast<char*>(data) + begin * (codes ? code_bytes(stride[0]) : stride[0] * dtype_bytes(dtype));
     v.shape[0] = count;
     return v;
   }
+
+ private:
+  // Of whole rows of so many elements together.
+  i64 code_bytes(i64 elems) const noexcept { return elems / dim(rank - 1) * codes.row_bytes(dim(rank - 1)); }
 };
 
 }  // namespace ds
