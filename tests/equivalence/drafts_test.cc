@@ -222,8 +222,12 @@ TEST(Drafts, MayProposeTokensThatTheModelCannotCompute) {
 
 // A draft that finds no room in its caches, or whose logits are not finite, proposes less, and that is all.
 TEST(Drafts, MayHaveNeitherRoomNorFiniteLogits) {
+  // Windows always have room, so more texts are under way than the caches of the draft hold.
+  ModelConfig windows = workload_model();
+  windows.sliding_window = 20;
+  windows.sliding_layers.assign(static_cast<size_t>(windows.layers), true);
   for (const bool finite : {true, false}) {
-    with_engines(generating(workload_model(), {}, DType::F32, 400), 1, [&](engine::Engine& engine) {
+    with_engines(generating(windows, {}, DType::F32, 400), 1, [&](engine::Engine& engine) {
       Draft draft(other_model(), DType::F32, 9, engine.device());
       if (!finite) {
         draft.engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
@@ -232,13 +236,14 @@ TEST(Drafts, MayHaveNeitherRoomNorFiniteLogits) {
             if ((begin + i) / draft.engine.model().hidden > 40) out[i] = std::numeric_limits<float>::quiet_NaN();
         });
       }
+      std::mt19937 random(7);
       std::vector<infer::Request> requests;
-      for (i32 i = 0; i < 14; ++i)
-        requests.push_back({.tokens = std::vector<i32>(static_cast<size_t>(1 + 17 * i % 90), 1 + i),
-                            .max_tokens = 3 + 29 * i % 80,
+      for (i32 i = 0; i < 60; ++i)
+        requests.push_back({.tokens = std::vector<i32>(1 + random() % 100, 1 + i % 60),
+                            .max_tokens = 1 + static_cast<i64>(random() % 95),
                             .sampling = {.temperature = 0.9, .seed = 3}});
-      for (const i64 cached : {0, 200, 260}) {
-        const SessionSizes sizes{.at_once = 8, .context = 200, .chunk = 20, .cached = cached, .draft_tokens = 4};
+      for (const i64 cached : {0, 200, 260, 400}) {
+        const SessionSizes sizes{.at_once = 10, .context = 200, .chunk = 60, .cached = cached, .draft_tokens = 4};
         TokenCollector alone, proposed;
         Session plain(engine.stage(), {.at_once = 1, .context = 200});
         Drafter drafter(draft.engine.stage(), sizes, 61);
