@@ -274,7 +274,7 @@ class JoinedSource final : public TensorSource {
   void close() const override { source_->close(); }
   std::vector<std::string> verify(const Tick& tick) const override { return source_->verify(tick); }
 
-  // Of a batch, the form that all its parts have, if they consist of rows of the batch.
+  // The form of a batch is that which all its parts have, if they consist of rows of the batch.
   CodedForm codes_of(std::string_view name) const override {
     const Rearranged& t = rearranged_[index_of(name)];
     CodedForm form;

@@ -88,7 +88,7 @@ class Session {
   // One pass, if there is something to do here or on a rank that has other experts; false: there is not. Throws
   // what the listener throws.
   bool step(Listener& listener);
-  // Of a request that `follows`: its text is this from now on, which begins like the text of the last call, and so many
+  // Replaces the text of a request that `follows` by this one, which begins like the text of the last call, and so many
   // tokens are drawn after it; together at most the prompt and max_tokens. Keys of equal tokens are kept.
   void follow(Id id, std::span<const i32> text, i64 new_tokens);
   bool idle() const noexcept { return waiting_.empty() && under_way_.empty(); }

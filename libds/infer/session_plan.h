@@ -34,7 +34,7 @@ struct SessionPlan {
   std::vector<CacheSpace> spaces{};
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
   i64 table_bytes = 0, cache_bytes = 0;  // of all spaces: where blocks are, and the blocks
-  // Of rows of the token embedding that are looked up alone (plan::RunPlan::looked_up): as elements of a row; and bytes
+  // Rows of the token embedding that are looked up alone (plan::RunPlan::looked_up): as elements of a row; and bytes
   // of the rows of a pass, followed by their ids.
   i64 looked_up = 0, looked_up_bytes = 0;
   model::PassMemory pass{};

@@ -69,7 +69,7 @@ SessionPrediction predict_session(const Config& config, const World& world, Devi
   p.host_bytes = device == DeviceKind::Cpu ? 0 : bytes[static_cast<size_t>(Tag::Host)];
   p.cache_bytes = infer::plan_session(whole.model, plan, sizes).cache_bytes;
   p.streamed_bytes = plan.streamed_bytes();
-  // Of three products of training one is the forward pass; each token of a context sees all of it at most.
+  // One of three products of training is the forward pass; each token of a context sees all of it at most.
   p.flops_per_token = whole.model.flops_per_token(sizes.context) / 3 / (plan.mesh.tp * plan.mesh.pp);
   return p;
 }

@@ -196,6 +196,9 @@ void load_weights(engine::Engine& engine, const std::string& path) {
 
 std::map<std::string, CodedForm> codes_of_weights(const model::Model& model, const std::string& path) {
   std::map<std::string, CodedForm> codes;
+  const std::unique_ptr<TensorSource> source = open_weights(path);
+  const auto is_coded = [&](const TensorInfo& t) { return static_cast<bool>(source->codes_of(t.name)); };
+  if (std::ranges::none_of(source->list(), is_coded)) return codes;  // tied tensors need not be compared, either
   const Match found = match(model, path, false);
   const std::vector<const model::ParamRow*> rows = model.params();
   for (size_t i = 0; i < rows.size(); ++i) {

@@ -28,7 +28,7 @@ struct Quads {
   using Ints = __m512i;
   static Ints load_b(const u8* p, int v) noexcept { return _mm512_loadu_si512(p + v * 64); }
   static Ints all(Word a) noexcept { return _mm512_set1_epi32(static_cast<int>(a)); }
-  // Of the intrinsic GCC 12 makes a copy of every sum, in memory.
+  // GCC 12 spills every sum to memory with the intrinsic.
   static Ints add(Ints sum, Ints a, Ints b) noexcept {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;

@@ -211,7 +211,7 @@ struct SessionPrediction {
   i64 cache_bytes = 0;   // keys and values, a part of "activations"
   i64 device_bytes = 0;  // of all tags, except "host" on GPUs
   i64 process_bytes = 0, host_bytes = 0;
-  // Of streamed weights: the file of a rank, and the bytes that it reads in a pass.
+  // Streamed weights: the file of a rank, and the bytes that it reads in a pass.
   i64 file_bytes = 0, streamed_bytes = 0;
   double flops_per_token = 0;  // of this rank in a pass, for a token at the end of a context
   // Set by predict_hiding(): seconds in which a rank reads its weights once, beside the other ranks of its node; FLOP/s

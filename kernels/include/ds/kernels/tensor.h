@@ -15,7 +15,7 @@ struct TensorView {
 
   void* data = nullptr;
   DType dtype = DType::F32;
-  // Of a matrix that ops must take in this form: their contracts say which do. Strides are those of rows.
+  // The form of a matrix; contracts of ops say which take it. Strides are those of rows.
   Panels panels{};
   // Likewise; of a matrix [N,K], or of a batch of them one after the other. `dtype` is that of the decoded elements.
   CodedForm codes{};
@@ -75,7 +75,7 @@ struct TensorView {
   }
 
  private:
-  // Of whole rows of so many elements together.
+  // The bytes of whole rows that have so many elements together.
   i64 code_bytes(i64 elems) const noexcept { return elems / dim(rank - 1) * codes.row_bytes(dim(rank - 1)); }
 };
 
