@@ -47,6 +47,7 @@ constexpr OpTable op_table_of(std::string_view name) {
       .vocab_max = Op<&OpTable::vocab_max>::run,
       .vocab_sums = Op<&OpTable::vocab_sums>::run,
       .vocab_grad = Op<&OpTable::vocab_grad>::run,
+      .sample = Op<&OpTable::sample>::run,
       .dropout = Op<&OpTable::dropout>::run,
       .add = Op<&OpTable::add>::run,
       .bias_residual = Op<&OpTable::bias_residual>::run,

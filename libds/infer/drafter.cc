@@ -46,7 +46,6 @@ void Drafter::follow(Place& place) {
                     .max_tokens = std::min(place.request.max_tokens, sizes_.context - prompt),
                     .sampling = place.request.sampling,
                     .follows = true};
-    std::erase_if(request.sampling.banned, is_unknown);
     found = followers_.emplace(place.id, session_.add(std::move(request))).first;
   }
   session_.follow(found->second, place.text, most);

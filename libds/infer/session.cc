@@ -2,7 +2,6 @@
 #include "infer/session.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -85,9 +84,10 @@ void Session::take_memory() {
   memory_.for_each([&](Tag tag, TensorView& v) {
     if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
   });
+  for (TensorView* v : {&planned_.draws, &planned_.changes, &planned_.drawn})
+    v->data = buffers_.emplace_back(buffer(Tag::Data, v->bytes())).data();
   model::upload_layout(memory_, model_, device_);
   if (!p.rope_apart) model::upload_rotations(memory_, model_, 0, p.sizes.context, device_);
-  if (!device_.is_host()) logits_.resize(static_cast<size_t>(p.logit_rows * model_.vocab));
   places_.resize(static_cast<size_t>(p.sizes.at_once));
   arrays_.resize(model_.layers.size());
   char* at = static_cast<char*>(cache_.data());
@@ -103,7 +103,9 @@ void Session::take_memory() {
 
 Session::Id Session::add(Request request) {
   const i64 size = std::ssize(request.tokens);
-  DS_ASSERT(size > 0 && request.scored_from != 0);
+  const auto is_unknown = [&](i32 id) { return id < 0 || id >= model_.vocab; };
+  DS_ASSERT(size > 0 && request.scored_from != 0 && std::ranges::none_of(request.tokens, is_unknown));
+  std::erase_if(request.sampling.banned, is_unknown);
   DS_ASSERT(request.max_tokens > 0
                 ? size + request.max_tokens <= planned_.sizes.context
                 : request.scored_from > 0 && request.scored_from < size && size <= planned_.sizes.context + 1);
@@ -430,28 +432,53 @@ void Session::run_layers(std::span<const Part> parts, i64 largest) {
       .pp()
       .broadcast(logits.data, logits.bytes(), plan_.last_stage, message_text(Axis::Pp, Collective::Broadcast))
       .wait();
-  if (!device_.is_host()) device_.download(logits_.data(), logits.data, logits.bytes());
 }
 
-// Draws the tokens that the rows of logits ask for, and computes the logarithms of their probabilities.
+bool Session::Wanted::draws() const noexcept { return at >= sequence->size(); }
+bool Session::Wanted::has_logprob() const noexcept { return !draws() || sequence->request.logprobs; }
+
+// The tokens that the rows of logits ask for, and the logarithms of their probabilities.
 void Session::draw() {
+  if (wanted_.empty()) return;
+  sample_rows();
   targets_.clear();
-  bool logprobs = false;
   for (size_t row = 0; row < wanted_.size(); ++row) {
     auto& [s, at, logits] = wanted_[row];
-    const std::span<const float> z = logits_of(row);
-    u32 infinite = 0;
-    for (const float x : z) infinite |= static_cast<u32>((std::bit_cast<u32>(x) & 0x7f800000u) == 0x7f800000u);
-    const bool draws = at >= s->size();
-    if (infinite != 0) logits = Logits::Infinite;
+    if (drawn_[row] < 0) logits = Logits::Infinite;
     if (at > s->size() && (wanted_[row - 1].logits != Logits::Sound || targets_.back() != s->tokens[at - 1]))
       logits = Logits::Refuted;
-    logprobs |= !draws || s->request.logprobs;
-    targets_.push_back(!draws                    ? s->tokens[at]
-                       : logits == Logits::Sound ? sampler_.sample(z, s->request.sampling, s->first(at), s->prompt)
-                                                 : 0);
+    targets_.push_back(!wanted_[row].draws() ? s->tokens[at] : logits == Logits::Sound ? drawn_[row] : 0);
   }
-  if (logprobs) compute_losses();
+  if (std::ranges::any_of(wanted_, &Wanted::has_logprob)) compute_losses();
+}
+
+// Draws a token for each row of logits, those after proposed tokens as if these stood, and the most likely token for
+// rows whose token is given. A call has as many rows as there is room for their changes.
+void Session::sample_rows() {
+  const i64 n = std::ssize(wanted_);
+  const auto results = [&](i64 which) { return TensorView::of(planned_.drawn.as<i32>() + which * n, DType::I32, {n}); };
+  const i64 most_changes = planned_.changes.bytes() / i64{sizeof(LogitChange)};
+  for (i64 begin = 0, end = 0; begin < n; begin = end) {
+    draws_.clear(), changes_.clear();
+    for (; end < n; ++end) {
+      const Wanted& row = wanted_[end];
+      const Sequence& s = *row.sequence;
+      const i64 before = std::ssize(changes_);
+      draws_.push_back(row.draws() ? draw_of(s.request.sampling, s.first(row.at), s.prompt, changes_)
+                                   : Draw{.temperature = 0});
+      if (std::ssize(changes_) <= most_changes) continue;
+      changes_.resize(static_cast<size_t>(before));
+      draws_.pop_back();
+      break;
+    }
+    device_.upload(planned_.draws.data, draws_.data(), std::ssize(draws_) * i64{sizeof(Draw)});
+    device_.upload(planned_.changes.data, changes_.data(), std::ssize(changes_) * i64{sizeof(LogitChange)});
+    const auto part = [&](const TensorView& v) { return v.rows(begin, end - begin); };
+    device_.ops().sample(part(results(0)), part(results(1)), part(memory_.logits), planned_.draws.as<const Draw>(),
+                         planned_.changes.as<LogitChange>(), device_.stream());
+  }
+  drawn_.resize(static_cast<size_t>(2 * n));
+  device_.download(drawn_.data(), planned_.drawn.data, 2 * n * i64{sizeof(i32)});
 }
 
 void Session::deliver(std::span<const Part> parts, Listener& listener) {
@@ -497,8 +524,8 @@ bool Session::deliver_rows(Sequence& s, size_t& row, Listener& listener) {
       continue;
     }
     const bool given = at < s.size();
-    Row here{logits_of(row)};
-    if (given || s.request.logprobs)
+    Row here{*this, row, drawn_[wanted_.size() + row]};
+    if (wanted_[row].has_logprob())
       here.logprob = 0 - losses_[row], here.top = tops_[row], here.log_sum = std::log(sums_[row]);
     if (given) {
       listener.scored(s.id, at, here);
@@ -511,12 +538,18 @@ bool Session::deliver_rows(Sequence& s, size_t& row, Listener& listener) {
   return stops;
 }
 
-std::span<const float> Session::logits_of(size_t row) const noexcept {
+std::span<const float> Row::logits() const { return session.logits_of(index); }
+
+std::span<const float> Session::logits_of(size_t row) {
+  const TensorView z = memory_.logits.rows(static_cast<i64>(row), 1);
   const auto V = static_cast<size_t>(model_.vocab);
-  return {(device_.is_host() ? memory_.logits.as<float>() : logits_.data()) + row * V, V};
+  if (device_.is_host()) return {z.as<float>(), V};
+  logits_.resize(V);
+  device_.download(logits_.data(), z.data, z.bytes());
+  return logits_;
 }
 
-// losses_[i] = the loss of targets_[i], as training computes it.
+// losses_[i] = the loss of targets_[i], as training computes it, for rows that have one.
 void Session::compute_losses() {
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();
@@ -525,10 +558,17 @@ void Session::compute_losses() {
   const TensorView z = memory_.logits.rows(0, n), targets = memory_.targets.rows(0, n),
                    losses = memory_.losses.rows(0, n);
   const auto stat = [&](i64 i) { return TensorView::of(memory_.stats.as<float>() + i * n, DType::F32, {n}); };
-  const CrossEntropyParams params{.chunk_tokens = n, .vocab = model_.vocab};
-  ops.vocab_max(stat(0), z, stream);
-  ops.vocab_sums(stat(1), stat(2), z, stat(0), targets, 0, params, stream);
-  ops.vocab_grad(losses, {}, z, stat(1), stat(2), stat(0), targets, 0, params, stream);
+  for (i64 begin = 0, end = 0; begin < n; begin = end + 1) {
+    for (end = begin; end < n && wanted_[end].has_logprob(); ++end) {
+    }
+    if (begin == end) continue;
+    const auto part = [&](const TensorView& v) { return v.rows(begin, end - begin); };
+    const CrossEntropyParams params{.chunk_tokens = end - begin, .vocab = model_.vocab};
+    ops.vocab_max(part(stat(0)), part(z), stream);
+    ops.vocab_sums(part(stat(1)), part(stat(2)), part(z), part(stat(0)), part(targets), 0, params, stream);
+    ops.vocab_grad(part(losses), {}, part(z), part(stat(1)), part(stat(2)), part(stat(0)), part(targets), 0, params,
+                   stream);
+  }
   for (const auto& [to, from] : {std::pair{&losses_, losses}, {&tops_, stat(0)}, {&sums_, stat(1)}}) {
     to->resize(targets_.size());
     device_.download(to->data(), from.data, from.bytes());

@@ -30,14 +30,20 @@ struct Request {
   bool follows = false;
 };
 
-// A row of logits, valid during the call.
-struct Row {
-  std::span<const float> logits;  // before temperature and penalties
-  float logprob = 0;              // natural logarithm of the probability of the token after it, by these logits
-  float top = 0, log_sum = 0;     // the largest logit; the logarithm of the sum of e^(logit - top)
+class Session;
 
-  // The same for any token, if logarithms were asked for.
-  float logprob_of(i32 id) const noexcept { return 0 - (log_sum - (logits[static_cast<size_t>(id)] - top)); }
+// A row of logits before temperature and penalties, valid during the call.
+struct Row {
+  Session& session;
+  size_t index;                // in its pass
+  i32 most_likely = 0;         // the first of the most likely tokens
+  float logprob = 0;           // natural logarithm of the probability of the token after it, by these logits
+  float top = 0, log_sum = 0;  // the largest logit; the logarithm of the sum of e^(logit - top)
+
+  // Copied from the device. Valid until the next call for any row.
+  std::span<const float> logits() const;
+  // The logarithm for a token with this logit, if logarithms were asked for.
+  float logprob_of(float logit) const noexcept { return 0 - (log_sum - (logit - top)); }
 };
 
 // Guesses the next tokens of sequences, which a session verifies in one pass (Leviathan et al., "Fast Inference from
@@ -129,10 +135,12 @@ class Session {
   i64 largest_pass(std::span<const Part> parts) const;
   void run_layers(std::span<const Part> parts, i64 largest);
   void draw();
+  void sample_rows();
   void compute_losses();
   void deliver(std::span<const Part> parts, Listener& listener);
   bool deliver_rows(Sequence& s, size_t& row, Listener& listener);
-  std::span<const float> logits_of(size_t row) const noexcept;
+  friend Row;
+  std::span<const float> logits_of(size_t row);
 
   stage::Stage& stage_;
   Proposer* proposer_;
@@ -160,12 +168,17 @@ class Session {
     Sequence* sequence;
     i64 at;
     Logits logits = Logits::Sound;
+
+    bool draws() const noexcept;  // else its token is given
+    bool has_logprob() const noexcept;
   };
   std::vector<Wanted> wanted_;
   std::vector<i32> ids_, positions_, rotations_, logit_rows_, targets_;
-  std::vector<float> logits_;  // unless the host reads those of the device
+  std::vector<Draw> draws_;
+  std::vector<LogitChange> changes_;
+  std::vector<i32> drawn_;     // the tokens of all rows, then the most likely ones
+  std::vector<float> logits_;  // of one row, unless the host reads those of the device
   std::vector<float> losses_, tops_, sums_;
-  Sampler sampler_;
 };
 
 }  // namespace ds::infer

@@ -17,6 +17,7 @@ namespace {
 
 // More rows of logits than sequences, for those of which all tokens are scored.
 constexpr i64 kLogitRows = 32;
+constexpr i64 kMostIds = 1 << 23;  // OpTable::sample
 
 CacheSpace& space_of(SessionPlan& p, const model::Model& model, i64 window) {
   const auto found = std::ranges::find(p.spaces, window, &CacheSpace::window);
@@ -65,12 +66,15 @@ plan::TagBytes SessionPlan::bytes() const {
   plan::TagBytes sum{};
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
+  tag(Tag::Data) += draws.bytes() + changes.bytes() + drawn.bytes();
   tag(Tag::Activations) = working_bytes + table_bytes + cache_bytes;
   tag(Tag::Workspace) += temporary_bytes + message_bytes + looked_up_bytes;
   return sum;
 }
 
 SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, const SessionSizes& sizes) {
+  DS_CHECK(model.vocab < kMostIds, Errc::Unavailable, "vocab_size {}: tokens are drawn from fewer than {} ids",
+           model.vocab, kMostIds);
   SessionPlan p{.sizes = sizes};
   p.mixes = plan.device == DeviceKind::Cpu;
   if (sizes.codes_cache) check_coded_caches(model, plan);
@@ -110,6 +114,9 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
                                      .context = sizes.context,
                                      .tile_cols = plan.tile_cols(),
                                      .work = plan.work});
+  p.draws = TensorView::of(nullptr, DType::U8, {p.logit_rows * i64{sizeof(Draw)}});
+  p.changes = TensorView::of(nullptr, DType::U8, {model.vocab * i64{sizeof(LogitChange)}});
+  p.drawn = TensorView::of(nullptr, DType::I32, {2, p.logit_rows});
   if (plan.looked_up >= 0) {
     p.looked_up = plan.row_of(plan.looked_up).matrices().cols;
     p.looked_up_bytes = p.rows * (p.looked_up * dtype_bytes(plan.work) + i64{sizeof(i32)});

@@ -38,6 +38,9 @@ struct SessionPlan {
   // of the rows of a pass, followed by their ids.
   i64 looked_up = 0, looked_up_bytes = 0;
   model::PassMemory pass{};
+  // For OpTable::sample: bytes of a Draw for each row of logits and of a LogitChange for each id, which is enough for
+  // any row; and its results, [2, logit_rows] int32.
+  TensorView draws{}, changes{}, drawn{};
 
   // The arrays of a layer: [1, rows, heads, dim] each, without memory. Scales of codes follow their array.
   std::vector<TensorView> arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) const;

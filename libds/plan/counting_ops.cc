@@ -233,6 +233,11 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
                  bytes_of({losses, dz, sum, at_target, max, targets}) + (dz ? z.bytes() : 0)});
 }
 
+void sample(TensorView tokens, TensorView most_likely, TensorView logits, const Draw*, LogitChange*,
+            Stream& stream) noexcept {
+  count(stream, {"sample", logits.dtype, 0, bytes_of({tokens, most_likely, logits})});
+}
+
 void dropout(TensorView y, TensorView x, float, RngKey, i64, Stream& stream) noexcept {
   count(stream, {"dropout", x.dtype, 0, bytes_of({y, x})});
 }
@@ -358,6 +363,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .vocab_max = vocab_max,
                                   .vocab_sums = vocab_sums,
                                   .vocab_grad = vocab_grad,
+                                  .sample = sample,
                                   .dropout = dropout,
                                   .add = add,
                                   .bias_residual = bias_residual,

@@ -26,17 +26,19 @@ using infer::Row;
 using infer::Session;
 
 TokenScore score_of(const Row& row, i32 id, i64 most) {
-  TokenScore score{.id = id, .logprob = row.logprob};
+  TokenScore score{.id = id, .logprob = row.logprob, .most_likely = row.most_likely == id};
+  if (most == 0) return score;
+  const std::span<const float> logits = row.logits();
   const auto before = [&](i32 a, i32 b) {
-    const float x = row.logits[static_cast<size_t>(a)], y = row.logits[static_cast<size_t>(b)];
+    const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
     return x > y || (x == y && a < b);
   };
-  std::vector<i32> order(row.logits.size());
+  std::vector<i32> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  score.most_likely = *std::ranges::min_element(order, before) == id;
   const auto top = order.begin() + std::min(most, std::ssize(order));
   std::partial_sort(order.begin(), top, order.end(), before);
-  for (auto i = order.begin(); i != top; ++i) score.top.emplace_back(*i, *i == id ? row.logprob : row.logprob_of(*i));
+  for (auto i = order.begin(); i != top; ++i)
+    score.top.emplace_back(*i, *i == id ? row.logprob : row.logprob_of(logits[static_cast<size_t>(*i)]));
   return score;
 }
 

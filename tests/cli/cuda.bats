@@ -84,6 +84,30 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   run -0 on_sim ds-train cfg.json --resume a --eval --set device=cuda
 }
 
+@test "texts on the simulator: tokens are drawn there, those of the CPU, with the same scores" {
+  need_sim
+  ds-train cfg.json --out run --quiet --steps 5 --set device=cpu
+  cat >in.jsonl <<'EOF'
+{"prompt": "The words", "max_tokens": 6, "temperature": 0, "logprobs": 2}
+{"prompt": "The words", "max_tokens": 6, "seed": 3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+{"prompt": "The licence", "max_tokens": 6, "seed": 4, "temperature": 2, "min_p": 0.01, "logprobs": 1, "prompt_logprobs": true}
+{"prompt": "a", "max_tokens": 5, "n": 2, "min_tokens": 5, "stop_token_ids": [97, 101, 32, 116], "frequency_penalty": 1}
+EOF
+  on_sim ds-infer run in.jsonl --set device=cuda >cuda.jsonl
+  ds-infer run in.jsonl --set device=cpu >cpu.jsonl
+  python3 - <<'EOF'
+import json
+def lines(name): return [json.loads(line) for line in open(name)]
+def tokens(d): return [c["tokens"] for c in d["choices"]] if "choices" in d else d["tokens"]
+def scores(d): return [t for name in ("logprobs", "prompt_logprobs") for t in d.get(name, []) if t]
+for ours, theirs in zip(lines("cuda.jsonl"), lines("cpu.jsonl"), strict=True):
+    assert tokens(ours) == tokens(theirs), (ours, theirs)
+    for a, b in zip(scores(ours), scores(theirs), strict=True):
+        assert abs(a["logprob"] - b["logprob"]) < 1e-3, (a, b)
+        assert [t["id"] for t in a.get("top_logprobs", [])] == [t["id"] for t in b.get("top_logprobs", [])], (a, b)
+EOF
+}
+
 @test "choices of autotuning are kept in a file, and taken from it without timing" {
   slow_only
   need_sim

@@ -77,6 +77,7 @@ class RoundTrip {
     for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[d];
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
     reach(v.scale, state_blocks(v.numel()) * 4);
+    if (v.rank == 2) rows_ = v.dim(0);
     if (v.rank == 4 && samples_ == 0) samples_ = v.dim(0), heads_ = v.dim(2);
     if (v.rank == 4) tokens_ = std::max(tokens_, v.dim(1));
   }
@@ -100,6 +101,11 @@ class RoundTrip {
     reach(p.documents, 2 * samples_ * p.positions * i64{sizeof(i32)}, false);
     if (p.pages != nullptr) reach(p.pages, (tokens_ + p.page - 1) / p.page * i64{sizeof(i32)}, false);
   }
+  void reach(const Draw* draws) {
+    reach(draws, rows_ * i64{sizeof *draws}, false);
+    for (i64 i = 0; i < rows_; ++i) changes_ = std::max(changes_, draws[i].first_change + draws[i].num_changes);
+  }
+  void reach(LogitChange* changes) { reach(changes, changes_ * i64{sizeof *changes}); }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
   void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
   template <class Other>
@@ -168,6 +174,7 @@ class RoundTrip {
   Device& device_;
   std::vector<Range> ranges_;
   i64 samples_ = 0, heads_ = 0;  // of the first tensor [B,T,H,D]: queries, where AttentionParams come
+  i64 rows_ = 0, changes_ = 0;   // of the last matrix; of logits, where Draws come
   i64 tokens_ = 0;               // of the longest one, keys where these are in pages
 };
 

@@ -149,6 +149,25 @@ struct CrossEntropyParams {
   bool add_dweight = false;  // linear_cross_entropy adds to dweight instead of overwriting it
 };
 
+// How a token is drawn from a row of logits: plain data, where the op runs. The filters apply in this order, each to
+// the probabilities that the ones before it have left, normalised.
+struct Draw {
+  double temperature = 1;  // 0: the most likely token
+  i64 top_k = 0;           // the most likely tokens; 0: all
+  double top_p = 1;        // the most likely tokens that together have this probability (Holtzman et al., 2020)
+  double min_p = 0;        // tokens of at least this share of the largest probability (Nguyen et al., 2024)
+  u64 random = 0;          // uniform over all u64
+  i64 first_change = 0, num_changes = 0;  // of this row, each of another id
+};
+// A change of a logit before it is filtered. A logit is divided by `repetition`, or multiplied if negative; then `less`
+// is subtracted. Infinite `less` bans the id.
+struct LogitChange {
+  i32 id = 0;
+  float repetition = 1;
+  float less = 0;
+  float kept = 0;  // the op's own
+};
+
 // How a router scores experts and chooses among them (Shazeer et al., "Outrageously Large Neural Networks", 2017;
 // Fedus, Zoph, Shazeer, "Switch Transformers", 2022; DeepSeek-AI, "DeepSeek-V2", "DeepSeek-V3", 2024). The E scores of
 // a token are the softmax of its logits, or sigmoids of them. Experts are chosen by their score plus, if there is one,
@@ -630,6 +649,15 @@ struct OpTable {
                      const CrossEntropyParams&, Stream&) noexcept;
   void (*vocab_grad)(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
                      TensorView targets, i64 first_id, const CrossEntropyParams&, Stream&) noexcept;
+
+  // Draws a token from each row of logits [n,V] fp32, strided rows, V < 2^23. `draws` has n entries, which refer to entries of
+  // `changes`. most_likely [n] int32: the first of the largest logits before changes; tokens [n] int32: the token that is
+  // drawn; both -1 if a logit of the row is not finite. Among equal logits lower ids come first. Probabilities are
+  // integers (sampling.h) with exact sums, so all backends agree bit for bit, and a row's token depends only on the row; one
+  // below 2^-40 of the largest counts as 0. If all ids are banned, the token is 0. The op changes logits in place, and
+  // restores them.
+  void (*sample)(TensorView tokens, TensorView most_likely, TensorView logits, const Draw* draws, LogitChange* changes,
+                 Stream&) noexcept;
 
   // y = keep ? x/(1-p) : 0, keep iff uniform(rng, offset + i) >= p. The backward pass is the same call on dy. May alias.
   void (*dropout)(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;
