@@ -53,6 +53,7 @@ constexpr OpTable op_table_of(std::string_view name) {
       .bias_residual = Op<&OpTable::bias_residual>::run,
       .cast = Op<&OpTable::cast>::run,
       .copy_heads = Op<&OpTable::copy_heads>::run,
+      .append_keys = Op<&OpTable::append_keys>::run,
       .fold = Op<&OpTable::fold>::run,
       .quantize = Op<&OpTable::quantize>::run,
       .quantize_signs = Op<&OpTable::quantize_signs>::run,

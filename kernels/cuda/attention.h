@@ -177,6 +177,7 @@ struct Layout {
   int own0 = 0, met0 = 0;      // positions of the call's first tokens
   const i32* pages = nullptr;  // AttentionParams::pages, of the met side
   int page_shift = 0;          // a page has 2^page_shift tokens
+  bool aligned = false;        // a token's place in its step depends on nothing else; else steps have no gaps
 
   static constexpr Layout of(const AttentionParams& p, bool keys_own) {
     const AttentionBlocks& b = p.blocks;
@@ -292,9 +293,37 @@ inline bool is_general(const AttentionParams& p) noexcept {
          (p.sinks > 0 && p.window > 0) || p.pages != nullptr;
 }
 
-// True if the vectors of x can be accessed 16 bytes at a time.
+// True for calls by the kernels in which a row's bits depend on its own sequence alone (attention_rows.h).
+inline bool is_by_row(const AttentionParams& p, const TensorView& k) noexcept {
+  return p.rowwise || p.sequences || k.dtype == DType::I8;
+}
+// Keys of a part that has sums of its own.
+inline constexpr int kPartKeys = 1024;
+// How such a call is computed: a function of its shapes.
+struct RowPlan {
+  i64 pack = 1;        // heads of a group whose rows are in one tile
+  i64 parts = 1;       // of keys
+  bool split = false;  // a block computes one part of its keys; else all
+  i64 sums = 0;        // rows of sums in memory
+
+  // Blocks that keep a GPU busy, and the most rows of sums that are stored to have more.
+  static constexpr i64 kEnoughBlocks = 256, kMostSums = 1 << 16;
+  static RowPlan of(const TensorView& q, const TensorView& k, const AttentionParams& p) noexcept {
+    const i64 H = q.dim(2), G = k.dim(2), rows = q.dim(0) * q.dim(1) * H;
+    const bool by_head = p.bias != nullptr || p.dropout > 0 || (p.blocks.sparse() && p.blocks.layouts != 1);
+    RowPlan plan = {.pack = by_head || G == 0 ? 1 : H / G, .parts = std::max<i64>(1, (k.dim(1) - 1) / kPartKeys + 1)};
+    const i64 blocks = q.dim(0) * std::max<i64>(1, p.sequences.count) * H / plan.pack;
+    plan.split = plan.parts > 1 && blocks < kEnoughBlocks && rows * plan.parts <= kMostSums;
+    plan.sums = plan.parts == 1 ? 0 : plan.split ? rows * plan.parts : rows;
+    return plan;
+  }
+  // Floats of a row of sums: results, maximum and sum.
+  DS_HOST_DEVICE static constexpr i64 row_floats(i64 Dv) noexcept { return (Dv + 1) / 2 * 2 + 2; }
+};
+
+// True if the vectors of x can be accessed 16 bytes at a time (codes: 8 bytes).
 inline bool has_whole_chunks(const TensorView& x) noexcept {
-  const i64 chunk = 16 / dtype_bytes(x.dtype);
+  const i64 chunk = x.dtype == DType::I8 ? 8 : 16 / dtype_bytes(x.dtype);
   if (reinterpret_cast<std::uintptr_t>(x.data) % 16 != 0 || x.dim(3) % chunk != 0) return false;
   for (int d = 0; d < 3; ++d) {
     if (x.dim(d) > 1 && x.stride[d] % chunk != 0) return false;

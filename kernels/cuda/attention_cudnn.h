@@ -58,9 +58,9 @@ constexpr bool serves(int compute_capability) noexcept { return compute_capabili
 //   Hopper, including backward.
 //   causal: T <= S, so that every row sees a key. The mask is ours, bottom-right aligned.
 //   no dropout, since the random numbers are ours; no window, and so no sinks; no block-sparse layout, soft cap, bias
-//   by relative position or documents. T > 1: our kernels handle decoding; a plan for every length of the cache would
-//   cost more than it saves. tensors, rows and heads aligned to 16 bytes; contiguous statistics. backward: at least one
-//   group of heads fits kMostScoreBytes.
+//   by relative position or documents. forward: no rows that must not depend on each other. T > 1: our kernels handle
+//   decoding; a plan for every length of the cache would cost more than it saves. tensors, rows and heads aligned to 16
+//   bytes; contiguous statistics. backward: at least one group of heads fits kMostScoreBytes.
 const char* refusal(const AttentionCall& call) noexcept;
 
 // cuDNN's deterministic backward pass stores a matrix of T x S 16-bit numbers for each head of a call. We split a call

@@ -7,62 +7,17 @@
 
 #include <algorithm>
 
-#include "cuda/attention_steps.h"
+#include "cuda/attention_softmax.h"
+#include "cuda/scratch_plan.h"
 
 namespace ds::cuda {
 namespace attention {
 namespace {
 
-template <bool kGeneral, int kD>
-using ForwardSteps = Steps<kGeneral, ForwardPlan<kD>::kStep>;
-
-template <class E, int kD, bool kGeneral>
-struct ForwardShared : ForwardSteps<kGeneral, kD>::Shared {
-  using Plan = ForwardPlan<kD>;
-  alignas(128) E q[Plan::kOwn * kD];
-  E k[2][Plan::kStep * kD], v[2][Plan::kStep * kD];
-};
-
-// The running maximum and sum of a lane's two rows; the sum is this lane's part only.
-struct Rows {
-  float top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
-};
-
-// Turns scores (times log2(e)) into weights 2^(score - top) with the row's new maximum; x contains the earlier sums.
-template <int kN, int kColumns>
-DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][4]) {
-  DS_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    float top = rows.top[half];
-    DS_UNROLL
-    for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    top = fmaxf(top, warp_shuffle_xor(top, 1));
-    top = fmaxf(top, warp_shuffle_xor(top, 2));
-    const float base = top == -kInfinity ? 0.0f : top;  // only -inf so far: all weights are 2^-inf = 0
-    const float keep = fast_exp2(rows.top[half] - base);
-    float sum = rows.sum[half] * keep;
-    DS_UNROLL
-    for (int n = 0; n < kN; ++n) {
-      DS_UNROLL
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[n][e] = fast_exp2(s[n][e] - base);
-        sum += s[n][e];
-      }
-    }
-    DS_UNROLL
-    for (int n = 0; n < kColumns; ++n) {
-      x[n][2 * half] *= keep;
-      x[n][2 * half + 1] *= keep;
-    }
-    rows.top[half] = top;
-    rows.sum[half] = sum;
-  }
-}
-
 template <class E, int kD, bool kGeneral>
 __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs<E> a) {
   using Plan = ForwardPlan<kD>;
-  constexpr int kM = Plan::kRowTiles, kN = Plan::kStep / 8, kThreads = Plan::kThreads;
+  constexpr int kM = Plan::kRowTiles, kThreads = Plan::kThreads;
   auto& shared = block_shared<ForwardShared<E, kD, kGeneral>>();
   const Problem<E>& p = a.problem;
   const Work work = work_of(block_index().x, (p.mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, p.mask.causal);
@@ -81,39 +36,30 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   const int warp_row = block_row + warp * 16 * kM;
   float* const lse = a.lse(b, h);
   const Range warp_rows = {warp_row, warp_row + 16 * kM};
-  const auto warp_keys = mask.keys_of_rows(warp_rows);
-  const u32 warp_blocks = steps.own_blocks(warp_rows);
+  const WarpRows view{mask,
+                      SameToken{},
+                      b,
+                      h,
+                      warp_row,
+                      warp_rows,
+                      mask.keys_of_rows(warp_rows),
+                      steps.own_blocks(warp_rows),
+                      p.terms.distance0};
   E* const own = shared.q + warp * 16 * kM * kD;
-  const auto own_blocks = Blocks<kD, E>::template of<false>(own);
 
   const auto load_step = [&](int n) {
     steps.template load<kD, kThreads>(shared.k[n % 2], k, n, mask.S, p.D);
     steps.template load<kD, kThreads>(shared.v[n % 2], v, n, mask.S, p.Dv);
     copies_commit();
   };
-  constexpr int kHeld = Plan::kHold ? kD / 16 : 1;
-  u32 held[kM][kHeld][4];
+  Fragments<kD, kM, Plan::kHold, E> query(own);
   if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.q, p.q(b, h), block_row, mask.T, p.D);
     load_step(0);
     copies_wait<0>();
     sync_block();
-    if constexpr (Plan::kHold) {
-      DS_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        DS_UNROLL
-        for (int i = 0; i < kHeld; ++i) load_matrices(held[m][i], own_blocks.at(16 * m, i));
-      }
-    }
+    query.load();
   }
-  const auto query = [&](int m, int i, u32(&fragment)[4]) {
-    if constexpr (Plan::kHold) {
-      DS_UNROLL
-      for (int j = 0; j < 4; ++j) fragment[j] = held[m][i][j];
-    } else {
-      load_matrices(fragment, own_blocks.at(16 * m, i));
-    }
-  };
 
   Rows rows[kM];
   float x[kM][kD / 8][4];
@@ -123,54 +69,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   for (int n = 0; steps.has(n); ++n) {
     if (steps.has(n + 1)) load_step(n + 1);
     steps.make(n + 2);
-    const auto needed = steps.template needed<kN / 2>(n, 0, warp_keys, warp_blocks);
-    if (needed.any()) {
-      float s[kM][kN][4];
-      DS_UNROLL
-      for (int m = 0; m < kM; ++m) clear(s[m]);
-      multiply_transposed<kD, Plan::kHold>(s, query, shared.k[n % 2], needed);
-      if (kGeneral && p.terms.any()) {
-        DS_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          const int row = warp_row + 16 * m + lane / 4, base = p.terms.distance0 + lane % 4 * 2 - row;
-          make_scores(
-              s[m], p, p.terms.bias_of(h),
-              [&](int i, int e) { return base + steps.first(n, i / 2) + i % 2 * 8 + e % 2 - e / 2 * 8; },
-              [](int, int, float) {});
-        }
-      } else {
-        DS_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          DS_UNROLL
-          for (int i = 0; i < kN; ++i) {
-            DS_UNROLL
-            for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
-          }
-        }
-      }
-      const auto see = [&](int row) { return mask.keys_of_row(row); };
-      const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
-      if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
-        DS_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          hide(s[m], steps, n, 0, warp_row + 16 * m, see, mask.has_sinks(), -kInfinity);
-        }
-      }
-      u32 weights[kM][kN / 2][4];
-      DS_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        softmax_step(rows[m], s[m], x[m]);
-        if (p.dropout.on) {
-          const u32 bits = kept_by_slot<true, kN / 2>(p.dropout, needed, [&](int slot) {
-            return p.dropout.element(b, h, warp_row + 16 * m, steps.first(n, slot));
-          });
-          DS_UNROLL
-          for (int i = 0; i < 4 * kN; ++i) s[m][i / 4][i % 4] = (bits >> i & 1u) != 0 ? s[m][i / 4][i % 4] : 0.0f;
-        }
-        pack<E>(weights[m], s[m]);
-      }
-      multiply<kD>(x, weights, shared.v[n % 2], 0, needed);
-    }
+    attend_step<kD, Plan::kHold, false>(x, rows, p, steps, n, shared.k[n % 2], shared.v[n % 2], query, view);
     copies_wait<0>();
     sync_block();
   }
@@ -212,6 +111,36 @@ void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
   });
 }
 
+void attention_by_row(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                      Context& c) noexcept {
+  const RowPlan plan = RowPlan::of(q, k, p);
+  const i64 bytes = scratch::attention_rows_bytes(plan, v.dim(3));
+  auto* const sums = bytes > 0 ? static_cast<float*>(c.scratch(static_cast<size_t>(bytes))) : nullptr;
+  if (sums == nullptr && bytes > 0) return;  // reported by scratch
+  Layout layout = Layout::of(p, false);
+  layout.aligned = true;
+  const auto run = [&]<class E>(E) {
+    ForwardArgs<E> args{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), true, layout, {}};
+    args.rows = {.sequences = p.sequences,
+                 .pack = static_cast<int>(plan.pack),
+                 .parts = static_cast<int>(plan.parts),
+                 .tiles = 0,
+                 .split = plan.split,
+                 .sums = sums,
+                 .k_scale = k.scale,
+                 .v_scale = v.scale};
+    forward_rows(args, c.stream());
+    if (plan.split) merge_rows(args, c.stream());
+  };
+  switch (q.dtype) {
+    case DType::F32: run(float{}); break;
+    case DType::BF16: run(bf16{}); break;
+    case DType::F16: run(f16{}); break;
+    default: return c.fail("not a work dtype", "attention_fwd");
+  }
+  c.check(cudaGetLastError(), "attention_fwd");
+}
+
 }  // namespace
 }  // namespace attention
 
@@ -223,6 +152,7 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   if (!has_known_block(p)) return c.fail("block size other than 16, 32, 64 or 128 tokens", "attention_fwd");
   if (!has_known_page(p))
     return c.fail("page size other than 16, 32, 64 or 128 keys, or smaller than a block", "attention_fwd");
+  if (is_by_row(p, k)) return attention_by_row(o, lse, q, k, v, p, c);
   const auto args = [&]<class E>(E) {
     return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), is_general(p),
                           Layout::of(p, false)};

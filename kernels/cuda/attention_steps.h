@@ -5,8 +5,9 @@
 // step is gathered from units (a block, or as much of it as fits a step): those that some block of the own tile meets,
 // in ascending order, then zeros. The cost is therefore that of the present blocks; and if all are present, the steps,
 // and the bits of results, are those without a layout. Steps that contain only keys between sinks and window are
-// skipped. These kernels also support all further terms of AttentionParams; calls with such terms but without a layout
-// use a full one.
+// skipped. Steps of rows whose bits must not depend on other rows are those without a layout, of which those that no
+// own block meets are skipped (Layout::aligned). These kernels also support all further terms of AttentionParams; calls
+// with such terms but without a layout use a full one.
 //
 // The first warp finds units two steps ahead: it reads the bits of the own tile's blocks, 32 units at a time, or 32
 // times as many where there are none. It stores them in a ring in shared memory, whose size does not depend on the
@@ -40,6 +41,7 @@ struct Search {
   int own_blocks, heads;
   Range units, hidden;          // units that may be met, and hidden ones among them
   int unit_shift, parts_shift;  // a unit has 2^unit_shift tokens, a block 2^parts_shift units
+  bool aligned;
   int met0;
   // Progress: `found` units, including places that stay empty. In head `head` it has read all words of 32 units before
   // `next`, except those of the last 32 whose bits are set in `filled`, which are not empty.
@@ -132,6 +134,7 @@ class Steps<true, kStep, kGroup> {
                           .hidden = layout_.units_within(meeting_.seen.hidden, kStep),
                           .unit_shift = layout_.unit_shift(kStep),
                           .parts_shift = layout_.shift - layout_.unit_shift(kStep),
+                          .aligned = layout_.aligned,
                           .met0 = layout_.met0,
                           .found = 0,
                           .head = 0,
@@ -216,8 +219,12 @@ class Steps<true, kStep, kGroup> {
           own |= (warp_shuffle(mine, i) >> (lane >> s.parts_shift) & 1u) << i;
         }
         if (!s.units.has(at) || s.hidden.has(at)) own = 0;
-        const u32 there = warp_ballot(own != 0);
-        if (own != 0) {
+        u32 there = warp_ballot(own != 0);
+        if (s.aligned) {  // a step with one of its units has all of them
+          const int first = lane / per_step * per_step;
+          there = warp_ballot((there >> first & ((1u << per_step) - 1)) != 0);
+        }
+        if ((there >> lane & 1u) != 0) {
           const int place = s.found + std::popcount(there & ((1u << lane) - 1));
           shared_.units[place & (Found::kRing - 1)] = {(at << s.unit_shift) - s.met0, static_cast<u16>(own),
                                                        static_cast<u16>(s.head)};
@@ -264,14 +271,18 @@ class Steps<true, kStep, kGroup> {
 
 // In a warp's accumulators, 16 own tokens from `own` on by those from a slot of step n on, sets elements whose tokens
 // do not see each other to `none`. see(token): the tokens that an own token sees; gaps: that may include hidden ones.
-template <int kN, class SomeSteps, class See>
+// Own tokens may be rows of a tile instead: token_of(row) is then their token.
+struct SameToken {
+  DS_DEVICE int operator()(int row) const { return row; }
+};
+template <int kN, class SomeSteps, class See, class TokenOf = SameToken>
 DS_DEVICE void hide(float (&x)[kN][4], const SomeSteps& steps, int n, int slot, int own, See&& see, bool gaps,
-                    float none) {
+                    float none, const TokenOf& token_of = {}) {
   const int lane = thread_index() % kWarp;
   const auto token = [&](int i) { return steps.first(n, slot + i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2; };
   DS_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int mine = own + lane / 4 + 8 * half, block = steps.own_block(mine);
+    const int mine = token_of(own + lane / 4 + 8 * half), block = steps.own_block(mine);
     const Range seen = Seen(see(mine)).all;
     DS_UNROLL
     for (int i = 0; i < 2 * kN; ++i) {
@@ -282,7 +293,7 @@ DS_DEVICE void hide(float (&x)[kN][4], const SomeSteps& steps, int n, int slot, 
   if (gaps) {  // a second pass, which takes fewer registers than both at once
     DS_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const Range hidden = Seen(see(own + lane / 4 + 8 * half)).hidden;
+      const Range hidden = Seen(see(token_of(own + lane / 4 + 8 * half))).hidden;
       DS_UNROLL
       for (int i = 0; i < 2 * kN; ++i) {
         float& y = x[i / 2][half * 2 + i % 2];

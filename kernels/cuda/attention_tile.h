@@ -26,6 +26,8 @@ struct Head {
   E* data;
   i64 token;
   bool whole_chunks;
+
+  DS_DEVICE E* at(int row) const { return data + row * token; }
 };
 // A view [B, tokens, heads, D].
 template <class E>
@@ -131,6 +133,20 @@ DS_DEVICE Capped capped(const Terms& t, float product) {
   return {t.cap2 * (x < 0 ? -tanh : tanh), 4 * e * r * r};
 }
 
+// A call by rows (RowPlan).
+struct RowCall {
+  AttentionSequences sequences{};
+  int pack = 1, parts = 1, tiles = 0;  // tiles: of each head, or group, of a sample; at most
+  bool split = false;
+  float* sums = nullptr;                               // [B, T, H, parts if split, else 1] rows of sums
+  const float *k_scale = nullptr, *v_scale = nullptr;  // if keys and values are codes
+
+  // The sums of row `number` of [B, T, H].
+  DS_DEVICE float* sums_of(i64 number, int part, int Dv) const {
+    return sums + (number * (split ? parts : 1) + part) * RowPlan::row_floats(Dv);
+  }
+};
+
 template <class E>
 struct ForwardArgs {
   Problem<E> problem;
@@ -138,6 +154,7 @@ struct ForwardArgs {
   Statistics<float> lse;
   bool general;
   Layout layout;
+  RowCall rows{};
 };
 // stats [B, H, padded rows]: {lse * log2(e), rowsum(dO * O)}, {inf, 0} for the padding.
 template <class E>
@@ -175,6 +192,12 @@ Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView
 
 // fp32: attention_fp32.cu.
 void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept;
+// By rows: attention_rows.cu, and for fp32 attention_fp32.cu.
+void forward_rows_fp32(ForwardArgs<float> a, cudaStream_t stream) noexcept;
+template <class E>
+void forward_rows(ForwardArgs<E> a, cudaStream_t stream) noexcept;
+template <class E>
+void merge_rows(const ForwardArgs<E>& a, cudaStream_t stream) noexcept;
 void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept;
 
 // A grid of `tiles` x `heads` blocks in x.
@@ -487,10 +510,11 @@ DS_DEVICE u32 kept_by_slot(const Dropout& d, const Slots& slots, First&& first) 
   return bits;
 }
 
-// Writes a warp's accumulators [16, 8*kN] as rows [row, row + 16) below `limit` of `to`, columns from `column` below D.
+// Writes a warp's accumulators [16, 8*kN] as rows [row, row + 16) below `limit` of `to`, a Head or PackedRows, columns
+// from `column` below D.
 // `tile`: 16 rows of a tile that no other thread uses; stores 16 bytes at a time.
-template <int kD, int kN, class E>
-DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, int row, int limit, int column, int D) {
+template <int kD, int kN, class E, class To>
+DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const To& to, int row, int limit, int column, int D) {
   const int lane = thread_index() % kWarp;
   sync_warp();
   DS_UNROLL
@@ -507,7 +531,7 @@ DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, i
     const int r = i / kN, chunk = i % kN, d = column + 8 * chunk;
     if (row + r >= limit || d >= D) continue;
     const uint4 raw = *reinterpret_cast<const uint4*>(tile + swizzled<kD>(r, chunk));
-    E* const at = to.data + (row + r) * to.token + d;
+    E* const at = to.at(row + r) + d;
     if (to.whole_chunks) {
       *reinterpret_cast<uint4*>(at) = raw;
       continue;

@@ -13,6 +13,7 @@
 #include "cuda/logits.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
+#include "cuda/scratch_plan.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {
@@ -407,6 +408,20 @@ void with_types(DType gradient, DType logits, F&& f) noexcept {
   with_work_type(gradient, [&]<class E>(E) { logits == DType::F32 ? f(E{}, float{}) : f(E{}, E{}); });
 }
 
+// Losses and gradients of logits as the ops for parts of a vocabulary compute them.
+void losses_by_row(TensorView losses, TensorView dz, TensorView z, TensorView targets, CrossEntropyParams p,
+                   Stream& stream) noexcept {
+  const i64 rows = z.dim(0);
+  if (rows == 0) return;
+  void* const stats = context(stream).scratch(static_cast<size_t>(scratch::row_stats_bytes(rows)));
+  if (stats == nullptr) return;
+  const auto stat = [&](i64 i) { return TensorView::of(static_cast<float*>(stats) + i * rows, DType::F32, {rows}); };
+  p.vocab = z.dim(1);
+  vocab_max(stat(0), z, stream);
+  vocab_sums(stat(1), stat(2), z, stat(0), targets, 0, p, stream);
+  vocab_grad(losses, dz, z, stat(1), stat(2), stat(0), targets, 0, p, stream);
+}
+
 }  // namespace
 
 // ---- a whole vocabulary ----
@@ -423,25 +438,30 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     TensorView z = TensorView::of(logits.data, logits.dtype, {rows, V});
     z.stride[0] = layout.stride;
     const TensorView dz = gradient_rows(z, h.dtype);
-    matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
-    with_types(h.dtype, logits.dtype, [&]<class E, class Z>(E, Z) {
-      const bool gradient = dh || dweight || dbias, aligned = aligned_rows(z.as<Z>(), layout.stride, rows);
-      const RowArgs<Z> args{.logits = z.as<Z>(),
-                            .rows = rows,
-                            .stride = layout.stride,
-                            .V = V,
-                            .targets = targets.as<i32>() + begin,
-                            .losses = losses.as<float>() + begin,
-                            .ignore_index = p.ignore_index,
-                            .terms = terms_of(p, V),
-                            .gradient = gradient};
-      const SoftmaxPlan plan = SoftmaxPlan::of(rows, layout.stride, V, sizeof(Z), gradient || p.label_smoothing > 0,
-                                               aligned, ctx.most_shared_bytes(), ctx.num_multiprocessors());
-      launch(plan.kept ? kept_rows_kernel<E, Z>
-             : aligned ? softmax_row_kernel<E, true, Z>
-                       : softmax_row_kernel<E, false, Z>,
-             one_block_per_row(plan.blocks, plan.shared_bytes), ctx.stream(), args);
-    });
+    matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true, .rowwise = p.rowwise}, stream);
+    const bool gradient = dh || dweight || dbias;
+    if (p.rowwise) {
+      losses_by_row(losses.rows(begin, rows), gradient ? dz : TensorView{}, z, targets.rows(begin, rows), p, stream);
+    } else {
+      with_types(h.dtype, logits.dtype, [&]<class E, class Z>(E, Z) {
+        const bool aligned = aligned_rows(z.as<Z>(), layout.stride, rows);
+        const RowArgs<Z> args{.logits = z.as<Z>(),
+                              .rows = rows,
+                              .stride = layout.stride,
+                              .V = V,
+                              .targets = targets.as<i32>() + begin,
+                              .losses = losses.as<float>() + begin,
+                              .ignore_index = p.ignore_index,
+                              .terms = terms_of(p, V),
+                              .gradient = gradient};
+        const SoftmaxPlan plan = SoftmaxPlan::of(rows, layout.stride, V, sizeof(Z), gradient || p.label_smoothing > 0,
+                                                 aligned, ctx.most_shared_bytes(), ctx.num_multiprocessors());
+        launch(plan.kept ? kept_rows_kernel<E, Z>
+               : aligned ? softmax_row_kernel<E, true, Z>
+                         : softmax_row_kernel<E, false, Z>,
+               one_block_per_row(plan.blocks, plan.shared_bytes), ctx.stream(), args);
+      });
+    }
     ctx.check(cudaGetLastError(), "linear_cross_entropy");
     if (dh) matmul(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight) {

@@ -4,6 +4,7 @@
 
 #include "cuda/context.h"
 #include "cuda/embedding_plan.h"
+#include "cuda/row_matmul.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {
@@ -377,6 +378,7 @@ __global__ void sum_runs_kernel(To* dtable, const T* dy, Runs runs, i64 C, bool 
 
 void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate,
                    Stream& stream) noexcept {
+  if (table.codes) return look_up_codes(y, table, ids, first_id, accumulate, stream);
   Context& c = context(stream);
   const i64 R = y.dim(0), C = y.dim(1);
   with_work_type(y.dtype, [&]<class T>(T) {

@@ -7,6 +7,7 @@
 #include "cuda/context.h"
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
+#include "cuda/row_matmul.h"
 
 #include "cuda/activate.h"
 #include "cuda/vectors.h"
@@ -24,6 +25,7 @@ struct FinishArgs {
   const T* bias;
   const float* sums;
   i64 N, packs, c_stride, preact_stride, residual_stride, sums_stride;
+  i64 parts, part_stride;  // sums are those of so many parts, which are added
   i64 packs_per_row;
   Activation activation;
   bool aligned;
@@ -37,7 +39,10 @@ __global__ void finish_kernel(FinishArgs<C, T> p) {
   const i64 row = i / p.packs_per_row, column = (i - row * p.packs_per_row) * 8;
   const int n = static_cast<int>(p.N - column < 8 ? p.N - column : 8);
   float x[8] = {}, y[8];
-  if (p.sums != nullptr) load_some(x, p.sums + row * p.sums_stride + column, n, p.aligned);
+  for (i64 part = 0; part < p.parts; ++part) {
+    load_some(y, p.sums + part * p.part_stride + row * p.sums_stride + column, n, p.aligned);
+    for (int e = 0; e < 8; ++e) x[e] += y[e];
+  }
   if (p.bias != nullptr) {
     load_some(y, p.bias + column, n, p.aligned);
     for (int e = 0; e < 8; ++e) x[e] += y[e];
@@ -56,7 +61,7 @@ void finish(const MatmulFinish& f, cudaStream_t stream) noexcept {
   const MatmulCall& x = f.call;
   const TensorView& residual = x.params.accumulate ? x.c : x.residual;
   const i64 M = x.c.dim(0), N = x.c.dim(1), packs_per_row = (N + 7) / 8;
-  bool aligned = aligned_rows(f.sums, f.sums_stride, M) && aligned_rows(x.bias.as<T>(), 0, 1);
+  bool aligned = aligned_rows(f.sums, f.sums_stride, M * f.parts) && aligned_rows(x.bias.as<T>(), 0, 1);
   for (const TensorView* v : {&x.c, &x.preact, &residual}) {
     aligned = aligned && aligned_rows(v->as<C>(), v->stride[0], M);
   }
@@ -71,6 +76,8 @@ void finish(const MatmulFinish& f, cudaStream_t stream) noexcept {
                               .preact_stride = x.preact.stride[0],
                               .residual_stride = residual.stride[0],
                               .sums_stride = f.sums_stride,
+                              .parts = f.sums != nullptr ? f.parts : 0,
+                              .part_stride = M * f.sums_stride,
                               .packs_per_row = packs_per_row,
                               .activation = x.params.activation,
                               .aligned = aligned};
@@ -82,6 +89,14 @@ void finish(const MatmulFinish& f, DType work, cudaStream_t stream) noexcept {
   with_work_type(
       work, [&]<class T>(T) { f.call.c.dtype == DType::F32 ? finish<float, T>(f, stream) : finish<T, T>(f, stream); });
 }
+
+}  // namespace
+
+void finish_sums(const MatmulCall& call, const float* sums, i64 sums_stride, i64 parts, Stream& stream) noexcept {
+  finish({call, sums, sums_stride, parts}, call.a.dtype, context(stream).stream());
+}
+
+namespace {
 
 // Whether the library has the product of a step.
 bool supported(MatmulEngine& engine, const MatmulStep& step) noexcept {
@@ -109,6 +124,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const i64 M = c.dim(0);
   if (M == 0 || c.dim(1) == 0) return;
   const MatmulCall all{c, a, b, bias, preact, residual, p};
+  if (is_row_matmul(all)) return row_matmul(all, {}, stream);
   std::array<MatmulCall, 2> parts;
   if (const int count = split_ragged(all, parts); count > 0) {
     for (const MatmulCall& x : std::span(parts).first(static_cast<size_t>(count)))

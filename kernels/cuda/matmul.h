@@ -67,6 +67,7 @@ struct MatmulFinish {
   MatmulCall call;              // its first `rows` rows
   const float* sums = nullptr;  // null: zeros
   i64 sums_stride = 0;
+  i64 parts = 1;  // the sums of so many parts, one after the other, which are added in that order
 };
 
 // The first rows of a matmul: a product, a finish, or a product followed by a finish.

@@ -16,10 +16,18 @@ constexpr i64 attention_bwd_bytes(i64 B, i64 T, i64 H) noexcept {
   return B * H * attention::padded_rows(T) * 2 * dtype_bytes(DType::F32);
 }
 
+// ---- attention by row: sums of parts
+constexpr i64 attention_rows_bytes(const attention::RowPlan& plan, i64 Dv) noexcept {
+  return plan.sums * attention::RowPlan::row_floats(Dv) * dtype_bytes(DType::F32);
+}
+
 // ---- evoformer attention: the bases of M sequences; statistics of M x H x T rows, and their sums for dbias1
 constexpr i64 evoformer_bases_bytes(i64 M) noexcept { return M * dtype_bytes(DType::F32); }
 constexpr i64 evoformer_stats_bytes(i64 rows) noexcept { return rows * 2 * dtype_bytes(DType::F32); }
 constexpr i64 evoformer_columns_bytes(i64 rows) noexcept { return rows * dtype_bytes(DType::F32); }
+
+// ---- linear_cross_entropy by row: the maximum, the sum and the target's logit of each row of a chunk
+constexpr i64 row_stats_bytes(i64 rows) noexcept { return 3 * rows * dtype_bytes(DType::F32); }
 
 // ---- column_sum: slices of rows, whose sums are added in order
 struct Slices {

@@ -127,6 +127,9 @@ DS_DEVICE void atomic_add(i64* to, i64 x) {
 DS_DEVICE void atomic_max(i64* to, i64 x) { atomicMax(reinterpret_cast<long long*>(to), static_cast<long long>(x)); }
 DS_DEVICE u32 atomic_add(u32* to, u32 x) { return atomicAdd(to, x); }
 
+// sum + the products of the four signed bytes of a and b.
+DS_DEVICE i32 dot4(u32 a, u32 b, i32 sum) { return __dp4a(static_cast<int>(a), static_cast<int>(b), sum); }
+
 DS_DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -140,6 +143,8 @@ DS_DEVICE float fast_rcp(float x) {
   return y;
 }
 DS_DEVICE float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
+// x y, rounded by itself: never part of a fused multiply-add.
+DS_DEVICE float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 
 // Two floats rounded to nearest even, the first in the low half.
 template <class T>
@@ -297,6 +302,11 @@ inline u32 atomic_add(u32* to, u32 x) {
   return before;
 }
 
+inline i32 dot4(u32 a, u32 b, i32 sum) {
+  for (int i = 0; i < 32; i += 8) sum += static_cast<std::int8_t>(a >> i) * static_cast<std::int8_t>(b >> i);
+  return sum;
+}
+
 // Errs as far as the documentation allows the hardware to, up or down depending on x (exact if the result is a power of
 // two, as there), so tests that pass here pass there. exp2 and log2: 2 units in the last place, for log2 between 1/2
 // and 2 of the absolute value 1; reciprocals: 1.
@@ -318,6 +328,7 @@ inline float fast_rcp(float x) {
   return mantissa == 0 || !std::isfinite(y) ? y : as_far_off_as(y, x, y * 0x1p-23f);
 }
 inline float reciprocal_sqrt(float x) { return 1.0f / std::sqrt(x); }
+inline float rounded_product(float x, float y) { return x * y; }
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t, Args... args) {

@@ -8,6 +8,7 @@ namespace ds::cuda {
 const OpTable& ops() noexcept {
   static constexpr OpTable table = {
       .name = "cuda",
+      .codes = true,
 #include "op_rows.inc"
   };
   return table;

@@ -82,7 +82,18 @@ double keep(const AttentionParams& p, u64 element) noexcept {
 }  // namespace
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
-                   Stream&) noexcept {
+                   Stream& stream) noexcept {
+  for (i64 s = 0; s < p.sequences.count; ++s) {
+    const i64 begin = p.sequences.begins[s], n = p.sequences.begins[s + 1] - begin;
+    const auto rows = [&](TensorView x, int dim) {
+      x.data = x.as<char>() + begin * x.stride[dim] * dtype_bytes(x.dtype);
+      x.shape[dim] = n;
+      return x;
+    };
+    k.shape[1] = v.shape[1] = p.sequences.keys[s];
+    attention_fwd(rows(o, 1), rows(lse, 2), rows(q, 1), k, v, p.of_sequence(s), stream);
+  }
+  if (p.sequences) return;
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), Dv = v.dim(3);
   const AttentionGrid grid = p.grid.of(H, T, S);
   const Scores scores{p, B, T, S};

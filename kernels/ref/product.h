@@ -19,20 +19,29 @@ inline TensorView coded_matrix(const TensorView& batch, i64 e) noexcept {
   return m;
 }
 
-// The row of x as codes, too (OpTable::matmul): exact sums of integers, and then fp32.
+// The groups of x's row as codes, too (OpTable::matmul): exact sums of integers, and then fp32.
 inline float product_of_codes(const TensorView& x, i64 m, const TensorView& w, i64 n) noexcept {
-  const i64 K = w.dim(1);
-  const auto at = [&](i64 k) { return static_cast<float>(get(x, m * x.stride[0] + k)); };
-  u32 largest = 0;
-  for (i64 k = 0; k < K; ++k) largest = std::max(largest, std::bit_cast<u32>(at(k)) & 0x7FFFFFFFu);
-  const float scale = block_scale(largest, {.bits = 8, .block = 0});
-  i64 sum = 0;
-  for (i64 k = 0; k < K && scale == scale; ++k) {
-    const auto q = static_cast<i64>(std::rint(at(k) / scale));
-    sum += q * static_cast<i64>(w.codes.value(w.as<u8>()[w.codes.place(w.panels, w.dim(0), K, n, k).code], 0));
+  const CodedForm& form = w.codes;
+  const i64 K = w.dim(1), group = form.group;
+  const u8* const bytes = w.as<u8>();
+  float y = -0.0f;
+  for (i64 first = 0; first < K; first += group) {
+    const auto at = [&](i64 k) { return static_cast<float>(get(x, m * x.stride[0] + first + k)); };
+    u32 largest = 0;
+    for (i64 k = 0; k < group; ++k) largest = std::max(largest, std::bit_cast<u32>(at(k)) & 0x7FFFFFFFu);
+    const float scale = block_scale(largest, {.bits = 8, .block = 0});
+    i64 products = 0, codes = 0;
+    for (i64 k = 0; k < group && scale == scale; ++k) {
+      const CodedForm::Place place = form.place(w.panels, w.dim(0), K, n, first + k);
+      const auto q = static_cast<i64>(std::rint(at(k) / scale));
+      products += q * static_cast<i64>(form.value(bytes[place.code], place.shift)), codes += q;
+    }
+    const CodedForm::Place place = form.place(w.panels, w.dim(0), K, n, first);
+    y = std::fma(static_cast<float>(products), scale * CodedForm::scale_at(form.scales, bytes + place.scale), y);
+    if (form.offsets)
+      y = std::fma(CodedForm::scale_at(DType::F32, bytes + place.offset), static_cast<float>(codes) * scale, y);
   }
-  const i64 of_row = w.codes.place(w.panels, w.dim(0), K, n, 0).scale;
-  return static_cast<float>(sum) * (scale * CodedForm::scale_at(w.codes.scales, w.as<u8>() + of_row));
+  return y;
 }
 
 // The sum over k of x[m, k] w[n, k].

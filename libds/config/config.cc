@@ -406,6 +406,16 @@ void resolve_data(Config& c, const ProgramParts& parts, Reader& r) {
     r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
 }
 
+void check_invariant_forward(const Config& c, Reader& r) {
+  const char* const key = "cuda.invariant_forward";
+  if (c.device == DeviceKind::Cpu) r.error(key, "is for GPUs; passes on device \"cpu\" are always so");
+  if (c.cuda.attention == CudaAttention::Cudnn)
+    r.error(key, "takes the attention of libds, and cuda.attention asks for cuDNN");
+  if (c.fp8.enabled) r.error(key, "products of FP8 are those of cuBLASLt, whose sums depend on the number of rows");
+  if (c.sequence_parallel.size > 1 && c.sequence_parallel.mode == SequenceParallelMode::Ring)
+    r.error(key, "attention in a ring merges the keys of a rank at a time; generation does not");
+}
+
 void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
   if (c.cuda.graphs && c.device == DeviceKind::Cpu)
     r.error("cuda.graphs", "there are no CUDA graphs on device \"cpu\"");
@@ -422,6 +432,7 @@ void check_run(const Config& c, i64 world, const ConfigText& text, Reader& r) {
     r.error("cuda.attention", "there is no cuDNN on device \"cpu\"");
   if (c.cuda.attention == CudaAttention::Cudnn && c.work_dtype() == DType::F32)
     r.error("cuda.attention", "cuDNN computes attention in 16 bits alone: enable bf16 or fp16");
+  if (c.cuda.invariant_forward) check_invariant_forward(c, r);
   if (c.cuda.graphs && c.zero.tile_size > 0)
     r.error("cuda.graphs",
             "with zero_optimization.stage3_tile_size a layer's products wait for their tiles, which no graph can",

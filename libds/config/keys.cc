@@ -792,6 +792,7 @@ constexpr Key kKeys[] = {
     effect("cuda.autotune", slot_of<&C::cuda, &CudaConfig::autotune>),
     effect("cuda.autotune_file", slot_of<&C::cuda, &CudaConfig::autotune_file>),
     effect("cuda.attention", slot_of<&C::cuda, &CudaConfig::attention>),
+    effect("cuda.invariant_forward", slot_of<&C::cuda, &CudaConfig::invariant_forward>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("joined_products", slot_of<&C::joined_products>),

@@ -35,6 +35,12 @@ void resolve_old_form(std::string_view key, bool& old, std::string_view device_k
 
 }  // namespace
 
+bool streams_params(const Config& c) noexcept {
+  const OffloadParamConfig& params = c.zero.offload_param;
+  return c.use == ConfigUse::Generate && c.zero.stage == 3 && params.buffer_count == 0 &&
+         params.device != OffloadDevice::None;
+}
+
 void resolve_offload(Config& c, Reader& r) {
   ZeroConfig& z = c.zero;
   OffloadOptimizerConfig& o = z.offload_optimizer;

@@ -160,6 +160,12 @@ class CodesReader {
       refuse(prefix + name, value, fmt::format("there is {}", fmt::join(shown, ", ")));
     }
   }
+  // Refuses two members that state the same and differ; none, or null, states nothing.
+  void check_equal(const Json& object, const char* one, const char* other) {
+    const Json a = object.value(one, Json()), b = object.value(other, Json());
+    if (!a.is_null() && !b.is_null() && a != b)
+      refuse(one, a, fmt::format("but \"{}\" is {}", other, b.dump(-1, ' ', false, Json::error_handler_t::replace)));
+  }
   // -1, which stands for all columns, or a positive number; `otherwise` if there is none.
   i64 group_size(const Json& object, const char* key, i64 otherwise, const std::string& prefix = "") {
     const auto it = object.find(key);
@@ -222,6 +228,7 @@ void check_rules(const Json& rules, CodesReader& r) {
 
 void read_gptq(const Json& section, CodesReader& r, WeightCodes& codes) {
   r.check(section, kGptqMembers, "");
+  r.check_equal(section, "format", "checkpoint_format");
   check_rules(section.value("dynamic", Json()), r);
   if (!section.contains("bits")) r.refuse("bits", nullptr, "there is 4, 8");
   codes.bits = member_or(section, "bits", 4);
@@ -234,6 +241,7 @@ void read_gptq(const Json& section, CodesReader& r, WeightCodes& codes) {
 
 void read_awq(const Json& section, CodesReader& r, WeightCodes& codes) {
   r.check(section, kAwqMembers, "");
+  r.check_equal(section, "group_size", "q_group_size");
   codes.bits = 4;
   codes.group = r.group_size(section, "group_size", r.group_size(section, "q_group_size", 128));
   codes.symmetric = false;
@@ -247,6 +255,11 @@ void read_strategy(const Json& weights, const std::string& prefix, CodesReader& 
                                          std::string(size > 0     ? "group"
                                                      : size == -1 ? "channel"
                                                                   : "tensor"));
+  if (size > 0 && (strategy == "tensor" || strategy == "channel" || strategy == "block"))
+    r.refuse(prefix + "group_size", size, fmt::format("but \"strategy\" is {}", Json(strategy).dump()));
+  if (strategy != "block" && !weights.value("block_structure", Json()).is_null())
+    r.refuse(prefix + "block_structure", weights["block_structure"],
+             fmt::format("but \"strategy\" is {}", Json(strategy).dump()));
   if (strategy == "tensor") group.scales = CodesGroup::Scales::Tensor;
   if (strategy == "channel") group.scales = CodesGroup::Scales::Channel;
   if (strategy == "group") {
@@ -302,6 +315,8 @@ void read_group(const std::string& name, const Json& object, const std::string& 
   group.symmetric = member_or(weights, "symmetric", true);
   const std::string own_format = member_or(object, "format", format);
   group.packed = own_format == "pack-quantized";
+  if (format != "mixed-precision" && own_format != format)
+    r.refuse(prefix + "format", own_format, fmt::format("but \"format\" is {}", Json(format).dump()));
   if (own_format == "mixed-precision")
     r.refuse(prefix + "format", object.value("format", Json()), "a group of \"mixed-precision\" has one of its own");
   if (group.floats && (group.packed || group.bits != 8 || !group.symmetric))

@@ -12,6 +12,7 @@
 
 #include "base/file.h"
 #include "comm/message_tag.h"
+#include "ds/kernels/thread_pool.h"
 #include "mesh/from_config.h"
 #include "model/coded_rows.h"
 #include "model/slice.h"
@@ -179,16 +180,25 @@ void Engine::set_codes(i64 param, const ValueSource& values, const CodeSource& c
   const model::ParamRow& row = row_of(param);
   const CodedForm& form = row.codes;
   const std::vector<i64>& whole = row.whole_shape();
-  const i64 K = row.shape.back(), N = row.numel() / K, whole_k = whole.back(), most = std::max<i64>(kElems / K, 1);
+  const i64 K = row.coded_k(), N = row.numel() / K, whole_k = whole.back(), most = std::max<i64>(kElems / K, 1);
   const i64 row_bytes = form.row_bytes(K), whole_bytes = form.row_bytes(whole_k);
   const model::SliceMap map(row.slice, whole);
-  zero::ParamStore& store = shards_[row.group]->params();
-  std::vector<float> tile(codes ? 0 : static_cast<size_t>(std::min(N, most) * K));
+  std::vector<float> tile(codes ? 0 : static_cast<size_t>(std::min(N, most) * K)), published;
   std::vector<u8> out(static_cast<size_t>(std::min(N, most) * row_bytes)), read;
-  for (i64 first = 0; first < N; first += most) {
-    const i64 count = std::min(most, N - first), begin = first * K;
-    map.for_each_run(begin, count * K, [&](i64 local, i64 global, i64 run) {
-      if (!codes) return values(param, global, run, tile.data() + local - begin);
+  const auto read_values = [&](i64 begin, i64 count, float* to) {
+    map.for_each_run(begin, count,
+                     [&](i64 local, i64 global, i64 run) { values(param, global, run, to + local - begin); });
+  };
+  const auto read_columns = [&](i64 first, i64 count) {
+    if (published.empty()) {  // columns lie across the whole matrix
+      published.resize(static_cast<size_t>(row.numel()));
+      for (i64 at = 0; at < row.numel(); at += kElems)
+        read_values(at, std::min(kElems, row.numel() - at), published.data() + at);
+    }
+    for (i64 i = 0; i < count * K; ++i) tile[i] = published[i % K * N + first + i / K];
+  };
+  const auto read_codes = [&](i64 first, i64 count) {
+    map.for_each_run(first * K, count * K, [&](i64 local, i64 global, i64 run) {
       // The run in rows of the whole matrix, of which this rank may have a part.
       const i64 first_row = global / whole_k, last_row = (global + run - 1) / whole_k;
       read.resize(static_cast<size_t>((last_row - first_row + 1) * whole_bytes));
@@ -197,13 +207,24 @@ void Engine::set_codes(i64 param, const ValueSource& values, const CodeSource& c
                 to = local / form.group * form.group_bytes() - first * row_bytes;
       std::copy_n(read.data() + skipped, run / form.group * form.group_bytes(), out.data() + to);
     });
-    if (!codes) {
-      stream_.pool->parallel_for(count, [&](i64 r, int) {
+  };
+  for (i64 first = 0; first < N; first += most) {
+    const i64 count = std::min(most, N - first);
+    if (codes) {
+      read_codes(first, count);
+    } else {
+      row.transposed() ? read_columns(first, count) : read_values(first * K, count * K, tile.data());
+      const auto encode = [&](i64 r, int) {
         const std::span<const float> x(tile.data() + r * K, static_cast<size_t>(K));
         model::encode_row(form, x, out.data() + r * row_bytes);
-      });
+      };
+      if (stream_.pool != nullptr) {
+        stream_.pool->parallel_for(count, encode);
+      } else {
+        for (i64 r = 0; r < count; ++r) encode(r, 0);
+      }
     }
-    store.set_codes(param, first, count, out.data());
+    shards_[row.group]->params().set_codes(param, first, count, out.data());
   }
 }
 

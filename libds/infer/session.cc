@@ -65,7 +65,7 @@ Session::Session(stage::Stage& stage, const SessionSizes& sizes, Proposer* propo
       plan_(stage.plan()),
       device_(stage.device()),
       planned_(plan_session(model_, plan_, sizes)) {
-  DS_ASSERT(proposer == nullptr || (planned_.mixes && sizes.draft_tokens > 0));
+  DS_ASSERT(proposer == nullptr || sizes.draft_tokens > 0);
   take_memory();
 }
 
@@ -78,6 +78,7 @@ void Session::take_memory() {
   temporary_ = buffer(Tag::Workspace, p.temporary_bytes);
   message_ = buffer(Tag::Workspace, p.message_bytes);
   tables_ = buffer(Tag::Activations, p.table_bytes);
+  sequences_ = buffer(Tag::Activations, p.sequence_bytes);
   cache_ = buffer(Tag::Activations, p.cache_bytes);
   looked_up_ = buffer(Tag::Workspace, p.looked_up_bytes);
   memory_ = p.pass;
@@ -145,19 +146,12 @@ void Session::cancel(Id id) {
   under_way_.erase(found);
 }
 
-// Whether there are blocks for its tokens so far, or, if it cannot be put off later, for all that it may come to have
-// beside all that others may come to have.
+// Whether there are blocks for its tokens so far.
 bool Session::fits(const Sequence& s) const {
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const CacheSpace& space = planned_.spaces[i];
     if (!space.all) continue;  // each sequence has room there
-    const auto blocks_for = [&](i64 tokens) { return align_up(tokens, space.lives.block()) / space.lives.block(); };
-    const auto in_all = [&](const Sequence& one) { return blocks_for(one.prompt + one.request.max_tokens); };
-    i64 needed = planned_.mixes ? blocks_for(s.size()) : in_all(s);
-    for (const auto& other : under_way_)
-      if (!planned_.mixes)
-        needed += in_all(*other) - std::ranges::count_if(other->blocks[i], [](i32 b) { return b >= 0; });
-    if (blocks_[i].available() < needed) return false;
+    if (blocks_[i].available() < align_up(s.size(), space.lives.block()) / space.lives.block()) return false;
   }
   return true;
 }
@@ -186,7 +180,11 @@ void Session::begin(std::unique_ptr<Sequence> sequence) {
     const i64 bytes = align_up(space.lives.count() * i64{sizeof(i32)}, SessionPlan::kAlign);
     s.tables.push_back(reinterpret_cast<i32*>(table + s.place * bytes));
     for (const i64 l : space.layers)
-      s.caches[l] = {.arrays = arrays_[l], .block = space.lives.block(), .blocks = blocks, .pages = s.tables.back()};
+      s.caches[l] = {.arrays = arrays_[l],
+                     .block = space.lives.block(),
+                     .blocks = blocks,
+                     .pages = reinterpret_cast<const i32*>(table),
+                     .table = bytes / i64{sizeof(i32)}};
     table += planned_.sizes.at_once * bytes;
   }
   if (planned_.rope_apart) {
@@ -198,7 +196,7 @@ void Session::begin(std::unique_ptr<Sequence> sequence) {
 }
 
 bool Session::shares_blocks() const noexcept {
-  return planned_.mixes && !planned_.rope_apart && blocks_.size() == 1 && planned_.spaces[0].all;
+  return !planned_.rope_apart && blocks_.size() == 1 && planned_.spaces[0].all;
 }
 
 Blocks::Prefix Session::prefix_of(const Sequence& s, i64 b) const {
@@ -267,10 +265,8 @@ std::vector<Session::Part> Session::choose_parts() {
     const auto [begin, end] = s.wanted(n);
     return end - begin;
   };
-  const bool has_prompts = std::ranges::any_of(under_way_, [](const auto& s) { return s->fresh() > 1; });
   for (const bool prompts : {false, true}) {
-    if (!planned_.mixes && prompts != has_prompts) continue;  // a prompt has a pass of its own, and comes first
-    for (size_t i = 0; i < under_way_.size() && (planned_.mixes || !prompts || parts.empty()); ++i) {
+    for (size_t i = 0; i < under_way_.size(); ++i) {
       Sequence& s = *under_way_[i];
       if ((s.fresh() > 1) != prompts) continue;
       i64 n = std::min(s.fresh() + s.proposed, rows);
@@ -369,9 +365,11 @@ i64 Session::largest_pass(std::span<const Part> parts) const {
 
 void Session::upload(std::span<const Part> parts) {
   ids_.clear(), positions_.clear(), rotations_.clear(), wanted_.clear(), logit_rows_.clear();
+  SequenceArrays sequences;
   for (const auto& [s, n] : parts) {
     const i64 rope = planned_.rope_apart ? s->place * planned_.sizes.context : 0, before = std::ssize(ids_) - s->seen;
     const auto [begin, end] = s->wanted(n);
+    sequences.add(n, s->seen + n, s->place);
     for (i64 t = begin; t < end; ++t) {
       wanted_.push_back({s, t});
       logit_rows_.push_back(narrow<i32>(before + t - 1));
@@ -389,6 +387,7 @@ void Session::upload(std::span<const Part> parts) {
   send(memory_.row_positions, positions_);
   send(memory_.positions, rotations_);
   send(memory_.logit_rows, logit_rows_);
+  send(TensorView::of(sequences_.data(), DType::I32, {SequenceArrays::size(std::ssize(parts))}), sequences.joined());
 }
 
 void Session::run_layers(std::span<const Part> parts, i64 largest) {
@@ -401,7 +400,7 @@ void Session::run_layers(std::span<const Part> parts, i64 largest) {
   for (const Part& part : parts) fresh.push_back(part.tokens);
   ctx.caches = caches;
   ctx.fresh = fresh;
-  ctx.alone = planned_.alone(fresh.empty() ? 1 : *std::ranges::max_element(fresh));
+  ctx.sequences = SequenceArrays::over(sequences_.as<i32>().data(), std::ssize(parts));
   ctx.largest = largest;
   stage::LookUp look_up;
   if (planned_.looked_up > 0) {

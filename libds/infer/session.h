@@ -80,8 +80,8 @@ class Session {
     virtual void ended(Id id) = 0;
   };
 
-  // Takes all memory. `stage` and `proposer` outlive it. A proposer needs a plan that `mixes`, and sizes with
-  // draft_tokens. Throws Errc::OutOfMemory.
+  // Takes all memory. `stage` and `proposer` outlive it. A proposer needs sizes with draft_tokens. Throws
+  // Errc::OutOfMemory.
   Session(stage::Stage& stage, const SessionSizes& sizes, Proposer* proposer = nullptr);
   ~Session();
 
@@ -150,7 +150,7 @@ class Session {
   SessionPlan planned_;
   model::PassMemory memory_;
   std::vector<Buffer> buffers_;
-  Buffer working_, temporary_, message_, tables_, cache_, looked_up_;
+  Buffer working_, temporary_, message_, tables_, sequences_, cache_, looked_up_;
   std::vector<Blocks> blocks_;                   // of SessionPlan::spaces
   std::vector<std::vector<TensorView>> arrays_;  // by layer
   std::deque<std::unique_ptr<Sequence>> waiting_;

@@ -33,9 +33,7 @@ CacheSpace& space_of(SessionPlan& p, const model::Model& model, i64 window) {
   return p.spaces.emplace_back(std::move(space));
 }
 
-void check_coded_caches(const model::Model& model, const plan::RunPlan& plan) {
-  DS_CHECK(plan.device == DeviceKind::Cpu, Errc::Unavailable,
-           "--cache-dtype int8: GPUs have no attention to codes yet; --set device=cpu computes on the CPU");
+void check_coded_caches(const model::Model& model) {
   const bool makes = std::ranges::any_of(model.layers, [](const auto& layer) { return layer->cache().makes; });
   DS_CHECK(
       !makes, Errc::Unavailable,
@@ -43,6 +41,19 @@ void check_coded_caches(const model::Model& model, const plan::RunPlan& plan) {
 }
 
 }  // namespace
+
+void SequenceArrays::add(i64 fresh, i64 keys, i64 table) {
+  begins_.push_back(begins_.back() + narrow<i32>(fresh));
+  keys_.push_back(narrow<i32>(keys));
+  tables_.push_back(narrow<i32>(table));
+}
+
+std::vector<i32> SequenceArrays::joined() const {
+  std::vector<i32> all = begins_;
+  all.insert(all.end(), keys_.begin(), keys_.end());
+  all.insert(all.end(), tables_.begin(), tables_.end());
+  return all;
+}
 
 std::vector<TensorView> SessionPlan::arrays_of(const model::Layer& layer, const CacheSpace& space, DType work) const {
   std::vector<TensorView> arrays;
@@ -67,7 +78,7 @@ plan::TagBytes SessionPlan::bytes() const {
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
   tag(Tag::Data) += draws.bytes() + changes.bytes() + drawn.bytes();
-  tag(Tag::Activations) = working_bytes + table_bytes + cache_bytes;
+  tag(Tag::Activations) = working_bytes + table_bytes + sequence_bytes + cache_bytes;
   tag(Tag::Workspace) += temporary_bytes + message_bytes + looked_up_bytes;
   return sum;
 }
@@ -76,8 +87,7 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
   DS_CHECK(model.vocab < kMostIds, Errc::Unavailable, "vocab_size {}: tokens are drawn from fewer than {} ids",
            model.vocab, kMostIds);
   SessionPlan p{.sizes = sizes};
-  p.mixes = plan.device == DeviceKind::Cpu;
-  if (sizes.codes_cache) check_coded_caches(model, plan);
+  if (sizes.codes_cache) check_coded_caches(model);
   const i64 proposed = sizes.at_once * sizes.draft_tokens;
   p.rows = std::max(sizes.chunk, sizes.at_once) + proposed;
   p.logit_rows = std::max(sizes.at_once + proposed, std::min(p.rows, kLogitRows));
@@ -102,6 +112,7 @@ SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, c
   }
   for (const CacheSpace& space : p.spaces)
     p.table_bytes += sizes.at_once * align_up(space.lives.count() * i64{sizeof(i32)}, SessionPlan::kAlign);
+  p.sequence_bytes = SequenceArrays::size(sizes.at_once) * i64{sizeof(i32)};
   // Rotations are those of the whole sequence, so the output depends neither on the training length nor on other
   // sequences. (Hugging Face uses the length so far, and keeps keys with the rotations that applied when they were
   // new.)
@@ -136,7 +147,74 @@ std::string kind_of(const model::Layer& layer) {
   return kind;
 }
 
+// Passes of a session, walked with ops that compute nothing.
+class SessionWalk {
+ public:
+  SessionWalk(const model::Model& model, const plan::RunPlan& plan, const SessionPlan& session, const OpTable& ops,
+              Stream& stream)
+      : model_(model), plan_(plan), session_(session), ops_(ops), stream_(stream), axes_(model.shard) {
+    blocks_.resize(static_cast<size_t>(session.sizes.context));
+    spaces_.resize(model.layers.size());
+    for (const CacheSpace& space : session.spaces) {
+      for (const i64 l : space.layers) spaces_[l] = &space;
+    }
+  }
+
+  // A pass over so many rows: the last ones of sequences of `length` tokens, at most `each` of a sequence. Through the
+  // layers for which wanted(l).
+  void run(i64 rows, i64 length, i64 each, FunctionRef<bool(i64)> wanted) {
+    std::vector<i64> fresh;
+    for (i64 left = rows; left > 0; left -= fresh.back()) fresh.push_back(std::min(left, each));
+    std::vector<model::KvCache> caches(fresh.size());
+    std::vector<model::KvCache*> pointers;
+    for (model::KvCache& cache : caches) pointers.push_back(&cache);
+    SequenceArrays sequences;
+    for (const i64 n : fresh) sequences.add(n, length, 0);
+    const std::vector<i32> joined = sequences.joined();
+    const model::Pass pass{
+        .mode = model::Mode::Generate, .B = 1, .T = rows, .logit_rows = std::min(rows, session_.logit_rows)};
+    std::byte there{};  // never read
+    std::vector<TensorView> arrays;
+    plan::walk_forward(model_, plan_, session_.pass, pass, {ops_, stream_, axes_.comms()},
+                       [&](i64 l, model::PassContext& ctx) {
+                         if (!wanted(l)) return false;
+                         if (spaces_[l] == nullptr) return true;
+                         arrays = session_.arrays_of(*model_.layers[l], *spaces_[l], plan_.work);
+                         for (TensorView& array : arrays) array.data = &there;
+                         for (size_t i = 0; i < caches.size(); ++i)
+                           caches[i] = {.arrays = arrays,
+                                        .length = length - fresh[i],
+                                        .block = spaces_[l]->lives.block(),
+                                        .blocks = blocks_,
+                                        .pages = blocks_.data(),
+                                        .table = std::ssize(blocks_)};
+                         ctx.caches = pointers;
+                         ctx.fresh = fresh;
+                         ctx.sequences = SequenceArrays::over(joined.data(), std::ssize(fresh));
+                         return true;
+                       });
+  }
+
+ private:
+  const model::Model& model_;
+  const plan::RunPlan& plan_;
+  const SessionPlan& session_;
+  const OpTable& ops_;
+  Stream& stream_;
+  const plan::CountingAxes axes_;
+  std::vector<i32> blocks_;
+  std::vector<const CacheSpace*> spaces_;
+};
+
 }  // namespace
+
+plan::OpTally decoding_work(const model::Model& model, const plan::RunPlan& plan, const SessionPlan& session) {
+  plan::OpTally tally;
+  Stream stream{.native = &tally};
+  SessionWalk(model, plan, session, plan::counting_ops(), stream)
+      .run(session.sizes.at_once, session.sizes.context, 1, [](i64) { return true; });
+  return tally;
+}
 
 // Weights are packed first. Then passes over each number of rows, by sequences at the end of their context, where there
 // is most to attend to. Where keys and values are made, each length of a sequence has products of its own.
@@ -144,47 +222,17 @@ std::optional<i64> session_scratch(const model::Model& model, const plan::RunPla
                                    const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
   if (ops == nullptr) return std::nullopt;
-  const plan::CountingAxes axes(model.shard);
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
-
   plan::walk_packing(plan, *ops, stream);
   std::set<std::string> kinds;
   std::vector<bool> first_of_kind(model.layers.size());
   for (const plan::ChunkPlan& c : plan.stage.chunks) {
     for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) first_of_kind[l] = kinds.insert(kind_of(*model.layers[l])).second;
   }
-  std::vector<const CacheSpace*> spaces(model.layers.size());
-  for (const CacheSpace& space : session.spaces) {
-    for (const i64 l : space.layers) spaces[l] = &space;
-  }
-  std::byte there{};  // never read
-  const std::vector<i32> blocks(static_cast<size_t>(session.sizes.context));
+  SessionWalk passes(model, plan, session, *ops, stream);
   const auto walk = [&](i64 rows, i64 length) {
-    std::vector<i64> fresh;
-    for (i64 left = rows; left > 0; left -= fresh.back()) fresh.push_back(std::min(left, length));
-    std::vector<model::KvCache> caches(fresh.size());
-    std::vector<model::KvCache*> pointers;
-    for (model::KvCache& cache : caches) pointers.push_back(&cache);
-    const model::Pass pass{
-        .mode = model::Mode::Generate, .B = 1, .T = rows, .logit_rows = std::min(rows, session.logit_rows)};
-    plan::walk_forward(model, plan, session.pass, pass, {*ops, stream, axes.comms()},
-                       [&](i64 l, model::PassContext& ctx) {
-                         if (!first_of_kind[l]) return false;
-                         if (spaces[l] == nullptr) return true;
-                         std::vector<TensorView> arrays = session.arrays_of(*model.layers[l], *spaces[l], plan.work);
-                         for (TensorView& array : arrays) array.data = &there;
-                         for (size_t i = 0; i < caches.size(); ++i)
-                           caches[i] = {.arrays = arrays,
-                                        .length = length - fresh[i],
-                                        .block = spaces[l]->lives.block(),
-                                        .blocks = blocks,
-                                        .pages = blocks.data()};
-                         ctx.caches = pointers;
-                         ctx.fresh = fresh;
-                         ctx.alone = session.alone(rows);
-                         return true;
-                       });
+    passes.run(rows, length, length, [&](i64 l) { return first_of_kind[l]; });
   };
   const i64 context = session.sizes.context;
   // From some thousand rows on, tiles have their largest sizes.

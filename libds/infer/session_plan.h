@@ -9,6 +9,7 @@
 
 #include "ds/session_sizes.h"
 #include "infer/block_lives.h"
+#include "plan/op_tally.h"
 #include "plan/run_plan.h"
 
 namespace ds::infer {
@@ -22,18 +23,28 @@ struct CacheSpace {
   bool all = true;            // each block is needed until the end of its sequence
 };
 
+// The arrays of AttentionSequences, side by side: begins, keys, tables.
+class SequenceArrays {
+ public:
+  static constexpr i64 size(i64 sequences) noexcept { return 3 * sequences + 1; }
+  static AttentionSequences over(const i32* arrays, i64 n) noexcept {
+    return {.count = n, .begins = arrays, .keys = arrays + n + 1, .tables = arrays + 2 * n + 1};
+  }
+  void add(i64 fresh, i64 keys, i64 table);
+  std::vector<i32> joined() const;
+
+ private:
+  std::vector<i32> begins_ = {0}, keys_, tables_;
+};
+
 struct SessionPlan {
   SessionSizes sizes;
   i64 rows = 0, logit_rows = 0;  // of a pass, at most
   bool rope_apart = false;       // rotations depend on the length of a sequence, so each has tables of its own
-  // A row has the same bits in every pass. Then passes mix sequences, sequences share blocks of equal prefixes, and one
-  // that finds no block waits and is computed again. Else prompts have passes of their own, and blocks are reserved.
-  bool mixes = false;
-  // Whether the products of a pass over new tokens of several sequences are asked for the bits of each row alone.
-  bool alone(i64 tokens_of_each) const noexcept { return mixes || tokens_of_each == 1; }
   std::vector<CacheSpace> spaces{};
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
   i64 table_bytes = 0, cache_bytes = 0;  // of all spaces: where blocks are, and the blocks
+  i64 sequence_bytes = 0;                // of the sequences of a pass (AttentionSequences)
   // Rows of the token embedding that are looked up alone (plan::RunPlan::looked_up): as elements of a row; and bytes
   // of the rows of a pass, followed by their ids.
   i64 looked_up = 0, looked_up_bytes = 0;
@@ -50,6 +61,10 @@ struct SessionPlan {
   static constexpr i64 kAlign = 64;  // bytes: each array, and each table
   plan::TagBytes bytes() const;
 };
+
+// The ops that this rank's layers call in a pass over one token of each of sizes.at_once sequences, all of them at the
+// end of their context.
+plan::OpTally decoding_work(const model::Model& model, const plan::RunPlan& plan, const SessionPlan& session);
 
 SessionPlan plan_session(const model::Model& model, const plan::RunPlan& plan, const SessionSizes& sizes);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predictions of ds-infer: memory of a rank, and the passes that are long enough to hide the reading of streamed
-// weights.
+// Predictions of ds-infer: memory of a rank, the work of decoding, and the passes that are long enough to hide the
+// reading of streamed weights.
 
 #include <fmt/format.h>
 
@@ -67,22 +67,35 @@ SessionPrediction predict_session(const Config& config, const World& world, Devi
   p.device_bytes = whole.total_memory();
   p.process_bytes = whole.process.own;
   p.host_bytes = device == DeviceKind::Cpu ? 0 : bytes[static_cast<size_t>(Tag::Host)];
-  p.cache_bytes = infer::plan_session(whole.model, plan, sizes).cache_bytes;
+  const infer::SessionPlan session = infer::plan_session(whole.model, plan, sizes);
+  p.cache_bytes = session.cache_bytes;
+  for (const auto& [op, total] : infer::decoding_work(whole.model, plan, session).by_op())
+    p.decoding.push_back({std::string(op), total.calls, total.flops, total.bytes});
   p.streamed_bytes = plan.streamed_bytes();
   // One of three products of training is the forward pass; each token of a context sees all of it at most.
   p.flops_per_token = whole.model.flops_per_token(sizes.context) / 3 / (plan.mesh.tp * plan.mesh.pp);
   return p;
 }
 
-void predict_hiding(SessionPrediction& p, const Config& config, const Hardware& hardware) {
+OpWork SessionPrediction::decoding_total() const {
+  OpWork sum;
+  for (const OpWork& op : decoding) sum.calls += op.calls, sum.flops += op.flops, sum.bytes += op.bytes;
+  return sum;
+}
+
+void predict_times(SessionPrediction& p, const Config& config, const Hardware& hardware) {
   const Machine& machine = hardware.state().machine;
+  p.matmul_flops = machine.matmul_flops(config.work_dtype());
+  if (!machine.memory.empty()) {
+    const OpWork work = p.decoding_total();
+    p.decoding_s = std::max(work.flops / p.matmul_flops, machine.memory.seconds(work.bytes));
+  }
   if (p.streamed_bytes == 0) return;
   const bool from_file = p.file_bytes > 0;
   const double rate = from_file ? machine.disk_read / (p.world.ranks / p.world.nodes) : machine.host_link;
   DS_CHECK(rate > 0, Errc::Config, "the rate at which weights are read is unknown: give {}",
            from_file ? "--disk or --disk-rate" : "--host-link");
   p.read_s = static_cast<double>(p.streamed_bytes) / rate;
-  p.matmul_flops = machine.matmul_flops(config.work_dtype());
   p.tokens_to_hide = static_cast<i64>(std::ceil(p.read_s * p.matmul_flops / p.flops_per_token));
 }
 
@@ -127,6 +140,19 @@ std::string text(const SessionPrediction& p) {
   if (p.largest_batch >= 0)
     out += p.largest_batch > 0 ? fmt::format("\nlargest batch that fits: {}\n", p.largest_batch)
                                : "\nnot even a batch of 1 fits\n";
+  out += fmt::format("\n{} token{} of {} text{} at the end of their context, by op of rank {}\n", p.sizes.at_once,
+                     p.sizes.at_once == 1 ? "" : "s", p.sizes.at_once, p.sizes.at_once == 1 ? "" : "s", p.rank);
+  const auto work = [&](const OpWork& op) {
+    out += fmt::format("  {:<20} {:>6} calls {:>14} {:>10.4g} FLOPs\n", op.op, op.calls,
+                       bytes_text(static_cast<i64>(op.bytes)), op.flops);
+  };
+  for (const OpWork& op : p.decoding) work(op);
+  OpWork total = p.decoding_total();
+  total.op = "total";
+  work(total);
+  if (p.decoding_s > 0)
+    out += fmt::format("at least {:.4g} s: {:.5g} tokens/s\n", p.decoding_s,
+                       static_cast<double>(p.sizes.at_once) / p.decoding_s);
   if (p.streamed_bytes == 0) return out;
   out += fmt::format("\nweights are streamed: {} are read in a pass\n", bytes_text(p.streamed_bytes));
   if (p.tokens_to_hide > 0)
@@ -163,11 +189,15 @@ std::string json(const SessionPrediction& p) {
                  {"file_bytes", p.file_bytes},
                  {"streamed_bytes_per_pass", p.streamed_bytes},
                  {"flops_per_token", p.flops_per_token}});
+  Json decoding = Json::object();
+  for (const OpWork& op : p.decoding) decoding[op.op] = {{"calls", op.calls}, {"flops", op.flops}, {"bytes", op.bytes}};
+  document["decoding"] = decoding;
   if (!bounds.empty()) document["memory_bounds"] = bounds;
   if (p.largest_batch >= 0) document["largest_batch"] = p.largest_batch;
+  if (p.matmul_flops > 0) document["matmul_flops"] = p.matmul_flops;
+  if (p.decoding_s > 0) document["decoding_s"] = p.decoding_s;
   if (p.tokens_to_hide > 0) {
     document["read_s"] = p.read_s;
-    document["matmul_flops"] = p.matmul_flops;
     document["tokens_to_hide"] = p.tokens_to_hide;
   }
   return document.dump();

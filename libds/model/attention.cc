@@ -12,6 +12,8 @@
 
 #include "ds/building_blocks.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 #include "comm/message_tag.h"
 #include "ds/communicator.h"
@@ -25,6 +27,7 @@ i64 kv_share(i64 kv_heads, int P) { return std::max<i64>(kv_heads / P, 1); }
 AttentionParams of_heads(const PassContext& ctx, AttentionParams params, i64 heads, i64 first) {
   const Shard& shard = ctx.groups.shard;
   params.blocks = ctx.blocks;
+  params.rowwise = ctx.rowwise();
   if (ctx.documents) params.documents = ctx.documents.as<i32>(), params.positions = ctx.groups.sequence_length;
   params.grid.heads = heads * shard.tp;
   params.grid.head0 = heads * shard.tp_rank + first;
@@ -44,43 +47,6 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
   return x;
 }
 
-// Calls f(t, row, n) for positions [first + t, first + t + n) of a sequence, which are rows [row, row + n) of the
-// arrays of its cache: block by block.
-template <class F>
-void for_blocks(const KvCache& cache, i64 first, i64 count, F&& f) {
-  for (i64 t = 0; t < count;) {
-    const i64 at = first + t, in = at % cache.block, n = std::min(count - t, cache.block - in);
-    f(t, std::max<i64>(0, cache.blocks[at / cache.block]) * cache.block + in, n);
-    t += n;
-  }
-}
-
-// Rows [row, row + n) of a cache of codes from those of `fresh`, head by head: the scales of a head's rows are apart.
-void keep_codes(const PassContext& ctx, const TensorView& array, i64 row, const TensorView& fresh) {
-  const i64 n = fresh.dim(1), heads = fresh.dim(2), D = fresh.dim(3);
-  const auto matrix = [](void* data, DType dtype, i64 rows, i64 cols, i64 stride) {
-    TensorView v = TensorView::of(data, dtype, {rows, cols});
-    v.stride[0] = stride;
-    return v;
-  };
-  for (i64 h = 0; h < heads; ++h) {
-    const i64 at = row * heads + h;
-    ctx.ops.quantize(matrix(array.as<u8>() + at * D, DType::U8, n, D, heads * D),
-                     matrix(array.scale + at, DType::F32, n, 1, heads),
-                     matrix(some_heads(fresh, h, 1).data, fresh.dtype, n, D, fresh.stride[1]), {},
-                     {.bits = 8, .block = 0}, {}, ctx.stream);
-  }
-}
-
-// Appends an array [1,T,heads,dim] of new positions.
-void keep(const PassContext& ctx, const KvCache& cache, size_t array, const TensorView& fresh) {
-  for_blocks(cache, cache.length, fresh.dim(1), [&](i64 t, i64 row, i64 n) {
-    if (cache.arrays[array].dtype == DType::I8)
-      return keep_codes(ctx, cache.arrays[array], row, some_tokens(fresh, t, n));
-    ctx.ops.copy_heads(some_tokens(cache.arrays[array], row, n), some_tokens(fresh, t, n), ctx.stream);
-  });
-}
-
 // Calls f(cache, first row, rows) for each sequence of a pass.
 template <class F>
 void for_sequences(const PassContext& ctx, F&& f) {
@@ -91,27 +57,40 @@ void for_sequences(const PassContext& ctx, F&& f) {
   }
 }
 
-// The last T positions of a sequence of as many positions as cache.length attend to all of them, by keys and values as
-// they are cached. One call for each sequence, since they differ in length.
-void attend_one(const PassContext& ctx, const TensorView& o, const TensorView& lse, const TensorView& q, i64 first,
-                i64 T, const KvCache& cache, TensorView k, TensorView v, bool in_blocks, const AttentionParams& p) {
-  AttentionParams params = of_heads(ctx, p, q.dim(2), 0);
-  params.dropout = 0;
-  params.grid.row0 = cache.length - T;
-  if (in_blocks) params.pages = cache.pages, params.page = cache.block;
-  k.shape[1] = v.shape[1] = cache.length;
-  ctx.ops.attention_fwd(some_tokens(o, first, T), TensorView::of(lse.data, DType::F32, {1, q.dim(2), T}),
-                        some_tokens(q, first, T), k, v, params, ctx.stream);
+// Parameters of all sequences together, whose keys are in their blocks. There is at least one sequence.
+AttentionParams of_sequences(const PassContext& ctx, AttentionParams params) {
+  const KvCache& any = *ctx.caches[0];
+  params.pages = any.pages;
+  params.page = any.block;
+  params.sequences = ctx.sequences;
+  params.sequences.stride = any.table;
+  return params;
 }
 
+// Appends new positions [1,T,heads,dim] of all sequences to each array of their caches.
+void keep(const PassContext& ctx, std::span<const TensorView> fresh) {
+  const AttentionParams params = of_sequences(ctx, {});
+  for (size_t i = 0; i < fresh.size(); ++i) ctx.ops.append_keys(ctx.caches[0]->arrays[i], fresh[i], params, ctx.stream);
+  for (size_t s = 0; s < ctx.caches.size(); ++s) ctx.caches[s]->length += ctx.fresh[s];
+}
+
+// A query's attention is that of its own sequence alone, whatever its pass contains.
+AttentionParams of_generation(const PassContext& ctx, const AttentionParams& params, i64 heads) {
+  AttentionParams p = of_heads(ctx, params, heads, 0);
+  p.dropout = 0;
+  p.rowwise = true;
+  return p;
+}
+
+// The new positions of each sequence attend to all of its positions, by keys and values as they are cached.
 void attend_cached(const PassContext& ctx, const TensorView& o, const TensorView& lse, const Heads& h,
                    const AttentionParams& params) {
-  for_sequences(ctx, [&](KvCache& cache, i64 first, i64 T) {
-    keep(ctx, cache, 0, some_tokens(h.k, first, T));
-    keep(ctx, cache, 1, some_tokens(h.v, first, T));
-    cache.length += T;
-    attend_one(ctx, o, lse, h.q, first, T, cache, cache.arrays[0], cache.arrays[1], true, params);
-  });
+  if (ctx.caches.empty()) return;
+  const TensorView fresh[] = {h.k, h.v};
+  keep(ctx, fresh);
+  TensorView k = ctx.caches[0]->arrays[0], v = ctx.caches[0]->arrays[1];
+  k.shape[1] = v.shape[1] = std::ranges::max(ctx.caches, {}, &KvCache::length)->length;
+  ctx.ops.attention_fwd(o, lse, h.q, k, v, of_sequences(ctx, of_generation(ctx, params, h.q.dim(2))), ctx.stream);
 }
 
 // Slice `slice` of a message to or from each rank: several tensors, one after the other.
@@ -369,18 +348,23 @@ struct Ring {
 
 void attend_made(const PassContext& ctx, TensorView o, TensorView lse, TensorView q, std::span<const TensorView> fresh,
                  const AttentionParams& params, FunctionRef<Heads(const KvCache&)> make) {
+  if (ctx.caches.empty()) return;
+  keep(ctx, fresh);
+  AttentionParams p = of_generation(ctx, params, q.dim(2));
   for_sequences(ctx, [&](KvCache& cache, i64 first, i64 T) {
-    for (size_t i = 0; i < fresh.size(); ++i) keep(ctx, cache, i, some_tokens(fresh[i], first, T));
-    cache.length += T;
     const Heads made = make(cache);
-    attend_one(ctx, o, lse, q, first, T, cache, made.k, made.v, false, params);
+    p.grid.row0 = cache.length - T;
+    ctx.ops.attention_fwd(some_tokens(o, first, T), TensorView::of(lse.data, DType::F32, {1, q.dim(2), T}),
+                          some_tokens(q, first, T), made.k, made.v, p, ctx.stream);
   });
 }
 
 void copy_cached(const PassContext& ctx, const KvCache& cache, size_t array, TensorView to) {
-  for_blocks(cache, 0, cache.length, [&](i64 t, i64 row, i64 n) {
-    ctx.ops.copy_heads(some_tokens(to, t, n), some_tokens(cache.arrays[array], row, n), ctx.stream);
-  });
+  const TensorView rows = cache.arrays[array];
+  for (i64 t = 0; t < cache.length; t += cache.block) {
+    const i64 n = std::min(cache.length - t, cache.block), row = std::max<i64>(0, cache.blocks[t / cache.block]);
+    ctx.ops.copy_heads(some_tokens(to, t, n), some_tokens(rows, row * cache.block, n), ctx.stream);
+  }
 }
 
 void rotate(const PassContext& ctx, TensorView x, const RopeViews& rotation, const RopeParams& params) {

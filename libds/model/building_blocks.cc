@@ -287,7 +287,7 @@ void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, con
 void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
 
 void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o) {
-  const bool out_in = o.orientation == Orientation::OutIn;
+  const bool out_in = o.orientation == Orientation::OutIn || weight.whole.codes;
   const MatmulParams params{.trans_b = out_in, .activation = o.activation, .rowwise = ctx.rowwise()};
   if (weight.is_whole()) return ctx.ops.matmul(y, x, weight.whole, o.bias, o.preact, o.residual, params, ctx.stream);
   if (out_in) {
@@ -438,7 +438,8 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
                                   .label_smoothing = ctx.label_smoothing,
                                   .z_loss = ctx.z_loss,
                                   .vocab = o.vocab,
-                                  .add_dweight = ctx.adds_gradients()};
+                                  .add_dweight = ctx.adds_gradients(),
+                                  .rowwise = ctx.rowwise()};
   if (g.shard.tp == 1) {
     return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
                                         ctx.logits, params, ctx.stream);
@@ -450,7 +451,8 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
     const auto stat = [&](i64 i) { return TensorView::of(g.stats.as<float>() + i * rows, DType::F32, {rows}); };
     const TensorView z = TensorView::of(ctx.logits.data, ctx.logits.dtype, {rows, V}), max = stat(0), sum = stat(1),
                      at_target = stat(2), targets = ctx.targets.rows(begin, rows);
-    ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
+    ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true, .rowwise = params.rowwise},
+                   ctx.stream);
     ctx.ops.vocab_max(max, z, ctx.stream);
     g[Axis::Tp]
         .all_reduce(max.data, rows, DType::F32, ReduceOp::Max, message_text(Axis::Tp, Collective::AllReduce))

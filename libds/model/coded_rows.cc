@@ -8,13 +8,16 @@
 #include <vector>
 
 #include "base/check.h"
+#include "config/offload.h"
+#include "config/parallel.h"
 #include "model/slice.h"
 
 namespace ds::model {
 namespace {
 
-// Whether a rank's part of a matrix consists of whole groups of the whole matrix.
+// Whether a rank's part of a matrix consists of whole groups of the matrix in files.
 bool cuts_no_group(const ParamRow& row, i64 group) {
+  if (row.in_out) return false;
   if (row.slice.whole()) return true;
   const i64 K = row.whole_shape().back();
   bool whole = true;
@@ -24,8 +27,9 @@ bool cuts_no_group(const ParamRow& row, i64 group) {
   return whole;
 }
 
-CodedForm form_of(const ParamRow& row, const WeightsConfig& weights) {
-  const i64 K = row.shape.back();
+// Before the choice of products.
+CodedForm stored_form_of(const ParamRow& row, const WeightsConfig& weights) {
+  const i64 K = row.coded_k();
   using Form = WeightsConfig::Form;
   switch (weights.form) {
     case Form::Work: return {};
@@ -41,6 +45,25 @@ CodedForm form_of(const ParamRow& row, const WeightsConfig& weights) {
   return {};
 }
 
+// The table of tokens that only look-ups read, so that codes in rows will do: the first row of its layer, unless it is
+// tied.
+bool is_table(const Model& model, const Layer& layer, size_t row) {
+  return layer.type() == kEmbeddingType && !model.tied() && row == 0;
+}
+// The matrix of the head, in the last layer or tied.
+bool is_head(const Model& model, const ParamRow& row) {
+  const std::vector<ParamRow>& last = model.layers.back()->rows();
+  const bool here = std::ranges::any_of(last, [&](const ParamRow&other) { return &other == &row; }),
+             tied = std::ranges::any_of(model.shared, [&](const ParamRow&other) { return &other == &row; });
+  return (here || tied) && row.shape.size() == 2 && row.whole_shape()[0] == model.vocab;
+}
+
+CodedForm form_of(const ParamRow& row, const WeightsConfig& weights) {
+  CodedForm form = stored_form_of(row, weights);
+  if (form) form.integer = weights.integers.value_or(form.integer);
+  return form;
+}
+
 float rounded_scale(DType dtype, float scale) noexcept {
   if (dtype == DType::BF16) return to_float(to_bf16(scale));
   return dtype == DType::F16 ? to_float(to_f16(scale)) : scale;
@@ -52,43 +75,69 @@ void put_scale(DType dtype, float scale, u8* out) noexcept {
   std::memcpy(out, &bits, sizeof bits);
 }
 
+std::string text_of(const CodedForm& form, i64 K) {
+  const std::string_view kind = form.kind == CodeKind::Int4 ? "int4" : form.kind == CodeKind::Int8 ? "int8" : "fp8";
+  return fmt::format("{}, {}{}{}", kind, form.group == K ? "whole rows" : fmt::format("groups of {}", form.group),
+                     form.offsets ? " with offsets" : "", form.integer ? ", sums of integers" : "");
+}
+
 }  // namespace
 
 void store_as_codes(Model& model, const Config& config) {
   const WeightsConfig& weights = config.weights;
   if (!weights.any()) return;
-  DS_CHECK(config.zero.stage < 3 || !weights.asks_for_codes(), Errc::Unavailable,
+  const bool in_parts = config.zero.stage == 3 && !streams_params(config);
+  DS_CHECK(!in_parts || !weights.asks_for_codes(), Errc::Unavailable,
            "--weights {}: at stage 3 of ZeRO ranks keep parts of matrices, which products of codes need whole; use "
            "zero_optimization.stage 0, and tensor_parallel.tp_size to cut matrices",
            weights.name());
-  const bool integers = weights.form == WeightsConfig::Form::W8A8 ||
-                        std::ranges::any_of(weights.stored, [](const auto& one) { return one.second.integer; });
-  DS_CHECK(!integers || (config.zero.stage < 3 && model.shard.tp == 1), Errc::Unavailable,
-           "--weights {}: products of integers need whole rows, of which {} have parts; --weights work decodes the "
-           "matrices",
-           weights.name(), config.zero.stage == 3 ? "ranks of ZeRO stage 3" : "tensor-parallel ranks");
-  if (config.zero.stage == 3) return;  // where values are decoded
+  DS_CHECK(config.zero.stage < 3 || config.zero.tile_size == 0, Errc::Unavailable,
+           "--weights {}: zero_optimization.stage3_tile_size cuts matrices into tiles, which are not stored as codes; "
+           "--weights work decodes them",
+           weights.name());
+  const bool integers = weights.sums_integers();
+  DS_CHECK(!integers || (!in_parts && model.shard.tp == 1), Errc::Unavailable,
+           "--weights {}{}: products of integers need whole rows, of which {} have parts; {}", weights.name(),
+           weights.integers ? " --activations int8" : "", in_parts ? "ranks of ZeRO stage 3" : "tensor-parallel ranks",
+           weights.integers ? "--activations work decodes the codes" : "--weights work decodes the matrices");
+  if (in_parts) return;  // where values are decoded
   std::vector<std::string> unfit;
-  const auto form_for = [&](const ParamRow& row, bool is_multiplied) -> CodedForm {
-    if (!row.packs || row.fp8) {
-      if (is_multiplied && weights.asks_for_codes())
+  const auto form_for = [&](const ParamRow& row, bool is_multiplied, bool is_looked_up) -> CodedForm {
+    if (!(row.packs || row.in_out || is_looked_up) || row.fp8) {
+      const bool is_batch = row.shape.size() == 3 && !row.vectors;  // of experts, whose products are by groups of rows
+      if ((is_multiplied || is_batch) && weights.asks_for_codes())
         unfit.push_back(fmt::format("{}: products of this kind read no codes", row.name));
       return {};
     }
     CodedForm form = form_of(row, weights);
-    // The head decides between tokens: it keeps 8 bits, as in GGUF files of 4.
-    if (weights.form == WeightsConfig::Form::Int4 && row.shape.size() == 2 && row.whole_shape()[0] == model.vocab)
-      form.kind = CodeKind::Int8;
-    if (form && (form.group % 16 != 0 || row.shape.back() % form.group != 0)) {
-      unfit.push_back(fmt::format("{}: its rows of {} elements{} are no multiple of {}", row.name, row.shape.back(),
-                                  row.slice.whole() ? "" : " on each tensor-parallel rank",
-                                  form.integer ? 16 : form.group));
+    if (is_looked_up) form.integer = false;
+    // The head decides between tokens: it keeps 8 bits, as in GGUF files of 4. So does the table of tokens.
+    if (weights.form == WeightsConfig::Form::Int4 && (is_looked_up || is_head(model, row))) form.kind = CodeKind::Int8;
+    if (form.integer && form.kind == CodeKind::E4M3) {
+      unfit.push_back(fmt::format("{}: its codes are FP8 numbers, which --activations int8 cannot multiply", row.name));
+      return {};
+    }
+    constexpr i64 kMostInSum = 131072;  // OpTable::matmul
+    if (form.integer && form.group > kMostInSum) {
+      unfit.push_back(fmt::format("{}: {} of its codes share a scale; sums of integers have at most {}", row.name,
+                                  form.group, kMostInSum));
+      return {};
+    }
+    if (form && config.zero.stage == 3 && row.numel() / row.coded_k() * form.row_bytes(row.coded_k()) % 4 != 0) {
+      unfit.push_back(fmt::format(
+          "{}: --stream reads codes in words of 4 bytes, and this matrix has an odd number of them", row.name));
+      return {};
+    }
+    if (form && (form.group % 16 != 0 || row.coded_k() % form.group != 0)) {
+      unfit.push_back(fmt::format(
+          "{}: its {} of {} elements{} are no multiple of {}", row.name, row.in_out ? "columns" : "rows", row.coded_k(),
+          row.slice.whole() ? "" : " on each tensor-parallel rank", row.coded_k() % form.group != 0 ? form.group : 16));
       return {};
     }
     return form;
   };
   for (ParamRow& row : model.shared) {
-    row.codes = form_for(row, true);
+    row.codes = form_for(row, true, false);
     if (!row.codes) continue;
     row.storage = Storage::Codes;
     row.trained = false;
@@ -96,12 +145,23 @@ void store_as_codes(Model& model, const Config& config) {
   for (const auto& layer : model.layers) {
     const std::vector<size_t> multiplied = layer->products(Products::Forward);
     for (size_t r = 0; r < layer->rows().size(); ++r) {
-      const CodedForm form = form_for(layer->rows()[r], std::ranges::find(multiplied, r) != multiplied.end());
+      const ParamRow& row = layer->rows()[r];
+      const CodedForm form =
+          form_for(row, std::ranges::find(multiplied, r) != multiplied.end(), is_table(model, *layer, r));
       if (form) layer->store(r, Storage::Codes, form);
     }
   }
   DS_CHECK(unfit.empty(), Errc::Config, "weights {}: {} matri{} cannot be stored so, the first is {}", weights.name(),
            unfit.size(), unfit.size() == 1 ? "x" : "ces", unfit.front());
+}
+
+std::map<std::string, i64> forms_of_matrices(const Model& model, DType work) {
+  std::map<std::string, i64> forms;
+  for (const ParamRow* row : model.params()) {
+    if (row->packs || row->codes)
+      forms[row->codes ? text_of(row->codes, row->coded_k()) : std::string(dtype_name(work))] += 1;
+  }
+  return forms;
 }
 
 void encode_row(const CodedForm& form, std::span<const float> x, u8* out) noexcept {

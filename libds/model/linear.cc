@@ -44,7 +44,8 @@ Linear::Linear(std::vector<ParamRow>& rows, LinearSpec spec, const Shard& shard)
                   .shape = {out_in ? spec_.out : spec_.in, out_in ? spec_.in : spec_.out},
                   .std = spec_.std,
                   .decay = true,
-                  .packs = out_in};
+                  .packs = out_in,
+                  .in_out = !out_in};
   ParamRow bias{.name = spec_.name + ".bias", .shape = {spec_.out}, .init = Init::Zeros};
   switch (spec_.split) {
     case Split::Whole:

@@ -171,8 +171,23 @@ i64 attention_flops(const TensorView& q, const TensorView& k, const TensorView& 
 std::array<i64, 3> attention_shape(const TensorView& q, const TensorView& k) noexcept {
   return {q.dim(0) * q.dim(2), q.dim(1), k.dim(1)};
 }
+// With sequences: each reads its own keys, with their scales if they are codes. Their arrays are the host's here.
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
+  if (p.sequences) {
+    i64 flops = 0, keys = 0;
+    for (i64 s = 0; s < p.sequences.count; ++s) {
+      q.shape[1] = p.sequences.begins[s + 1] - p.sequences.begins[s];
+      k.shape[1] = p.sequences.keys[s];
+      flops += attention_flops(q, k, v, p.of_sequence(s), 1, 1);
+      keys += k.dim(1);
+    }
+    q.shape[1] = p.sequences.begins[p.sequences.count];
+    const i64 scale = k.dtype == DType::I8 ? 2 * i64{sizeof(float)} : 0;
+    const i64 row = k.dim(2) * ((k.dim(3) + v.dim(3)) * dtype_bytes(k.dtype) + scale);
+    return count(stream,
+                 {"attention_fwd", q.dtype, flops, bytes_of({o, lse, q}) + keys * row, {q.dim(2), q.dim(1), keys}});
+  }
   count(stream, {"attention_fwd", q.dtype, attention_flops(q, k, v, p, 1, 1), bytes_of({o, lse, q, k, v}),
                  attention_shape(q, k)});
 }
@@ -249,6 +264,10 @@ void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView resid
 }
 void cast(TensorView y, TensorView x, Stream& stream) noexcept {
   count(stream, {"cast", x.dtype, 0, bytes_of({y, x})});
+}
+void append_keys(TensorView cache, TensorView x, const AttentionParams&, Stream& stream) noexcept {
+  const i64 scales = cache.dtype == DType::I8 ? x.numel() / x.dim(3) * i64{sizeof(float)} : 0;
+  count(stream, {"append_keys", x.dtype, 0, x.bytes() + x.numel() * dtype_bytes(cache.dtype) + scales});
 }
 void copy_heads(TensorView y, TensorView x, Stream& stream) noexcept {
   count(stream, {"copy_heads", x.dtype, 0, bytes_of({y, x})});
@@ -369,6 +388,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .bias_residual = bias_residual,
                                   .cast = cast,
                                   .copy_heads = copy_heads,
+                                  .append_keys = append_keys,
                                   .fold = fold,
                                   .quantize = quantize,
                                   .quantize_signs = quantize_signs,

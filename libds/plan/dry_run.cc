@@ -115,6 +115,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
   model::PassContext ctx =
       model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, walk.comms);
   ctx.predicts = walk.predicts;
+  ctx.alone = plan.invariant;
   if (plan.fused) ctx.term = walk.later ? model::GradTerm::Later : model::GradTerm::First;
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   const DType fresh = plan.dp().grads.fresh();
@@ -175,6 +176,7 @@ void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMem
                   const Walk& walk, FunctionRef<bool(i64, model::PassContext&)> before) {
   make_present(memory, model);
   model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, walk.comms);
+  ctx.alone = plan.invariant;
   const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
   const TensorView stream = present(plan.work, {stream_rows, model.hidden});
   TensorView shared = shared_rows(plan, plan.work);

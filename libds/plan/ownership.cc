@@ -168,7 +168,15 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   options.group = group;
   options.fp8 = options.stage == 3 && config.fp8.enabled && config.fp8.gathers && options.num_ranks > 1;
   const bool streams = plan.streams && options.stage == 3;
-  if (streams) options.page = zero::TierArray::kReadPage / dtype_bytes(plan.work);
+  if (streams) {
+    options.width = dtype_bytes(plan.work);
+    options.page = zero::TierArray::kReadPage / options.width;
+    const bool codes =
+        std::ranges::any_of(plan.params, [](const model::ParamRow* row) { return static_cast<bool>(row->codes); });
+    DS_CHECK(!codes || options.num_ranks == 1, Errc::Unavailable,
+             "--stream: codes are streamed whole, not in parts by {} data-parallel ranks; --weights work decodes them",
+             options.num_ranks);
+  }
   shards.layout = zero::Layout::make(plan.rows, options);
   const bool averages = std::ranges::any_of(plan.groups.groups, &optim::ParamGroup::averages_by_signs);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "config/offload.h"
 #include "model/models.h"
 #include "plan/counted_update.h"
 #include "plan/memory.h"
@@ -68,6 +69,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.mesh = mesh;
   plan.coord = coord;
   plan.work = config.work_dtype();
+  plan.invariant = config.cuda.invariant_forward || config.use == ConfigUse::Generate;
   plan.fused = fuses_gradients(config, model);
   // With one data-parallel rank sums are not rounded: ranks of sp exchange them in fp32. A split of one rank among
   // several data-parallel ones rounds like a larger one, so that the sizes of splits change no bit.
@@ -82,21 +84,15 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // Evaluation keeps as many batches under way as a pipeline has use for.
   plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
   plan.offload = offload::settings_of(config, device);
-  const OffloadParamConfig& params = config.zero.offload_param;
-  plan.streams = config.use == ConfigUse::Generate && config.zero.stage == 3 && params.buffer_count == 0 &&
-                 params.device != OffloadDevice::None;
-  DS_CHECK(!plan.streams || device != DeviceKind::Cpu || params.device == OffloadDevice::Nvme, Errc::Config,
+  plan.streams = streams_params(config);
+  DS_CHECK(!plan.streams || device != DeviceKind::Cpu || config.zero.offload_param.device == OffloadDevice::Nvme,
+           Errc::Config,
            "--stream cpu: a run on the CPU has its weights in host memory anyway; --stream DIR reads them from a disk");
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);
   plan.update_number = std::max<i64>(config.steps, 1);
 
-  const bool codes =
-      std::ranges::any_of(model.params(), [](const model::ParamRow* row) { return static_cast<bool>(row->codes); });
-  DS_CHECK(!codes || device == DeviceKind::Cpu, Errc::Unavailable,
-           "--weights {}: GPUs have no products of codes yet; --set device=cpu computes on the CPU",
-           config.weights.name());
   plan_stage(plan, config, model, std::move(cuts));
   plan_ownership(plan, config, model);
   if (plan.trains()) update::plan_update(plan);
@@ -104,6 +100,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   CountedUpdate update(plan, no_ops());
   count_traffic(plan, update, config, model);
   count_memory(plan, update, config.save.async);
+  DS_CHECK(!plan.streams || mesh.pp > 1 || plan.streamed_bytes() > 0, Errc::Config,
+           "--stream: nothing is streamed, since no matrix has more elements than "
+           "zero_optimization.stage3_param_persistence_threshold ({})",
+           config.zero.param_persistence_threshold);
   return plan;
 }
 

@@ -133,6 +133,7 @@ struct RunPlan : update::UpdatePlan {
   i64 expert_counts = 0;                // experts of all layers of the model, whose tokens are counted
   bool reduce_each_micro = false;       // "micro" order
   bool fused = false;                   // layers add to sums of gradients (fuses_gradients)
+  bool invariant = false;               // a row's bits in forward passes do not depend on other rows, on GPUs too
   // Weights are streamed: a pass has those of a few layers in memory (zero::plan_stream), this rank's slices read from
   // the tier of offload_param. While an access computes, those of so many later ones are on their way.
   bool streams = false;

@@ -10,16 +10,19 @@
 #include "base/check.h"
 #include "checkpoint/together.h"
 #include "comm/make_communicator.h"
+#include "config/sparse_attention.h"
 #include "data/tokenizer.h"
 #include "mesh/from_config.h"
 
 namespace ds::run {
 
-void check_draft(const Config& config, const DraftModel& draft, DeviceKind device) {
+void check_draft(const Config& config, const DraftModel& draft) {
+  const SparseAttentionMode mode = config.sparse_attention.mode;
   DS_CHECK(
-      device == DeviceKind::Cpu, Errc::Unavailable,
-      "a draft needs a CPU: on GPUs the logits of a token depend on the other tokens of its pass, so results would "
-      "not be those without a draft; leave it out, or set device \"cpu\"");
+      mode == SparseAttentionMode::None || mode == SparseAttentionMode::Dense, Errc::Unavailable,
+      "a draft: with sparse_attention \"{}\" the bits of a token depend on the other tokens of its pass, so results "
+      "would not be those without a draft; leave it out",
+      sparse_attention_name(mode));
   const std::string &ours = config.data.tokenizer, &theirs = draft.config.data.tokenizer;
   const std::string own = open_tokenizer(ours)->identity(), other = open_tokenizer(theirs)->identity();
   DS_CHECK(is_same_tokenizer(own, other), Errc::Config,
@@ -39,9 +42,12 @@ Draft::Draft(const DraftModel& model, const RankInfo& ranks, std::shared_ptr<con
              MemoryLedger& ledger, Device& device)
     : request_{
           model.config, {.rank = ranks.rank}, {.resume = model.resume, .weights = model.weights, .read_only = true}} {
-  const CommOptions options{.timeout_s = model.config.communication.timeout_s};
+  const CommOptions options{.timeout_s = model.config.communication.timeout_s, .device = &device};
   const Config& config = request_.config;
-  mesh_ = std::make_unique<Mesh>(make_self_communicator(options), mesh_shape(config, 1), options, Mesh::OverDevice{},
+  Mesh::OverDevice over_device;
+  if (!device.is_host())
+    over_device = [](Communicator& host, const CommOptions& o) { return make_device_self_communicator(host, o); };
+  mesh_ = std::make_unique<Mesh>(make_self_communicator(options), mesh_shape(config, 1), options, over_device,
                                  mesh_splits(config, planned->model.splits));
   Start start{.step_dir = request_.find_step()};
   if (start.step_dir.empty()) start.weights = request_.find_weights();

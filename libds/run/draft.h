@@ -11,8 +11,8 @@
 namespace ds::run {
 
 // Throws Errc::Config if it has another tokenizer than the model of `config`, which cannot verify its tokens, and
-// Errc::Unavailable on a device where passes that verify tokens have other bits.
-void check_draft(const Config& config, const DraftModel& draft, DeviceKind device);
+// Errc::Unavailable if attention has a block layout, with which passes that verify tokens may have other bits.
+void check_draft(const Config& config, const DraftModel& draft);
 // As it runs beside the model of `config`.
 DraftModel beside(const Config& config, DraftModel draft);
 

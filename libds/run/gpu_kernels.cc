@@ -14,7 +14,8 @@
 namespace ds::run {
 
 bool wants_cudnn(const Config& config) noexcept {
-  return config.cuda.attention != CudaAttention::Own && config.work_dtype() != DType::F32;
+  return config.cuda.attention != CudaAttention::Own && !config.cuda.invariant_forward &&
+         config.work_dtype() != DType::F32;
 }
 
 GpuKernels kernels_of(const Config& config, int compute_capability) noexcept {

@@ -14,7 +14,6 @@
 #include "base/json.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
-#include "device/device.h"
 #include "ds/checkpoint.h"
 #include "ds/infer.h"
 #include "ds/kernels/ops.h"
@@ -118,9 +117,7 @@ std::string kernels_of_cpu() {
 }
 
 void find_codes(Config& config, const std::string& weights) {
-  std::string why;
   if (trains(config.use) || config.weights.form != WeightsConfig::Form::Stored) return;
-  if (config.device == DeviceKind::Cuda || (config.device == DeviceKind::Auto && num_cuda_devices(why) > 0)) return;
   const std::string path = weights.empty() ? run::published_weights(config.published.path) : weights;
   if (path.empty() || is_checkpoint(path)) return;
   config.weights.stored = run::codes_of_weights(model::make_model(config), path);

@@ -6,6 +6,7 @@
 #include "comm/make_communicator.h"
 #include "ds/units.h"
 #include "mesh/from_config.h"
+#include "model/coded_rows.h"
 #include "probe/host.h"
 #include "run/connect.h"
 #include "run/draft.h"
@@ -25,6 +26,7 @@ RunPrediction predict_on(const Device& device, Plans& plans, const RankInfo& ran
   p.stages = plan_stages(plans);
   p.bubble_fraction = bubble_fraction(config, model);
   p.num_params = model.num_params();
+  if (!plan.trains()) p.matrices = model::forms_of_matrices(model, plan.work);
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(planned.memory(), {}, planned.bounds);
   p.files = memory_table(plan.memory.files, {});
@@ -78,7 +80,7 @@ RunPrediction predict_run(const Config& config, const RankInfo& ranks, const std
                           const std::optional<DraftModel>& given) {
   const std::unique_ptr<Device> device = run::open_device(config, ranks);
   std::optional<DraftModel> draft;
-  if (given) draft = run::beside(config, *given), run::check_draft(config, *draft, device->kind());
+  if (given) draft = run::beside(config, *given), run::check_draft(config, *draft);
   if (!device->is_host()) {
     const plan::Planned planned(config, mesh_shape(config, ranks.world_size), ranks.rank, device->kind());
     run::choose_attention(config, planned.model, planned.plan, *device, *make_self_communicator({}), ranks.rank == 0);

@@ -59,7 +59,7 @@ void write_lost_line(const offload::ServedRecord& r, i64 last_step, run::Journal
 void TrainingRun::State::open() {
   const auto& [config, ranks, options] = request;
   device = run::open_device(config, ranks);
-  if (options.draft) run::check_draft(config, *options.draft, device->kind());
+  if (options.draft) run::check_draft(config, *options.draft);
   run::Plans plans(config, mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                    device->gpu_kernels(), options.session, options.draft ? &*options.draft : nullptr);
   run::check_memory(*device, plans, ranks);

@@ -95,6 +95,7 @@ class Stage {
   model::PassContext context(const model::PassMemory& memory, const model::Pass& pass) const {
     model::PassContext ctx = model::make_context(memory, pass, *model_, device_.ops(), stream_, mesh_.by_axis());
     ctx.host = &host_;
+    ctx.alone = plan_->invariant;
     return ctx;
   }
 

@@ -184,11 +184,13 @@ void Layout::add_segment(std::span<const model::ParamRow> rows, std::span<const 
     if (kept[run[0]] != want || first.trained != of_trained || first.storage != storage) continue;
     any = true;
     for (const size_t r : run) {
-      const i64 n = rows[r].numel(), number = unit.first_param + narrow<i64>(r);
-      DS_ASSERT(kept[r] == want && (r == run[0] || s.numel % options_.row_alignment() == 0));
-      s.numel = align_up(s.numel, options_.row_alignment());
+      const i64 n = options_.elems_of(rows[r]), number = unit.first_param + narrow<i64>(r);
+      const bool follows = r != run[0];
+      DS_ASSERT(kept[r] == want &&
+                (!follows || storage == model::Storage::Codes || s.numel % options_.row_alignment() == 0));
+      if (!follows || storage != model::Storage::Codes) s.numel = align_up(s.numel, options_.row_alignment());
       rows_[number] = {number, narrow<i64>(segments_.size()), s.numel, n};
-      s.numel += std::max(n, rows[r].room);
+      s.numel += rows[r].codes ? n : std::max(n, rows[r].room);
       unit.numel += n;
     }
   }
@@ -228,7 +230,7 @@ void Layout::place_shards() {
 
 bool Layout::packs(i64 param, const model::ParamRow& row) const noexcept {
   const i64 number = rows_[static_cast<size_t>(param)].segment;
-  if (!row.packs || row.fp8 || number < 0) return false;
+  if (!(row.packs || row.transposed()) || row.fp8 || number < 0) return false;
   const Segment& s = segments_[static_cast<size_t>(number)];
   const bool codes = s.storage == model::Storage::Codes;
   return (codes || (s.storage == model::Storage::Work && row.shape.size() == 2)) && !is_tile(s.unit) &&

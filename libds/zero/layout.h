@@ -64,8 +64,14 @@ struct LayoutOptions {
   bool of_gradients = false;            // only rows that are trained have places
   bool fp8 = false;                     // stage 3: matrices of FP8 products are gathered as their codes
   i64 page = 1;                         // slices are multiples of so many elements; a power of two
+  // Bytes of an element. Slices of one rank may have matrices of codes, which take the place of as many elements as
+  // have their bytes, and follow each other without gaps.
+  i64 width = 0;
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
+  i64 elems_of(const model::ParamRow& row) const noexcept {
+    return row.codes && kZero[stage].shard_params ? row.view(DType::F32, nullptr).bytes() / width : row.numel();
+  }
   i64 slice_alignment() const noexcept { return std::max({kSliceAlignment, block, page}); }
 };
 

@@ -129,11 +129,16 @@ void ParamStore::allocate_codes(MemoryLedger& ledger) {
 }
 
 void ParamStore::set_codes(i64 param, i64 first, i64 count, const void* rows) {
-  const Segment& s = layout_.segments()[layout_.rows()[static_cast<size_t>(param)].segment];
+  const RowPlace& place = layout_.rows()[static_cast<size_t>(param)];
+  const Segment& s = layout_.segments()[place.segment];
   TensorView& view = views_[s.unit][static_cast<size_t>(param - layout_.units()[s.unit].first_param)];
-  DS_ASSERT(has_codes(s));
+  DS_ASSERT(view.codes && (has_codes(s) || comm_.size() == 1));
   view.panels = {};
   const i64 row_bytes = view.codes.row_bytes(view.dim(view.rank - 1));
+  if (!has_codes(s)) {
+    const TierLease there = lease_bytes(place, first * row_bytes, count * row_bytes, LeaseTo::Write);
+    return device_.upload(there.data(), rows, count * row_bytes);
+  }
   device_.upload(static_cast<char*>(view.data) + first * row_bytes, rows, count * row_bytes);
 }
 
@@ -161,6 +166,29 @@ TierLease ParamStore::lease(const Segment& s, i64 first, i64 count, LeaseTo acce
   return shards_->lease(at * bytes, count * bytes, access);
 }
 
+TierLease ParamStore::lease_bytes(const RowPlace& place, i64 begin, i64 bytes, LeaseTo access) const {
+  const Segment& s = layout_.segments()[place.segment];
+  const i64 width = dtype_bytes(options_.work), at = place.offset * width + begin;
+  if (whole(s)) return {nullptr, whole_segment(s) + at, 0, 0, access};
+  return shards_->lease(slice_at(s) + at - s.slice * comm_.rank() * width, bytes, access);
+}
+
+// In a file by parts: a range of whole panels is packed by itself.
+void ParamStore::pack_rows(TensorView matrix, const RowPlace& place) {
+  const bool one_part = whole(layout_.segments()[place.segment]) || shards_->in_place();
+  const i64 K = matrix.dim(matrix.rank - 1), N = matrix.dim(matrix.rank - 2), all = matrix.numel() / K,
+            width = dtype_bytes(options_.work), row_bytes = matrix.codes ? matrix.codes.row_bytes(K) : K * width;
+  const i64 most = one_part ? N : std::max(kMostStreamed * width / row_bytes / kPackedRows, i64{1}) * kPackedRows;
+  TensorView part = TensorView::of(nullptr, matrix.dtype, {N, K});
+  part.codes = matrix.codes;
+  for (i64 first = 0; first < all; first += part.dim(0)) {
+    part.shape[0] = std::min(most, N - first % N);
+    const TierLease there = lease_bytes(place, first * row_bytes, part.dim(0) * row_bytes, LeaseTo::Write);
+    part.data = there.data();
+    device_.ops().pack_matrix(part, device_.stream());
+  }
+}
+
 void ParamStore::pack() {
   const OpTable& ops = device_.ops();
   const Panels panels = panels_of(ops, options_.work);
@@ -177,17 +205,7 @@ void ParamStore::pack() {
       if (has_codes(s)) {
         for_matrices(matrix, [&](const TensorView& one) { ops.pack_matrix(one, device_.stream()); });
       } else {
-        // In a file by parts: a range of whole panels is packed by itself.
-        const i64 N = view.dim(0), K = view.dim(1);
-        const i64 most =
-            whole(s) || shards_->in_place() ? N : std::max(kMostStreamed / K / kPackedRows, i64{1}) * kPackedRows;
-        for (i64 first = 0; first < N; first += most) {
-          const i64 count = std::min(most, N - first);
-          const TierLease there = lease(s, place.offset + first * K, count * K, LeaseTo::Write);
-          matrix.data = there.data();
-          matrix.shape[0] = count;
-          ops.pack_matrix(matrix, device_.stream());
-        }
+        pack_rows(matrix, place);
       }
       view.panels = panels_of(ops, options_.work, view.codes);
       DS_ASSERT(kPackedRows % view.panels.rows == 0);
@@ -323,7 +341,8 @@ void ParamStore::look_up(i64 param, std::span<const i64> rows, TensorView to) {
   const RowPlace& place = layout_.rows()[static_cast<size_t>(param)];
   const Segment& s = layout_.segments()[place.segment];
   TensorView table = views_[s.unit][static_cast<size_t>(param - layout_.units()[s.unit].first_param)];
-  const i64 width = dtype_bytes(options_.work), N = table.dim(0), C = table.dim(1);
+  const i64 width = dtype_bytes(options_.work), N = table.dim(0), C = table.dim(1),
+            row_bytes = table.codes ? table.codes.row_bytes(C) : C * width;
   const i64 together = table.panels ? table.panels.rows : 1;
   DS_ASSERT(to.dim(0) == std::ssize(rows) && to.dim(1) == C && C % 2 == 0);
   struct Wanted {
@@ -333,14 +352,14 @@ void ParamStore::look_up(i64 param, std::span<const i64> rows, TensorView to) {
   for (const i64 row : rows) wanted.push_back({row, std::ssize(wanted)});
   std::erase_if(wanted, [](const Wanted& w) { return w.row < 0; });
   std::ranges::stable_sort(wanted, {}, &Wanted::row);
-  // This rank's part of the panel of a row.
+  // This rank's part of the panel of a row, in bytes of the segment.
   struct Part {
     i64 first, rows, begin, end;
   };
   const auto part_of = [&](i64 row) {
-    const i64 first = row - row % together, n = std::min(together, N - first), at = place.offset + first * C,
-              own = s.slice * comm_.rank();
-    return Part{first, n, std::max(at, own), std::min(at + n * C, own + s.slice)};
+    const i64 first = row - row % together, n = std::min(together, N - first),
+              at = place.offset * width + first * row_bytes, own = s.slice * comm_.rank() * width;
+    return Part{first, n, std::max(at, own), std::min(at + n * row_bytes, own + s.slice * width)};
   };
   device_.zero(to.data, to.bytes());
   for (size_t i = 0; i < wanted.size();) {
@@ -351,24 +370,24 @@ void ParamStore::look_up(i64 param, std::span<const i64> rows, TensorView to) {
       i = next;
       continue;
     }
-    const TierLease there = lease(s, part.begin, part.end - part.begin, LeaseTo::Read);
+    const i64 of_row = place.offset * width;
+    const TierLease there = lease_bytes(place, part.begin - of_row, part.end - part.begin, LeaseTo::Read);
     if (next < wanted.size()) {
       if (const Part after = part_of(wanted[next].row); after.begin < after.end)
-        shards_->expect(slice_at(s) + (after.begin - s.slice * comm_.rank()) * width,
-                        (after.end - after.begin) * width);
+        shards_->expect(slice_at(s) + after.begin - s.slice * comm_.rank() * width, after.end - after.begin);
     }
     for (; i < next; ++i) {
-      if (table.panels) {
+      if (table.panels || table.codes) {
         const i32 id = narrow<i32>(wanted[i].row - part.first);
         table.data = there.data(), table.shape[0] = part.rows;
         device_.ops().embedding_fwd(to.rows(wanted[i].to, 1), table,
                                     TensorView::of(const_cast<i32*>(&id), DType::I32, {1}), 0, false, device_.stream());
         continue;
       }
-      const i64 row = place.offset + wanted[i].row * C, begin = std::max(row, part.begin),
-                end = std::min(row + C, part.end);
-      device_.copy(to.as<char>() + (wanted[i].to * C + begin - row) * width,
-                   static_cast<const char*>(there.data()) + (begin - part.begin) * width, (end - begin) * width);
+      const i64 row = of_row + wanted[i].row * row_bytes, begin = std::max(row, part.begin),
+                end = std::min(row + row_bytes, part.end);
+      device_.copy(to.as<char>() + wanted[i].to * row_bytes + begin - row,
+                   static_cast<const char*>(there.data()) + begin - part.begin, end - begin);
     }
   }
   if (comm_.size() > 1)

@@ -116,6 +116,10 @@ class ParamStore final : public PieceMemory {
 
  private:
   friend class ParamLease;
+  // Matrices of codes that are whole in codes_; slices of stage 3 have theirs in shards_.
+  bool has_codes(const Segment& s) const noexcept {
+    return s.storage == model::Storage::Codes && !layout_.states().shard_params;
+  }
   bool whole(const Segment& s) const noexcept {
     return !StoredParams::has(s) && !has_codes(s) && (!layout_.states().shard_params || s.persistent);
   }
@@ -126,9 +130,11 @@ class ParamStore final : public PieceMemory {
   void* pool(i64 offset) const noexcept { return pool_data_ + offset * dtype_bytes(options_.work); }
   void wait_for_reads(i64 unit);
   void drop_gathered();
-  static bool has_codes(const Segment& s) noexcept { return s.storage == model::Storage::Codes; }
   void allocate_codes(MemoryLedger& ledger);
   void point_rows(const Segment& s, void* base);
+  // Bytes [begin, begin + bytes) of a row that this rank has in shards_, or whole.
+  TierLease lease_bytes(const RowPlace& place, i64 begin, i64 bytes, LeaseTo access) const;
+  void pack_rows(TensorView matrix, const RowPlace& place);
   char* whole_segment(const Segment& s) const noexcept {
     return static_cast<char*>(whole_.data()) +
            segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);

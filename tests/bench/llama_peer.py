@@ -3,6 +3,7 @@
 """ds-infer beside llama.cpp on the same GGUF files, on the CPU, in turns: tokens per second and their ratios.
 
     llama_peer.py LLAMA-BENCH DS-INFER FILE.gguf... [--rounds N] [--threads N] [--prompt N] [--generate N] [--tokenizer T]
+                  [--activations FORM]
 
 Each turn is a process of either program, which runs a prompt and a text of new tokens twice: the first time does not
 count. Figures are medians over turns, ratios medians of the ratios within a turn.
@@ -20,6 +21,7 @@ parser.add_argument("files", nargs="+")
 for name, default in (("rounds", 5), ("threads", 2), ("prompt", 512), ("generate", 64)):
     parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--tokenizer", help="for files without one: bytes")
+parser.add_argument("--activations", help="ds-infer's option")
 o = parser.parse_args()
 lengths = ["-p", str(o.prompt), "-n", str(o.generate), "-r", "1"]
 
@@ -35,6 +37,7 @@ def theirs(file):
 
 def ours(file):
     more = ["--tokenizer", o.tokenizer] if o.tokenizer else []
+    more += ["--activations", o.activations] if o.activations else []
     text = lines_of([o.ds_infer, "bench", file, *lengths, "--set", f"threads={o.threads}", "--json", *more])
     return {json.loads(line)["test"][:2]: json.loads(line)["tokens_per_s"] for line in text.splitlines()}
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of inference: all matrices of a quarter of a model, packed, for one row, batches and prompts: packed_bench
-// [ISA [TURNS [SHAPE [DTYPE]]]], where DTYPE may be codes. Beside them, in turns on the same memory and threads: a pass
-// that only reads the matrices, and a prompt with matrices in rows. Medians over turns.
+// [ISA [TURNS [SHAPE [DTYPE [FORM]]]]], where DTYPE may be codes, and FORM is a part of the names of forms. Beside
+// them, in turns on the same memory and threads: a pass that only reads the matrices, and a prompt with matrices in
+// rows. Medians over turns.
 
 #include <immintrin.h>
 
@@ -191,15 +192,22 @@ constexpr Form kForms[] = {
     {"int4 with offsets, group 128", {.kind = CodeKind::Int4, .offsets = true, .group = 128}},
     {"E4M3, group 128", {.kind = CodeKind::E4M3, .group = 128}},
     {"int8, sums of integers", {.kind = CodeKind::Int8, .scales = DType::F32, .integer = true}},
+    {"int8, group 32, integers", {.kind = CodeKind::Int8, .integer = true, .group = 32}},
+    {"int8, group 128, integers", {.kind = CodeKind::Int8, .integer = true, .group = 128}},
+    {"int4, group 32, integers", {.kind = CodeKind::Int4, .integer = true, .group = 32}},
+    {"int4, group 128, integers", {.kind = CodeKind::Int4, .integer = true, .group = 128}},
+    {"int4 with offsets, 32, integers", {.kind = CodeKind::Int4, .offsets = true, .integer = true, .group = 32}},
+    {"int4 with offsets, 128, integers", {.kind = CodeKind::Int4, .offsets = true, .integer = true, .group = 128}},
 };
 
 // Products with codes, beside those with panels of bf16 numbers.
-void measure_codes(const OpTable& ops, const Shape& shape, int threads, int turns) {
+void measure_codes(const OpTable& ops, const Shape& shape, int threads, int turns, const std::string& only) {
   ThreadPool pool(threads);
   Model numbers(ops, shape, DType::BF16, {}, pool);
   std::printf("%s codes %s, %d threads, beside bf16 of %.0f MB\n", shape.name, std::string(ops.name).c_str(), threads,
               static_cast<double>(numbers.bytes()) * 1e-6);
   for (const Form& f : kForms) {
+    if (std::string(f.name).find(only) == std::string::npos) continue;
     Model codes(ops, shape, DType::BF16, f.form, pool);
     std::vector<double> share, rate, one, eight, many;
     for (int turn = 0; turn <= turns; ++turn) {
@@ -212,7 +220,7 @@ void measure_codes(const OpTable& ops, const Shape& shape, int threads, int turn
       one.push_back(of_one), eight.push_back(of_eight), many.push_back(of_many);
     }
     std::printf(
-        "  %-28s %4.0f MB; one row %5.1f GB/s, %.2f of reading, %.2f times as fast as bf16; 8 rows %.2f, 512 rows "
+        "  %-32s %4.0f MB; one row %5.1f GB/s, %.2f of reading, %.2f times as fast as bf16; 8 rows %.2f, 512 rows "
         "%.2f times\n",
         f.name, static_cast<double>(codes.bytes()) * 1e-6, median(rate), median(share), median(one), median(eight),
         median(many));
@@ -234,7 +242,8 @@ int main(int argc, char** argv) {
     for (const DType work : {DType::BF16, DType::F32}) {
       if (argc <= 4 || dtype_name(work) == argv[4]) bench::measure(*ops, shape, work, 2, turns);
     }
-    if (argc <= 4 || argv[4] == std::string("codes")) bench::measure_codes(*ops, shape, 2, turns);
+    if (argc <= 4 || argv[4] == std::string("codes"))
+      bench::measure_codes(*ops, shape, 2, turns, argc > 5 ? argv[5] : "");
   }
   return 0;
 }

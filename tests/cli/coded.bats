@@ -44,9 +44,45 @@ JSON
       if [[ $method == int8 ]]; then # whose rows of activations are coded, too, unless its matrices are decoded
         run ! cmp -s codes.jsonl decoded.jsonl
         while IFS= read -r line; do ds-infer $method "${use[@]}" <<<"$line"; done <in.jsonl | cmp - codes.jsonl
+        ds-infer $method in.jsonl "${use[@]}" --activations work | cmp - decoded.jsonl
         ds-infer $method in.jsonl "${use[@]}" --weights work >codes.jsonl
       fi
       cmp codes.jsonl decoded.jsonl
+      ds-infer $method in.jsonl "${use[@]}" --activations int8 >integers.jsonl
+      run ! cmp -s integers.jsonl decoded.jsonl
+      while IFS= read -r line; do ds-infer $method "${use[@]}" --activations int8 <<<"$line"; done <in.jsonl |
+        cmp - integers.jsonl
+    done
+  done
+}
+
+# Products of codes give each row the bits that it has alone; so do those of decoded matrices in passes of one token.
+@test "texts of a model stored as codes are those of the decoded model, also on a GPU: on the simulator" {
+  local sim=$DS_BIN/../lib/libds_cuda_sim.so
+  [[ -e $sim ]] || skip "this build has no CUDA"
+  export DS_CUDA_PLUGIN=$sim
+  cat >in.jsonl <<'JSON'
+{"prompt": "The licence", "max_tokens": 12, "temperature": 0}
+{"prompt": "It was", "max_tokens": 8, "seed": 5, "logprobs": 1}
+JSON
+  params() { ds-infer --check "$@" | awk '$1 == "params" {print $2 $3}'; }
+  for fp16 in true false; do
+    local use=(--set device=cuda --set "fp16.enabled=$fp16" --batch 1 --chunk 1)
+    for method in gptq awq int4 int8; do
+      ds-infer $method in.jsonl "${use[@]}" >codes.jsonl
+      ds-infer $method-decoded in.jsonl "${use[@]}" >decoded.jsonl
+      assert_equal "$(grep -c '"text"' codes.jsonl)" 2
+      assert [ "$(params $method in.jsonl "${use[@]}")" != "$(params $method-decoded in.jsonl "${use[@]}")" ]
+      if [[ $method == int8 ]]; then # whose rows of activations are coded, too, unless its matrices are decoded
+        run ! cmp -s codes.jsonl decoded.jsonl
+        ds-infer $method in.jsonl "${use[@]}" --weights work >codes.jsonl
+      fi
+      cmp codes.jsonl decoded.jsonl
+    done
+    for form in int8 int4 w8a8; do
+      ds-infer gptq-decoded in.jsonl "${use[@]}" --weights $form >codes.jsonl
+      assert_equal "$(grep -c '"text"' codes.jsonl)" 2
+      run ! cmp -s codes.jsonl decoded.jsonl
     done
   done
 }

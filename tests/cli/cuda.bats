@@ -108,6 +108,27 @@ for ours, theirs in zip(lines("cuda.jsonl"), lines("cpu.jsonl"), strict=True):
 EOF
 }
 
+@test "texts on the simulator are the same bytes in any batch, with a draft, and with codes in any batch" {
+  need_sim
+  ds-train cfg.json --out run --quiet --steps 2 --set device=cpu
+  for i in {1..5}; do
+    printf '{"prompt": "%s", "max_tokens": 6, "seed": %d, "logprobs": 1}\n' "$(head -c $((11 * i)) <<<'The words of a licence, which everybody may copy, word by word')" "$i"
+  done >in.jsonl
+  on_sim ds-infer run in.jsonl --set device=cuda --batch 1 >alone.jsonl
+  on_sim ds-infer run in.jsonl --set device=cuda --batch 5 --chunk 7 >together.jsonl
+  cmp alone.jsonl together.jsonl
+  on_sim ds-infer run in.jsonl --set device=cuda --draft run --draft-tokens 2 --verbose >drafted.jsonl 2>notes
+  cmp alone.jsonl drafted.jsonl
+  grep -q ' proposed tokens accepted' notes
+  for options in '--weights int8' '--weights int4 --activations int8' '--cache-dtype int8'; do
+    # shellcheck disable=SC2086
+    on_sim ds-infer run in.jsonl --set device=cuda --batch 1 $options >alone.jsonl
+    # shellcheck disable=SC2086
+    on_sim ds-infer run in.jsonl --set device=cuda --batch 5 --chunk 7 $options >together.jsonl
+    cmp alone.jsonl together.jsonl
+  done
+}
+
 @test "choices of autotuning are kept in a file, and taken from it without timing" {
   slow_only
   need_sim
@@ -246,4 +267,17 @@ cudnn_run() { on_sim ds-train cfg.json --set device=cuda --set bf16.enabled=true
     [[ $stderr == *"2 ranks and 1 GPU"* ]]
   )
   [[ ! -e run ]]
+}
+
+@test "lines beside others have the bytes that they have alone, from caches of codes too" {
+  need_sim
+  ds-train cfg.json --out run --steps 1 --quiet
+  for n in 3 20 7; do
+    printf '{"prompt": "The words of a text", "max_tokens": %d, "seed": %d, "logprobs": 1}\n' "$n" "$n"
+  done >in.jsonl
+  for dtype in work int8; do
+    on_sim ds-infer run in.jsonl --set device=cuda --cache-dtype "$dtype" >all.jsonl
+    while IFS= read -r line; do on_sim ds-infer run --set device=cuda --cache-dtype "$dtype" <<<"$line"; done <in.jsonl >alone.jsonl
+    cmp all.jsonl alone.jsonl
+  done
 }

@@ -583,7 +583,7 @@ END
   run -0 "$DS_SOURCE/tests/run-gpu" --list
   # Every file of tests that can run on a device is one of its.
   assert_equal "$(sort <<<"$output")" "$(cd "$DS_SOURCE/tests/parity" &&
-    printf '%s\n' ./*_test.cc compressed_test.cc device_training_test.cc | sed '/cuda_/d; s|^\./||; s|\.cc$||' | sort)"
+    printf '%s\n' ./*_test.cc compressed_test.cc device_session_test.cc device_training_test.cc | sed '/cuda_/d; s|^\./||; s|\.cc$||' | sort)"
 }
 
 @test "a signal ends the step that runs, and is said; a second call is refused meanwhile" {

@@ -19,7 +19,8 @@ PY
   ds-ckpt-merge run -o model --format hf --dtype bf16 --quiet
   lines >in.jsonl
   local form
-  for form in "--weights int8" "--weights int4" "--weights w8a8" "--cache-dtype int8"; do
+  for form in "--weights int8" "--weights int4" "--weights w8a8" "--weights int4 --activations int8" \
+    "--cache-dtype int8"; do
     # shellcheck disable=SC2086
     ds-infer model --tokenizer bytes in.jsonl $form >all.jsonl
     assert_equal "$(wc -l <all.jsonl)" 7
@@ -47,12 +48,44 @@ PY
   run -2 ds-infer model --tokenizer bytes in.jsonl --group 32
   assert_output --partial "only --weights int8 and int4 have groups"
   run -2 ds-infer model --tokenizer bytes in.jsonl --weights int9
+  ds-infer model --tokenizer bytes in.jsonl --weights int4 | cmp -s - <(ds-infer model --tokenizer bytes in.jsonl \
+    --weights int4 --activations int8) && fail "--activations changed nothing"
+  run -0 ds-infer --check model --tokenizer bytes --weights int4 --activations int8
+  assert_line "matrices: 14 in int4, groups of 32, sums of integers; 1 in int8, groups of 32; 1 in int8, groups of 32, sums of integers"
+  run -0 ds-infer --check model --tokenizer bytes --weights w8a8
+  assert_line "matrices: 1 in int8, whole rows; 15 in int8, whole rows, sums of integers"
+  run -2 ds-infer model --tokenizer bytes in.jsonl --weights w8a8 --activations work
+  assert_output --partial "--weights int8 codes the weights alone"
+  run -2 ds-infer model --tokenizer bytes in.jsonl --weights work --activations int8
+  assert_output --partial "--weights work has no codes to multiply"
+  run -2 ds-infer model --tokenizer bytes in.jsonl --activations int8
+  assert_output --partial "MODEL contains no codes"
+  run -4 ds-launch -n 2 ds-infer model --tokenizer bytes in.jsonl --weights int8 --activations int8 \
+    --set tensor_parallel.tp_size=2
+  assert_output --partial "--activations work decodes the codes"
+  # Sums of integers are another computation, with which an output does not continue.
+  (head -2 in.jsonl; sleep 20) | ds-infer model --tokenizer bytes - --weights int4 -o out.jsonl 2>/dev/null &
+  until_true 60 grep -q '"id": 2' out.jsonl
+  kill -9 $!
+  wait $! || true
+  run -3 ds-infer model --tokenizer bytes in.jsonl --weights int4 --activations int8 -o out.jsonl --resume
+  assert_output --partial "other options"
+  run -0 ds-infer --check model --tokenizer bytes --weights int4
+  assert_output --partial "matrices: 14 in int4, groups of 32;"
   run -4 ds-launch -n 2 ds-infer model --tokenizer bytes in.jsonl --weights int8 --set zero_optimization.stage=3
   assert_output --partial "stage"
 }
 
-@test "weights of products that read no codes stay as they are" {
+@test "matrices of GPT-2 are kept as codes of their transposes; those of its experts are refused" {
   trained
+  lines >in.jsonl
+  run -0 infer --check --weights int8
+  assert_output --partial "matrices: 2 in int8, groups of 32; 7 in int8, whole rows"
+  infer in.jsonl --weights int8 >want.jsonl
+  infer in.jsonl --weights int8 --batch 1 --chunk 3 | cmp - want.jsonl
+  ds-launch -n 2 ds-infer run in.jsonl --weights int8 --set pipeline.stages=2 | cmp - want.jsonl
+  rm -r run
+  ds-train cfg.json --out run --steps 1 --quiet --set model.moe.num_experts=2 --set model.moe.k=1
   run -2 infer --weights int8 <<<'{"prompt": "a"}'
   assert_output --partial "read no codes"
 }

@@ -11,13 +11,12 @@ load infer
   lines >in.jsonl
   infer in.jsonl >all.jsonl
   mkdir disk
-  # Small rows would stay in memory.
+  # Small rows stay in memory, here all.
   local stream="--stream disk --set zero_optimization.stage3_param_persistence_threshold=0"
   # shellcheck disable=SC2086
   {
     infer in.jsonl $stream | cmp - all.jsonl
     infer in.jsonl $stream --chunk 3 --batch 2 | cmp - all.jsonl
-    infer in.jsonl --stream disk | cmp - all.jsonl
     ds-launch -n 2 ds-infer run in.jsonl $stream | cmp - all.jsonl
     ds-launch -n 2 ds-infer run in.jsonl $stream --set pipeline.stages=2 | cmp - all.jsonl
     echo '{"context": "The sky", "continuations": [" is", " was"]}' >score.jsonl
@@ -26,14 +25,43 @@ load infer
     ds-infer run $stream --check --json | whole 'd["streamed_bytes_per_pass"] > 0 and d["file_bytes"] >= d["streamed_bytes_per_pass"]' | grep -qx true
   }
   assert [ -z "$(ls -A disk)" ]
+  run -2 infer in.jsonl --stream disk
+  assert_output --partial "nothing is streamed, since no matrix has more elements"
   run -2 infer in.jsonl --stream cpu --set device=cpu
   assert_output --partial "has its weights in host memory anyway"
   run -2 infer in.jsonl --stream disk --set zero_optimization.stage=1
   assert_output --partial "--stream sets the keys of ZeRO"
-  run -2 infer in.jsonl --stream disk --weights int8
-  assert_output --partial "--stream keeps matrices in the dtype of the computation"
+  run -2 ds-launch -n 2 ds-infer run in.jsonl --stream disk --weights int8
+  assert_output --partial "--stream has codes on one data-parallel rank alone"
   run -4 infer in.jsonl --stream nowhere --set zero_optimization.stage3_param_persistence_threshold=0
   assert_output --partial "nowhere: cannot offload to this directory"
+}
+
+@test "streamed codes: the bytes of codes in memory" {
+  python3 - <<'PY'
+import json
+cfg = json.load(open("cfg.json"))
+cfg["model"] = {"type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "intermediate_size": 128, "max_position_embeddings": 64}
+json.dump(cfg, open("cfg.json", "w"))
+PY
+  trained
+  lines >in.jsonl
+  mkdir disk
+  local form stream="--stream disk --set zero_optimization.stage3_param_persistence_threshold=0"
+  for form in "--weights int8" "--weights int4" "--weights w8a8" "--weights int4 --activations int8"; do
+    # shellcheck disable=SC2086
+    {
+      infer in.jsonl $form >all.jsonl
+      infer in.jsonl $form $stream | cmp - all.jsonl
+      infer in.jsonl $form $stream --chunk 3 --batch 2 | cmp - all.jsonl
+      ds-launch -n 2 ds-infer run in.jsonl $form $stream --set pipeline.stages=2 | cmp - all.jsonl
+    }
+  done
+  # shellcheck disable=SC2086
+  bytes() { infer --check --json $stream "$@" | whole 'd["file_bytes"]'; }
+  assert [ "$(bytes --weights int8)" -lt "$(bytes)" ]
+  assert [ "$(bytes --weights int4)" -lt "$(bytes --weights int8)" ]
 }
 
 # A model of random numbers whose 100 blocks have 3 MB each in bf16.

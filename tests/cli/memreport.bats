@@ -434,7 +434,17 @@ assert d["largest_batch"] > 64, d'
   assert_output --partial "give --disk or --disk-rate"
   run -2 ds-memreport run --use infer --device cpu --stream . --peak 1e12 --disk-rate 1e9
   assert_output --partial "nothing is streamed"
-  run -2 ds-memreport run --use infer --device cpu --peak 1e12
+  run -2 ds-memreport run --use infer --device cpu --peak 1e12 --bandwidth 1e9 --disk-rate 1e9
+  assert_output --partial "have no effect with --use infer without --stream"
+  # A pass of decoding: the FLOPs are those of a token for each text, and its time is that of its bytes here.
+  ds-memreport run --use infer --device cpu --batch 3 --context 20 --peak 1e12 --bandwidth 1e9 --json >infer.json
+  python3 -c 'import json; d = json.load(open("infer.json")); ops = d["decoding"].values()
+assert sum(o["flops"] for o in ops) == 3 * d["flops_per_token"], d
+assert abs(d["decoding_s"] - sum(o["bytes"] for o in ops) / 1e9) < 1e-12, d
+assert d["decoding"]["attention_fwd"]["calls"] in (2, 6), d'
+  ds-memreport run --use infer --device cpu --batch 3 --context 20 --peak 1e12 --bandwidth 1e9 >infer.txt
+  grep -q "^3 tokens of 3 texts at the end of their context, by op of rank 0" infer.txt
+  grep -q "^at least .* s: .* tokens/s" infer.txt
   run -2 ds-memreport run --use infer --device cpu --fit 1GiB --peak 1e12
   run -2 ds-memreport run --context 20
   assert_output --partial "are for --use infer"

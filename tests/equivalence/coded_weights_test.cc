@@ -12,7 +12,8 @@ namespace coded_weights_test {
 
 using Form = WeightsConfig::Form;
 
-// Rows of all matrices are whole groups of 32, on two ranks of tp too, but for the heads' (12 elements).
+// Rows of all matrices are whole groups of 32, on two ranks of tp too, but for the heads' (12 elements). The embedding
+// is a matrix of its own.
 ModelConfig model() {
   ModelConfig m = tiny_llama();
   m.vocab_size = 96;
@@ -50,17 +51,18 @@ engine::Engine::ValueSource decoded(engine::Engine& engine, const std::map<std::
     const model::ParamRow& row = engine.row_of(param);
     const auto form = forms.find(row.name);
     if (form == forms.end()) return engine.init_values(param, begin, count, out);
-    const i64 K = row.whole_shape().back();
-    std::vector<float> all(static_cast<size_t>(row.whole_numel()));
+    // Groups lie along the inputs, which are the rows of GPT-2's matrices.
+    const i64 K = row.in_out ? row.whole_shape().front() : row.whole_shape().back(), N = row.whole_numel() / K;
+    const auto at = [&](i64 n, i64 k) { return row.in_out ? k * N + n : n * K + k; };
+    std::vector<float> all(static_cast<size_t>(row.whole_numel())), x(static_cast<size_t>(K));
     engine.init_values(param, 0, row.whole_numel(), all.data());
     std::vector<u8> codes(static_cast<size_t>(form->second.row_bytes(K)));
-    for (i64 i = 0; i < count; ++i) {
-      const i64 n = (begin + i) / K, k = (begin + i) % K;
-      if (i == 0 || k == 0)
-        model::encode_row(form->second, std::span(all).subspan(static_cast<size_t>(n * K), static_cast<size_t>(K)),
-                          codes.data());
-      out[i] = form->second.element(codes.data(), {}, 1, K, 0, k);
+    for (i64 n = 0; n < N; ++n) {
+      for (i64 k = 0; k < K; ++k) x[k] = all[at(n, k)];
+      model::encode_row(form->second, x, codes.data());
+      for (i64 k = 0; k < K; ++k) all[at(n, k)] = form->second.element(codes.data(), {}, 1, K, 0, k);
     }
+    std::copy_n(all.data() + begin, count, out);
   };
 }
 
@@ -91,7 +93,7 @@ TEST(CodedWeights, ComputeWhatTheDecodedMatricesCompute) {
   for (const WeightsConfig& weights : all) {
     for (const DType work : {DType::F32, DType::BF16, DType::F16}) {
       const std::map<std::string, CodedForm> forms = forms_of(config_for(model(), {}, work, weights));
-      EXPECT_EQ(forms.size(), 2u * 7 + 1) << weights.name();
+      EXPECT_EQ(forms.size(), 2u * 7 + 2) << weights.name();
       for (const Layout& l : {Layout{}, {.dp = 2}, {.dp = 2, .stage = 2}, {.pp = 2}, {.tp = 2}}) {
         if (work != DType::BF16 && l.ranks() > 1) continue;
         if (l.tp > 1 && weights.form == Form::Stored) continue;  // as the next test has it
@@ -112,6 +114,43 @@ TEST(CodedWeights, ComputeWhatTheDecodedMatricesCompute) {
   }
 }
 
+// Those of GPT-2 are published as [in, out], and kept as their transposes.
+TEST(CodedWeights, AreTransposesOfMatricesOfGpt2) {
+  ModelConfig gpt2 = tiny_gpt2();
+  gpt2.vocab_size = 96;
+  gpt2.hidden = 64;
+  gpt2.heads = gpt2.kv_heads = 4;
+  gpt2.head_dim = 16;
+  gpt2.intermediate = 128;
+  gpt2.max_positions = 64;
+  for (const Form form : {Form::Int8, Form::Int4, Form::W8A8}) {
+    const WeightsConfig weights{.form = form};
+    for (const DType work : {DType::F32, DType::BF16}) {
+      const std::map<std::string, CodedForm> forms = forms_of(config_for(gpt2, {}, work, weights));
+      EXPECT_EQ(std::ssize(forms), 4 * gpt2.layers + 1);
+      for (const Layout& l : {Layout{}, {.dp = 2, .stage = 1}, {.pp = 2}, {.tp = 2}}) {
+        if ((form == Form::W8A8 && l.tp > 1) || (work == DType::F32 && l.ranks() > 1)) continue;
+        Texts texts[2];
+        for (const bool codes : {true, false}) {
+          with_engines(config_for(gpt2, l, work, codes ? weights : WeightsConfig{.form = Form::Work}), l.ranks(),
+                       [&](engine::Engine& engine) {
+                         if (!codes) engine.set_weights(decoded(engine, forms));
+                         Texts mine = texts_of_run(engine);
+                         if (engine.mesh().rank() == 0) texts[codes ? 1 : 0] = std::move(mine);
+                       });
+        }
+        EXPECT_EQ(texts[1].size(), 4u);
+        // Integers code the other operand, too, which changes texts.
+        if (form == Form::W8A8) {
+          EXPECT_NE(texts[1], texts[0]) << l.name();
+        } else {
+          EXPECT_EQ(texts[1], texts[0]) << weights.name() << " " << l.name();
+        }
+      }
+    }
+  }
+}
+
 // Batches of matrices, too, which ranks may divide.
 TEST(CodedWeights, AreThoseOfExperts) {
   ModelConfig experts = experts_test::tiny_experts();
@@ -121,16 +160,18 @@ TEST(CodedWeights, AreThoseOfExperts) {
   experts.head_dim = 16;
   experts.experts.intermediate = 32;
   experts.max_positions = 64;
-  for (const Form form : {Form::Int8, Form::Int4, Form::W8A8}) {
-    const WeightsConfig weights{.form = form};
+  for (const WeightsConfig& weights :
+       {WeightsConfig{.form = Form::Int8}, WeightsConfig{.form = Form::Int4}, WeightsConfig{.form = Form::W8A8},
+        WeightsConfig{.form = Form::Int4, .integers = true}}) {
+    const bool integers = weights.sums_integers();
     const std::map<std::string, CodedForm> forms = forms_of(config_for(experts, {}, DType::BF16, weights));
     EXPECT_EQ(
         std::ranges::count_if(forms, [](const auto& one) { return one.first.find("experts") != std::string::npos; }),
         2 * experts.layers);
     Texts whole;  // of the decoded matrices; integers are compared with those of one rank
-    with_engines(config_for(experts, {}, DType::BF16, form == Form::W8A8 ? weights : WeightsConfig{.form = Form::Work}),
-                 1, [&](engine::Engine& engine) {
-                   if (form != Form::W8A8) engine.set_weights(decoded(engine, forms));
+    with_engines(config_for(experts, {}, DType::BF16, integers ? weights : WeightsConfig{.form = Form::Work}), 1,
+                 [&](engine::Engine& engine) {
+                   if (!integers) engine.set_weights(decoded(engine, forms));
                    whole = texts_of_run(engine);
                  });
     for (const int divided : {1, 2}) {
@@ -175,8 +216,8 @@ TEST(CodedWeights, ComeFromFiles) {
           EXPECT_EQ(in_codes, !copies                     ? 0
                               : group == 128 && l.tp == 2 ? 0
                               : group == 128              ? 2
-                              : group == 64 && l.tp == 2  ? 13
-                                                          : 15);
+                              : group == 64 && l.tp == 2  ? 14
+                                                          : 16);
           Texts mine = texts_of_run(engine);
           if (engine.mesh().rank() == 0) texts[copies ? 1 : 0] = std::move(mine);
         });
@@ -187,16 +228,53 @@ TEST(CodedWeights, ComeFromFiles) {
   }
 }
 
+// Also of codes of files, with offsets; and beside products that decode the same codes, to rounding.
 TEST(CodedWeights, IntegersAreTheSameInEveryBatchAndStage) {
-  Texts first;
-  for (const Layout& l : {Layout{}, {.dp = 2}, {.pp = 2}}) {
-    with_engines(config_for(model(), l, DType::BF16, {.form = Form::W8A8}), l.ranks(), [&](engine::Engine& engine) {
-      const Texts together = texts_of_run(engine);
-      if (engine.mesh().rank() > 0) return;
-      if (first.empty()) first = together;
-      EXPECT_EQ(together, first) << l.name();
+  WeightsConfig stored = stored_in({.kind = CodeKind::Int4, .scales = DType::F16, .offsets = true, .group = 16});
+  stored.integers = true;
+  for (const WeightsConfig& weights :
+       {WeightsConfig{.form = Form::W8A8}, WeightsConfig{.form = Form::Int8, .integers = true},
+        WeightsConfig{.form = Form::Int4, .integers = true}, stored}) {
+    for (const auto& [name, form] : forms_of(config_for(model(), {}, DType::BF16, weights)))
+      EXPECT_EQ(form.integer, name != "model.embed_tokens.weight") << name;
+    Texts first;
+    for (const Layout& l : {Layout{}, {.dp = 2}, {.pp = 2}}) {
+      with_engines(config_for(model(), l, DType::BF16, weights), l.ranks(), [&](engine::Engine& engine) {
+        const Texts together = texts_of_run(engine);
+        if (engine.mesh().rank() > 0) return;
+        if (first.empty()) first = together;
+        EXPECT_EQ(together, first) << weights.name() << " " << l.name();
+      });
+    }
+    if (weights.form == Form::W8A8) continue;
+    WeightsConfig decodes = weights;
+    decodes.integers = false;
+    with_engines(config_for(model(), {}, DType::BF16, decodes), 1, [&](engine::Engine& engine) {
+      EXPECT_NE(texts_of_run(engine), first) << weights.name() << ": the activations were not coded";
     });
   }
+}
+
+// A program may decode the matrices of a model that is published for integers.
+TEST(CodedWeights, ProductsOfStoredCodesCanBeChosen) {
+  WeightsConfig weights = stored_in({.kind = CodeKind::Int8, .scales = DType::F32, .integer = true, .group = 64});
+  std::erase_if(weights.stored, [](const auto& one) { return one.first.find("down_proj") != std::string::npos; });
+  EXPECT_TRUE(weights.sums_integers());
+  weights.integers = false;
+  EXPECT_FALSE(weights.sums_integers());
+  const Config config = config_for(model(), {}, DType::BF16, weights);
+  for (const auto& [name, form] : forms_of(config)) EXPECT_FALSE(form.integer) << name;
+  model::Model m = model::make_model(config);
+  model::store_as_codes(m, config);
+  EXPECT_EQ(model::forms_of_matrices(m, DType::BF16),
+            (std::map<std::string, i64>{{"bf16", 2}, {"int8, whole rows", 14}}));
+  const WeightsConfig four{.form = Form::Int4, .integers = true};
+  m = model::make_model(config);
+  model::store_as_codes(m, config_for(model(), {}, DType::BF16, four));
+  EXPECT_EQ(model::forms_of_matrices(m, DType::BF16),
+            (std::map<std::string, i64>{{"int4, groups of 32, sums of integers", 14},
+                                        {"int8, groups of 32", 1},
+                                        {"int8, groups of 32, sums of integers", 1}}));
 }
 
 // Less memory by the difference of the forms, all of it planned.
@@ -221,12 +299,25 @@ TEST(CodedWeights, TakeThePlannedMemory) {
 TEST(CodedWeights, AreRefusedWhereProductsReadNone) {
   ModelConfig odd = of_four_heads(tiny_llama()), gpt2 = of_four_heads(tiny_gpt2());  // 48 elements in a row
   odd.max_positions = gpt2.max_positions = 64;
-  gpt2.hidden = 64, gpt2.head_dim = 16;
+  ModelConfig experts = gpt2;  // batches of [in, out]
+  experts.hidden = 64, experts.head_dim = 16;
+  experts.experts = {.count = 4, .per_token = 2, .intermediate = 64, .plain = true};
+  experts.experts.layers.assign(static_cast<size_t>(experts.layers), true);
   const auto forms = [](const ModelConfig& m) {
     return [&m] { forms_of(config_for(m, {}, DType::F32, {.form = Form::Int8})); };
   };
   expect_error(Errc::Config, ::testing::HasSubstr("no multiple of 32"), forms(odd));
-  expect_error(Errc::Config, ::testing::HasSubstr("read no codes"), forms(gpt2));
+  gpt2.vocab_size = 100, gpt2.hidden = 64, gpt2.head_dim = 16, gpt2.intermediate = 80;
+  expect_error(Errc::Config, ::testing::HasSubstr("mlp.c_proj.weight: its columns of 80 elements"), forms(gpt2));
+  expect_error(Errc::Config, ::testing::HasSubstr("read no codes"), forms(experts));
+  WeightsConfig fp8 = stored_in({.kind = CodeKind::E4M3, .group = 32});
+  fp8.integers = true;
+  expect_error(Errc::Config, ::testing::HasSubstr("its codes are FP8 numbers"),
+               [&] { forms_of(config_for(model(), {}, DType::F32, fp8)); });
+  expect_error(Errc::Unavailable, ::testing::HasSubstr("--weights int4 --activations int8"), [&] {
+    with_engines(config_for(model(), {.tp = 2}, DType::F32, {.form = Form::Int4, .integers = true}), 2,
+                 [](engine::Engine&) {});
+  });
   for (const Layout& l : {Layout{.tp = 2}, {.dp = 2, .stage = 3}}) {
     expect_error(Errc::Unavailable, ::testing::HasSubstr("w8a8"), [&] {
       with_engines(config_for(model(), l, DType::F32, {.form = Form::W8A8}), 2, [](engine::Engine&) {});

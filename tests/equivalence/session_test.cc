@@ -76,7 +76,8 @@ TEST(Session, TakesWeightsCachesAndOneForwardPass) {
     });
     return bytes;
   };
-  // Keys and values of each layer and position, and four bytes for each block of a sequence, in lines.
+  // Keys and values of each layer and position; four bytes for each block of a sequence, in lines; and twelve bytes for
+  // each sequence of a pass.
   const i64 block = model.layers * 2 * 64 * model.kv_heads * model.head_dim * 4;
   const SessionSizes one{.at_once = 1, .context = 100, .chunk = 16};
   activations({.at_once = 2, .context = 100, .chunk = 16, .codes_cache = true});
@@ -85,7 +86,7 @@ TEST(Session, TakesWeightsCachesAndOneForwardPass) {
     more.at_once = 5;
     more.cached = cached;
     const i64 blocks = cached == 100 ? 2 : cached == 200 ? 4 : 10;
-    EXPECT_EQ(activations(more) - activations(one), (blocks - 2) * block + 4 * 64) << cached;
+    EXPECT_EQ(activations(more) - activations(one), (blocks - 2) * block + 4 * (64 + 12)) << cached;
   }
 }
 

@@ -54,10 +54,12 @@ Texts texts_in_memory(const Config& c, int ranks) {
   return texts;
 }
 
-void expect_same_texts(const ModelConfig& model, const Layout& l, DType work, i64 threshold) {
+void expect_same_texts(const ModelConfig& model, const Layout& l, DType work, i64 threshold,
+                       const WeightsConfig& weights = {}) {
   const std::string what = fmt::format("{} {} {} {} {}", family_name(model.family), model.tie_embeddings, l.name(),
                                        dtype_name(work), threshold);
-  const Config whole = config_for(model, l, work);
+  Config whole = config_for(model, l, work);
+  whole.weights = weights;
   const Texts want = texts_in_memory(whole, l.ranks());
   const TempDirectory dir;
   with_engines(streamed(whole, dir.path(), threshold), l.ranks(), [&](engine::Engine& engine) {
@@ -96,6 +98,52 @@ TEST(Stream, MovesNoBit) {
     }
     expect_same_texts(model, {.dp = 2}, DType::BF16, 0);
     expect_same_texts(model, {}, DType::BF16, 100);  // norms stay whole
+  }
+}
+
+// Matrices of codes are streamed as codes.
+TEST(Stream, HasTheCodesOfTheMemory) {
+  ModelConfig plain = of_four_heads(tiny_llama());
+  plain.vocab_size = 96;
+  plain.hidden = 64;
+  plain.head_dim = 16;
+  plain.intermediate = 128;
+  ModelConfig tied = plain;
+  tied.tie_embeddings = true;
+  using Form = WeightsConfig::Form;
+  test::EveryNth some(2);
+  for (const ModelConfig& model : {plain, tied}) {
+    for (const WeightsConfig& weights :
+         {WeightsConfig{.form = Form::Int8}, WeightsConfig{.form = Form::Int4}, WeightsConfig{.form = Form::W8A8},
+          WeightsConfig{.form = Form::Int4, .integers = true}}) {
+      for (const Layout& l : {Layout{}, {.pp = 2}, {.tp = 2}}) {
+        if ((l.tp > 1 && weights.sums_integers()) || (l.ranks() > 1 && !some())) continue;
+        expect_same_texts(model, l, DType::BF16, 100, weights);
+      }
+      if (model.tie_embeddings) expect_same_texts(model, {}, DType::F32, 0, weights);
+    }
+  }
+  // Half the bytes, and fewer with 4 bits.
+  const auto streamed_bytes = [&](const WeightsConfig& weights) {
+    const TempDirectory dir;
+    ModelConfig wide = plain;
+    wide.intermediate = 1024;
+    Config c = streamed(config_for(wide, {}, DType::BF16), dir.path());
+    c.weights = weights;
+    i64 bytes = 0;
+    with_engines(c, 1, [&](engine::Engine& engine) { bytes = engine.plan().streamed_bytes(); });
+    return bytes;
+  };
+  const i64 numbers = streamed_bytes({.form = Form::Work}), pages = 14 * 4096;
+  EXPECT_LE(streamed_bytes({.form = Form::Int8}), numbers * 34 / 64 + pages);
+  EXPECT_LE(streamed_bytes({.form = Form::Int4}), numbers * 20 / 64 + pages);
+  for (const bool tiles : {false, true}) {
+    const TempDirectory dir;
+    Config c = streamed(config_for(plain, {.dp = tiles ? 1 : 2}, DType::BF16), dir.path());
+    c.weights.form = Form::Int8;
+    c.zero.tile_size = tiles ? 1024 : 0;
+    expect_error(Errc::Unavailable, HasSubstr(tiles ? "stage3_tile_size" : "in parts by 2 data-parallel ranks"),
+                 [&] { with_engines(c, tiles ? 1 : 2, [](engine::Engine&) {}); });
   }
 }
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrices of codes: packing, products, look-ups and losses. Their bits are those of the same op with the decoded
-// matrix; sums of integers have the same bits everywhere.
+// matrix, row by row where bits otherwise depend on rows; sums of integers have the same bits everywhere.
 
 #include "ds/kernels/codes.h"
 
 #include <fmt/format.h>
 
 #include <array>
+#include <optional>
 
 #include "parity.h"
 #include "slow_set.h"
@@ -118,6 +119,13 @@ std::vector<CodedForm> forms_of(i64 K) {
 CodedForm integers(i64 K, DType scales = DType::F32) {
   return {.kind = CodeKind::Int8, .scales = scales, .integer = true, .group = static_cast<i32>(K)};
 }
+// All forms whose products sum integers.
+std::vector<CodedForm> integer_forms(i64 K) {
+  std::vector<CodedForm> forms = forms_of(K);
+  std::erase_if(forms, [](const CodedForm& form) { return form.kind == CodeKind::E4M3; });
+  for (CodedForm& form : forms) form.integer = true;
+  return forms;
+}
 
 std::vector<const OpTable*> coded_backends() {
   std::vector<const OpTable*> all;
@@ -127,18 +135,20 @@ std::vector<const OpTable*> coded_backends() {
   return all;
 }
 
-// A device whose ops read numbers says so, since it cannot refuse.
-TEST(CodedMatrix, IsTakenByCpusAlone) {
+TEST(CodedMatrix, IsTakenByAllBackends) {
   EXPECT_TRUE(ref_ops().codes);
-  for (const OpTable* ops : backends()) EXPECT_EQ(ops->codes, test_device() == nullptr) << ops->name;
+  for (const OpTable* ops : backends()) EXPECT_TRUE(ops->codes) << ops->name;
 }
 
 TEST(CodedMatrix, IsPackedInPlaceAtAnyThreads) {
   test::EveryNth tried(3);
   for (const OpTable* ops : coded_backends()) {
+    if (!packs(*ops)) continue;
     for (const auto& [N, K] : {std::pair<i64, i64>{1, 16}, {16, 128}, {31, 48}, {32, 256}, {75, 896}}) {
       std::vector<CodedForm> forms = forms_of(K);
       forms.push_back(integers(K)), forms.push_back(integers(K, DType::BF16));
+      for (const bool offsets : {false, true})
+        forms.push_back({.kind = CodeKind::Int4, .offsets = offsets, .integer = true, .group = 16});
       for (const CodedForm& form : forms) {
         for (const DType work : kWorkDTypes) {
           if (!form.integer && !tried()) continue;
@@ -175,15 +185,30 @@ std::array<Tensor, 2> multiply(const OpTable& ops, const Product& p, const Tenso
   c.fill(0), preact.fill(0);
   const TensorView none{};
   ops.matmul(c, rows, b, p.more ? bias.view() : none, p.more ? preact.view() : none, p.more ? residual.view() : none,
-             {.trans_b = true, .activation = p.activation}, stream);
+             {.trans_b = true, .activation = p.activation, .rowwise = true}, stream);
   return {c, preact};
 }
 
+// The decoded matrix, in panels if the backend has them.
+class Decoded {
+ public:
+  Decoded(const OpTable& ops, const Coded& m, DType work) : rows_(m.decoded(work)) {
+    if (packs(ops)) panels_.emplace(ops, rows_);
+  }
+  TensorView view() const { return panels_ ? static_cast<TensorView>(*panels_) : rows_.view(); }
+
+ private:
+  Tensor rows_;
+  std::optional<InPanels> panels_;
+};
+Decoded decoded_for(const OpTable& ops, const Coded& m, DType work) { return {ops, m, work}; }
+
 // The product with codes, in panels and in rows, against that with the decoded matrix in panels.
 void expect_decoded_bits(const OpTable& ops, Coded& m, const Product& p, const std::string& what) {
-  const auto want = multiply(ops, p, InPanels(ops, m.decoded(p.work)), 2);
+  const auto want = multiply(ops, p, decoded_for(ops, m, p.work).view(), 2);
   Bytes packed = m.in_panels(panels_of(ops, p.work, m.form));
   for (const bool in_panels : {true, false}) {
+    if (in_panels && !packs(ops)) continue;
     for (const int threads : {1, 3}) {
       if (threads == 3 && !in_panels) continue;
       const TensorView b = in_panels ? m.view(packed, p.work, panels_of(ops, p.work, m.form)) : m.in_rows(p.work);
@@ -294,6 +319,7 @@ TEST(CodedMatrix, TheOracleDecodesToo) {
 TEST(CodedMatrix, WholePanelsAreAMatrixOfTheirOwn) {
   constexpr i64 K = 160;
   for (const OpTable* ops : coded_backends()) {
+    if (!packs(*ops)) continue;
     for (const DType work : kWorkDTypes) {
       for (CodedForm form : {CodedForm{.kind = CodeKind::Int4, .offsets = true, .group = 32}, integers(K)}) {
         const Panels panels = panels_of(*ops, work, form);
@@ -316,12 +342,15 @@ TEST(CodedMatrix, ProductsOfGroupsHaveTheBitsOfTheDecodedMatrices) {
   const std::vector<i32> ends = {0, 1, 1, 280, 284, 300, 322};  // two groups for each expert; the last rows have none
   Tensor offsets(DType::I32, {static_cast<i64>(ends.size())});
   for (size_t i = 0; i < ends.size(); ++i) offsets.set(static_cast<i64>(i), static_cast<float>(ends[i]));
-  test::EveryNth tried(7);
+  test::EveryNth tried(test_device() != nullptr ? 31 : 7);
   for (const OpTable* ops : coded_backends()) {
     for (const i64 N : {64, 75}) {
       std::vector<CodedForm> forms = {integers(K)};
       for (const CodedForm& form : forms_of(K)) {
         if (form.group == 32 || form.group == K) forms.push_back(form);
+      }
+      for (const CodedForm& form : integer_forms(K)) {
+        if (form.group == 32) forms.push_back(form);
       }
       for (const CodedForm& form : forms) {
         for (const DType work : kWorkDTypes) {
@@ -352,6 +381,7 @@ TEST(CodedMatrix, ProductsOfGroupsHaveTheBitsOfTheDecodedMatrices) {
           const std::string what =
               fmt::format("{} {} {} {}", ops->name, dtype_name(work), Coded(form, N, K, 1).name(), N);
           expect_same_bits(product(*ops, b), want, what + " in rows");
+          if (!packs(*ops)) continue;
           b.panels = panels, b.data = packed.data();
           expect_same_bits(product(*ops, b), want, what + " in panels");
           if (HasFatalFailure()) return;
@@ -372,6 +402,7 @@ TEST(CodedMatrix, LooksUpDecodedRows) {
     Stream stream{&pool};
     std::vector<CodedForm> forms = forms_of(C);
     forms.push_back(integers(C));
+    forms.push_back({.kind = CodeKind::Int4, .integer = true, .group = 32});
     for (const CodedForm& form : forms) {
       for (const DType work : kWorkDTypes) {
         for (const bool accumulate : {false, true}) {
@@ -381,6 +412,7 @@ TEST(CodedMatrix, LooksUpDecodedRows) {
           ops->embedding_fwd(want, m.decoded(work), ids, 2, accumulate, stream);
           ops->embedding_fwd(of_rows, m.in_rows(work), ids, 2, accumulate, stream);
           expect_same_bits(of_rows, want, m.name());
+          if (!packs(*ops) && ops != &ref_ops()) continue;
           const Panels panels = packs(*ops) ? panels_of(*ops, work, form) : Panels{.rows = 16, .depth = 2};
           Bytes packed = m.in_panels(panels);
           ops->embedding_fwd(of_panels, m.view(packed, work, panels), ids, 2, accumulate, stream);
@@ -399,7 +431,8 @@ Tensor losses_of(const OpTable& ops, DType work, const TensorView& weight, i64 T
   Tensor targets(DType::I32, {T}), losses(DType::F32, {T}), logits(DType::F32, {8, V});
   for (i64 t = 0; t < T; ++t) targets.set(t, static_cast<float>(t * 31 % V));
   const TensorView none{};
-  ops.linear_cross_entropy(losses, none, none, none, h, weight, none, targets, logits, {.chunk_tokens = 8}, stream);
+  ops.linear_cross_entropy(losses, none, none, none, h, weight, none, targets, logits,
+                           {.chunk_tokens = 8, .rowwise = true}, stream);
   return losses;
 }
 TEST(CodedMatrix, LossesAreThoseOfTheDecodedMatrix) {
@@ -411,48 +444,92 @@ TEST(CodedMatrix, LossesAreThoseOfTheDecodedMatrix) {
         Coded m(form, V, C, 3);
         const Panels panels = panels_of(*ops, work, form);
         Bytes packed = m.in_panels(panels);
-        const Tensor want = losses_of(*ops, work, InPanels(*ops, m.decoded(work)), T);
+        const Tensor want = losses_of(*ops, work, decoded_for(*ops, m, work).view(), T);
         expect_same_bits(losses_of(*ops, work, m.view(packed, work, panels), T), want, m.name());
         expect_same_bits(losses_of(*ops, work, m.in_rows(work), T), want, m.name());
         expect_close(losses_of(ref_ops(), work, m.in_rows(work), T), want, 64, m.name());
       }
-      Coded m(integers(C), V, C, 4);
-      expect_close(losses_of(*ops, work, m.in_rows(work), T), losses_of(ref_ops(), work, m.in_rows(work), T), 64,
-                   m.name());
+      for (const CodedForm& form : {integers(C), CodedForm{.kind = CodeKind::Int4, .integer = true, .group = 32}}) {
+        Coded m(form, V, C, 4);
+        const Tensor want = losses_of(ref_ops(), work, m.in_rows(work), T);
+        expect_close(losses_of(*ops, work, m.in_rows(work), T), want, 64, m.name());
+      }
+    }
+  }
+}
+
+// Before a residual is added, and the sum rounded, there is one result.
+void expect_sums_of_integers(Coded& m, const Product& p) {
+  const auto want = multiply(ref_ops(), p, m.in_rows(p.work), 1);
+  for (const OpTable* ops : coded_backends()) {
+    const Panels panels = panels_of(*ops, p.work, m.form);
+    Bytes packed = m.in_panels(panels);
+    for (const bool in_panels : {true, false}) {
+      for (const int threads : {1, 3}) {
+        if (!packs(*ops) && (in_panels || threads > 1)) continue;
+        const auto got = multiply(*ops, p, in_panels ? m.view(packed, p.work, panels) : m.in_rows(p.work), threads);
+        const std::string what = fmt::format("{} {} to {}, {} rows, {}, {}", ops->name, dtype_name(p.work),
+                                             dtype_name(p.out), p.M, m.name(), in_panels ? "panels" : "rows");
+        expect_same_bits(got[p.more ? 1 : 0], want[p.more ? 1 : 0], what);
+        if (p.more) expect_close(got[0], want[0], 2.1, what);
+        if (::testing::Test::HasFatalFailure()) return;
+      }
     }
   }
 }
 
 TEST(CodedMatrix, SumsOfIntegersAreEqualEverywhere) {
   const std::pair<i64, i64> shapes[] = {{1, 16}, {33, 128}, {64, 896}, {150, 400}, {31, 832}};
-  test::EveryNth tried(11);
+  test::EveryNth tried(11), of_groups(151);
   for (const auto& [N, K] : shapes) {
-    for (const i64 M : {1, 2, 3, 6, 7, 12, 13, 40, 130}) {
-      for (const DType work : kWorkDTypes) {
-        for (const DType scales : {DType::BF16, DType::F16, DType::F32}) {
+    std::vector<CodedForm> forms = integer_forms(K);
+    for (const DType scales : {DType::BF16, DType::F16, DType::F32}) forms.push_back(integers(K, scales));
+    for (const CodedForm& form : forms) {
+      const bool whole = form.kind == CodeKind::Int8 && !form.offsets && form.group == K;
+      for (const i64 M : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 40, 130}) {
+        for (const DType work : kWorkDTypes) {
           for (const DType out : {DType::F32, work}) {
-            if (!tried()) continue;
-            Coded m(integers(K, scales), N, K, static_cast<u32>(M));
+            if (whole ? !tried() : !of_groups()) continue;
+            Coded m(form, N, K, static_cast<u32>(M));
             for (const bool more : {false, true}) {
-              const Product p{.M = M, .work = work, .out = out, .more = more};
-              const auto want = multiply(ref_ops(), p, m.in_rows(work), 1);
-              for (const OpTable* ops : coded_backends()) {
-                const Panels panels = panels_of(*ops, work, m.form);
-                Bytes packed = m.in_panels(panels);
-                for (const bool in_panels : {true, false}) {
-                  for (const int threads : {1, 3}) {
-                    const auto got =
-                        multiply(*ops, p, in_panels ? m.view(packed, work, panels) : m.in_rows(work), threads);
-                    const std::string what = fmt::format("{} {} to {}, {} rows, {}, {}", ops->name, dtype_name(work),
-                                                         dtype_name(out), M, m.name(), in_panels ? "panels" : "rows");
-                    // Before a residual is added, and the sum rounded, there is one result.
-                    expect_same_bits(got[more ? 1 : 0], want[more ? 1 : 0], what);
-                    if (more) expect_close(got[0], want[0], 2.1, what);
-                    if (HasFatalFailure()) return;
-                  }
-                }
-              }
+              expect_sums_of_integers(m, {.M = M, .work = work, .out = out, .more = more});
+              if (HasFatalFailure()) return;
             }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Pairs of the largest products of each sign, which instructions on 16 bits would saturate.
+TEST(CodedMatrix, LargestCodesDoNotSaturate) {
+  constexpr i64 N = 70, K = 256;
+  for (const CodeKind kind : {CodeKind::Int8, CodeKind::Int4}) {
+    for (const i32 group : {16, 32, 256}) {
+      Coded m({.kind = kind, .scales = DType::F32, .integer = true, .group = group}, N, K, 1);
+      for (i64 n = 0; n < N; ++n) {
+        for (i64 k = 0; k < K; ++k) {
+          const bool high = n % 3 == 0 || (n % 3 == 1 && k % 2 == 0);
+          if (kind == CodeKind::Int8) m.code(n, k) = static_cast<u8>(high ? 127 : -128);
+          if (kind == CodeKind::Int4) m.code(n, k) = high ? 0xFF : 0;
+          if (k % group == 0) m.set_scale(n, k, 1);
+        }
+      }
+      for (const OpTable* ops : coded_backends()) {
+        const Panels panels = panels_of(*ops, DType::F32, m.form);
+        Bytes packed = m.in_panels(panels);
+        for (const i64 M : {1, 2, 4, 5, 13}) {
+          ThreadPool pool(2);
+          Stream stream{&pool};
+          Tensor a(DType::F32, {M, K}), c(DType::F32, {M, N});
+          for (i64 i = 0; i < a.numel(); ++i) a.set(i, i / K % 2 == 0 ? 127.0f : -127.0f);
+          ops->matmul(c, a, m.view(packed, DType::F32, panels), {}, {}, {}, {.trans_b = true}, stream);
+          for (i64 i = 0; i < c.numel(); ++i) {
+            double want = 0;
+            for (i64 k = 0; k < K; ++k)
+              want += static_cast<double>(a.at(i / N * K + k) * m.form.element(m.rows().data(), {}, N, K, i % N, k));
+            ASSERT_EQ(static_cast<double>(c.at(i)), want) << ops->name << " " << m.name() << " " << i;
           }
         }
       }
@@ -463,27 +540,48 @@ TEST(CodedMatrix, SumsOfIntegersAreEqualEverywhere) {
 // The largest sums: 131072 products of 127 and -128 are just below 2^31.
 TEST(CodedMatrix, SumsOfIntegersAreExact) {
   constexpr i64 K = 131072, N = 35;
-  Coded m(integers(K), N, K, 1);
-  for (i64 n = 0; n < N; ++n) {
-    m.set_scale(n, 0, 1);
-    for (i64 k = 0; k < K; ++k) m.code(n, k) = static_cast<u8>(n % 3 == 0 ? -128 : n % 3 == 1 ? 127 : -127);
-  }
-  for (const OpTable* ops : coded_backends()) {
-    const Panels panels = panels_of(*ops, DType::F32, m.form);
-    Bytes packed = m.in_panels(panels);
-    for (const i64 M : {1, 3, 13}) {
-      ThreadPool pool(2);
-      Stream stream{&pool};
-      Tensor a(DType::F32, {M, K}), c(DType::F32, {M, N});
-      for (i64 i = 0; i < a.numel(); ++i) a.set(i, i / K % 2 == 0 ? 127.0f : -127.0f);
-      a.set(5, 126);  // so that a rounded sum differs
-      ops->matmul(c, a, m.view(packed, DType::F32, panels), {}, {}, {}, {.trans_b = true}, stream);
-      for (i64 i = 0; i < c.numel(); ++i) {
-        const i64 row = i / N, code = i % N % 3 == 0 ? -128 : i % N % 3 == 1 ? 127 : -127;
-        const i64 sum = (row % 2 == 0 ? 127 * K : -127 * K) * code - (row == 0 ? code : 0);
-        ASSERT_EQ(c.at(i), static_cast<float>(sum)) << ops->name << " " << M << " rows, " << i;
+  for (const CodeKind kind : {CodeKind::Int8, CodeKind::Int4}) {
+    const bool is_int8 = kind == CodeKind::Int8;
+    const i64 codes[] = {is_int8 ? -128 : -8, is_int8 ? 127 : 7, is_int8 ? -127 : -7};
+    Coded m({.kind = kind, .scales = DType::F32, .integer = true, .group = K}, N, K, 1);
+    for (i64 n = 0; n < N; ++n) {
+      m.set_scale(n, 0, 1);
+      const i64 code = codes[n % 3];
+      for (i64 k = 0; k < K; ++k) m.code(n, k) = static_cast<u8>(is_int8 ? code : (code + 8) * 17);
+    }
+    for (const OpTable* ops : coded_backends()) {
+      const Panels panels = panels_of(*ops, DType::F32, m.form);
+      Bytes packed = m.in_panels(panels);
+      for (const i64 M : {1, 3, 13}) {
+        ThreadPool pool(2);
+        Stream stream{&pool};
+        Tensor a(DType::F32, {M, K}), c(DType::F32, {M, N});
+        for (i64 i = 0; i < a.numel(); ++i) a.set(i, i / K % 2 == 0 ? 127.0f : -127.0f);
+        a.set(5, 126);  // so that a rounded sum differs
+        ops->matmul(c, a, m.view(packed, DType::F32, panels), {}, {}, {}, {.trans_b = true}, stream);
+        for (i64 i = 0; i < c.numel(); ++i) {
+          const i64 row = i / N, code = codes[i % N % 3];
+          const i64 sum = (row % 2 == 0 ? 127 * K : -127 * K) * code - (row == 0 ? code : 0);
+          ASSERT_EQ(c.at(i), static_cast<float>(sum)) << m.name() << " " << ops->name << " " << M << " rows, " << i;
+        }
       }
     }
+  }
+}
+
+// A vocabulary of more columns than one side of a grid has blocks.
+TEST(CodedMatrix, SumsOfIntegersHaveAnyNumberOfColumns) {
+  constexpr i64 K = 16, N = 4 * 65536 + 1;
+  Coded m(integers(K), N, K, 7);
+  Tensor a(DType::F32, {1, K}), want(DType::F32, {1, N}), c(DType::F32, {1, N});
+  for (i64 k = 0; k < K; ++k) a.set(k, static_cast<float>(k) - 5);
+  ThreadPool pool(2);
+  Stream stream{&pool};
+  ref_ops().matmul(want, a, m.in_rows(DType::F32), {}, {}, {}, {.trans_b = true}, stream);
+  for (const OpTable* ops : backends()) {
+    c.fill(0);
+    ops->matmul(c, a, m.in_rows(DType::F32), {}, {}, {}, {.trans_b = true}, stream);
+    expect_same_bits(c, want, std::string(ops->name));
   }
 }
 
@@ -492,8 +590,9 @@ TEST(CodedMatrix, RowsWithoutCodesAreNaN) {
   std::vector<const OpTable*> all = coded_backends();
   if (!all.empty()) all.push_back(&ref_ops());
   for (const OpTable* ops : all) {
-    for (const float x : {NAN, INFINITY}) {
-      Coded m(integers(K), N, K, 1);
+    for (const float x : {NAN, -INFINITY, INFINITY}) {
+      Coded m(x > 0 ? integers(K) : CodedForm{.kind = CodeKind::Int4, .offsets = true, .integer = true, .group = 32}, N,
+              K, 1);
       ThreadPool pool(1);
       Stream stream{&pool};
       Tensor a = Tensor(DType::BF16, {4, K}).randomize(1), c(DType::F32, {4, N});

@@ -73,10 +73,12 @@ class RoundTrip {
   }
   void reach(const TensorView& v) {
     if (v.numel() == 0) return;
+    if (v.codes) return reach(v.data, v.bytes());
     i64 last = 0;
     for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[d];
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
-    reach(v.scale, state_blocks(v.numel()) * 4);
+    reach(v.scale, (v.rank == 4 ? v.numel() / v.dim(3) : state_blocks(v.numel())) * 4);  // of keys: a row and head
+    if (v.rank == 4) heads_views_.push_back(v);
     if (v.rank == 2) rows_ = v.dim(0);
     if (v.rank == 4 && samples_ == 0) samples_ = v.dim(0), heads_ = v.dim(2);
     if (v.rank == 4) tokens_ = std::max(tokens_, v.dim(1));
@@ -99,7 +101,28 @@ class RoundTrip {
     reach(p.blocks.queries, bytes, false);
     reach(p.bias, std::max(heads_, p.grid.heads) * (2 * p.reach + 1) * i64{sizeof(float)}, false);
     reach(p.documents, 2 * samples_ * p.positions * i64{sizeof(i32)}, false);
+    if (p.sequences) return reach_sequences(p);
     if (p.pages != nullptr) reach(p.pages, (tokens_ + p.page - 1) / p.page * i64{sizeof(i32)}, false);
+  }
+  // The tables of all sequences, and all pages of keys and values, of which views have as many rows as a sequence.
+  void reach_sequences(const AttentionParams& p) {
+    const AttentionSequences& all = p.sequences;
+    constexpr i64 kWidth = sizeof(i32);
+    reach(all.begins, (all.count + 1) * kWidth, false);
+    reach(all.keys, all.count * kWidth, false);
+    reach(all.tables, all.count * kWidth, false);
+    reach(p.pages, (*std::max_element(all.tables, all.tables + all.count) + 1) * all.stride * kWidth, false);
+    i64 pages = 0;
+    for (i64 s = 0; s < all.count; ++s) {
+      const i32* const table = p.pages + all.tables[s] * all.stride;
+      pages = std::max<i64>(pages, *std::max_element(table, table + (all.keys[s] + p.page - 1) / p.page) + 1);
+    }
+    const std::vector<TensorView> views = heads_views_;
+    for (size_t i = 2; views.size() == 4 && i < 4; ++i) {  // o, q, k, v
+      TensorView v = views[i];
+      v.shape[1] = std::max(v.shape[1], pages * p.page);
+      reach(v);
+    }
   }
   void reach(const Draw* draws) {
     reach(draws, rows_ * i64{sizeof *draws}, false);
@@ -149,6 +172,7 @@ class RoundTrip {
     if (p.bias != nullptr) p.bias = on_device(p.bias);
     if (p.documents != nullptr) p.documents = on_device(p.documents);
     if (p.pages != nullptr) p.pages = on_device(p.pages);
+    for (const i32** array : {&p.sequences.begins, &p.sequences.keys, &p.sequences.tables}) *array = on_device(*array);
     return p;
   }
   // Arguments as the device's op gets them; `keep` holds what spans point to.
@@ -176,6 +200,7 @@ class RoundTrip {
   i64 samples_ = 0, heads_ = 0;  // of the first tensor [B,T,H,D]: queries, where AttentionParams come
   i64 rows_ = 0, changes_ = 0;   // of the last matrix; of logits, where Draws come
   i64 tokens_ = 0;               // of the longest one, keys where these are in pages
+  std::vector<TensorView> heads_views_;
 };
 
 template <auto member>
@@ -197,7 +222,11 @@ struct DeviceOp<member> {
 
 inline const OpTable* device_ops() {
   if (test_device() == nullptr) return nullptr;
-  static const OpTable table = op_table_of<DeviceOp>(test_device()->ops().name);
+  static const OpTable table = [] {
+    OpTable ops = op_table_of<DeviceOp>(test_device()->ops().name);
+    ops.codes = test_device()->ops().codes;
+    return ops;
+  }();
   return &table;
 }
 

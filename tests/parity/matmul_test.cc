@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <cstring>
+
 #include "ds/building_blocks.h"
 #include "parity/finite_difference.h"
 #include "parity/parity.h"
@@ -225,11 +227,17 @@ TEST(Matmul, BitsDoNotDependOnThreads) {
 }
 
 TEST(Matmul, RowwiseGivesEachRowTheBitsThatItHasAlone) {
-  constexpr i64 N = 150, K = 411;
+  test::EveryNth tried(7);
   for (const OpTable* ops : backends()) {
-    for (const i64 M : {2, 5, 33}) {
-      for_all_kinds([&](DType work, DType out, MatmulParams params) {
-        if (params.trans_a) return;
+    for (const auto& [M, N, K] : {std::array<i64, 3>{2, 150, 411},
+                                  {5, 150, 411},
+                                  {33, 150, 411},
+                                  {17, 131, 1801},
+                                  {63, 40, 1088},
+                                  {70, 150, 1801},
+                                  {130, 129, 577}}) {
+      for_all_kinds([&, M = M, N = N, K = K](DType work, DType out, MatmulParams params) {
+        if (params.trans_a || (M > 16 && test_device() != nullptr && !tried())) return;
         params.activation = Activation::GeluTanh;
         params.rowwise = true;
         ThreadPool pool(2);
@@ -245,6 +253,35 @@ TEST(Matmul, RowwiseGivesEachRowTheBitsThatItHasAlone) {
         expect_same_bits(all.all, alone.all, std::string(ops->name) + " " + t.name());
       });
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Every number of rows up to beyond the largest tile, of which each is the last of one product and inside another.
+TEST(Matmul, RowwiseProductsOfAnyNumberOfRowsAgree) {
+  constexpr i64 kMany = 70, N = 41, K = 1101;
+  for (const OpTable* ops : backends()) {
+    for (const DType work : kWorkDTypes) {
+      for (const bool trans_b : {true, false}) {
+        ThreadPool pool(2);
+        Stream stream{&pool};
+        const MatmulParams params{.trans_b = trans_b, .activation = Activation::Silu, .rowwise = true};
+        const Matrix a(work, kMany, K, 5, 1), b(work, trans_b ? N : K, trans_b ? K : N, 0, 2);
+        const Tensor bias = Tensor(work, {N}).randomize(3);
+        const auto product = [&](TensorView c, const TensorView& rows) {
+          ops->matmul(c, rows, b.view, bias, {}, {}, params, stream);
+        };
+        Tensor all(work, {kMany, N}), some(work, {kMany, N});
+        product(all, a.view);
+        for (i64 M = 1; M <= kMany; ++M) {
+          some.fill(0);
+          product(some.view().rows(kMany - M, M), a.view.rows(kMany - M, M));
+          const i64 bytes = M * N * dtype_bytes(work);
+          const auto last = [&](const Tensor& t) { return t.view().as<char>() + t.view().bytes() - bytes; };
+          ASSERT_EQ(std::memcmp(last(some), last(all), static_cast<size_t>(bytes)), 0)
+              << ops->name << " " << dtype_name(work) << " " << M << " rows, " << (trans_b ? "[N,K]" : "[K,N]");
+        }
+      }
     }
   }
 }

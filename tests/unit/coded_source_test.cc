@@ -332,7 +332,7 @@ TEST(CodedSource, NamesValuesThatCannotBe) {
   // Groups of columns of which none is given an order.
   // A zero for the whole matrix is a byte, also beside codes of 4 bits.
   model = CodedModel("ct-4-32-zeros-fp32");
-  model.section()["config_groups"]["group_0"]["weights"]["strategy"] = "tensor";
+  model.section()["config_groups"]["group_0"]["weights"].update({{"strategy", "tensor"}, {"group_size", nullptr}});
   model.become("l.0.weight_scale", DType::F32, {1});
   model.become("l.0.weight_zero_point", DType::I8, {1});
   *model.data<float>("l.0.weight_scale") = 0.5f;

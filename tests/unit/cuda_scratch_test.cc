@@ -68,6 +68,27 @@ TEST(CudaScratch, OfProducts) {
   EXPECT_GT(most, 0);
 }
 
+// Parts of K apart, and codes of the other operand.
+TEST(CudaScratch, OfProductsRowByRowAndOfCodes) {
+  for (const i64 M : {1, 5, 64, 65, 130}) {
+    for (const auto& [N, K] : {std::pair<i64, i64>{40, 256}, {130, 1280}, {7, 2048}}) {
+      Tensor a(DType::BF16, {M, K}), b(DType::BF16, {N, K}), c(DType::BF16, {M, N});
+      for (Tensor* t : {&a, &b, &c}) t->fill(0.5f);
+      std::vector<u8> bytes(static_cast<size_t>(N * K * 2));
+      for (const CodedForm& form : {CodedForm{}, CodedForm{.kind = CodeKind::Int4, .group = 32},
+                                    CodedForm{.kind = CodeKind::Int8, .integer = true, .group = static_cast<i32>(K)}}) {
+        TensorView right = b;
+        right.codes = form;
+        if (form) right.data = bytes.data();
+        const i64 most = expect_metered("row by row", [&](const OpTable& ops, Stream& s) {
+          ops.matmul(c, a, right, {}, {}, {}, {.trans_b = true, .rowwise = true}, s);
+        });
+        EXPECT_EQ(most, form.integer ? M * (K + 4) : K > 512 && M <= 64 ? (K + 511) / 512 * M * N * 4 : 0);
+      }
+    }
+  }
+}
+
 TEST(CudaScratch, OfProductsInFp8) {
   for (const auto& [M, N, K] : {std::array<i64, 3>{16, 128, 128}, {13, 128, 256}, {128, 24, 300}}) {
     const Fp8Layout of_a{M, K, Fp8Blocks::Rows}, of_b{N, K, Fp8Blocks::Squares};
@@ -181,6 +202,28 @@ TEST(CudaScratch, OfRoutersAndChoices) {
       expect_metered("sort_choices " + what, [&](const OpTable& ops, Stream& s) {
         ops.sort_choices(offsets, places, tokens, choices, chosen, 0, s);
       });
+    }
+  }
+}
+
+// One part needs none; several are in one block, or in several, whose sums are merged.
+TEST(CudaScratch, OfAttentionByRow) {
+  struct Case {
+    i64 H, G, S, parts;
+  };
+  for (const DType t : kWorkDTypes) {
+    for (const auto& [H, G, S, parts] : {Case{4, 2, 1000, 0}, {4, 2, 1100, 2}, {256, 256, 1100, 1}}) {
+      for (const i64 Dv : {32, 17}) {
+        Tensor q(t, {1, 3, H, 32}), k(t, {1, S, G, 32}), v(t, {1, S, G, Dv}), o(t, {1, 3, H, Dv}),
+            lse(DType::F32, {1, H, 3});
+        for (Tensor* x : {&q, &k, &v}) x->fill(0.1f);
+        AttentionParams p;
+        p.rowwise = true;
+        EXPECT_EQ(
+            expect_metered("by row", [&](const OpTable& ops, Stream& s) { ops.attention_fwd(o, lse, q, k, v, p, s); }),
+            parts * 3 * H * (Dv + Dv % 2 + 2) * 4)
+            << H << " " << S << " " << Dv;
+      }
     }
   }
 }

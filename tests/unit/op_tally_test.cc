@@ -107,6 +107,40 @@ TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
   }
 }
 
+// Sequences together count as their calls alone, and read their keys, not all of the cache.
+TEST(OpTally, AttentionOfSequencesIsThatOfEach) {
+  const i64 D = 16, H = 4, G = 2, rows = 500;
+  const std::vector<i32> begins = {0, 1, 8, 10}, keys = {90, 7, 33}, tables = {0, 0, 0}, pages(2);
+  char there = 0;  // never read
+  const auto heads = [&](i64 T, i64 n) { return TensorView::of(&there, DType::BF16, {1, T, n, D}); };
+  const auto call = [&](i64 T, i64 S, const AttentionParams& p, bool coded) {
+    OpTally counted;
+    Stream stream{.native = &counted};
+    TensorView k = heads(rows, G);
+    if (coded) k.dtype = DType::I8;
+    k.shape[1] = S;
+    plan::counting_ops().attention_fwd(heads(T, H), TensorView::of(&there, DType::F32, {1, H, T}), heads(T, H), k, k, p,
+                                       stream);
+    return counted.total();
+  };
+  for (const i64 window : {0, 20}) {
+    AttentionParams p{.window = window};
+    double flops = 0, bytes = 0;
+    for (size_t s = 0; s < keys.size(); ++s) {
+      const OpTotal one = call(begins[s + 1] - begins[s], keys[s], p, false);
+      flops += one.flops;
+      bytes += one.bytes;
+    }
+    p.pages = pages.data(), p.page = 64;
+    p.sequences = {.count = 3, .begins = begins.data(), .keys = keys.data(), .tables = tables.data(), .stride = 2};
+    const OpTotal all = call(begins.back(), 90, p, false), codes = call(begins.back(), 90, p, true);
+    EXPECT_EQ(all.flops, flops);
+    EXPECT_EQ(codes.flops, flops);
+    EXPECT_EQ(all.bytes, bytes);
+    EXPECT_EQ(all.bytes - codes.bytes, real(2 * (90 + 7 + 33) * G * (D - 4)));
+  }
+}
+
 TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
   const RngKey coin{.seed = 3, .site = 1, .step = 0};
   constexpr i64 kBlock = 16, kCount = 70, kHeads = 3, kWords = 2;
@@ -370,6 +404,7 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(bias_residual),
                           COUNTED(cast),
                           COUNTED(copy_heads),
+                          COUNTED(append_keys),
                           COUNTED(fold),
                           COUNTED(quantize),
                           COUNTED(quantize_signs),

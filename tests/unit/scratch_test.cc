@@ -102,15 +102,18 @@ TEST_P(ScratchOps, MeterMatricesOfCodes) {
   const i64 shapes[][3] = {{1, 1, 16}, {1, 100, 960}, {7, 33, 384}, {40, 130, 1808}, {300, 1025, 32}, {700, 75, 64}};
   for (const auto& [M, N, K] : shapes) {
     for (const DType work : kWorkDTypes) {
-      for (const bool integer : {false, true}) {
+      for (const CodedForm& form : {CodedForm{.kind = CodeKind::Int8, .group = static_cast<i32>(K)},
+                                    CodedForm{.kind = CodeKind::Int8, .integer = true, .group = static_cast<i32>(K)},
+                                    CodedForm{.kind = CodeKind::Int4, .offsets = true, .integer = true, .group = 16}}) {
         Tensor a(work, {M, K}), c(work, {M, N});
         a.fill(1);
         TensorView b = TensorView::of(nullptr, work, {N, K});
-        b.codes = {.kind = CodeKind::Int8, .integer = integer, .group = static_cast<i32>(K)};
+        b.codes = form;
         std::vector<u8> bytes(static_cast<size_t>(b.bytes()));
         b.data = bytes.data();
         for (const int threads : kThreads) {
-          const std::string what = fmt::format("{} {}x{}x{} integer {}", dtype_name(work), M, N, K, integer);
+          const std::string what =
+              fmt::format("{} {}x{}x{} integer {} group {}", dtype_name(work), M, N, K, form.integer, form.group);
           b.panels = {};
           EXPECT_GT(expect_metered(ops, threads, what, [&](const OpTable& t, Stream& s) { t.pack_matrix(b, s); }), 0);
           b.panels = panels_of(ops, work, b.codes);
@@ -261,6 +264,35 @@ TEST_P(ScratchOps, MeterAttention) {
         expect_metered(*GetParam(), threads, what, [&](const OpTable& ops, Stream& s) {
           ops.attention_bwd(dq, dk, dv, dout, q, k, v, o, lse, {}, s);
         });
+      }
+    }
+  }
+}
+
+// One long sequence beside short ones, whose parts are shared.
+TEST_P(ScratchOps, MeterAttentionOfSequences) {
+  for (const i64 count : {1, 3, 40}) {
+    for (const i64 longest : {100, 3000}) {
+      for (const DType work : kWorkDTypes) {
+        constexpr i64 kPage = 64;
+        std::vector<i32> begins = {0}, keys, tables;
+        for (i64 s = 0; s < count; ++s) {
+          begins.push_back(begins.back() + narrow<i32>(1 + s % 3));
+          keys.push_back(narrow<i32>(s + 1 < count ? 5 + s : longest));
+          tables.push_back(0);
+        }
+        const std::vector<i32> pages(static_cast<size_t>(longest / kPage + 1));
+        Tensor q(work, {1, begins.back(), 6, 32}), k(work, {1, kPage, 2, 32}), lse(DType::F32, {1, 6, begins.back()});
+        for (Tensor* t : {&q, &k}) t->fill(0.1f);
+        Tensor o(q);
+        TensorView all = k;
+        all.shape[1] = longest;
+        AttentionParams p;
+        p.pages = pages.data(), p.page = kPage;
+        p.sequences = {.count = count, .begins = begins.data(), .keys = keys.data(), .tables = tables.data()};
+        for (const int threads : kThreads)
+          expect_metered(*GetParam(), threads, fmt::format("{} {}x{}", dtype_name(work), count, longest),
+                         [&](const OpTable& ops, Stream& s) { ops.attention_fwd(o, lse, q, all, all, p, s); });
       }
     }
   }

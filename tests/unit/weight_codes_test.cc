@@ -44,9 +44,12 @@ TEST(WeightCodes, RefusesFormsByKeyAndValue) {
       {"gptq-4-32", "checkpoint_format", "\"marlin\"", "\"checkpoint_format\" \"marlin\""},
       {"gptq-4-32", "dynamic", R"({"+:.*down.*": {"bits": 8}})", "\"dynamic\" {"},
       {"gptq-4-32", "sym", "null", "\"sym\" null"},
+      {"gptq-4-32-v2", "format", "\"gptq\"",
+       "\"format\" \"gptq\" of weights in \"gptq\" (but \"checkpoint_format\" is"},
       {"gptq-4-32", "rotation", "\"hadamard\"", "\"rotation\" \"hadamard\""},
       {"awq-32", "version", "\"gemv\"", "\"version\" \"gemv\" of weights in \"awq\" (there is \"gemm\""},
       {"awq-32", "bits", "8", "\"bits\" 8"},
+      {"awq-32", "q_group_size", "64", "\"group_size\" 32 of weights in \"awq\" (but \"q_group_size\" is 64)"},
       {"awq-32", "zero_point", "false", "\"zero_point\" false"},
       {"awq-32", "backend", "\"llm-awq\"", "\"backend\" \"llm-awq\""},
       {"ct-4-32", "format", "\"nvfp4-pack-quantized\"", "\"format\" \"nvfp4-pack-quantized\""},
@@ -73,6 +76,9 @@ TEST(WeightCodes, RefusesFormsByKeyAndValue) {
   group("ct-4-32", "weights", "num_bits", "3", "\"config_groups.group_0.weights.num_bits\" 3");
   group("ct-4-32", "weights", "group_size", "0", "\"config_groups.group_0.weights.group_size\" 0");
   group("ct-4-32", "weights", "strategy", "\"tensor_group\"", "weights.strategy\" \"tensor_group\"");
+  group("ct-4-32", "weights", "strategy", "\"channel\"", "weights.group_size\" 32 of weights in");
+  group("ct-4-32", "weights", "block_structure", "[128, 128]", "(but \"strategy\" is \"group\")");
+  group("ct-4-32", "", "format", "\"int-quantized\"", "(but \"format\" is \"pack-quantized\")");
   group("ct-4-32", "weights", "type", "\"float\"", "\"type\" \"float\" has 8 bits");
   group("ct-4-32", "weights", "actorder", "true", "weights.actorder\" true");
   group("ct-4-32", "", "output_activations", "{}", "output_activations\" {}");

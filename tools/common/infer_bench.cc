@@ -63,6 +63,7 @@ void InferBench::add_options(CLI::App& app) {
            },
            text)
         ->delimiter(',')
+        ->allow_extra_args(false)
         ->type_name("N,...");
   };
   list("-p,--prompt", prompts, "tokens of a prompt; 0: no test of prompts (default 512)");

@@ -76,11 +76,15 @@ ConfigResult load(const InferenceModel& found, std::span<const std::string> keys
 DraftModel load_draft(const std::string& path, std::vector<std::string> keys, const std::string& tokenizer,
                       const std::string& weights, const SessionSizes& sizes, bool speaks) {
   const InferenceModel found = find_model(path);
-  if (!tokenizer.empty()) {
-    const Config own = load(found, keys, 1, false).config;
-    if (own.data.tokenizer == "bytes" && found.resume.empty() && !own.published.path.empty())
-      keys.push_back("data.tokenizer=" + quoted(tokenizer));
-  }
+  const auto has_own = [&] {
+    try {
+      const Config own = load(found, keys, 1, false).config;
+      return own.data.tokenizer != "bytes" || !found.resume.empty() || own.published.path.empty();
+    } catch (const Error&) {  // a GGUF file without one; other errors come again
+      return false;
+    }
+  };
+  if (!tokenizer.empty() && !has_own()) keys.push_back("data.tokenizer=" + quoted(tokenizer));
   DraftModel draft{.name = path,
                    .config = load(found, keys, /*world_size=*/1, speaks).config,
                    .resume = found.resume,
@@ -110,6 +114,10 @@ void Inference::add_options(CLI::App& app, bool with_sizes) {
       ->check(CLI::IsMember({"stored", "work", "int8", "int4", "w8a8"}));
   app.add_option("--group", group, "elements of a row that share a scale, with --weights int8 or int4 (default 32)")
       ->check(CLI::IsMember({32, 128}));
+  app.add_option("--activations", activations,
+                 "the other operand of products with codes: numbers of the computation, or codes of 8 bits, whose "
+                 "products with codes are summed as integers (default: work, but int8 with w8a8)")
+      ->check(CLI::IsMember({"work", "int8"}));
   app.add_option(
          "--stream", stream,
          "keep the weights in a file in DIR, or with \"cpu\" in host memory beside a GPU, and in memory only those "
@@ -147,6 +155,23 @@ void Inference::add_draft(CLI::App& app) {
       ->group("Draft");
 }
 
+void Inference::choose_products(WeightsConfig& chosen) const {
+  if (activations.empty()) return;
+  const bool integers = activations == "int8";
+  const auto refuse = [&](std::string_view why) {
+    throw Error(Errc::Config, fmt::format("--activations {}: {}", activations, why));
+  };
+  if (!integers && chosen.form == Form::W8A8)
+    refuse("--weights w8a8 codes them in 8 bits; --weights int8 codes the weights alone");
+  if (integers && chosen.form == Form::Work)
+    refuse("--weights work has no codes to multiply; --weights int8 or int4 codes the weights");
+  if (integers && !chosen.any())
+    refuse(
+        "MODEL contains no codes, or none that products read, such as those of GPTQ in the order of activations; "
+        "--weights int8 or int4 codes its weights");
+  chosen.integers = integers;
+}
+
 OpenModel Inference::open(const RankInfo& ranks) const {
   if (model.empty()) throw Error(Errc::Config, "MODEL is missing: --help shows the usage");
   if (draft.empty() && draft_tokens > 0) throw Error(Errc::Config, "--draft-tokens needs --draft, the model");
@@ -174,18 +199,26 @@ OpenModel Inference::open(const RankInfo& ranks) const {
   if (group > 0 && form != Form::Int8 && form != Form::Int4)
     throw Error(Errc::Config, fmt::format("--group {}: only --weights int8 and int4 have groups", group));
   if (group > 0) open.config.weights.group = group;
-  if (!stream.empty() && open.config.weights.asks_for_codes())
+  // Data-parallel ranks stream parts of matrices, and tiles are parts: both have numbers, to which codes of files are
+  // decoded.
+  const bool in_parts =
+      !stream.empty() && (ranks.world_size > open.config.ranks_per_replica() || open.config.zero.tile_size > 0);
+  if (in_parts && open.config.weights.asks_for_codes())
     throw Error(Errc::Config,
-                fmt::format("--weights {}: --stream keeps matrices in the dtype of the computation", weights));
-  // Codes of files are decoded when they are streamed.
+                fmt::format("--weights {}: --stream has codes on one data-parallel rank alone, and without "
+                            "zero_optimization.stage3_tile_size",
+                            weights));
   find_codes(open.config, open.options.weights);
-  const bool integers =
-      std::ranges::any_of(open.config.weights.stored, [](const auto& one) { return one.second.integer; });
-  if (!stream.empty() && integers)
+  choose_products(open.config.weights);
+  const bool integers = open.config.weights.sums_integers();
+  if (in_parts && integers)
     throw Error(Errc::Config,
-                "--stream has no products of integers, for which MODEL is made: --weights work decodes "
-                "its matrices");
-  if (!stream.empty()) open.config.weights = {.form = Form::Work};
+                activations.empty()
+                    ? "--stream has products of integers, for which MODEL is made, on one data-parallel "
+                      "rank alone: --weights work decodes its matrices"
+                    : "--activations int8: --stream has codes on one data-parallel rank alone, and without "
+                      "zero_optimization.stage3_tile_size");
+  if (in_parts) open.config.weights = {.form = Form::Work};
   open.config.data.train.clear();
   open.options.read_only = true;
   const bool sparse = loaded.config.sparse_attention.mode != SparseAttentionMode::None;

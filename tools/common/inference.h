@@ -22,6 +22,7 @@ struct OpenModel {
 
 struct Inference {
   std::string model, tokenizer, dtype, weights = "stored", cache_dtype = "work", stream;
+  std::string activations;  // "work", "int8"; empty: as the form of the weights has it
   std::vector<std::string> set;
   i64 group = 0, batch = 64, context = 0, chunk = 512, cached = 0;
   std::string draft;  // a model; empty: none
@@ -32,6 +33,9 @@ struct Inference {
   void add_draft(CLI::App& app);
   // Reports mistakes of the configuration. Throws Errc::Config and the errors of find_model().
   OpenModel open(const RankInfo& ranks) const;
+
+ private:
+  void choose_products(WeightsConfig& weights) const;
 };
 
 }  // namespace ds::tools

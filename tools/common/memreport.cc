@@ -154,13 +154,17 @@ int report_inference(const MemreportOptions& a, const Config& config, const memr
                      const std::optional<memreport::Hardware>& hardware, Output& out) {
   const SessionSizes sizes = session_sizes_of(a, config);
   memreport::SessionPrediction p = memreport::predict_session(config, world, device, sizes);
-  if (hardware && p.streamed_bytes == 0)
+  if (!a.stream.empty() && p.streamed_bytes == 0)
     throw Error(Errc::Config,
-                fmt::format("--machine, --gpu and --peak have no effect with --use infer: nothing is streamed{}",
-                            a.stream.empty() ? ""
-                                             : ", since no matrix has more elements than "
-                                               "zero_optimization.stage3_param_persistence_threshold"));
-  if (hardware) memreport::predict_hiding(p, config, *hardware);
+                "--stream: nothing is streamed, since no matrix has more elements than "
+                "zero_optimization.stage3_param_persistence_threshold");
+  const memreport::Hardware::Peaks& given = a.peaks;
+  if (p.streamed_bytes == 0 && (!a.disk.empty() || given.disk > 0 || given.host > 0))
+    throw Error(Errc::Config, "--disk, --disk-rate and --host-link have no effect with --use infer without --stream");
+  if (!a.links.empty() || given.link > 0 || given.network > 0)
+    throw Error(Errc::Config,
+                "--links, --link and --network have no effect with --use infer: messages are not counted");
+  if (hardware) memreport::predict_times(p, config, *hardware);
   if (!a.memory.empty()) {
     SessionSizes any = sizes;
     any.cached = a.cached;

@@ -162,14 +162,20 @@ void print_session(const Config& config, const RankInfo& ranks, Output& out, con
                      {"total_bytes", p.total_bytes},
                      {"process_bytes", p.process_bytes},
                      {"available_bytes", p.available_bytes},
+                     {"matrices", p.matrices},
                      {"streamed_bytes_per_pass", p.streamed_bytes},
                      {"file_bytes", file_bytes}});
     out.document(document);
     return;
   }
-  out.print("{} parameters; batch {}, context {}, chunk {}, cache {} tokens{}\n\nmemory of rank 0\n", p.num_params,
-            sizes.at_once, sizes.context, sizes.chunk, sizes.cached,
+  out.print("{} parameters; batch {}, context {}, chunk {}, cache {} tokens{}\n", p.num_params, sizes.at_once,
+            sizes.context, sizes.chunk, sizes.cached,
             draft ? fmt::format("; draft {}, {} tokens at a time", draft->name, sizes.draft_tokens) : "");
+  std::string matrices;
+  for (const auto& [form, number] : p.matrices)
+    matrices += fmt::format("{} {} in {}", matrices.empty() ? "" : ";", number, form);
+  if (!matrices.empty()) out.print("matrices:{}\n", matrices);
+  out.print("\nmemory of rank 0\n");
   for (const TagMemory& m : p.memory)
     out.print("  {:<14} {:>15}{}{}\n", m.tag, bytes_text(m.predicted), m.bound == Bound::Exact ? "" : " ",
               bound_text(m.bound));

@@ -8,6 +8,8 @@
 // Parts of kPart keys, counted from the first key, have a softmax of their own, and are merged in order: a row's bits
 // depend only on its keys. With few rows (decoding) several workers share the parts of a tile.
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "cpu/isa/attention_tiles.h"
@@ -161,78 +163,23 @@ struct Forward {
     }
   }
 
-  // How the rows of a problem are cut, and the parts of its keys; `shared`: workers share the parts of a tile.
-  struct Cut {
-    i64 tile_rows, row_tiles, tiles, parts, floats;
-    bool shared;
-    CallScratch::Size scratch;
-  };
-  static Cut cut_of(const Problem& a) noexcept {
-    const Op op(a.D, a.p.scale), value(a.Dv, a.p.scale);
-    const i64 groups = a.B * a.G, parts = std::max(i64{1}, ceil_div(a.S, kPart)), sums = parts > 1 ? 2 : 1;
-    const i64 max_rows = std::max(kRows, kTileBytes / ((op.ld + sums * value.ld) * i64{sizeof(float)}) / kRows * kRows);
-    const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
-    const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
-    if (tiles == 0) return {};
-    const bool shared = parts > 1 && tiles < kTargetTiles && row_tiles == 1;
-    const i64 floats = Partial::floats(value.ld, std::min(tile_rows, a.rows()));
-    Arena own(nullptr), all(nullptr);
-    carve(own, a, tile_rows);
-    if (shared) {
-      all.take(tiles * parts * floats);
-    } else {
-      own.take(sums * floats);
+  // A tile by itself: part after part of the keys that its rows see.
+  void attend_tile(Arena& arena, const Tiles& tile, i64 b, i64 g, Range rows, bool in_parts) const noexcept {
+    const i64 floats = Partial::floats(value.ld, rows.size()), parts = num_parts();
+    float* const memory = arena.take((in_parts ? 2 : 1) * floats);
+    const Partial total(memory, value.ld, rows.size()), next(memory + floats, value.ld, rows.size());
+    const Range seen = keys_seen(b, rows);
+    const i64 first = seen.begin / kPart;
+    accumulate(total, tile, b, g, rows, keys_of(std::min(first, parts - 1)));
+    for (i64 part = first + 1; part < parts && part * kPart < seen.end; ++part) {
+      accumulate(next, tile, b, g, rows, keys_of(part));
+      merge(total, next, rows.size());
     }
-    return {tile_rows, row_tiles, tiles, parts, floats, shared, {all.bytes(), own.bytes()}};
+    store_rows(total, b, g, rows);
   }
 
-  void run(ThreadPool& pool) const noexcept {
-    const Cut cut = cut_of(a);
-    if (cut.tiles == 0) return;
-    const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, parts = cut.parts, floats = cut.floats;
-    // If causal, late rows see more keys, so they start first.
-    const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
-    const auto keys_of = [&](i64 part) { return Range{part * kPart, std::min(a.S, (part + 1) * kPart)}; };
-    const CallScratch scratch(pool, cut.scratch);
-    const auto work = [&](i64 tile, int worker, auto&& body) {
-      const i64 b = tile % groups / a.G, g = tile % a.G;
-      Arena arena = scratch.own(worker);
-      const Tiles buffers = carve(arena, a, cut.tile_rows);
-      body(arena, buffers, b, g, rows_of(tile));
-    };
-    if (!cut.shared) {
-      pool.parallel_for(cut.tiles, [&](i64 tile, int worker) {
-        work(tile, worker, [&](Arena& arena, const Tiles& buffers, i64 b, i64 g, Range rows) {
-          float* const memory = arena.take((parts > 1 ? 2 : 1) * floats);
-          const Partial total(memory, value.ld, rows.size()), next(memory + floats, value.ld, rows.size());
-          const Range seen = keys_seen(b, rows);
-          const i64 first = seen.begin / kPart;
-          accumulate(total, buffers, b, g, rows, keys_of(std::min(first, parts - 1)));
-          for (i64 part = first + 1; part < parts && part * kPart < seen.end; ++part) {
-            accumulate(next, buffers, b, g, rows, keys_of(part));
-            merge(total, next, rows.size());
-          }
-          store_rows(total, b, g, rows);
-        });
-      });
-      return;
-    }
-    const auto part_of_tile = [&](i64 tile, i64 part, Range rows) {
-      return Partial(scratch.shared() + (tile * parts + part) * floats, value.ld, rows.size());
-    };
-    pool.parallel_for(cut.tiles * parts, [&](i64 t, int worker) {
-      const i64 tile = t / parts, part = t % parts;
-      work(tile, worker, [&](Arena&, const Tiles& buffers, i64 b, i64 g, Range rows) {
-        accumulate(part_of_tile(tile, part, rows), buffers, b, g, rows, keys_of(part));
-      });
-    });
-    pool.parallel_for(cut.tiles, [&](i64 tile, int) {
-      const Range rows = rows_of(tile);
-      const Partial total = part_of_tile(tile, 0, rows);
-      for (i64 part = 1; part < parts; ++part) merge(total, part_of_tile(tile, part, rows), rows.size());
-      store_rows(total, tile % groups / a.G, tile % a.G, rows);
-    });
-  }
+  i64 num_parts() const noexcept { return std::max(i64{1}, ceil_div(a.S, kPart)); }
+  Range keys_of(i64 part) const noexcept { return {part * kPart, std::min(a.S, (part + 1) * kPart)}; }
 
   // Keys outside are seen by none of the rows. A part of them would add zeros.
   Range keys_seen(i64 b, Range rows) const noexcept {
@@ -242,17 +189,168 @@ struct Forward {
   }
 };
 
+// A call, as a problem for each of its sequences; without these there is one problem, with B of them. A job is a tile
+// of rows of a group. If a tile makes up much of a call, which one with few rows and many keys may, its parts are jobs:
+// then their sums are shared, and merged at the end.
+template <class E>
+class ForwardCall {
+ public:
+  ForwardCall(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p) noexcept
+      : o_(o), lse_(lse), q_(q), k_(k), v_(v), p_(p), cut_(cut()) {}
+
+  CallScratch::Size scratch() const noexcept { return cut_.scratch; }
+
+  void run(ThreadPool& pool) const noexcept {
+    if (cut_.tile_rows == 0) return;
+    const CallScratch scratch(pool, cut_.scratch);
+    std::array<Place, 2> two;
+    Place* const places = p_.sequences ? reinterpret_cast<Place*>(scratch.shared()) : two.data();
+    float* const sums = scratch.shared() + table_floats();
+    lay_out(places);
+    const auto find = [&](i64 n, i64 Place::*first) {
+      const Place* const next =
+          std::upper_bound(places, places + count() + 1, n, [&](i64 x, const Place& p) { return x < p.*first; });
+      return next - 1 - places;
+    };
+    const auto sums_of = [&](const One& x, const Place& place, i64 number, Range rows) {
+      return Partial(sums + place.sums + number * floats_of(rows.size()), x.value.ld, rows.size());
+    };
+    const i64 jobs = places[count()].job, merged = places[count()].merged;
+    // The last sequences are those with most rows, and, if causal, late rows see most keys: they begin.
+    pool.parallel_for(jobs, [&](i64 n, int worker) {
+      const i64 job = jobs - 1 - n, s = find(job, &Place::job);
+      const One x = sequence(s);
+      const Tiling t = tiling(x);
+      const bool shared = places[s + 1].merged > places[s].merged;
+      const i64 index = job - places[s].job, tile = shared ? index / t.parts : index, group = tile % t.groups;
+      const Range rows = t.rows(tile);
+      Arena arena = scratch.own(worker);
+      const auto buffers = One::carve(arena, x.a, cut_.tile_rows);
+      if (!shared) return x.attend_tile(arena, buffers, group / x.a.G, group % x.a.G, rows, cut_.in_parts);
+      x.accumulate(sums_of(x, places[s], index, rows), buffers, group / x.a.G, group % x.a.G, rows,
+                   x.keys_of(t.first_part + index % t.parts));
+    });
+    if (merged == 0) return;
+    pool.parallel_for(merged, [&](i64 n, int) {
+      const i64 s = find(n, &Place::merged), tile = n - places[s].merged;
+      const One x = sequence(s);
+      const Tiling t = tiling(x);
+      const Range rows = t.rows(tile);
+      const Partial total = sums_of(x, places[s], tile * t.parts, rows);
+      for (i64 part = 1; part < t.parts; ++part)
+        x.merge(total, sums_of(x, places[s], tile * t.parts + part, rows), rows.size());
+      x.store_rows(total, tile / x.a.G, tile % x.a.G, rows);
+    });
+  }
+
+ private:
+  using One = Forward<E>;
+  // The first job of a sequence, the first of its tiles among those that are merged, and the place of their sums.
+  struct Place {
+    i64 job, merged, sums;
+  };
+  // The rows of one problem in tiles, and the parts of keys that any row sees.
+  struct Tiling {
+    i64 num_rows, groups, row_tiles, first_part, parts;
+    i64 tiles() const noexcept { return row_tiles * groups; }
+    Range rows(i64 tile) const noexcept { return part_of(num_rows, kStrip, tile / groups, row_tiles); }
+  };
+  struct Cut {
+    i64 tile_rows;  // at most; 0: there is nothing to do
+    bool in_parts;
+    CallScratch::Size scratch;
+  };
+  // Sums that sequences share, at most: each worker reserves as much.
+  static constexpr i64 kSharedFloats = i64{2} << 18;
+
+  i64 count() const noexcept { return p_.sequences ? p_.sequences.count : 1; }
+  One sequence(i64 s) const noexcept {
+    if (!p_.sequences) return {Problem(q_, k_, v_, p_), o_, lse_, q_, k_, v_};
+    const i64 begin = p_.sequences.begins[s], n = p_.sequences.begins[s + 1] - begin;
+    const auto rows = [&](TensorView x, int dim) {
+      x.data = x.as<char>() + begin * x.stride[dim] * dtype_bytes(x.dtype);
+      x.shape[dim] = n;
+      return x;
+    };
+    TensorView k = k_, v = v_;
+    k.shape[1] = v.shape[1] = p_.sequences.keys[s];
+    const TensorView q = rows(q_, 1);
+    return {Problem(q, k, v, p_.of_sequence(s)), rows(o_, 1), rows(lse_, 2), q, k, v};
+  }
+  Tiling tiling(const One& x) const noexcept {
+    const i64 rows = x.a.rows(), all = x.num_parts();
+    Range parts = {0, all};
+    if (p_.sequences) {
+      const Range seen = x.keys_seen(0, {0, rows});
+      parts = {std::min(seen.begin / One::kPart, all - 1), ceil_div(seen.end, One::kPart)};
+    }
+    return {rows, x.a.B * x.a.G, ceil_div(rows, cut_.tile_rows), parts.begin, std::max(i64{1}, parts.size())};
+  }
+  i64 floats_of(i64 rows) const noexcept { return Partial::floats(Operands<E>(v_.dim(3), 1.0f).ld, rows); }
+  // The table of places, before the sums.
+  i64 table_floats() const noexcept {
+    return p_.sequences ? round_up((q_.dim(1) + 1) * i64{sizeof(Place) / sizeof(float)}, 16) : 0;
+  }
+
+  // A tile is shared if its keys are more than an even share of the keys of all tiles.
+  void lay_out(Place* places) const noexcept {
+    i64 all = 0;
+    for (i64 s = 0; s < count(); ++s) {
+      const Tiling t = tiling(sequence(s));
+      all += t.tiles() * t.parts;
+    }
+    places[0] = {0, 0, 0};
+    for (i64 s = 0; s < count(); ++s) {
+      const Tiling t = tiling(sequence(s));
+      const i64 sums = t.tiles() * t.parts * floats_of(t.num_rows), room = shared_floats() - places[s].sums;
+      const bool shared = t.row_tiles == 1 && t.parts > 1 && t.parts * kTargetTiles > all && sums <= room;
+      places[s + 1] = {places[s].job + t.tiles() * (shared ? t.parts : 1), places[s].merged + (shared ? t.tiles() : 0),
+                       places[s].sums + (shared ? sums : 0)};
+    }
+  }
+
+  // From shapes alone, so that scratch can be predicted.
+  i64 shared_floats() const noexcept { return cut_.scratch.shared / i64{sizeof(float)} - table_floats(); }
+  Cut cut() const noexcept {
+    const Problem a(q_, k_, v_, p_);
+    const Operands<E> op(a.D, a.p.scale), value(a.Dv, a.p.scale);
+    const i64 groups = a.B * a.G, parts = std::max(i64{1}, ceil_div(a.S, One::kPart)), sums = parts > 1 ? 2 : 1;
+    if (a.rows() * groups == 0) return {};
+    const i64 row_bytes = (op.ld + sums * value.ld) * i64{sizeof(float)};
+    const i64 max_rows = std::max(One::kRows, One::kTileBytes / row_bytes / One::kRows * One::kRows);
+    const i64 tile_rows =
+        std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), One::kRows), One::kRows, max_rows);
+    Arena own(nullptr), all(nullptr);
+    One::carve(own, a, tile_rows);
+    const i64 rows = std::min(tile_rows, a.rows());
+    if (p_.sequences) {
+      own.take(sums * floats_of(rows));
+      all.take(table_floats());
+      if (parts > 1) all.take(std::min(kSharedFloats, parts * a.rows() * a.G * floats_of(1)));
+    } else if (parts > 1 && groups < kTargetTiles && a.rows() <= tile_rows) {
+      all.take(groups * parts * floats_of(rows));
+    } else {
+      own.take(sums * floats_of(rows));
+    }
+    return {tile_rows, parts > 1, {all.bytes(), own.bytes()}};
+  }
+
+  TensorView o_, lse_, q_, k_, v_;
+  const AttentionParams& p_;
+  Cut cut_;
+};
+
 }  // namespace
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  with_work_type(q.dtype, [&]<class E>(E) { Forward<E>{Problem(q, k, v, p), o, lse, q, k, v}.run(*stream.pool); });
+  with_work_type(q.dtype, [&]<class E>(E) { ForwardCall<E>(o, lse, q, k, v, p).run(*stream.pool); });
 }
 
-void attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
-                           Stream& stream) noexcept {
+void attention_fwd_scratch(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
+                           const AttentionParams& p, Stream& stream) noexcept {
   with_work_type(q.dtype,
-                 [&]<class E>(E) { note_scratch(stream, Forward<E>::cut_of(Problem(q, k, v, p)).scratch.bytes()); });
+                 [&]<class E>(E) { note_scratch(stream, ForwardCall<E>(o, lse, q, k, v, p).scratch().bytes()); });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -268,7 +268,7 @@ void multiply_coded_tile(const TensorView& a, const CodedMatrix& b, Range m, Ran
 }
 
 size_t coded_tile_bytes(DType work, const CodedForm& form, i64 rows, i64 columns, i64 K) noexcept {
-  if (form.integer) return integer_tile_bytes(rows, K);
+  if (form.integer) return integer_tile_bytes(form, rows, K);
   size_t bytes = 0;
   with_work_type(work, [&]<class T>(T) {
     using Product = typename ProductOf<T>::type;

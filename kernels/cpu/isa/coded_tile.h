@@ -18,6 +18,6 @@ size_t coded_tile_bytes(DType work, const CodedForm& form, i64 rows, i64 columns
 template <class T>
 void multiply_integer_tile(const Source<T>& a, const CodedMatrix& b, Range m, Range n, const Epilogue& e, FinishFn done,
                            void* scratch) noexcept;
-size_t integer_tile_bytes(i64 rows, i64 K) noexcept;
+size_t integer_tile_bytes(const CodedForm& form, i64 rows, i64 K) noexcept;
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -78,6 +78,14 @@ template <class Product, class T>
   }
 }
 
+// Moves the 4-bit codes of two steps of a row, in `depth` bytes, from their order in rows to that in panels.
+inline void pair_steps(u8* codes, i64 depth) noexcept {
+  u8 from[8];
+  std::copy_n(codes, depth, from);
+  const auto code = [&](i64 i) { return from[i / 2] >> (i % 2 * 4) & 15; };
+  for (i64 i = 0; i < depth; ++i) codes[i] = static_cast<u8>(code(i) | code(depth + i) << 4);
+}
+
 // Calls f with the kind as a constant.
 template <CodeKind kKind>
 using Kind = std::integral_constant<CodeKind, kKind>;

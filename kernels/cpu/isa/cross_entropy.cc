@@ -70,7 +70,7 @@ void in_chunks(MatmulFn product, decltype(OpTable::column_sum) sum_columns, Tens
     const i64 rows = std::min(p.chunk_tokens, T - begin);
     const TensorView z = TensorView::of(logits.data, logits.dtype, {rows, V});
     const TensorView dz = gradient_rows(z, h.dtype);
-    product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
+    product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true, .rowwise = p.rowwise}, stream);
     softmax(z, begin);
     if (dh) product(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight) {

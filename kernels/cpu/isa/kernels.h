@@ -11,6 +11,9 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 #include "op_functions.inc"
 void pack_matrix(TensorView m, Stream&) noexcept;
 
+// quantize for one row as a block of 8-bit codes.
+void quantize_row(u8* codes, float* scale, const void* x, DType dtype, i64 n) noexcept;
+
 // matmul for b of codes, and its scratch.
 void multiply_by_codes(const Epilogue& e, TensorView a, TensorView b, ThreadPool&) noexcept;
 size_t multiply_by_codes_scratch(DType work, i64 M, const TensorView& b, int threads) noexcept;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/gemm.h"
+#include "cpu/isa/codes.h"
 #include "cpu/isa/kernels.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
@@ -43,12 +44,7 @@ void pack_codes(u8* panel, i64 rows, i64 K, const CodedForm& form, i64 depth, u8
     for (i64 codes = at + scale + offset; codes < at + form.group_bytes(); codes += depth) {
       take(codes, depth);
       if (form.kind != CodeKind::Int4 || depth == 1) continue;
-      // Elements 0 1, 2 3 of a row become 0 2, 1 3.
-      for (u8* two = panel - rows * depth; two != panel; two += 2) {
-        const int first = two[0], second = two[1];
-        two[0] = static_cast<u8>((first & 15) | (second & 15) << 4);
-        two[1] = static_cast<u8>(first >> 4 | (second & 0xF0));
-      }
+      for (u8* steps = panel - rows * depth; steps != panel; steps += depth) pair_steps(steps, depth);
     }
   }
 }

@@ -182,6 +182,12 @@ void quantize(TensorView codes, TensorView scales, TensorView x, TensorView erro
   });
 }
 
+void quantize_row(u8* codes, float* scale, const void* x, DType dtype, i64 n) noexcept {
+  with_work_type(dtype, [&]<class T>(T) {
+    quantize_block<T, 8, false>(codes, scale, static_cast<const T*>(x), nullptr, n, {.bits = 8, .block = 0}, {});
+  });
+}
+
 void quantize_signs(TensorView codes, TensorView scale, TensorView y, TensorView max_abs, TensorView sum, i64 n,
                     Stream& stream) noexcept {
   const float s = sign_scale(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, n);

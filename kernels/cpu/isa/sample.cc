@@ -21,7 +21,7 @@ class SampledRow {
 
   const i32 size;
 
-  // Of all but NaN.
+  // NaN does not count.
   u32 largest() const noexcept {
     u32 most = 0;
     for (i32 i = 0; i < size; ++i) most = std::max(most, order_of(z_[i]));

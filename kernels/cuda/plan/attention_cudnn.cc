@@ -92,6 +92,7 @@ const char* refusal(const AttentionCall& call) noexcept {
   if (call.params.window > 0) return "window";
   if (call.params.blocks.sparse()) return "sparse layout";
   if (call.params.pages != nullptr) return "pages";
+  if (!call.backward && attention::is_by_row(call.params, call.k)) return "rows that must not depend on each other";
   if (call.params.softcap > 0) return "soft cap";
   if (call.params.bias != nullptr) return "bias by relative position";
   if (call.params.documents != nullptr) return "documents";

@@ -10,6 +10,7 @@
 #include "cuda/embedding_plan.h"
 #include "cuda/logits.h"
 #include "cuda/matmul.h"
+#include "cuda/row_matmul.h"
 #include "cuda/scratch_plan.h"
 #include "ds/kernels/gpu_meter.h"
 
@@ -24,6 +25,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
             const MatmulParams& p, Stream& stream) noexcept {
   if (c.dim(0) == 0 || c.dim(1) == 0) return;
   MatmulCall call{c, a, b, bias, preact, residual, p};
+  if (is_row_matmul(call)) return note(stream, plan_row_matmul(call, false).scratch_bytes);
   std::array<MatmulCall, 2> parts;
   if (const int count = split_ragged(call, parts); count > 0) {
     for (const MatmulCall& x : std::span(parts).first(static_cast<size_t>(count)))
@@ -34,6 +36,10 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const MatmulStep step = plan_matmul(p.rowwise ? rows_from(call, 0, 1) : call, /*fuse=*/true);
   meter(stream).multiplies = true;
   note(stream, step.scratch_bytes);
+}
+
+void grouped_matmul(TensorView c, TensorView a, TensorView b, TensorView, bool, Stream& stream) noexcept {
+  if (c.numel() > 0) note(stream, plan_row_matmul({c, a, b, {}, {}, {}, {}}, true).scratch_bytes);
 }
 
 void matmul_fp8(TensorView c, TensorView a, TensorView a_scales, TensorView b, TensorView b_scales, TensorView bias,
@@ -76,7 +82,8 @@ bool by_cudnn(const cudnn::AttentionCall& call, Stream& stream) noexcept {
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  by_cudnn(cudnn::forward_call(o, lse, q, k, v, p), stream);
+  if (by_cudnn(cudnn::forward_call(o, lse, q, k, v, p), stream) || !attention::is_by_row(p, k)) return;
+  note(stream, scratch::attention_rows_bytes(attention::RowPlan::of(q, k, p), v.dim(3)));
 }
 
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
@@ -110,7 +117,8 @@ void linear_cross_entropy(TensorView, TensorView dh, TensorView dweight, TensorV
     TensorView z = TensorView::of(logits.data, logits.dtype, {rows, V});
     z.stride[0] = layout.stride;
     const TensorView dz = gradient_rows(z, h.dtype);
-    matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
+    matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true, .rowwise = p.rowwise}, stream);
+    if (p.rowwise) note(stream, scratch::row_stats_bytes(rows));
     if (dh) matmul(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight)
       matmul(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = p.add_dweight || begin > 0},
@@ -148,9 +156,9 @@ void sort_choices(TensorView offsets, TensorView, TensorView, TensorView, Tensor
 
 OpTable make_scratch_ops() noexcept {
   OpTable ops = no_ops();
-  ops.codes = false;
   ops.name = "scratch";
   ops.matmul = matmul;
+  ops.grouped_matmul = grouped_matmul;
   ops.matmul_fp8 = matmul_fp8;
   ops.column_sum = column_sum;
   ops.layernorm_bwd = [](TensorView, TensorView, TensorView, TensorView, TensorView, TensorView x, TensorView,

@@ -3,6 +3,7 @@
 // The configuration of a run: DeepSpeed's ds_config.json plus our own keys, as plain structs in which every default is
 // resolved. Names follow the JSON names; ds-config-keys(5) documents each key.
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <memory>
@@ -263,6 +264,9 @@ struct CudaConfig {
   bool autotune = false;      // time matrix product algorithms at first use and take the fastest: bits may differ
   std::string autotune_file;  // choices of earlier runs; with autotune those of this run are added. Empty: none
   CudaAttention attention = CudaAttention::Auto;  // bits differ
+  // A token's activations and losses have the bits that generation and scoring give it: products and attention are
+  // those of libds, in an order of sums that does not depend on the other rows. CPUs always do so.
+  bool invariant_forward = false;
 };
 
 // The mean that a step's loss is. Micro: of the means of its micro-batches; Token: over all of its targets.
@@ -502,7 +506,14 @@ struct WeightsConfig {
   Form form = Form::Stored;
   i64 group = 32;                                // 32 or 128
   std::map<std::string, CodedForm> stored = {};  // of Form::Stored, by the name of the parameter (find_codes())
+  // Whether products code the activations in 8 bits, too, and sum integers; without a value, those of W8A8 and of
+  // matrices whose files say so.
+  std::optional<bool> integers = {};
 
+  bool sums_integers() const noexcept {
+    const auto says_so = [](const auto& one) { return one.second.integer; };
+    return integers.value_or(form == Form::W8A8 || std::any_of(stored.begin(), stored.end(), says_so));
+  }
   bool asks_for_codes() const noexcept { return form != Form::Stored && form != Form::Work; }
   bool any() const noexcept { return asks_for_codes() || (form == Form::Stored && !stored.empty()); }
   std::string_view name() const noexcept {

@@ -30,8 +30,8 @@ struct InferenceModel {
 // a config.json. Throws Errc::Config, Errc::Corrupt, Errc::Io.
 DS_API InferenceModel find_model(const std::string& path);
 
-// Finds the matrices that the files of a model store as codes (Config::weights), if a run of it on this machine would
-// keep them so: on CPUs. `weights`: InferenceModel::weights. Throws the errors of the files.
+// Finds the matrices that the files of a model store as codes (Config::weights), unless the run trains or asks for
+// another form. `weights`: InferenceModel::weights. Throws the errors of the files.
 DS_API void find_codes(Config& config, const std::string& weights);
 
 // A small model that proposes tokens, of which the model verifies several in one pass (RunOptions::draft,

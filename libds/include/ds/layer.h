@@ -83,6 +83,9 @@ struct ParamRow {
   // that does not train packs it. Rows of linear maps are so; a layer that reads them otherwise must reset this.
   // Batches of matrices are so as well; they are packed only if they are kept as codes.
   bool packs = false;
+  // The same for a matrix that is published as [in, out] (GPT-2's Conv1D), which is not packed: kept as codes, it is
+  // its transpose, and layers see [out, in].
+  bool in_out = false;
   bool fp8 = false;  // a matrix of products in FP8, of whole blocks of 128 x 128: gathers may send its codes
   i64 room = 0;      // elements of the largest slice, so that all ranks of the group have the same layout
   // This rank is the first of its copies: it saves the parameter and counts its gradient in the norm.
@@ -99,6 +102,9 @@ struct ParamRow {
 
   DType dtype(DType work) const noexcept { return balances < 0 ? work : DType::F32; }
   i64 numel() const noexcept { return product(shape); }
+  bool transposed() const noexcept { return in_out && codes; }
+  // The elements of a row of the matrix of codes that it is kept as.
+  i64 coded_k() const noexcept { return in_out ? shape.front() : shape.back(); }
   MatrixShape matrices() const noexcept { return vectors ? MatrixShape{} : MatrixShape::of(shape); }
   // Whether this row, one of these of its layer, lies directly after the other one, unless it is in tiles.
   bool lies_after(std::span<const ParamRow> rows) const noexcept {
@@ -111,8 +117,9 @@ struct ParamRow {
     const MatrixShape m = matrices();
     const DType dtype = this->dtype(work);
     if (m.count == 0) return TensorView::of(data, dtype, {numel()});
-    TensorView v = shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
-                                     : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
+    TensorView v = transposed()        ? TensorView::of(data, dtype, {m.cols, m.rows})
+                   : shape.size() == 2 ? TensorView::of(data, dtype, {m.rows, m.cols})
+                                       : TensorView::of(data, dtype, {m.count, m.rows, m.cols});
     v.codes = codes;
     return v;
   }
@@ -265,7 +272,9 @@ struct KvCache {
   i64 length = 0;  // number of positions so far
   i64 block = 0;
   std::span<const i32> blocks{};
-  const i32* pages = nullptr;  // the same on the device, with 0 for -1; see AttentionParams::pages
+  // The tables of all sequences on the device, with 0 for -1: AttentionParams::pages, of `table` blocks each.
+  const i32* pages = nullptr;
+  i64 table = 0;
 };
 
 enum class Mode : u8 { Train, Eval, Generate };
@@ -352,10 +361,13 @@ struct PassContext {
   // Generate: B is 1, and the T rows are the new tokens of several sequences, one sequence after the other.
   std::span<KvCache* const> caches{};  // of the current layer, by sequence
   std::span<const i64> fresh{};        // new tokens, by sequence
-  TensorView logit_rows{};             // [n] int32: the rows whose logits are wanted
-  bool alone = false;                  // products must give each row the bits that it has alone
-  i64 largest = 0;                     // see PlannedPass::largest
-  Groups groups{};                     // the ranks that share matrices and tokens
+  // The same on the device, and where tables of blocks are; with the new tokens among the keys. The stride is the
+  // layer's (KvCache::table).
+  AttentionSequences sequences{};
+  TensorView logit_rows{};  // [n] int32: the rows whose logits are wanted
+  bool alone = false;       // products and attention give each row the bits that it has alone
+  i64 largest = 0;          // see PlannedPass::largest
+  Groups groups{};          // the ranks that share matrices and tokens
   // In training, if layers of the model add losses (Layer::adds_loss): [1] fp32 each. aux_loss receives the loss of the
   // layer that runs, aux_grad is d(scaled total)/d(that loss); it differs from step to step, its place does not.
   TensorView aux_loss{}, aux_grad{};

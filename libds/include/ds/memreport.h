@@ -199,6 +199,13 @@ DS_API StepTime predict_time(const Config& config, const World& world, DeviceKin
 DS_API std::string text(const StepTime& time);
 DS_API std::string json(const StepTime& time);
 
+// Calls of one op: how many, their FLOPs and the bytes of their operands.
+struct OpWork {
+  std::string op;  // as in OpTable
+  i64 calls = 0;
+  double flops = 0, bytes = 0;
+};
+
 // A run of ds-infer(1), as its --check predicts it for a machine that it runs on.
 struct SessionPrediction {
   World world;
@@ -214,18 +221,23 @@ struct SessionPrediction {
   // Streamed weights: the file of a rank, and the bytes that it reads in a pass.
   i64 file_bytes = 0, streamed_bytes = 0;
   double flops_per_token = 0;  // of this rank in a pass, for a token at the end of a context
-  // Set by predict_hiding(): seconds in which a rank reads its weights once, beside the other ranks of its node; FLOP/s
-  // of large products; and the tokens of a pass from which computing takes as long: read_s * matmul_flops /
-  // flops_per_token.
-  double read_s = 0, matmul_flops = 0;
+  // The calls of this rank's layers in a pass over one token of each text, all at the end of their context; by op.
+  std::vector<OpWork> decoding{};
+  OpWork decoding_total() const;
+  // Set by predict_times(). FLOP/s of large products. The least time of such a pass: that of its FLOPs or of its bytes
+  // in memory, whichever is longer; 0 if the rate of memory is unknown.
+  double matmul_flops = 0, decoding_s = 0;
+  // With streamed weights: seconds in which a rank reads its weights once, beside the other ranks of its node; and the
+  // tokens of a pass from which computing takes as long: read_s * matmul_flops / flops_per_token.
+  double read_s = 0;
   i64 tokens_to_hide = 0;
   i64 largest_batch = -1;  // that of largest_batch(), if it is set
 };
 // `config`: of ConfigUse::Generate. Throws like predict().
 DS_API SessionPrediction predict_session(const Config& config, const World& world, DeviceKind device,
                                          const SessionSizes& sizes);
-// Nothing happens if no weights are streamed. Throws Errc::Config if a rate is unknown.
-DS_API void predict_hiding(SessionPrediction& prediction, const Config& config, const Hardware& hardware);
+// Throws Errc::Config if a rate that streaming needs is unknown.
+DS_API void predict_times(SessionPrediction& prediction, const Config& config, const Hardware& hardware);
 // The largest SessionSizes::at_once with which a rank needs at most so many bytes; 0: there is none. cached 0: as many
 // tokens as default_cached() says.
 DS_API i64 largest_batch(const Config& config, const World& world, DeviceKind device, const SessionSizes& sizes,

@@ -56,8 +56,9 @@ DS_API SessionSizes session_sizes(const EncodedPrompt& prompt);
 // The needs of a run, known before it starts.
 struct RunPrediction {
   i64 num_params = 0;
-  double flops_per_token = 0;     // forward + backward, full attention
-  std::vector<StagePlan> stages;  // of the pipeline
+  std::map<std::string, i64> matrices;  // without training: how many matrices of products are in each form
+  double flops_per_token = 0;           // forward + backward, full attention
+  std::vector<StagePlan> stages;        // of the pipeline
   // Idle share of the ranks' time, if a backward pass takes twice as long as a forward pass.
   double bubble_fraction = 0;
   std::vector<TagMemory> memory;  // of this rank, without the process itself

@@ -6,7 +6,7 @@
 //
 // in fp32, rounded once to the work dtype. `group` consecutive elements of a row share a scale and an offset. So
 // products of a matrix of codes have the bits of products of the decoded matrix, unless the form asks for sums of
-// integers.
+// integers (OpTable::matmul).
 
 #include <bit>
 #include <cmath>
@@ -48,23 +48,27 @@ struct CodedForm {
   CodeKind kind = CodeKind::None;
   DType scales = DType::BF16;  // or F16, F32
   bool offsets = false;
-  // Products sum integers: matmul codes each row of its other operand, too. Only Int8 without offsets, group = K.
+  // Products sum integers: matmul codes groups of its other operand, too. Int8 and Int4; at most 131072 in a group.
   bool integer = false;
   i32 group = 0;  // elements; divides K; a multiple of 16
 
-  explicit constexpr operator bool() const noexcept { return kind != CodeKind::None; }
+  DS_HOST_DEVICE explicit constexpr operator bool() const noexcept { return kind != CodeKind::None; }
   bool operator==(const CodedForm&) const = default;
 
-  constexpr i64 code_bytes() const noexcept { return kind == CodeKind::Int4 ? group / 2 : group; }  // of a row's group
-  constexpr i64 group_bytes() const noexcept { return dtype_bytes(scales) + (offsets ? 4 : 0) + code_bytes(); }
-  constexpr i64 row_bytes(i64 K) const noexcept { return K / group * group_bytes(); }
+  DS_HOST_DEVICE constexpr i64 code_bytes() const noexcept {
+    return kind == CodeKind::Int4 ? group / 2 : group;
+  }  // of a row's group
+  DS_HOST_DEVICE constexpr i64 group_bytes() const noexcept {
+    return dtype_bytes(scales) + (offsets ? 4 : 0) + code_bytes();
+  }
+  DS_HOST_DEVICE constexpr i64 row_bytes(i64 K) const noexcept { return K / group * group_bytes(); }
 
   // Places in a matrix [N,K], in bytes. Panels without rows: the matrix is in rows.
   struct Place {
     i64 scale, offset, code;
     int shift;  // of a code of 4 bits, in its byte
   };
-  constexpr Place place(Panels p, i64 N, i64 K, i64 n, i64 k) const noexcept {
+  DS_HOST_DEVICE constexpr Place place(Panels p, i64 N, i64 K, i64 n, i64 k) const noexcept {
     const i64 rows = p ? p.rows : 1, depth = p ? p.depth : 1;
     const i64 first = n - n % rows, width = N - first < rows ? N - first : rows, row = n - first;
     const i64 base = first * row_bytes(K) + k / group * group_bytes() * width, in_group = k % group;
@@ -74,7 +78,7 @@ struct CodedForm {
             half == 2 && step % 2 == 1 ? 4 : 0};
   }
 
-  static float scale_at(DType scales, const u8* p) noexcept {
+  DS_HOST_DEVICE static float scale_at(DType scales, const u8* p) noexcept {
     if (scales == DType::F32) {
       float x;
       std::memcpy(&x, p, sizeof x);
@@ -85,13 +89,13 @@ struct CodedForm {
     return scales == DType::BF16 ? to_float(std::bit_cast<bf16>(bits)) : to_float(std::bit_cast<f16>(bits));
   }
   // The value of a code in its byte, before scale and offset.
-  float value(u8 byte, int shift) const noexcept {
+  DS_HOST_DEVICE float value(u8 byte, int shift) const noexcept {
     if (kind == CodeKind::Int4) return static_cast<float>(((byte >> shift) & 15) - 8);
     if (kind == CodeKind::Int8) return static_cast<float>(static_cast<std::int8_t>(byte));
     return from_fp8(byte, fp8_format(DType::F8E4M3));
   }
   // Element (n, k) of a matrix [N,K] at `data`, before it is rounded to a work dtype.
-  float element(const void* data, Panels p, i64 N, i64 K, i64 n, i64 k) const noexcept {
+  DS_HOST_DEVICE float element(const void* data, Panels p, i64 N, i64 K, i64 n, i64 k) const noexcept {
     const u8* const bytes = static_cast<const u8*>(data);
     const Place at = place(p, N, K, n, k);
     const float x = value(bytes[at.code], at.shift), scale = scale_at(scales, bytes + at.scale);

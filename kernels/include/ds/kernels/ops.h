@@ -48,7 +48,9 @@ struct MatmulParams {
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
-  bool rowwise = false;  // each row of c has the bits that it has alone; CPU products of our own always give it
+  // Each row of c has the bits that it has alone, with codes as with decoded numbers. CPU products of our own always
+  // give it, and GPU products of codes.
+  bool rowwise = false;
 };
 
 // The blocks of the two operands of an FP8 product: at most one has squares.
@@ -96,6 +98,31 @@ struct AttentionBlocks {
   }
 };
 
+// Several sequences in one call of attention_fwd: B is 1, and q, o and lse contain the rows of one sequence after the
+// other. Keys and values of all of them are in the same pages, so k and v are the same arrays; their dim 1 is the most
+// keys of any sequence. Query i of a sequence has the position of key keys[s] - n + i, where n is the number of its
+// queries. The arrays are in the memory of the device that runs the op.
+struct AttentionSequences {
+  i64 count = 0;                // 0: the call consists of B sequences of T queries and S keys
+  const i32* begins = nullptr;  // [count + 1], ascending: sequence s has rows [begins[s], begins[s + 1])
+  const i32* keys = nullptr;    // [count], at least the number of queries
+  const i32* tables = nullptr;  // [count]: sequence s has the pages of row tables[s] of AttentionParams::pages
+  i64 stride = 0;               // pages per row
+
+  constexpr explicit operator bool() const noexcept { return count != 0; }
+  // The sequence of a row.
+  DS_HOST_DEVICE constexpr i64 of_row(i64 row) const noexcept {
+    i64 low = 0, high = count;
+    while (high - low > 1) {
+      const i64 middle = (low + high) / 2;
+      (begins[middle] <= row ? low : high) = middle;
+    }
+    return low;
+  }
+  // The number of the key that belongs to a row of sequence s.
+  DS_HOST_DEVICE constexpr i64 key_of(i64 s, i64 row) const noexcept { return keys[s] - begins[s + 1] + row; }
+};
+
 struct AttentionParams {
   float scale = 1.0f;    // multiplies QK^T
   bool causal = true;    // bottom-right aligned: key j visible to query i iff j <= i + S - T
@@ -118,14 +145,28 @@ struct AttentionParams {
   const i32* documents = nullptr;  // [2, B, positions], on the device; ascending
   i64 positions = 0;
 
-  // For attention_fwd of one sequence, from its first key on: keys and values in pages (Kwon et al., "Efficient Memory
+  // For attention_fwd of sequences from their first keys on: keys and values in pages (Kwon et al., "Efficient Memory
   // Management for Large Language Model Serving with PagedAttention", 2023). Key j is row key_row(j) of k and v, whose
   // dim 1 is still S. A page without keys that a query of the call sees may be any page of finite numbers.
-  const i32* pages = nullptr;  // [ceil(S / page)], on the device
+  const i32* pages = nullptr;  // [ceil(S / page)], on the device; with `sequences`, a table of them for each
   i64 page = 0;  // keys per page: 16, 32, 64 or 128, and at least a block of the layout, or 64 without a layout
+  // For attention_fwd without dropout or documents: pages is [rows, sequences.stride], and grid.row0 and the sizes of
+  // the grid are those of each sequence.
+  AttentionSequences sequences{};
+  // For attention_fwd: a query's bits depend only on its own sequence, its position and the keys up to there: not on
+  // the number of queries, on other sequences or on pages. CPUs always give that, but for the queries of a layout.
+  bool rowwise = false;
 
   DS_HOST_DEVICE constexpr i64 key_row(i64 j) const noexcept {
     return pages == nullptr ? j : pages[j / page] * page + j % page;
+  }
+  // The parameters of a call for sequence s alone, where its arrays can be read.
+  constexpr AttentionParams of_sequence(i64 s) const noexcept {
+    AttentionParams p = *this;
+    p.pages += sequences.tables[s] * sequences.stride;
+    p.grid.row0 = sequences.key_of(s, sequences.begins[s]);
+    p.sequences = {};
+    return p;
   }
 };
 
@@ -147,6 +188,9 @@ struct CrossEntropyParams {
   float z_loss = 0;          // adds z_loss lse^2 (Chowdhery et al., "PaLM", 2022)
   i64 vocab = 0;             // for a vocabulary in parts: size of all of them together
   bool add_dweight = false;  // linear_cross_entropy adds to dweight instead of overwriting it
+  // linear_cross_entropy has the bits of a rowwise matmul and of vocab_max, vocab_sums and vocab_grad. CPUs always give
+  // them.
+  bool rowwise = false;
 };
 
 // How a token is drawn from a row of logits: plain data, where the op runs. The filters apply in this order, each to
@@ -457,9 +501,9 @@ struct OpTable {
   // residual [M,N], c's dtype, may alias c. bias, preact, residual are optional. Sums over K in fp32 in a fixed order. With
   // trans_b, and without trans_a, b may be in panels: then no bit differs, in CPU backends with products of their own.
   // Likewise b may be of codes (codes.h), in panels if the backend has them: its elements are decoded to a's dtype. If its
-  // form asks for integers, a is a row x of codes, too: s = block_scale(largest |x|), q = rint(x / s), and c is
-  // activation(float(sum of the products of codes) * (s * scale of b's row) + bias) + residual, rounded once; the sum is
-  // exact for K <= 131072, and all backends agree bit for bit before the activation.
+  // form asks for integers, groups of a's rows are codes q = rint(x / s) of s = block_scale(largest |x|), and a sum is, over
+  // the groups in their order, y = fma(float(sum of products of codes), s * scale, y), with offsets also y = fma(offset,
+  // float(sum of q) * s, y), in fp32, from -0 on. All backends agree bit for bit on y + bias, and on preact in fp32.
   void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                  const MatmulParams&, Stream&) noexcept;
   // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype (fp32 or x's): the
@@ -586,7 +630,7 @@ struct OpTable {
   // Dao et al.: "FlashAttention". q [B,T,H,D], k [B,S,G,D], v [B,S,G,Dv], o [B,T,H,Dv], all strided; H % G == 0, head h
   // reads group h/(H/G). Values may have another head dim than keys, as in multi-head latent attention (DeepSeek-AI,
   // "DeepSeek-V2", 2024). lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
-  // On CPUs k and v may both be int8 codes, contiguous, with scale [B,S,G] fp32 for each row and group: an element is code *
+  // Also, k and v may both be int8 codes, contiguous, with scale [B,S,G] fp32 for each row and group: an element is code *
   // scale, rounded to the work dtype, and no bit differs from that of the decoded tensors.
   void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                         Stream&) noexcept;
@@ -672,6 +716,10 @@ struct OpTable {
   // y[B,T,H,D] = x[B,T,H,D], both strided, any one dtype: packs, unpacks and permutes. Moves runs of D elements, or longer
   // ones if both tensors have them: put contiguous dims last, and dims that either tensor permutes before them.
   void (*copy_heads)(TensorView y, TensorView x, Stream&) noexcept;
+  // x [1,T,G,D], strided: new keys, or values, of p.sequences; row r of sequence s becomes key key_of(s, r) in the pages of
+  // `cache` [1,rows,G,D], contiguous. The cache has x's dtype, or int8 codes with scale [1,rows,G]: those of quantize with a
+  // row and head as its block. Other members of p are ignored.
+  void (*append_keys)(TensorView cache, TensorView x, const AttentionParams& p, Stream&) noexcept;
   // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst if accumulate, else the fold starts with s0. sources: one or
   // more, all of one work dtype; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
