@@ -14,8 +14,7 @@ using Form = WeightsConfig::Form;
 
 // Rows of all matrices are whole groups of 32, on two ranks of tp too, but for the heads' (12 elements). The embedding
 // is a matrix of its own.
-ModelConfig model() {
-  ModelConfig m = tiny_llama();
+ModelConfig sized(ModelConfig m) {
   m.vocab_size = 96;
   m.hidden = 64;
   m.heads = m.kv_heads = 4;
@@ -24,6 +23,7 @@ ModelConfig model() {
   m.max_positions = 64;
   return m;
 }
+ModelConfig model() { return sized(tiny_llama()); }
 
 Config config_for(const ModelConfig& model, const Layout& l, DType work, const WeightsConfig& weights) {
   Config c = config_of(model, l, 4);
@@ -116,13 +116,7 @@ TEST(CodedWeights, ComputeWhatTheDecodedMatricesCompute) {
 
 // Those of GPT-2 are published as [in, out], and kept as their transposes.
 TEST(CodedWeights, AreTransposesOfMatricesOfGpt2) {
-  ModelConfig gpt2 = tiny_gpt2();
-  gpt2.vocab_size = 96;
-  gpt2.hidden = 64;
-  gpt2.heads = gpt2.kv_heads = 4;
-  gpt2.head_dim = 16;
-  gpt2.intermediate = 128;
-  gpt2.max_positions = 64;
+  const ModelConfig gpt2 = sized(tiny_gpt2());
   for (const Form form : {Form::Int8, Form::Int4, Form::W8A8}) {
     const WeightsConfig weights{.form = form};
     for (const DType work : {DType::F32, DType::BF16}) {
