@@ -45,18 +45,8 @@ CodedForm stored_form_of(const ParamRow& row, const WeightsConfig& weights) {
   return {};
 }
 
-// The table of tokens that only look-ups read, so that codes in rows will do: the first row of its layer, unless it is
-// tied.
-bool is_table(const Model& model, const Layer& layer, size_t row) {
-  return layer.type() == kEmbeddingType && !model.tied() && row == 0;
-}
-// The matrix of the head, in the last layer or tied.
-bool is_head(const Model& model, const ParamRow& row) {
-  const std::vector<ParamRow>& last = model.layers.back()->rows();
-  const bool here = std::ranges::any_of(last, [&](const ParamRow&other) { return &other == &row; }),
-             tied = std::ranges::any_of(model.shared, [&](const ParamRow&other) { return &other == &row; });
-  return (here || tied) && row.shape.size() == 2 && row.whole_shape()[0] == model.vocab;
-}
+// How a run reads a row. Look-ups alone read the table of tokens, unless it is tied.
+enum class Reader : u8 { None, Product, Head, LookUp };
 
 CodedForm form_of(const ParamRow& row, const WeightsConfig& weights) {
   CodedForm form = stored_form_of(row, weights);
@@ -102,17 +92,18 @@ void store_as_codes(Model& model, const Config& config) {
            weights.integers ? "--activations work decodes the codes" : "--weights work decodes the matrices");
   if (in_parts) return;  // where values are decoded
   std::vector<std::string> unfit;
-  const auto form_for = [&](const ParamRow& row, bool is_multiplied, bool is_looked_up) -> CodedForm {
-    if (!(row.packs || row.in_out || is_looked_up) || row.fp8) {
+  const auto form_for = [&](const ParamRow& row, Reader reader) -> CodedForm {
+    if (!(row.packs || row.in_out || reader == Reader::LookUp) || row.fp8) {
       const bool is_batch = row.shape.size() == 3 && !row.vectors;  // of experts, whose products are by groups of rows
-      if ((is_multiplied || is_batch) && weights.asks_for_codes())
+      if ((reader != Reader::None || is_batch) && weights.asks_for_codes())
         unfit.push_back(fmt::format("{}: products of this kind read no codes", row.name));
       return {};
     }
     CodedForm form = form_of(row, weights);
-    if (is_looked_up) form.integer = false;
+    if (reader == Reader::LookUp) form.integer = false;
     // The head decides between tokens: it keeps 8 bits, as in GGUF files of 4. So does the table of tokens.
-    if (weights.form == WeightsConfig::Form::Int4 && (is_looked_up || is_head(model, row))) form.kind = CodeKind::Int8;
+    if (weights.form == WeightsConfig::Form::Int4 && (reader == Reader::Head || reader == Reader::LookUp))
+      form.kind = CodeKind::Int8;
     if (form.integer && form.kind == CodeKind::E4M3) {
       unfit.push_back(fmt::format("{}: its codes are FP8 numbers, which --activations int8 cannot multiply", row.name));
       return {};
@@ -137,17 +128,20 @@ void store_as_codes(Model& model, const Config& config) {
     return form;
   };
   for (ParamRow& row : model.shared) {
-    row.codes = form_for(row, true, false);
+    row.codes = form_for(row, Reader::Head);
     if (!row.codes) continue;
     row.storage = Storage::Codes;
     row.trained = false;
   }
   for (const auto& layer : model.layers) {
     const std::vector<size_t> multiplied = layer->products(Products::Forward);
+    const bool embeds = layer->type() == kEmbeddingType && !model.tied();
     for (size_t r = 0; r < layer->rows().size(); ++r) {
-      const ParamRow& row = layer->rows()[r];
-      const CodedForm form =
-          form_for(row, std::ranges::find(multiplied, r) != multiplied.end(), is_table(model, *layer, r));
+      Reader reader = Reader::None;
+      if (std::ranges::find(multiplied, r) != multiplied.end()) reader = Reader::Product;
+      if (layer == model.layers.back() && layer->rows()[r].packs) reader = Reader::Head;
+      if (embeds && r == 0) reader = Reader::LookUp;
+      const CodedForm form = form_for(layer->rows()[r], reader);
       if (form) layer->store(r, Storage::Codes, form);
     }
   }

@@ -59,7 +59,7 @@ class Plans {
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
   std::shared_ptr<const WholePlan> of(int rank);
-  // Of the draft, the same on all ranks; null: there is none.
+  // The draft's, the same on all ranks; null: there is none.
   const std::shared_ptr<const WholePlan>& draft() const noexcept { return draft_; }
   // That of the first rank of a stage. The plans of one stage differ by a row of the vocabulary, and in what
   // RunPlan::fullest() compares.

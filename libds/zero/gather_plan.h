@@ -35,7 +35,7 @@ struct GatherPlan {
   i64 pool_elems = 0;             // memory for all gathered units at any time
   i64 gathered_elems = 0;         // sum over all launches: the traffic, before (P-1)/P
   i64 peak_live_elems = 0;
-  // Of a stream: what the pass before has gathered already when a pass begins. The first pass begins with these.
+  // For a stream: the accesses that the pass before has gathered when a pass begins. The first pass begins with them.
   std::vector<GatherStep::Launch> carried = {};
 };
 

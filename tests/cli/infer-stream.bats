@@ -38,13 +38,7 @@ load infer
 }
 
 @test "streamed codes: the bytes of codes in memory" {
-  python3 - <<'PY'
-import json
-cfg = json.load(open("cfg.json"))
-cfg["model"] = {"type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "intermediate_size": 128, "max_position_embeddings": 64}
-json.dump(cfg, open("cfg.json", "w"))
-PY
+  of_llama
   trained
   lines >in.jsonl
   mkdir disk

@@ -6,6 +6,16 @@ load tiny
 
 trained() { ds-train cfg.json --out run --steps 3 --quiet; }
 infer() { ds-infer run "$@"; }
+# The configuration trains a small Llama from then on, whose matrices have whole groups of 32.
+of_llama() {
+  python3 - <<'PY'
+import json
+cfg = json.load(open("cfg.json"))
+cfg["model"] = {"type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "intermediate_size": 128, "max_position_embeddings": 64}
+json.dump(cfg, open("cfg.json", "w"))
+PY
+}
 # Values of a member, or of an expression over the object d of each line.
 each() { python3 -c 'import json, sys; [print(json.dumps(eval(sys.argv[1], {"d": json.loads(l)}))) for l in sys.stdin]' "$1"; }
 

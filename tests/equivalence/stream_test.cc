@@ -174,7 +174,7 @@ TEST(Stream, ReadsEachMatrixOncePerPass) {
       const i64 table = model.vocab_size * model.hidden, all = engine.model().num_params() - (tied ? 0 : table);
       EXPECT_GE(engine.plan().streamed_bytes(), 2 * all);
       EXPECT_LE(engine.plan().streamed_bytes(), 2 * all + (model.layers + 5) * kPage);
-      // Of three units at most; each unit has whole pages.
+      // Three units at most; each has whole pages.
       EXPECT_LE(engine.plan().dp().gather_pool_elems, engine.plan().dp().padded * 2 / 3);
     });
   }
